@@ -1,0 +1,25 @@
+"""What users see when something is wrong."""
+
+
+class JaxspeedError(Exception):
+    """The base of every error that jaxspeed raises on purpose."""
+
+
+class ConfigError(JaxspeedError, ValueError):
+    """The config asks for something that is unknown, mistyped or impossible."""
+
+
+class PlacementError(JaxspeedError, ValueError):
+    """The mesh, the model and the devices do not fit together."""
+
+
+class ModelError(JaxspeedError, ValueError):
+    """What was given as a model or a loss cannot be used as one."""
+
+
+class BatchError(JaxspeedError, ValueError):
+    """A batch does not have the shape or the type that the step needs."""
+
+
+class OutOfMemoryError(JaxspeedError, MemoryError):
+    """A program needs more bytes than its device has."""
