@@ -1,0 +1,71 @@
+"""The mesh: six named axes that are always there, and whether they fit the devices."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxspeed.errors import PlacementError
+
+AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
+DATA_AXES = ("replica", "data")  # the batch is cut over these; ZeRO shards over `data` alone
+
+
+def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
+    """The size of each axis, with the one that is -1 filled in from the device count."""
+    full = {axis: sizes.get(axis, -1 if axis == "data" else 1) for axis in AXES}
+    unknown = sorted(set(sizes) - set(AXES))
+    if unknown:
+        raise PlacementError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(AXES)}")
+    bad = [f"{axis}={size}" for axis, size in full.items() if size < 1 and size != -1]
+    free = [axis for axis, size in full.items() if size == -1]
+    if bad or len(free) > 1:
+        what = f"got {', '.join(bad)}" if bad else f"{' and '.join(free)} are both -1"
+        raise PlacementError(
+            f"mesh: {what}; each axis is a whole number from 1, and one may be -1 (what is left)"
+        )
+    fixed = math.prod(size for size in full.values() if size != -1)
+    shape = ", ".join(f"{axis}={size}" for axis, size in full.items() if size != 1)
+    if free:
+        if device_count % fixed:
+            counts = ", ".join(str(fixed * k) for k in range(1, 5))
+            raise PlacementError(
+                f"mesh: {shape} needs a multiple of {fixed} devices ({counts}, ...), "
+                f"but there are {device_count}"
+            )
+        full[free[0]] = device_count // fixed
+    elif fixed != device_count:
+        hint = (
+            f"pass devices=jax.devices()[:{fixed}], or let one axis be -1"
+            if fixed < device_count
+            else f"the sizes must multiply to {device_count}; -1 for one axis fills it in"
+        )
+        raise PlacementError(
+            f"mesh: {shape or 'all axes 1'} is for exactly {fixed} devices, "
+            f"but there are {device_count}: {hint}"
+        )
+    return full
+
+
+def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with all six axes over these devices (all of them by default).
+
+    Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
+    make its reshapes and products errors.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    full = resolve_sizes(sizes, len(devices))
+    shape = tuple(full[axis] for axis in AXES)
+    try:
+        return jax.make_mesh(shape, AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+    except NotImplementedError as error:  # a physical torus that cannot hold this shape
+        raise PlacementError(
+            f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
+            f"{devices[0].device_kind} devices: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def data_parallel_size(mesh: Mesh) -> int:
+    """Over how many parts the batch is cut."""
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)

@@ -1,0 +1,22 @@
+"""One spelling for the place of a leaf in a tree: `blocks/3/attn/kernel`."""
+
+from typing import Any
+
+import jax
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """The path of a leaf from a key path of `jax.tree_util`."""
+    return "/".join(_name(key) for key in keys)
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def flat_with_paths(tree: Any) -> dict[str, Any]:
+    """A tree as `{path: leaf}`, in the order of its leaves."""
+    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,0 +1,230 @@
+"""The placement table: for each leaf of the train state, where every role of it lives.
+
+`param`   what layers read, in the compute dtype
+`master`  the fp32 copy that the optimizer updates (mixed precision only)
+`grad`    the gradient as accumulated
+`opt`     the optimizer's moments
+
+The ZeRO stage says which rows gain the data axis: 1 cuts `master` and `opt`, 2 `grad` as well, 3
+also what is read. Under stage 3 one copy is stored, cut (the master, or in pure fp32 the parameter
+itself), and layers read it gathered, a unit at a time.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspeed.placement.rules import model_spec
+from jaxspeed.placement.zero import cut_leaf, ways
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter as the model made it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[str | None, ...] = ()  # logical names of its dims, where the model has them
+    trainable: bool = True
+    full_precision: bool = False  # never cast to a 16-bit compute dtype
+
+    @property
+    def stacked(self) -> int:
+        """How many leading dims stack layers."""
+        return sum(1 for name in self.names[:1] if name == "layers")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of the roles."""
+
+    compute: Any = jnp.float32
+    grad: Any = jnp.float32
+    master_in_compute: bool = False  # no fp32 copy: the 16-bit parameter is what is updated
+    opt: Any = None  # None: whatever the optimizer makes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one array lives: how it is cut, in which memory, in which dtype."""
+
+    spec: PartitionSpec
+    memory_kind: str
+    dtype: Any
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The placements of one leaf, a role each; None where the role is not stored."""
+
+    leaf: Leaf
+    stored_shape: tuple[int, ...]  # the leaf's shape, padded where no dim divides
+    read: Placement  # as layers see it: gathered over data
+    param: Placement | None
+    master: Placement | None
+    grad: Placement | None
+    opt: Placement | None
+    note: str = ""
+
+    @property
+    def path(self) -> str:
+        return self.leaf.path
+
+    @property
+    def source(self) -> Placement:
+        """The stored copy that layers read from."""
+        stored = self.param or self.master
+        assert stored is not None
+        return stored
+
+    @property
+    def updated(self) -> Placement:
+        """The stored copy that the optimizer updates."""
+        stored = self.master or self.param
+        assert stored is not None
+        return stored
+
+    @property
+    def gathered(self) -> bool:
+        """Whether reading it is a gather (or a cast) that units should do one at a time."""
+        return self.source != self.read
+
+    def shape(self, placement: Placement) -> tuple[int, ...]:
+        """The shape that this placement stores: padded only where it is cut."""
+        return self.leaf.shape if placement.spec == self.read.spec else self.stored_shape
+
+
+@dataclass(frozen=True)
+class PlacementTable:
+    """All rows, and what else the state holds; it prints itself."""
+
+    mesh: Mesh
+    stage: int
+    rows: Mapping[str, Row]
+    extra: Mapping[str, tuple[tuple[int, ...], Placement]] = field(default_factory=dict)
+    opt_leaves: Mapping[str, tuple[tuple[int, ...], Placement]] = field(default_factory=dict)
+
+    def __getitem__(self, path: str) -> Row:
+        return self.rows[path]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows.values())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sharding(self, placement: Placement) -> NamedSharding:
+        return placement.sharding(self.mesh)
+
+    def bytes_by_role(self) -> dict[str, tuple[int, int]]:
+        """{role: (bytes in all, bytes per device)} of what is stored, and of the accumulator.
+
+        In all counts each element once, as if one device held the whole state.
+        """
+        totals: dict[str, tuple[int, int]] = {}
+
+        def add(role: str, shape: Sequence[int], placement: Placement, whole: Any) -> None:
+            itemsize = jnp.dtype(placement.dtype).itemsize
+            cut = math.prod(ways(entry, self.mesh.shape) for entry in placement.spec)
+            old = totals.get(role, (0, 0))
+            totals[role] = (
+                old[0] + math.prod(whole) * itemsize,
+                old[1] + math.prod(shape) * itemsize // cut,
+            )
+
+        for row in self:
+            for role in ("param", "master", "grad"):
+                if placement := getattr(row, role):
+                    add(role, row.shape(placement), placement, row.leaf.shape)
+        for role, leaves in (("opt", self.opt_leaves), ("other", self.extra)):
+            for shape, placement in leaves.values():
+                add(role, shape, placement, shape)
+        return totals
+
+    def with_state(
+        self,
+        opt_leaves: Mapping[str, tuple[tuple[int, ...], Placement]],
+        extra: Mapping[str, tuple[tuple[int, ...], Placement]],
+    ) -> "PlacementTable":
+        """The table with a row for each leaf of the optimizer's state and of what else is kept."""
+        return replace(self, opt_leaves=dict(opt_leaves), extra=dict(extra))
+
+    def __str__(self) -> str:
+        from jaxspeed.placement.show import render
+
+        return render(self)
+
+    def __rich__(self) -> Any:
+        from jaxspeed.placement.show import rich_table
+
+        return rich_table(self)
+
+
+def build_table(
+    leaves: Iterable[Leaf],
+    mesh: Mesh,
+    *,
+    stage: int = 0,
+    precision: Precision = Precision(),
+    persistence_threshold: int = 0,
+) -> PlacementTable:
+    """The table for these leaves: what the ZeRO stage and the precision mean for each."""
+    device = device_memory_kind(mesh)
+    rows = {
+        leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device)
+        for leaf in leaves
+    }
+    return PlacementTable(mesh, stage, rows)
+
+
+def device_memory_kind(mesh: Mesh) -> str:
+    """The name of the devices' own memory: `device` where compile-only devices do not tell."""
+    try:
+        return mesh.devices.flat[0].default_memory().kind
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return "device"
+
+
+def _row(
+    leaf: Leaf, mesh: Mesh, stage: int, precision: Precision, threshold: int, memory: str
+) -> Row:
+    whole = model_spec(leaf.shape, leaf.names, mesh.shape)
+    cut = cut_leaf(leaf.shape, whole, leaf.names, mesh.shape)
+    note = ""
+    if stage == 3 and math.prod(leaf.shape) < threshold:
+        stage, note = 2, f"whole: fewer than {threshold:,} elements"
+    if cut is None or stage == 0:
+        stored, cut_spec = leaf.shape, whole
+    else:
+        stored, cut_spec = cut.stored_shape, cut.spec
+    if stored != leaf.shape:
+        dim = next(d for d, (a, b) in enumerate(zip(leaf.shape, stored)) if a != b)
+        note = ", ".join(
+            filter(None, (note, f"dim {dim} padded {leaf.shape[dim]} -> {stored[dim]}"))
+        )
+
+    compute = leaf.dtype if leaf.full_precision else precision.compute
+    mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
+
+    def at(spec: PartitionSpec, dtype: Any) -> Placement:
+        return Placement(spec, memory, jnp.dtype(dtype))
+
+    read = at(whole, compute)
+    if not leaf.trainable:
+        param = at(cut_spec if stage == 3 else whole, compute)
+        return Row(leaf, stored, read, param, None, None, None, note or "frozen")
+    kept = at(cut_spec if stage >= 1 else whole, leaf.dtype) if mixed else None
+    param = read if stage < 3 else None if mixed else at(cut_spec, compute)
+    grad = at(cut_spec if stage >= 2 else whole, precision.grad)
+    opt_dtype = precision.opt or (kept or param or read).dtype
+    opt = at(cut_spec if stage >= 1 else whole, opt_dtype)
+    return Row(leaf, stored, read, param, kept, grad, opt, note)

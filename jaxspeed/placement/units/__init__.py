@@ -1,0 +1,13 @@
+"""Units: the pieces of a model whose stored parameters come to life one at a time.
+
+A program is traced with names on its module calls (`tags`), the calls that are units are chosen
+(`choose`), and the program is run again cut at those names (`slicing`), each piece gathering its
+own parameters forward and backward (`piece`, `stored`, `views`).
+"""
+
+from jaxspeed.placement.units.choose import Units, choose_units
+from jaxspeed.placement.units.slicing import Way, run_sliced
+from jaxspeed.placement.units.stored import Stored
+from jaxspeed.placement.units.tags import tagged, unit
+
+__all__ = ["Stored", "Units", "Way", "choose_units", "run_sliced", "tagged", "unit"]

@@ -1,0 +1,66 @@
+"""A parameter as it is stored, and its way to the layers and back.
+
+Forward, a stored parameter (cut over the data axes, perhaps padded, in its master dtype) is cast
+and gathered. Backward, its gradient goes straight to the cut: XLA makes a reduce-scatter of it, and
+the whole reduced gradient never exists.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.placement.constrain import constrain
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How one parameter is stored and how layers read it."""
+
+    shape: tuple[int, ...]  # as layers read it; the stored array may be padded
+    dtype: Any  # in which layers read it
+    gathered: NamedSharding
+    cut: NamedSharding  # of the stored array, and of its gradient
+    wire: Any = None  # the dtype in which gradients are reduced; None: as they come
+    trainable: bool = True
+
+    @property
+    def cut_dim(self) -> int | None:
+        """The dim on which the stored array is cut more finely than layers read it."""
+        specs = [_entries(s.spec, len(self.shape)) for s in (self.gathered, self.cut)]
+        return next((d for d, (a, b) in enumerate(zip(*specs, strict=True)) if a != b), None)
+
+    def moved(self, shape: tuple[int, ...], dims: list[int | None]) -> "Stored":
+        """The same storage seen through a view: dim d of the view is dim `dims[d]` of this."""
+
+        def along(sharding: NamedSharding) -> NamedSharding:
+            entries = _entries(sharding.spec, len(self.shape))
+            spec = PartitionSpec(*(None if d is None else entries[d] for d in dims))
+            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+        return replace(self, shape=shape, gathered=along(self.gathered), cut=along(self.cut))
+
+    def layer(self) -> "Stored":
+        """One slice of a stacked parameter, as the body of a scan sees it."""
+        return self.moved(self.shape[1:], list(range(1, len(self.shape))))
+
+    def read(self, stored: jax.Array) -> jax.Array:
+        """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
+        # Without the first constraint the gather may move above what the shard is tied to.
+        stored = constrain(stored, self.cut, "unit.cut")
+        whole = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
+        return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
+
+    def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
+        """The gradient of what `read` gave, as the gradient of the stored array."""
+        if self.wire is not None:
+            grad = grad.astype(self.wire)
+        if grad.shape != like.shape:
+            grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
+        return constrain(grad, self.cut, "unit.scatter").astype(like.dtype)
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[Any]:
+    return [*spec, *([None] * (ndim - len(spec)))]

@@ -1,0 +1,90 @@
+"""Views of a stored parameter: slicing a stack or reshaping a head leaves it stored, not gathered.
+
+`w[i]` of an unrolled stack, or a head that a chunked loss folds to [chunks, chunk, embed], must not
+be gathered whole first. Each rule here gives the same operation on the stored (cut and perhaps
+padded) array and how its result is stored; an operation that touches the cut dim has no rule.
+"""
+
+import math
+from typing import Any
+
+from jaxspeed.placement.units.stored import Stored
+
+VIEWS = ("slice", "dynamic_slice", "squeeze", "transpose", "reshape", "pad")
+
+
+def view(eqn: Any, stored: Stored, stored_shape: tuple[int, ...]) -> tuple[dict, Stored] | None:
+    """The parameters with which to bind `eqn` on the stored array, and the result's storage.
+
+    None when the operation needs the gathered array.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    cut = stored.cut_dim
+    if rule is None or cut is None:
+        return None
+    return rule(eqn, stored, stored_shape, cut)
+
+
+def _slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    start, limit, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    if start[cut] != 0 or limit[cut] != stored.shape[cut] or (strides and strides[cut] != 1):
+        return None
+    limit = tuple(real[d] if d == cut else n for d, n in enumerate(limit))
+    return {**eqn.params, "limit_indices": limit}, _same_dims(stored, eqn)
+
+
+def _dynamic_slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    sizes = eqn.params["slice_sizes"]
+    if sizes[cut] != stored.shape[cut]:
+        return None
+    sizes = tuple(real[d] if d == cut else n for d, n in enumerate(sizes))
+    return {**eqn.params, "slice_sizes": sizes}, _same_dims(stored, eqn)
+
+
+def _pad(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    if any(eqn.params["padding_config"][cut]):
+        return None
+    return eqn.params, _same_dims(stored, eqn)
+
+
+def _squeeze(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    gone = eqn.params["dimensions"]
+    if cut in gone:
+        return None
+    kept: list[int | None] = [d for d in range(len(real)) if d not in gone]
+    return eqn.params, stored.moved(eqn.outvars[0].aval.shape, kept)
+
+
+def _transpose(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    order = list(eqn.params["permutation"])
+    return eqn.params, stored.moved(eqn.outvars[0].aval.shape, order)
+
+
+def _reshape(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+    """Dims before the cut one may be folded or split as long as the rest stays as it is."""
+    old, new = stored.shape, eqn.params["new_sizes"]
+    tail = len(old) - cut
+    entries = stored.gathered.spec
+    if eqn.params["dimensions"] is not None or tuple(new[-tail:]) != tuple(old[cut:]):
+        return None
+    if len(new) < tail or math.prod(new[:-tail]) != math.prod(old[:cut]) or any(entries[:cut]):
+        return None
+    front = len(new) - tail
+    dims = [None] * front + list(range(cut, len(old)))
+    params = {**eqn.params, "new_sizes": (*new[:front], *real[cut:])}
+    return params, stored.moved(tuple(new), dims)
+
+
+def _same_dims(stored: Stored, eqn: Any) -> Stored:
+    shape = eqn.outvars[0].aval.shape
+    return stored.moved(shape, list(range(len(shape))))
+
+
+_RULES = {
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "pad": _pad,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "reshape": _reshape,
+}
