@@ -1,0 +1,70 @@
+"""Parameter groups by path pattern: learning-rate factor, weight decay, frozen."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from jaxspeed.config.patterns import match
+from jaxspeed.optim.paths import is_norm_or_bias
+
+Match = Callable[[str, str], bool]  # (pattern, path) -> whether it matches
+
+
+class GroupLike(Protocol):
+    """What a group must say; the config's own class does, and so does `Group`."""
+
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def lr_factor(self) -> float: ...
+    @property
+    def weight_decay(self) -> float | None: ...
+    @property
+    def frozen(self) -> bool: ...
+
+
+class Group(NamedTuple):
+    """The leaves that a pattern names, and what is different about them."""
+
+    pattern: str
+    lr_factor: float = 1.0  # times the schedule's learning rate
+    weight_decay: float | None = None  # None: the optimizer's own
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class PathRules:
+    """What the optimizer does with a leaf, looked up by path. The first group that matches wins."""
+
+    groups: Sequence[GroupLike] = ()
+    exclude_norms_and_biases: bool = False
+    match: Match = match
+
+    def group(self, path: str) -> GroupLike | None:
+        """The group that a leaf belongs to, if any."""
+        return next((group for group in self.groups if self.match(group.pattern, path)), None)
+
+    def lr_factor(self, path: str) -> float:
+        """What the learning rate of a leaf is multiplied with; a frozen leaf never moves."""
+        group = self.group(path)
+        if group is None:
+            return 1.0
+        return 0.0 if group.frozen else group.lr_factor
+
+    def weight_decay(self, path: str, default: float) -> float:
+        """The weight decay of a leaf. The exclusion of norms and biases is stronger than a group:
+        a group that names a whole layer does not mean the layer's biases."""
+        if self.exclude_norms_and_biases and is_norm_or_bias(path):
+            return 0.0
+        group = self.group(path)
+        return default if group is None or group.weight_decay is None else group.weight_decay
+
+    def frozen(self, path: str) -> bool:
+        """Whether a leaf is left as it was initialised."""
+        group = self.group(path)
+        return group is not None and group.frozen
+
+    def unused_patterns(self, paths: Iterable[str]) -> list[str]:
+        """The patterns of groups that are no leaf's: misspelt, or shadowed by an earlier group."""
+        used = {id(self.group(path)) for path in paths}
+        return [group.pattern for group in self.groups if id(group) not in used]

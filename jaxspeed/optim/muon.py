@@ -1,0 +1,127 @@
+"""Muon: momentum, orthogonalised, for the hidden weight matrices (Jordan et al., 2024).
+
+Follows DeepSpeed (deepspeed/runtime/zero/muon/original_muon.py and `set_optimizer_flags` in
+deepspeed/__init__.py). Optax's `scale_by_muon` corrects the momentum's bias, which changes the
+weights of momentum and gradient in the Nesterov sum, and knows no Gram iteration.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.optim.paths import is_norm_or_bias, map_with_path
+
+NewtonSchulz = Literal["gram", "standard"]
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5
+_ITERATIONS = 5
+_RESTART = 2  # where the Gram iteration goes back to X, to stay stable
+
+
+def uses_muon(path: str, ndim: int) -> bool:
+    """Whether Muon updates a leaf; all others go to its Adam.
+
+    DeepSpeed takes what has two dims or more and neither `embed` nor `lm_head` in its name. Here
+    also `wte`, `wpe` and a segment `head` or `classifier` are embeddings and heads, and norms and
+    biases never count, though a bias `[heads, head_dim]` has two dims.
+
+    Args:
+      path: of the leaf.
+      ndim: its number of dims without those that number stacked layers: 2, `[in, out]`, or 4, a
+        convolution `[height, width, in, out]`.
+    """
+    segments = path.lower().split("/")
+    if any("embed" in segment or "lm_head" in segment for segment in segments):
+        return False
+    if {"wte", "wpe", "head", "classifier"}.intersection(segments):
+        return False
+    return ndim in (2, 4) and not is_norm_or_bias(path)
+
+
+class MuonState(NamedTuple):
+    """State of `scale_by_muon`."""
+
+    momentum: Any  # as the parameters
+
+
+def scale_by_muon(
+    momentum: float, ns_method: NewtonSchulz, stacked: Callable[[str], int]
+) -> optax.GradientTransformation:
+    """`m = momentum m + (1 - momentum) g`, `u = scale orthogonalize((1 - momentum) g + momentum m)`
+
+    where scale is sqrt(max(1, out / in)), and sqrt(max(1, height / width)) for a convolution.
+
+    Args:
+      momentum: of the exponential average.
+      ns_method: which form of the Newton-Schulz iteration.
+      stacked: how many leading dims of the leaf at a path number its layers.
+    """
+
+    def init(params: Any) -> MuonState:
+        return MuonState(momentum=optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, Any]:
+        average = optax.tree.update_moment(updates, state.momentum, momentum, 1)
+        nesterov = optax.tree.update_moment(updates, average, momentum, 1)
+        updates = map_with_path(
+            lambda path, u: _direction(u, u.ndim - stacked(path), ns_method), nesterov
+        )
+        return updates, MuonState(average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _direction(u: jax.Array, ndim: int, ns_method: NewtonSchulz) -> jax.Array:
+    """u  [..., in, out] or [..., height, width, in, out]"""
+    if ndim == 4:
+        tall, wide = u.shape[-4:-2]
+        matrix = u.reshape(*u.shape[:-4], -1, u.shape[-1])
+    else:
+        wide, tall = u.shape[-2:]
+        matrix = u
+    scale = max(1.0, tall / wide) ** 0.5
+    return scale * orthogonalize(matrix, ns_method).reshape(u.shape)
+
+
+def orthogonalize(x: jax.Array, ns_method: NewtonSchulz = "gram") -> jax.Array:
+    """Near to `U V^T` of the singular value decomposition `x = U S V^T`, for each `x  [..., m, n]`.
+
+    The products are of the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
+    DeepSpeed casts to bf16 or fp16; the sums stay in the dtype of x.
+    """
+    transposed = x.shape[-2] > x.shape[-1]
+    x = x.mT if transposed else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
+    # A square matrix gains nothing from its Gram matrix, which is as large.
+    use_gram = ns_method == "gram" and x.shape[-2] < x.shape[-1]
+    x = _gram_newton_schulz(x) if use_gram else _newton_schulz(x, _ITERATIONS)
+    return x.mT if transposed else x
+
+
+def _newton_schulz(x: jax.Array, iterations: int) -> jax.Array:
+    """`x <- a x + b (x x^T) x + c (x x^T)^2 x`, each iteration."""
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    return x
+
+
+def _gram_newton_schulz(x: jax.Array) -> jax.Array:
+    """The same polynomial, iterated on the small matrix `R = x x^T`.
+
+    One iteration is `x <- P x` with `P = a I + b R + c R^2`, so that `R <- P R P` and the product
+    Q of all P is applied to x once. (https://tridao.me/blog/2026/gram-newton-schulz)
+    """
+    for iterations in (_RESTART, _ITERATIONS - _RESTART):
+        gram = x @ x.mT
+        identity = jnp.eye(gram.shape[-1], dtype=x.dtype)
+        q = identity
+        for i in range(iterations):
+            p = _A * identity + _B * gram + _C * gram @ gram
+            q = p @ q if i else p
+            gram = p @ gram @ p if i + 1 < iterations else gram
+        x = q @ x
+    return x

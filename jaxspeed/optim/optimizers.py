@@ -1,0 +1,304 @@
+"""Optimizers by DeepSpeed's and torch's names, parameters and formulas, as Optax transformations.
+
+Each function below is one optimizer: a chain whose order is that of its formula. What Optax has in
+the same form is Optax's; `transforms.py`, `lamb.py` and `muon.py` say of the rest how it differs.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.config.patterns import match
+from jaxspeed.errors import ConfigError
+from jaxspeed.optim.groups import GroupLike, Match, PathRules
+from jaxspeed.optim.lamb import scale_by_lamb_coefficient
+from jaxspeed.optim.muon import NewtonSchulz, scale_by_muon, uses_muon
+from jaxspeed.optim.paths import map_with_path
+from jaxspeed.optim.schedules import Schedule
+from jaxspeed.optim.transforms import (
+    Step,
+    add_weight_decay,
+    damped_trace,
+    in_float32,
+    scale_by_adagrad,
+    scale_by_rate,
+    scale_by_raw_moments,
+    with_scheduled_betas,
+)
+
+# How torch and DeepSpeed run an update, which is XLA's business here: the formula is the same.
+_IMPLEMENTATION_HINTS = frozenset(
+    {"torch_adam", "set_grad_none", "fused", "foreach", "capturable", "differentiable"}
+    | {"fp32_optimizer_states"}
+)
+# Which would change the formula. The config refuses them, and may pass on that they are off.
+_NOT_BUILT = frozenset({"amsgrad", "maximize", "max_grad_norm"})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all optimizers share: what depends on the step, and what depends on the path."""
+
+    schedule: Schedule
+    rules: PathRules
+    stacked: Callable[[str], int]
+
+    def decay(self, weight_decay: float) -> optax.GradientTransformation:
+        return add_weight_decay(lambda path: self.rules.weight_decay(path, weight_decay))
+
+    def rate(self, base_lr: float) -> optax.GradientTransformation:
+        return scale_by_rate(lambda step: self.schedule.lr(step, base_lr), self.rules.lr_factor)
+
+    def moments(
+        self,
+        make: Callable[[Any, Any], optax.GradientTransformation],
+        betas: tuple[float, float],
+    ) -> optax.GradientTransformation:
+        """`make(b1, b2)` with the betas of the schedule, where it has any."""
+        if self.schedule.betas is None:
+            return make(*betas)
+        return with_scheduled_betas(make, self.schedule.betas)
+
+
+def build_optimizer(
+    type: str,
+    params: Mapping[str, Any],
+    schedule: Schedule | None = None,
+    *,
+    groups: Sequence[GroupLike] = (),
+    exclude_norms_and_biases: bool = False,
+    match: Match = match,
+    stacked: Callable[[str], int] = lambda path: 0,
+    moment_dtype: jax.typing.DTypeLike | None = None,
+) -> optax.GradientTransformation:
+    """The optimizer of a config's `optimizer` section. Its updates are to be *added* to parameters.
+
+    Parameters are any pytree; frozen leaves may come as `optax.MaskedNode()`. State counts
+    completed updates: on a skipped step, keep the old state.
+
+    Args:
+      type: Adam, AdamW, SGD, Adagrad, Lamb, Lion or Muon, in any case.
+      params: its parameters, by DeepSpeed's names, as the config has checked them.
+      schedule: from `build_schedule`; None is the optimizer's own lr at every step.
+      groups: learning-rate factors and weight decays by path pattern; the first match wins.
+      exclude_norms_and_biases: no weight decay on them.
+      match: how a pattern matches a path, `(pattern, path) -> bool`; the config's by default.
+      stacked: how many leading dims of the leaf at a path number stacked layers.
+      moment_dtype: what moments are stored in; None is the dtype of their parameter.
+
+    Raises:
+      ConfigError: an unknown type.
+    """
+    optimizer, arguments = _call(type, params)
+    rules = PathRules(groups, exclude_norms_and_biases, match)
+    parts = Parts(schedule or Schedule(), rules, stacked)
+    return in_float32(optimizer(parts, **arguments), moment_dtype)
+
+
+def base_learning_rates(type: str, params: Mapping[str, Any]) -> dict[str, float]:
+    """The optimizer's own learning rates, which `Schedule.lr(step, base_lr)` takes: `{"lr": ...}`,
+    and for Muon, which has two, `{"muon_lr": ..., "adam_lr": ...}`."""
+    optimizer, arguments = _call(type, params)
+    if optimizer is muon:
+        return _muon_rates(*(arguments.get(name) for name in ("lr", "muon_lr", "adam_lr")))
+    return {"lr": arguments.get("lr", inspect.signature(optimizer).parameters["lr"].default)}
+
+
+def _call(
+    type: str, params: Mapping[str, Any]
+) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
+    name = type.lower()
+    if name not in _OPTIMIZERS:
+        known = "Adam, AdamW, SGD, Adagrad, Lamb, Lion, Muon"
+        raise ConfigError(f"optimizer.type: unknown {type!r}; known: {known}")
+    arguments = {
+        key: value
+        for key, value in params.items()
+        if key not in _IMPLEMENTATION_HINTS and (value or key not in _NOT_BUILT)
+    }
+    if name == "adamw":  # the name decides, as in DeepSpeed's engine
+        arguments["adam_w_mode"] = True
+    return _OPTIMIZERS[name], arguments
+
+
+def adam(
+    parts: Parts,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+) -> optax.GradientTransformation:
+    """DeepSpeed's FusedAdam, torch.optim.AdamW; torch.optim.Adam where adam_w_mode is false.
+
+    AdamW: `p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)`; else weight_decay p joins g.
+    """
+
+    def direction(b1: Any, b2: Any) -> optax.GradientTransformation:
+        if bias_correction:
+            return optax.scale_by_adam(b1, b2, eps)
+        return scale_by_raw_moments(b1, b2, eps)
+
+    moments, decay = parts.moments(direction, betas), parts.decay(weight_decay)
+    return optax.chain(
+        *((moments, decay) if adam_w_mode else (decay, moments)),
+        parts.rate(lr),
+    )
+
+
+def sgd(
+    parts: Parts,
+    *,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    dampening: float = 0.0,
+) -> optax.GradientTransformation:
+    """torch.optim.SGD: `p - lr b`, with Nesterov `p - lr (g + momentum b)`, where weight_decay p
+    has joined g and `b = momentum b + (1 - dampening) g`, the first b being g.
+    """
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise ConfigError(
+            "optimizer.params.nesterov: needs a momentum above 0 and no dampening, "
+            f"found momentum {momentum} and dampening {dampening}"
+        )
+    if momentum == 0:
+        trace = optax.identity()
+    elif dampening == 0:
+        trace = optax.trace(momentum, nesterov)
+    else:
+        trace = damped_trace(momentum, dampening)
+    return optax.chain(parts.decay(weight_decay), trace, parts.rate(lr))
+
+
+def adagrad(
+    parts: Parts,
+    *,
+    lr: float = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+) -> optax.GradientTransformation:
+    """torch.optim.Adagrad; weight_decay p joins g."""
+    direction = scale_by_adagrad(eps, lr_decay, initial_accumulator_value)
+    return optax.chain(parts.decay(weight_decay), direction, parts.rate(lr))
+
+
+def lamb(
+    parts: Parts,
+    *,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    eps_inside_sqrt: bool = False,
+    weight_decay: float = 0.0,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+) -> optax.GradientTransformation:
+    """DeepSpeed's FusedLamb: `u = m / (sqrt(v) + eps) + weight_decay p`, with raw moments, then
+
+        p - lr sqrt(1 - b2^t) / (1 - b1^t) clip(||p|| / ||u||, min_coeff, max_coeff) u
+
+    so that the bias correction, unlike in the paper and in Optax, scales the decay too.
+    """
+
+    def step_size(step: Step) -> jax.Array:
+        rate = parts.schedule.lr(step, lr)
+        if not bias_correction:
+            return rate
+        b1, b2 = parts.schedule.betas(step) if parts.schedule.betas else betas
+        t = jnp.asarray(step) + 1
+        return rate * jnp.sqrt(1 - b2**t) / (1 - b1**t)
+
+    return optax.chain(
+        parts.moments(
+            lambda b1, b2: scale_by_raw_moments(b1, b2, eps, eps_inside_sqrt=eps_inside_sqrt), betas
+        ),
+        parts.decay(weight_decay),
+        scale_by_lamb_coefficient(min_coeff, max_coeff, parts.stacked),
+        scale_by_rate(step_size, parts.rules.lr_factor),
+    )
+
+
+def lion(
+    parts: Parts,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """DeepSpeed's FusedLion: `p - lr (sign(b1 m + (1 - b1) g) + weight_decay p)`, then m with b2.
+
+    sign(0) is 0 as in the paper (arXiv:2302.06675). DeepSpeed's kernels differ from each other
+    there (plus lr on GPU, minus lr on CPU), and move weights that have no gradient.
+    """
+    direction = parts.moments(optax.scale_by_lion, betas)
+    return optax.chain(direction, parts.decay(weight_decay), parts.rate(lr))
+
+
+def muon(
+    parts: Parts,
+    *,
+    lr: float | None = None,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
+    momentum: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    ns_method: NewtonSchulz = "gram",
+) -> optax.GradientTransformation:
+    """DeepSpeed's MuonWithAuxAdam: Muon for hidden matrices, AdamW for everything else.
+
+    `muon_lr` and `adam_lr` stand over `lr`; without any, 0.02 and 3e-4. A scheduler with an lr of
+    its own (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to the same,
+    and none changes the betas: DeepSpeed's class declares none.
+    """
+    rates = _muon_rates(lr, muon_lr, adam_lr)
+
+    def then_step(
+        direction: optax.GradientTransformation, base_lr: float
+    ) -> optax.GradientTransformation:
+        return optax.chain(direction, parts.decay(weight_decay), parts.rate(base_lr))
+
+    def labels(params: Any) -> Any:
+        return map_with_path(
+            lambda path, p: "muon" if uses_muon(path, p.ndim - parts.stacked(path)) else "adam",
+            params,
+        )
+
+    return optax.partition(
+        {
+            "muon": then_step(scale_by_muon(momentum, ns_method, parts.stacked), rates["muon_lr"]),
+            "adam": then_step(optax.scale_by_adam(*betas, eps), rates["adam_lr"]),
+        },
+        labels,
+    )
+
+
+def _muon_rates(lr: float | None, muon_lr: float | None, adam_lr: float | None) -> dict[str, float]:
+    def first(*values: float | None) -> float:
+        return next(value for value in values if value is not None)
+
+    return {"muon_lr": first(muon_lr, lr, 0.02), "adam_lr": first(adam_lr, lr, 3e-4)}
+
+
+_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adam": adam,
+    "adamw": adam,
+    "sgd": sgd,
+    "adagrad": adagrad,
+    "lamb": lamb,
+    "lion": lion,
+    "muon": muon,
+}

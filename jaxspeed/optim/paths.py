@@ -1,0 +1,65 @@
+"""What a leaf's path says about it: its name in the tree, and whether it is a norm or a bias."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# "RMSNorm_0" -> RMS, Norm; "input_layernorm" -> input, layernorm; "ln1" -> ln
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NORM_ABBREVIATIONS = frozenset({"ln", "lnf", "bn", "gn", "rms"})
+_VECTOR_NAMES = frozenset({"scale", "gamma", "beta"})
+
+
+def leaf_path(keys: tuple[Any, ...]) -> str:
+    """The path of a leaf, `blocks/3/mlp/kernel`, from a key path of `jax.tree_util`."""
+    return "/".join(_name(key) for key in keys)
+
+
+def _name(key: Any) -> str:
+    for attribute in (
+        "key",
+        "idx",
+        "name",
+    ):  # DictKey and FlattenedIndexKey; SequenceKey; GetAttrKey
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function is given the leaf's path first."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, *leaves: function(leaf_path(keys), *leaves), tree, *rest
+    )
+
+
+def is_norm_or_bias(path: str) -> bool:
+    """Whether a leaf is a bias, or a parameter that a normalisation layer owns, by its path alone.
+
+    The number of dims would not tell: layers that are stacked for a scan give every bias a second
+    dim. The leaf's own name decides (`bias`, `scale`, `gamma`, `beta`, `q_bias`), or else the name
+    of the module that owns it (`norm1/weight`, `ln_f/weight`, `RMSNorm_0/kernel`). Modules further
+    up do not: in `norm1/linear/kernel` the kernel belongs to a linear layer.
+    """
+    segments = [segment for segment in path.split("/") if not segment.isdigit()]
+    if not segments:
+        return False
+    words = _words(segments[-1])
+    if "bias" in words or words == ["b"] or (words and words[-1] in _VECTOR_NAMES):
+        return True
+    return any(_names_a_norm(segment) for segment in segments[-2:])
+
+
+def _names_a_norm(segment: str) -> bool:
+    # The first or the last word, so that `adaLN_modulation`, a linear layer, is none.
+    words = _words(segment)
+    return any(
+        word.endswith(("norm", "norms")) or word in _NORM_ABBREVIATIONS
+        for word in words[:1] + words[-1:]
+    )
+
+
+def _words(segment: str) -> list[str]:
+    return [word.lower() for word in _WORDS.findall(segment)]

@@ -1,0 +1,242 @@
+"""Schedules equal DeepSpeed's, update by update: a scheduler that is stepped after each update."""
+
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspeed.errors import ConfigError
+from jaxspeed.optim import build_schedule
+
+BASE_LR = 0.02
+
+
+def table(at_start, after, updates):
+    """The value at each update: the constructor's for the first, then that for k = 0, 1, ..."""
+    return [at_start] + [after(k) for k in range(updates - 1)]
+
+
+def warmup(k, steps, kind):
+    return math.log(k + 1) / math.log(steps) if kind == "log" else k / steps
+
+
+def warmup_lr(updates, low=0.0, high=BASE_LR, steps=1000, kind="log"):
+    steps = max(2, steps)
+
+    def lr(k):
+        return low + (high - low) * (warmup(k, steps, kind) if k < steps else 1.0)
+
+    return table(low, lr, updates)
+
+
+def warmup_decay_lr(updates, total, low=0.0, high=0.001, steps=1000, kind="log"):
+    steps = max(2, steps)
+
+    def lr(k):
+        if k < steps:
+            return low + (high - low) * warmup(k, steps, kind)
+        return low + (high - low) * max(0.0, (total - k) / max(1.0, total - steps))
+
+    return table(low, lr, updates)
+
+
+def warmup_cosine_lr(updates, total, low=0.0, steps=1000, floor=0.0001, kind="log"):
+    steps = max(2, steps)
+
+    def lr(k):
+        if k < steps:
+            return BASE_LR * (low + (1 - low) * warmup(k, steps, kind))
+        x = min(1.0, (k - steps + 1) / max(1, total - steps))
+        return BASE_LR * max(0.0, floor + (1 - floor) * (1 + math.cos(math.pi * x)) / 2)
+
+    return table(0.0, lr, updates)
+
+
+def range_test(updates, low, size, rate, stairs=False):
+    def lr(k):
+        interval = (k + 1) // size if stairs else (k + 1) / size
+        return low * (1 + rate * interval)
+
+    return table(low, lr, updates)
+
+
+def one_cycle(updates, first, second, low, high, first_stairs=0, second_stairs=0, decay=(0.0, 0)):
+    """(lr, b1) by update, with b1 between 0.8 and 0.9 and the same decay rate for both."""
+    rate, size = decay
+
+    def height(k):
+        position = (k + 1) % (first + second)
+        if position <= first:
+            x, stairs = Fraction(position, first), first_stairs
+        else:
+            x, stairs = Fraction(first + second - position, second), second_stairs
+        return float(Fraction(math.floor(x * stairs), stairs) if stairs else x)
+
+    def interval(k):
+        return (k - (first + second) + 1) / size if size else 0.0
+
+    def lr(k):
+        if k < first + second:
+            return low + (high - low) * height(k)
+        return low / (1 + rate * interval(k))
+
+    def b1(k):
+        if k < first + second:
+            return 0.9 - (0.9 - 0.8) * height(k)
+        return 0.9 * (1 + rate * interval(k))
+
+    return table(low, lr, updates), table(0.8, b1, updates)
+
+
+def curve(schedule, updates):
+    """All learning rates at once, traced, as the step would have them."""
+    return np.asarray(jax.jit(lambda steps: schedule.lr(steps, BASE_LR))(jnp.arange(updates)))
+
+
+def assert_curve(type_, params, reference):
+    schedule = build_schedule(type_, params)
+    lrs = curve(schedule, len(reference))
+    assert lrs.dtype == np.float32
+    np.testing.assert_allclose(lrs, reference, rtol=1e-6, atol=1e-12)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(curve(schedule, len(reference)), reference, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_lr(kind):
+    params = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 7}
+    reference = warmup_lr(20, 0.001, 0.01, 7, kind)
+    assert_curve("WarmupLR", params | {"warmup_type": kind}, reference)
+    assert reference[0] == reference[1] == 0.001
+    assert reference[8:] == pytest.approx([0.01] * 12)
+
+
+def test_warmup_is_logarithmic_over_1000_steps_to_the_optimizers_lr_by_default():
+    assert_curve("WarmupLR", {}, warmup_lr(1100))
+
+
+def test_a_warmup_of_one_step_takes_two():
+    assert_curve("WarmupLR", {"warmup_num_steps": 1}, warmup_lr(5, steps=1))
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_decay_lr(kind):
+    params = {"total_num_steps": 30, "warmup_num_steps": 10, "warmup_type": kind}
+    params |= {"warmup_min_lr": 0.0001, "warmup_max_lr": 0.01}
+    assert_curve("WarmupDecayLR", params, warmup_decay_lr(40, 30, 0.0001, 0.01, 10, kind))
+
+
+def test_warmup_decay_lr_by_default_rises_to_a_thousandth():
+    assert_curve("WarmupDecayLR", {"total_num_steps": 1500}, warmup_decay_lr(1600, 1500))
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_cosine_lr(kind):
+    params = {"total_num_steps": 50, "warmup_num_steps": 10, "warmup_type": kind}
+    params |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.01}
+    assert_curve("WarmupCosineLR", params, warmup_cosine_lr(70, 50, 0.1, 10, 0.01, kind))
+
+
+def test_warmup_cosine_lr_by_default():
+    assert_curve("WarmupCosineLR", {"total_num_steps": 3000}, warmup_cosine_lr(3100, 3000))
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+def test_lr_range_test(staircase):
+    params = {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 7}
+    params |= {"lr_range_test_step_rate": 1.5, "lr_range_test_staircase": staircase}
+    assert_curve("LRRangeTest", params, range_test(30, 0.001, 7, 1.5, staircase))
+
+
+CYCLES = {
+    "plain": ({"cycle_first_step_size": 10}, (10, 10)),
+    "asymmetric": ({"cycle_first_step_size": 3, "cycle_second_step_size": 9}, (3, 9)),
+    "no way down": ({"cycle_first_step_size": 5, "cycle_second_step_size": 0}, (5, 0)),
+    "stairs": (
+        {"cycle_first_step_size": 10, "cycle_second_step_size": 7, "cycle_first_stair_count": 3},
+        (10, 7, 3, 3),
+    ),
+    "stairs down": (
+        {"cycle_first_step_size": 9, "cycle_first_stair_count": 3, "cycle_second_stair_count": 0},
+        (9, 9, 3, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("decay", [(0.0, 0), (0.5, 0), (0.5, 4)])
+def test_one_cycle(name, decay):
+    params, shape = CYCLES[name]
+    params = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "decay_step_size": decay[1], **params}
+    params |= {"decay_lr_rate": decay[0], "decay_mom_rate": decay[0]}
+    first, second, *stairs = shape
+    lrs, b1s = one_cycle(40, first, second, 0.001, 0.01, *(stairs or (0, 0)), decay=decay)
+    assert_curve("OneCycle", params, lrs)
+    schedule = build_schedule("OneCycle", params)
+    b1, b2 = jax.jit(schedule.betas)(jnp.arange(40))
+    np.testing.assert_allclose(b1, b1s, rtol=1e-6)
+    assert float(b2) == pytest.approx(0.99)
+
+
+def test_one_cycle_leaves_the_betas_alone_when_told_to():
+    params = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_momentum": False}
+    assert build_schedule("OneCycle", params).betas is None
+
+
+def test_without_a_scheduler_the_lr_is_the_optimizers():
+    schedule = build_schedule(None, {})
+    assert float(schedule.lr(jnp.int32(7), BASE_LR)) == np.float32(BASE_LR)
+    assert schedule.betas is None
+
+
+def test_an_unknown_type_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"scheduler\.type: unknown 'WarmUpLR'"):
+        build_schedule("WarmUpLR", {})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.integers(1, 5000),
+    total=st.integers(1, 5000),
+    kind=st.sampled_from(["log", "linear"]),
+    update=st.integers(0, 12000),
+)
+def test_warmups_of_any_length_equal_the_reference(steps, total, kind, update):
+    window = {"warmup_num_steps": steps, "warmup_type": kind}
+    for type_, params, reference in (
+        ("WarmupLR", window, warmup_lr(update + 1, steps=steps, kind=kind)),
+        (
+            "WarmupDecayLR",
+            window | {"total_num_steps": total},
+            warmup_decay_lr(update + 1, total, steps=steps, kind=kind),
+        ),
+        (
+            "WarmupCosineLR",
+            window | {"total_num_steps": total},
+            warmup_cosine_lr(update + 1, total, steps=steps, kind=kind),
+        ),
+    ):
+        with jax.enable_x64(True):
+            lr = float(build_schedule(type_, params).lr(update, BASE_LR))
+        assert lr == pytest.approx(reference[-1], rel=1e-11, abs=1e-16), type_
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    first=st.integers(1, 300),
+    second=st.integers(0, 300),
+    stairs=st.integers(0, 20),
+    update=st.integers(0, 900),
+)
+def test_cycles_of_any_shape_equal_the_reference(first, second, stairs, update):
+    params = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": first}
+    params |= {"cycle_second_step_size": second, "cycle_first_stair_count": stairs}
+    lrs, b1s = one_cycle(update + 1, first, second, 0.001, 0.01, stairs, stairs)
+    schedule = build_schedule("OneCycle", params)
+    assert float(schedule.lr(jnp.int32(update), BASE_LR)) == pytest.approx(lrs[-1], rel=1e-6)
+    assert float(schedule.betas(jnp.int32(update))[0]) == pytest.approx(b1s[-1], rel=1e-6)

@@ -1,0 +1,117 @@
+"""LAMB's norms and Muon's orthogonalisation are per matrix, however the layers are held."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspeed.optim import build_optimizer, uses_muon
+from jaxspeed.optim.muon import orthogonalize
+
+LAYERS, STEPS = 3, 3
+SHAPES = {"kernel": (5, 8), "tall": (8, 5), "square": (6, 6), "conv": (3, 2, 4, 7), "bias": (8,)}
+
+
+def layers(seed):
+    rng = np.random.default_rng(seed)
+    # Layers of unlike size, so that a norm over all of them would be far from each one's.
+    return [
+        {name: jnp.asarray(10.0**i * rng.normal(size=shape)) for name, shape in SHAPES.items()}
+        for i in range(LAYERS)
+    ]
+
+
+def train(optimizer, arrange):
+    params = {"blocks": arrange(layers(0))}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(STEPS):
+        updates, state = update({"blocks": arrange(layers(1 + step))}, state, params)
+        params = optax.apply_updates(params, updates)
+    return params["blocks"]
+
+
+def stack(layers):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+@pytest.mark.parametrize("type_", ["Lamb", "Muon"])
+def test_stacked_layers_train_as_a_list_of_layers(type_):
+    params = {"lr": 0.1, "weight_decay": 0.01}
+    with jax.enable_x64(True):
+        listed = stack(train(build_optimizer(type_, params), list))
+        stacked = train(build_optimizer(type_, params, stacked=lambda path: 1), stack)
+        unaware = train(build_optimizer(type_, params), stack)
+    for name in SHAPES:
+        np.testing.assert_allclose(stacked[name], listed[name], rtol=1e-9, err_msg=name)
+    assert not np.allclose(unaware["kernel"], listed["kernel"], rtol=1e-3)
+
+
+def test_two_stacked_dims_train_as_one():
+    """Pipeline stages times layers: [stages, layers, in, out]."""
+
+    def nested(layers):
+        return jax.tree.map(lambda leaf: leaf[None], stack(layers))
+
+    for type_ in ("Lamb", "Muon"):
+        with jax.enable_x64(True):
+            one = train(build_optimizer(type_, {}, stacked=lambda path: 1), stack)
+            two = train(build_optimizer(type_, {}, stacked=lambda path: 2), nested)
+        for name in SHAPES:
+            np.testing.assert_allclose(two[name][0], one[name], rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("ns_method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (6, 6), (2, 3, 4, 9)])
+def test_orthogonalize_keeps_the_singular_vectors_and_levels_the_values(shape, ns_method):
+    x = np.random.default_rng(0).normal(size=shape)
+    with jax.enable_x64(True):
+        y = np.asarray(orthogonalize(jnp.asarray(x), ns_method))
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    values = np.swapaxes(u, -1, -2) @ y @ np.swapaxes(vt, -1, -2)
+    diagonal = np.diagonal(values, axis1=-2, axis2=-1)
+    # Off the diagonal nothing; on it the quintic, five times, of the normalised singular values.
+    s = s / np.linalg.norm(x, axis=(-2, -1), keepdims=True)[..., 0]
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    np.testing.assert_allclose(diagonal, s, rtol=1e-5)
+    np.testing.assert_allclose(values - np.eye(s.shape[-1]) * diagonal[..., None], 0, atol=1e-6)
+    assert diagonal.min() > 0.6 and diagonal.max() < 1.3
+
+
+def test_the_gram_form_equals_the_standard_one_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 96)), jnp.float32)
+    np.testing.assert_allclose(
+        orthogonalize(x, "gram"), orthogonalize(x, "standard"), rtol=0, atol=1e-5
+    )
+
+
+def test_a_zero_gradient_moves_nothing():
+    params = {"kernel": jnp.ones((4, 6)), "still": jnp.zeros((4, 6))}
+    for type_ in ("Lamb", "Muon", "Lion", "Adam"):
+        optimizer = build_optimizer(type_, {})
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        for leaf in jax.tree.leaves(updates):
+            np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.parametrize(
+    "path, ndim, uses",
+    [
+        ("blocks/attn/q_proj/kernel", 2, True),
+        ("blocks/3/mlp/up/kernel", 2, True),
+        ("stem/conv/kernel", 4, True),
+        ("blocks/attn/heads_proj/kernel", 2, True),
+        ("embed/embedding", 2, False),
+        ("patch_embed/kernel", 4, False),
+        ("model/lm_head/kernel", 2, False),
+        ("wte/embedding", 2, False),
+        ("head/kernel", 2, False),
+        ("blocks/norm1/scale", 1, False),
+        ("blocks/attn/q_proj/bias", 2, False),  # [heads, head_dim]
+        ("blocks/attn/q_proj/kernel", 3, False),  # which dims are the matrix cannot be told
+    ],
+)
+def test_muon_takes_hidden_matrices_only(path, ndim, uses):
+    assert uses_muon(path, ndim) is uses
