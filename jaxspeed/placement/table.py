@@ -44,8 +44,8 @@ class Leaf:
 class Precision:
     """The dtypes of the roles."""
 
-    compute: Any = jnp.float32
-    grad: Any = jnp.float32
+    compute: Any = None  # None: each leaf in its own
+    grad: Any = None  # None: the leaf's own, fp32 at least
     master_in_compute: bool = False  # no fp32 copy: the 16-bit parameter is what is updated
     opt: Any = None  # None: whatever the optimizer makes
 
@@ -212,7 +212,7 @@ def _row(
             filter(None, (note, f"dim {dim} padded {leaf.shape[dim]} -> {stored[dim]}"))
         )
 
-    compute = leaf.dtype if leaf.full_precision else precision.compute
+    compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
     def at(spec: PartitionSpec, dtype: Any) -> Placement:
@@ -220,11 +220,12 @@ def _row(
 
     read = at(whole, compute)
     if not leaf.trainable:
-        param = at(cut_spec if stage == 3 else whole, compute)
-        return Row(leaf, stored, read, param, None, None, None, note or "frozen")
+        frozen = at(cut_spec if stage == 3 else whole, compute)
+        return Row(leaf, stored, read, frozen, None, None, None, note or "frozen")
     kept = at(cut_spec if stage >= 1 else whole, leaf.dtype) if mixed else None
     param = read if stage < 3 else None if mixed else at(cut_spec, compute)
-    grad = at(cut_spec if stage >= 2 else whole, precision.grad)
+    grad_dtype = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
+    grad = at(cut_spec if stage >= 2 else whole, grad_dtype)
     opt_dtype = precision.opt or (kept or param or read).dtype
     opt = at(cut_spec if stage >= 1 else whole, opt_dtype)
     return Row(leaf, stored, read, param, kept, grad, opt, note)

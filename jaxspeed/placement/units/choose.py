@@ -154,8 +154,9 @@ def _named(
 
 
 def _units(groups: Sequence[Sequence[Seen]]) -> Units:
+    chosen = {s.call.serial: s for group in groups for s in group}
+    outermost = [s for s in chosen.values() if not chosen.keys() & set(s.chain)]
     kinds: dict[str, int] = defaultdict(int)
-    for group in groups:
-        for s in group:
-            kinds[s.call.kind] += s.times
-    return Units(frozenset(s.call.serial for g in groups for s in g), tuple(kinds.items()))
+    for s in outermost:
+        kinds[s.call.kind] += s.times
+    return Units(frozenset(s.call.serial for s in outermost), tuple(kinds.items()))

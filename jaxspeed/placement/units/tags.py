@@ -63,7 +63,7 @@ def unit(fn: Function) -> Function:
 
 
 @contextlib.contextmanager
-def tagged(classes: Iterable[type], path_of: Callable[[Any], str]) -> Iterator[None]:
+def tagged(classes: Iterable[Any], path_of: Callable[[Any], str]) -> Iterator[None]:
     """Inside, each `__call__` of an instance of these classes leaves its name."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,16 +75,16 @@ def tagged(classes: Iterable[type], path_of: Callable[[Any], str]) -> Iterator[N
         return call
 
     with _lock:
-        own: dict[type, Any] = {}
+        own: dict[Any, Any] = {}
         try:
             for cls in dict.fromkeys(classes):
                 if callable(getattr(cls, "__call__", None)):  # noqa: B004
                     own[cls] = vars(cls).get("__call__")
-                    cls.__call__ = wrap(cls.__call__)
+                    setattr(cls, "__call__", wrap(cls.__call__))  # noqa: B010
             yield
         finally:
             for cls, original in own.items():
                 if original is None:
                     del cls.__call__
                 else:
-                    cls.__call__ = original
+                    setattr(cls, "__call__", original)  # noqa: B010

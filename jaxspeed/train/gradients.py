@@ -1,0 +1,205 @@
+"""Gradients of one step: micro-batches accumulated by a scan, reduced as the placement table says.
+
+Two ways. In the global view every micro-batch's gradient is reduced as it is produced, into its
+`grad` placement. Once a step (stages 0 and 1, where the loss allows it) each data rank keeps the
+partial gradients of its own part of the batch, and the ranks' parts are summed after the loop.
+
+Gradients accumulate as the weighted mean of what has been seen so far, so that neither many
+micro-batches nor large weights leave the range of a 16-bit accumulator.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
+from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train.loss import Loss
+from jaxspeed.train.objective import Objective
+from jaxspeed.train.state import Arrays, pad
+
+MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
+Reduction = Literal["step", "micro_batch"]
+
+
+class Sums(NamedTuple):
+    """What micro-batches add up to."""
+
+    grads: Arrays  # weighted mean so far, times the loss scale
+    total: jax.Array
+    weight: jax.Array
+    metrics: dict[str, jax.Array]  # weighted mean so far
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """`__call__(sources, variables, batch, step, scale) -> (Sums, variables)`."""
+
+    objective: Objective
+    accumulation: int
+    wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
+
+    @property
+    def table(self) -> PlacementTable:
+        return self.objective.table
+
+    def __call__(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
+    ) -> tuple[Sums, Arrays]:
+        if self.accumulation == 1:
+            sums, variables = self._micro(sources, variables, batch, step, 0, scale)
+            return sums, variables
+        if self.reduction(variables, batch, step)[0] == "step":
+            return self._once_a_step(sources, variables, batch, step, scale), variables
+        ranks = data_parallel_size(self.table.mesh)
+        micro = jax.tree.map(lambda x: self._split(x, ranks), batch)
+        return self._accumulate(sources, variables, micro, step, scale, placed=True)
+
+    def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
+        """When gradients are reduced, and why."""
+        ranks = data_parallel_size(self.table.mesh)
+        if self.accumulation == 1 or ranks == 1:
+            return "micro_batch", "there is one micro-batch or one data rank"
+        if self.table.stage >= 2:
+            return "micro_batch", "stages 2 and 3 keep gradients cut"
+        if self.wanted_reduction != "auto":
+            return self.wanted_reduction, "parallel.gradient_reduction says so"
+        part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)
+        rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
+        program = self.objective.trace(rest, train=True)
+        if not program.is_sum:
+            return "micro_batch", "the loss is not a (sum, weight), so it may mix samples"
+        if program.draws_random_numbers:
+            return "micro_batch", "the training pass draws random numbers"
+        if program.changes_variables:
+            return "micro_batch", "the training pass changes the model's statistics"
+        return "step", "the loss is a weighted sum over samples"
+
+    def _micro(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, scale: Any
+    ) -> tuple[Sums, Arrays]:
+        """One micro-batch: gradients of scale * total / weight."""
+        trained = {row.path for row in self.table if row.leaf.trainable}
+
+        def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
+            every = {path: active.get(path, value) for path, value in sources.items()}
+            loss, after = self.objective(every, variables, batch, step, micro, True)
+            share = jnp.where(loss.weight > 0, scale / loss.weight, 0).astype(loss.total.dtype)
+            return loss.total * share, (loss, after)
+
+        active = {path: value for path, value in sources.items() if path in trained}
+        grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
+        return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
+
+    def _accumulate(
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        micro: Any,
+        step: Any,
+        scale: Any,
+        placed: bool,
+    ) -> tuple[Sums, Arrays]:
+        """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators."""
+
+        def place(path: str, grad: jax.Array) -> jax.Array:
+            row = self.table[path]
+            assert row.grad is not None
+            grad = grad.astype(row.grad.dtype)
+            if not placed:
+                return grad
+            grad = pad(grad, row.shape(row.grad))
+            return constrain(grad, self.table.sharding(row.grad), "accumulate")
+
+        def body(carry: tuple[Sums, Arrays], xs: Any) -> tuple[tuple[Sums, Arrays], None]:
+            seen, variables = carry
+            index, batch = xs
+            new, variables = self._micro(sources, variables, batch, step, index, scale)
+            weight = seen.weight + new.weight
+            share = jnp.where(weight > 0, new.weight / weight, 0)
+
+            def mean(old: jax.Array, value: jax.Array) -> jax.Array:
+                wide = jnp.promote_types(old.dtype, share.dtype)
+                old, value = old.astype(wide), value.astype(wide)
+                return old + (value - old) * share
+
+            grads = {
+                path: place(path, mean(seen.grads[path], place(path, grad)))
+                for path, grad in new.grads.items()
+            }
+            metrics = {name: mean(seen.metrics[name], m) for name, m in new.metrics.items()}
+            return (Sums(grads, seen.total + new.total, weight, metrics), variables), None
+
+        indices = jnp.arange(self.accumulation)
+        zero = self._zeros(sources, variables, micro, step, scale, place)
+        with jax.named_scope(MICRO_BATCHES):
+            (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
+        return sums, variables
+
+    def _zeros(
+        self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any, place: Any
+    ) -> Sums:
+        first = jax.tree.map(lambda x: x[0], micro)
+        shape = jax.eval_shape(self._micro, sources, variables, first, step, 0, scale)[0]
+        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+        return sums._replace(grads={path: place(path, g) for path, g in sums.grads.items()})
+
+    def _once_a_step(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
+    ) -> Sums:
+        """Partial gradients of each data rank, summed over the ranks after the loop."""
+
+        def local(sources: Arrays, batch: Any) -> Any:
+            micro = jax.tree.map(lambda x: self._split(x, 1), batch)
+            sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
+            return jax.tree.map(lambda x: x[None], sums)
+
+        mesh = self.table.mesh
+        parts: Sums = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), batch_specs(batch)),
+            out_specs=PartitionSpec(DATA_AXES),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )(sources, batch)
+        weight = parts.weight.sum()
+        share = jnp.where(weight > 0, parts.weight / weight, 0)  # [ranks]
+
+        def mean(part: jax.Array) -> jax.Array:  # [ranks, ...]
+            return jnp.sum(part * share.reshape(-1, *[1] * (part.ndim - 1)), axis=0)
+
+        return Sums(
+            {path: mean(part) for path, part in parts.grads.items()},
+            parts.total.sum(),
+            weight,
+            jax.tree.map(mean, parts.metrics),
+        )
+
+    def _split(self, x: jax.Array, ranks: int) -> jax.Array:
+        """[batch, ...] as [accumulation, batch / accumulation, ...].
+
+        Micro-batch i is the i-th slice of each rank's own part, so nothing crosses devices.
+        """
+        if not x.shape:
+            return jnp.broadcast_to(x, (self.accumulation,))
+        parts = x.reshape(ranks, self.accumulation, -1, *x.shape[1:])
+        micro = jnp.moveaxis(parts, 0, 1).reshape(self.accumulation, -1, *x.shape[1:])
+        if ranks == 1:
+            return micro
+        spec = PartitionSpec(None, DATA_AXES)
+        return constrain(micro, NamedSharding(self.table.mesh, spec), "micro_batch")
+
+
+def batch_specs(batch: Any) -> Any:
+    """The batch is cut on its first dim; scalars are whole."""
+    return jax.tree.map(lambda x: PartitionSpec(DATA_AXES) if x.ndim else PartitionSpec(), batch)
+
+
+def _first(x: Any, accumulation: int) -> jax.ShapeDtypeStruct:
+    shape = (x.shape[0] // accumulation, *x.shape[1:]) if x.shape else ()
+    return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -1,0 +1,65 @@
+"""What a loss function may return, and how it is averaged.
+
+`loss`, or `(sum, weight)`; either may come with `{name: value}` metrics. A `(sum, weight)` loss is
+averaged as total sum over total weight across micro-batches and devices, so that padding and
+ignored tokens never depend on how the batch was cut. A plain `loss` is a mean with weight 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.errors import ModelError
+
+
+class Loss(NamedTuple):
+    """One micro-batch's loss as parts that add up."""
+
+    total: jax.Array  # float32 at least, []
+    weight: jax.Array  # of the same dtype, []
+    metrics: dict[str, jax.Array]
+
+
+def parse_loss(result: Any) -> tuple[Loss, bool]:
+    """The parts of what a loss function returned, and whether it came as (sum, weight).
+
+    ModelError when it is none of the forms.
+    """
+    metrics: Mapping[str, Any] = {}
+    if isinstance(result, tuple) and len(result) >= 2 and isinstance(result[-1], Mapping):
+        *head, metrics = result
+        result = head[0] if len(head) == 1 else tuple(head)
+    is_sum = isinstance(result, tuple)
+    parts = result if is_sum else (result, 1.0)
+    if len(parts) != 2 or any(isinstance(p, (tuple, list, dict, str)) for p in parts):
+        raise ModelError(
+            f"loss_fn returned {_describe(result)}; it may return a scalar loss, (sum, weight), or "
+            "either of them with a dict of metrics"
+        )
+    values = [jnp.asarray(p) for p in parts]
+    for what, value in zip(("loss" if not is_sum else "sum", "weight"), values, strict=True):
+        if value.shape:
+            raise ModelError(
+                f"loss_fn returned a {what} of shape {value.shape}; it must be a scalar: average "
+                "over the samples, or return (values.sum(), number_of_values)"
+            )
+    if not jnp.issubdtype(values[0].dtype, jnp.floating):
+        raise ModelError(f"loss_fn returned a loss of dtype {values[0].dtype}; it must be floating")
+    total = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
+    weight = values[1].astype(total.dtype)
+    shown = {str(name): jnp.asarray(value) for name, value in metrics.items()}
+    for name, value in shown.items():
+        if value.shape:
+            raise ModelError(
+                f"loss_fn's metric {name!r} has shape {value.shape}; metrics are scalars"
+            )
+    floats = {name: value.astype(jnp.float32) for name, value in shown.items()}
+    return Loss(total, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(floats)), is_sum
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"

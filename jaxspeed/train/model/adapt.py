@@ -1,0 +1,72 @@
+"""From what a user passes as a model to a Model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from jaxspeed.config import match
+from jaxspeed.errors import ModelError
+from jaxspeed.train.model.face import Model, Trainable
+from jaxspeed.train.model.linen_model import LinenModel
+from jaxspeed.train.model.nnx_model import NnxModel
+from jaxspeed.train.model.pair import PairModel
+
+
+def adapt_model(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    example_batch: Any = None,
+    trainable: Any = None,
+    frozen: Sequence[str] = (),
+    full_precision: Sequence[str] = (),
+) -> Model:
+    """The Model behind an nnx factory, a Linen module or a pair (init, apply).
+
+    Args:
+      trainable: which parameters are trained: None for all, path patterns, a function of the path,
+        or a Variable type (`nnx.LoRAParam`).
+      frozen: path patterns of parameters that are not trained, whatever `trainable` says.
+      full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
+    """
+    chosen = _trainable(trainable)
+
+    def is_trained(path: str, leaf: Any) -> bool:
+        return chosen(path, leaf) and not any(match(p, path) for p in frozen)
+
+    def is_full(path: str) -> bool:
+        return any(match(p, path) for p in full_precision)
+
+    if isinstance(model, nn.Module):
+        if example_batch is None:
+            raise ModelError(
+                "a Linen module makes its parameters from a batch: pass "
+                "initialize(..., example_batch=...); its shapes are what is used"
+            )
+        return LinenModel(model, loss_fn, example_batch, is_trained, is_full)
+    if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
+        return PairModel(model[0], model[1], example_batch, is_trained, is_full)
+    if isinstance(model, nnx.Module):
+        raise ModelError(
+            f"model is a built {type(model).__name__}; pass its factory, so that it can be made "
+            f"straight into shards: model=lambda rngs: {type(model).__name__}(..., rngs=rngs)"
+        )
+    if not callable(model):
+        raise ModelError(
+            f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
+            "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
+        )
+    return NnxModel(model, is_trained, is_full)
+
+
+def _trainable(wanted: Any) -> Trainable:
+    if wanted is None:
+        return lambda path, leaf: True
+    if isinstance(wanted, type):
+        return lambda path, leaf: isinstance(leaf, wanted)
+    if callable(wanted):
+        return lambda path, leaf: bool(wanted(path))
+    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    return lambda path, leaf: any(match(p, path) for p in patterns)

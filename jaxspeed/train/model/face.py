@@ -1,0 +1,62 @@
+"""What the step knows of a model."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.placement.table import Leaf
+
+Arrays = dict[str, Any]
+Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
+MODE_WORDS = {  # keyword arguments by which a call is told its mode
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+
+
+class Model(Protocol):
+    """A model as functions of flat dicts `{path: array}`."""
+
+    leaves: tuple[Leaf, ...]  # its floating parameters
+    variables: Mapping[str, jax.ShapeDtypeStruct]  # everything else: statistics, keys, buffers
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        """(parameters, variables) of a fresh model, equal on every mesh."""
+
+    def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
+        """What the loss function is given, in its mode, with this micro-batch's random streams."""
+
+    def mutated(self, bound: Any) -> Arrays:
+        """The variables after the loss function has run."""
+
+    def naming(self, bound: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model's module calls leave their names on the equations that they trace."""
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        """The parameters in the model's own tree; where the dict has none, `absent`."""
+
+
+def is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def mode_arguments(parameters: Mapping[str, Any], train: bool) -> dict[str, bool]:
+    """The mode keywords that a signature has, with their values."""
+    return {word: on == train for word, on in MODE_WORDS.items() if word in parameters}
+
+
+def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """{(a, b): x} as {a: {b: x}}."""
+    tree: dict[Any, Any] = {}
+    for (*parents, last), value in flat.items():
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree

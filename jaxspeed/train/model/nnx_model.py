@@ -1,0 +1,129 @@
+"""An `nnx.Module` factory as a Model."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspeed.errors import ModelError
+from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.units import tagged
+from jaxspeed.train.model.face import Arrays, Trainable, is_floating, nested
+from jaxspeed.train.rng import micro_batch_key
+
+# Where Flax versions and models keep the logical names of a parameter's dims.
+NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
+
+
+class NnxModel:
+    """Identity is by Variable: a shared one has one path, the first at which it is found."""
+
+    def __init__(
+        self,
+        factory: Callable[[nnx.Rngs], nnx.Module],
+        trainable: Trainable,
+        full_precision: Callable[[str], bool],
+    ) -> None:
+        self._factory = factory
+        with nnx.use_eager_sharding(False):
+            module = nnx.eval_shape(lambda: self._build(0))
+        self._graph, state = nnx.split(module)
+        flat = list(nnx.to_flat_state(state))
+        self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
+        self.leaves = tuple(
+            Leaf(
+                path,
+                tuple(v.shape),
+                v.dtype,
+                _names(v),
+                trainable(path, v),
+                full_precision(path) or bool(v.get_metadata().get("full_precision")),
+            )
+            for path, (_, v) in self._kinds.items()
+            if _is_parameter(v)
+        )
+        own = {leaf.path for leaf in self.leaves}
+        self.variables = {
+            path: jax.ShapeDtypeStruct(v.shape, v.dtype)
+            for path, (_, v) in self._kinds.items()
+            if path not in own
+        }
+
+    def _build(self, seed: jax.Array | int) -> nnx.Module:
+        module = self._factory(nnx.Rngs(jax.random.key(seed)))
+        if not isinstance(module, nnx.Module):
+            raise ModelError(
+                f"the model factory returned a {type(module).__name__}; it must return an "
+                "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
+            )
+        return module
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        with nnx.use_eager_sharding(False):
+            state = nnx.split(self._build(seed))[1]
+        values = {_path(keys): v.get_value() for keys, v in nnx.to_flat_state(state)}
+        own = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+
+    def bind(
+        self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
+    ) -> nnx.Module:
+        module = self.module({**params, **self._reseeded(variables, step, micro)})
+        module.train() if train else module.eval()
+        return module
+
+    def module(self, values: Arrays) -> nnx.Module:
+        """A live module that holds these values."""
+        with nnx.use_eager_sharding(False):
+            flat = [(keys, v.replace(values[path])) for path, (keys, v) in self._kinds.items()]
+            return nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+
+    def _reseeded(self, variables: Arrays, step: Any, micro: Any) -> Arrays:
+        def fresh(path: str, value: Any) -> Any:
+            kind = type(self._kinds[path][1])
+            if issubclass(kind, nnx.RngKey):
+                return micro_batch_key(value, step, micro)
+            return jnp.zeros_like(value) if issubclass(kind, nnx.RngCount) else value
+
+        return {path: fresh(path, value) for path, value in variables.items()}
+
+    def mutated(self, bound: nnx.Module) -> Arrays:
+        """What the loss changed; random streams are made anew each time and are not carried."""
+        after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
+        return {
+            path: after[path].get_value()
+            for path in self.variables
+            if path in after and not issubclass(type(self._kinds[path][1]), nnx.RngState)
+        }
+
+    def naming(self, bound: nnx.Module) -> contextlib.AbstractContextManager[None]:
+        paths: dict[int, str] = {}
+        classes: list[type] = []
+        for keys, node in nnx.iter_graph(bound):
+            if isinstance(node, nnx.Module):
+                paths[id(node)] = _path(keys)
+                classes.append(type(node))
+        return tagged(classes, lambda module: paths.get(id(module), ""))
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        return nested(
+            {self._kinds[leaf.path][0]: flat.get(leaf.path, absent) for leaf in self.leaves}
+        )
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return "/".join(map(str, keys))
+
+
+def _is_parameter(variable: Any) -> bool:
+    return isinstance(variable, nnx.Param) and is_floating(variable)
+
+
+def _names(variable: Any) -> tuple[str | None, ...]:
+    metadata = variable.get_metadata()
+    names = next((metadata[key] for key in NAME_KEYS if metadata.get(key) is not None), ())
+    names = getattr(names, "spec", names)
+    return tuple(n if isinstance(n, str) else None for n in names)

@@ -1,0 +1,151 @@
+"""The loss of one micro-batch as a function of the stored parameters.
+
+Where every parameter is stored as layers read it, the loss is simply traced. Where some are cut or
+in another dtype (ZeRO 3), the loss is traced once with names on its module calls, and run again
+with each unit gathering its own parameters.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.config import match
+from jaxspeed.placement.table import PlacementTable, Row
+from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced
+from jaxspeed.train.loss import Loss, parse_loss
+from jaxspeed.train.model import Model
+from jaxspeed.train.state import Arrays
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`__call__(sources, variables, batch, step, micro, train) -> (Loss, new variables)`."""
+
+    model: Model
+    loss_fn: Callable[[Any, Any], Any]
+    table: PlacementTable
+    compute_dtype: Any
+    unit_patterns: Sequence[str] = ()
+    wire: Any = None  # the dtype in which gradients are reduced
+
+    def __call__(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
+    ) -> tuple[Loss, Arrays]:
+        batch = jax.tree.map(self._cast, batch)
+        if not any(row.gathered for row in self.table):
+            return self._direct(sources, variables, batch, step, micro, train)
+        rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
+        program = self.trace(rest, train)
+        storage = {
+            var: self._stored(row)
+            for var, row in zip(program.parameters, self.table, strict=True)
+            if row.gathered
+        }
+        args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
+        outs = run_sliced(
+            program.closed.jaxpr, program.closed.consts, args, storage, Way(program.units)
+        )
+        return jax.tree.unflatten(program.out_tree, outs)
+
+    def _direct(
+        self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
+    ) -> tuple[Loss, Arrays]:
+        return self._traced_loss(params, variables, batch, step, micro, train, named=False)[:2]
+
+    def _traced_loss(
+        self,
+        params: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        micro: Any,
+        train: bool,
+        named: bool,
+    ) -> tuple[Loss, Arrays, bool]:
+        bound = self.model.bind(params, variables, train=train, step=step, micro=micro)
+        with self.model.naming(bound) if named else contextlib.nullcontext():
+            loss, is_sum = parse_loss(self.loss_fn(bound, batch))
+        after = self.model.mutated(bound) if train else {}
+        return loss, {p: jnp.asarray(v, variables[p].dtype) for p, v in after.items()}, is_sum
+
+    def trace(self, rest: tuple[Any, ...], train: bool) -> "Traced":
+        """The loss as a program, with parameters as layers read them, and its units.
+
+        `rest` is what follows the parameters: (variables, batch, step, micro).
+        """
+        params = {
+            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
+        }
+        is_sum = False
+
+        def run(values: list[Any], *rest: Any) -> Any:
+            nonlocal is_sum
+            named = dict(zip(params, values, strict=True))
+            loss, after, is_sum = self._traced_loss(named, *rest, train, named=True)
+            return loss, after
+
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
+        parameters = closed.jaxpr.invars[: len(params)]
+        units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
+        return Traced(closed, parameters, jax.tree.structure(shape), units, is_sum)
+
+    def _cast(self, x: Any) -> Any:
+        if self.compute_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(self.compute_dtype)
+
+    def _stored(self, row: Row) -> Stored:
+        return Stored(
+            row.leaf.shape,
+            row.read.dtype,
+            self.table.sharding(row.read),
+            self.table.sharding(row.source),
+            self.wire,
+            row.leaf.trainable,
+        )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A loss as a program."""
+
+    closed: Any
+    parameters: Sequence[Any]  # its variables that are parameters
+    out_tree: Any
+    units: Units
+    is_sum: bool  # the loss function returned (sum, weight)
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        return _any_primitive(self.closed.jaxpr, RANDOM)
+
+    @property
+    def changes_variables(self) -> bool:
+        """Whether what the model keeps (statistics, say) leaves the loss other than it came."""
+        after = self.closed.jaxpr.outvars[_LOSS_LEAVES + self._metric_count :]
+        return any(v not in set(self.closed.jaxpr.invars) for v in after)
+
+    @property
+    def _metric_count(self) -> int:
+        return len(jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))[0].metrics)
+
+
+RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+_LOSS_LEAVES = 2  # total and weight
+
+
+def _any_primitive(jaxpr: Any, names: Sequence[str]) -> bool:
+    return any(
+        eqn.primitive.name in names or any(_any_primitive(sub, names) for sub in _inside(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inside(eqn: Any) -> list[Any]:
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else [p])]
+    opened = [getattr(v, "jaxpr", v) for v in values]
+    return [v for v in opened if hasattr(v, "eqns")]

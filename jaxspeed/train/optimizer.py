@@ -1,0 +1,91 @@
+"""The optimizer of a run: a user's own transformation, or the one that the config names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import optax
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError
+from jaxspeed.optim import (
+    Schedule,
+    base_learning_rates,
+    build_optimizer,
+    build_schedule,
+    loss_scale,
+)
+from jaxspeed.train.precision import precision_of
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A transformation and what is done around it."""
+
+    transform: optax.GradientTransformation
+    clipping: float  # 0: none
+    rule: loss_scale.Rule
+    learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
+    ema_decay: float | None
+
+
+def optimizer_of(
+    config: Config, own: optax.GradientTransformation | None, stacked: Mapping[str, int]
+) -> Optimizer:
+    """What updates the parameters. With a user's own, clipping applies only when it was asked for.
+
+    `stacked` tells how many leading dims of a parameter number its layers.
+    """
+    section = config.optimizer
+    if own is not None:
+        if section is not None:
+            raise ConfigError(
+                "optimizer: given twice, to initialize(optimizer=...) and in the config; "
+                "leave one out"
+            )
+        if config.scheduler is not None:
+            raise ConfigError(
+                "scheduler: a schedule belongs to the optimizer that initialize(optimizer=...) was "
+                "given; leave the config's section out"
+            )
+        said = "gradient_clipping" in config.model_fields_set
+        clipping = config.gradient_clipping if said else 0.0
+        return Optimizer(own, clipping, _rule(config), lambda step: {}, None)
+    if section is None:
+        raise ConfigError(
+            'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
+            "initialize(optimizer=<an Optax transformation>)"
+        )
+    scheduler = config.scheduler
+    schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else Schedule()
+    transform = build_optimizer(
+        section.type,
+        section.params,
+        schedule,
+        groups=section.groups,
+        exclude_norms_and_biases=section.exclude_norms_and_biases,
+        stacked=lambda path: stacked.get(path, 0),
+        moment_dtype=precision_of(config).opt,
+    )
+    base = base_learning_rates(section.type, section.params)
+
+    def learning_rates(step: jax.Array) -> dict[str, jax.Array]:
+        return {name: schedule.lr(step, lr) for name, lr in base.items()}
+
+    return Optimizer(
+        transform, config.gradient_clipping, _rule(config), learning_rates, section.ema_decay
+    )
+
+
+def _rule(config: Config) -> loss_scale.Rule:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return loss_scale.StaticRule()
+    return loss_scale.make_rule(
+        loss_scale=fp16.loss_scale,
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )

@@ -1,0 +1,31 @@
+"""The config's words for number formats, as dtypes of the placement table's roles."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspeed.config import Config
+from jaxspeed.placement.table import Precision
+
+DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
+
+
+def compute_dtype(config: Config) -> Any:
+    """What floating parameters and inputs are cast to; None leaves each as it is."""
+    return None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype]
+
+
+def precision_of(config: Config) -> Precision:
+    """What each role is stored in.
+
+    Gradients accumulate in fp32 unless `data_types.grad_accum_dtype` says otherwise: the sum of
+    many micro-batches does not fit 8 bits of mantissa.
+    """
+    compute = compute_dtype(config)
+    no_masters = (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads) or (
+        config.fp16.enabled and config.fp16.fp16_master_weights_and_grads
+    )
+    wanted = config.data_types.grad_accum_dtype
+    grad = DTYPES[wanted] if wanted else compute if no_masters else None
+    opt = jnp.bfloat16 if config.bf16.enabled and config.bf16.bf16_optimizer_states else None
+    return Precision(compute, grad, no_masters, opt)

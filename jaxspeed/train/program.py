@@ -1,0 +1,274 @@
+"""The compiled programs of one run: initialise, train, evaluate. No arrays are held here.
+
+A Program is made from a config, a model, a loss and devices, and the devices may be ones that are
+only compiled for. What the engine runs and what a compile for another machine measures is the same.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspeed.config import Batch, Config
+from jaxspeed.errors import BatchError, ModelError
+from jaxspeed.optim import ema, loss_scale
+from jaxspeed.placement.mesh import build_mesh, data_parallel_size
+from jaxspeed.placement.table import Placement, PlacementTable, build_table, device_memory_kind
+from jaxspeed.train.gradients import Gradients, batch_specs
+from jaxspeed.train.model import Model, adapt_model
+from jaxspeed.train.objective import Objective
+from jaxspeed.train.optimizer import Optimizer, optimizer_of
+from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad
+from jaxspeed.train.update import Update
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`init(seed) -> state`, `step(state, batch) -> (state, metrics)`, `evaluate(state, batch)`."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    table: PlacementTable
+    batch: Batch
+    optimizer: Optimizer
+    layout: OptLayout
+    objective: Objective
+    gradients: Gradients
+    update: Update
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _fresh_state(self, seed: jax.Array | int) -> TrainState:
+        values, variables = self.model.init(seed)
+        params: Arrays = {}
+        master: Arrays = {}
+        for row in self.table:
+            for stored, placement in ((params, row.param), (master, row.master)):
+                if placement is not None:
+                    value = values[row.path].astype(placement.dtype)
+                    stored[row.path] = pad(value, row.shape(placement))
+        trained = {
+            row.path: values[row.path].astype(row.updated.dtype)
+            for row in self.table
+            if row.leaf.trainable
+        }
+        opt = self.layout.stored(self.optimizer.transform.init(native_tree(self.model, trained)))
+        average: Arrays = {}
+        if self.update.ema_decay is not None:
+            for path, value in ema.init(trained).items():
+                row = self.table[path]
+                assert row.opt is not None
+                average[path] = pad(value, row.shape(row.opt))
+        zero = jnp.zeros((), jnp.int32)
+        scale = loss_scale.init(self.update.rule)
+        return TrainState(zero, zero, params, master, opt, average, variables, scale)
+
+    @functools.cached_property
+    def state(self) -> TrainState:
+        """The state's shapes, dtypes and shardings, without arrays."""
+        shapes = jax.eval_shape(self._fresh_state, 0)
+        return jax.tree.map(
+            lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
+            shapes,
+            self.shardings,
+        )
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where each array of the state lives."""
+        at = self.table.sharding
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        rows = list(self.table)
+        averaged = rows if self.update.ema_decay is not None else []
+        return TrainState(
+            step=whole,
+            skipped=whole,
+            params={r.path: at(r.param) for r in rows if r.param},
+            master={r.path: at(r.master) for r in rows if r.master},
+            opt=self.layout.shardings(),
+            ema={r.path: at(r.opt) for r in averaged if r.opt},
+            variables=dict.fromkeys(self.model.variables, whole),
+            loss_scale=jax.tree.map(lambda _: whole, loss_scale.init(self.update.rule)),
+        )
+
+    @functools.cached_property
+    def init(self) -> Callable[[int], TrainState]:
+        """A fresh state, each array made straight into its shards."""
+        return jax.jit(self._in_mesh(self._fresh_state), out_shardings=self.shardings)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """One optimizer step over a global batch; the state given to it is used up."""
+
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            sums, variables = self.gradients(
+                state.sources(self.table),
+                state.variables,
+                batch,
+                state.step,
+                state.loss_scale.scale,
+            )
+            return self.update(state, sums, variables)
+
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(self._in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, whole))
+
+    @functools.cached_property
+    def evaluate(self) -> Any:
+        """The loss of a batch in evaluation mode, and its metrics."""
+
+        def evaluate(state: TrainState, batch: Any) -> Metrics:
+            sources = state.sources(self.table)
+            loss, _ = self.objective(sources, state.variables, batch, state.step, 0, False)
+            mean = jnp.where(loss.weight > 0, loss.total / loss.weight, 0)
+            return {**loss.metrics, "loss": mean, "weight": loss.weight}
+
+        return jax.jit(
+            self._in_mesh(evaluate), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )
+
+    def _in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function traced with this mesh in its context, where kernels look for it."""
+
+        @functools.wraps(function)
+        def traced(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return function(*args)
+
+        return traced
+
+    # -- batches --------------------------------------------------------------------------------
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """Where each array of a batch lives: its first dim over the data axes."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch))
+
+    def abstract_batch(self, batch: Any) -> Any:
+        """The shapes of a batch (arrays or ShapeDtypeStructs), with its shardings."""
+        return jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            batch,
+            self.batch_shardings(batch),
+        )
+
+    def check_batch(self, batch: Any, size: int | None) -> None:
+        """BatchError unless every array's first dim is `size` (None: one that can be cut)."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        if not leaves:
+            raise BatchError("the batch holds no arrays")
+        ranks = data_parallel_size(self.mesh)
+        sizes = {}
+        for keys, x in leaves:
+            name = "batch" + jax.tree_util.keystr(keys)
+            if not hasattr(x, "shape") or not hasattr(x, "dtype") or x.dtype == object:
+                raise BatchError(f"{name} is a {type(x).__name__}; it must be a numeric array")
+            if x.dtype.kind in "USMm":
+                raise BatchError(f"{name} has dtype {x.dtype}; it must be a numeric array")
+            if x.shape:
+                sizes[name] = x.shape[0]
+        if size is not None:
+            wrong = {name: n for name, n in sizes.items() if n != size}
+            if wrong:
+                name, n = next(iter(wrong.items()))
+                raise BatchError(
+                    f"{name} has {n} samples, but train_batch_size is {size} = "
+                    f"{self.batch.micro} a device x {self.batch.accumulation} micro-batches "
+                    f"x {ranks} data ranks"
+                )
+        elif len(set(sizes.values())) > 1:
+            raise BatchError(f"the arrays of a batch differ in their number of samples: {sizes}")
+        elif any(n % ranks for n in sizes.values()):
+            n = next(iter(sizes.values()))
+            raise BatchError(
+                f"the batch has {n} samples, which {ranks} data ranks cannot share evenly; "
+                f"{n // ranks * ranks or ranks} or {-(-n // ranks) * ranks} would do"
+            )
+
+
+def build_program(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    example_batch: Any = None,
+    trainable: Any = None,
+) -> Program:
+    """Everything of a run that can be known before an array exists."""
+    if not callable(loss_fn):
+        raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
+    mesh = build_mesh(config.mesh.model_dump(), devices)
+    batch = config.batch(data_parallel_size(mesh))
+    adapted = adapt_model(
+        model,
+        loss_fn,
+        example_batch=example_batch,
+        trainable=trainable,
+        frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
+        full_precision=config.parallel.full_precision,
+    )
+    if not any(leaf.trainable for leaf in adapted.leaves):
+        raise ModelError(
+            f"the model has no trained parameters ({len(adapted.leaves)} floating ones, all frozen)"
+            if adapted.leaves
+            else "the model has no floating parameters"
+        )
+    zero = config.zero_optimization
+    table = build_table(
+        adapted.leaves,
+        mesh,
+        stage=zero.stage,
+        precision=precision_of(config),
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+    )
+    optimizer_ = optimizer_of(config, optimizer, {r.path: r.leaf.stacked for r in table})
+    trained = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
+        for row in table
+        if row.leaf.trainable
+    }
+    abstract = jax.eval_shape(optimizer_.transform.init, native_tree(adapted, trained))
+    memory = device_memory_kind(mesh)
+    layout = OptLayout.of(table, abstract, memory)
+    extra = {
+        path: (tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
+        for path, v in adapted.variables.items()
+    }
+    table = table.with_state({p: (s, at) for p, (_, s, at) in layout.places.items()}, extra)
+    wire = config.communication_data_type
+    objective = Objective(
+        adapted,
+        loss_fn,
+        table,
+        compute_dtype(config),
+        tuple(config.parallel.units),
+        DTYPES[wire] if wire else None,
+    )
+    gradients = Gradients(objective, batch.accumulation, config.parallel.gradient_reduction)
+    update = Update(
+        table,
+        adapted,
+        optimizer_.transform,
+        layout,
+        optimizer_.clipping,
+        optimizer_.rule,
+        optimizer_.learning_rates,
+        data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1.0,
+        optimizer_.ema_decay,
+        config.bf16.check_grad_overflow or not config.bf16.enabled,
+    )
+    return Program(
+        config, mesh, adapted, table, batch, optimizer_, layout, objective, gradients, update
+    )

@@ -1,0 +1,109 @@
+"""The train state: everything that one step turns into the next, laid out by the table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.optim import LossScale
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.table import Placement, PlacementTable, Row
+
+Arrays = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """A pytree; parameters are flat dicts by path, each with the rows that the table stores."""
+
+    step: Any  # int32 [], steps taken, skipped ones included
+    skipped: Any  # int32 [], steps whose update was not finite
+    params: Arrays  # the `param` rows
+    master: Arrays  # the `master` rows
+    opt: Any  # the optimizer's own state
+    ema: Arrays  # the moving average of the trained parameters, where asked for
+    variables: Arrays  # statistics, random streams, buffers
+    loss_scale: LossScale
+
+    def sources(self, table: PlacementTable) -> Arrays:
+        """For each parameter the stored copy that layers read from."""
+        return {r.path: (self.params if r.param else self.master)[r.path] for r in table}
+
+
+def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros behind, up to a stored shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, shape, strict=True)])
+
+
+def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Without the padding of a stored shape."""
+    return x if x.shape == shape else x[tuple(map(slice, shape))]
+
+
+def updated_values(state: TrainState, row: Row) -> jax.Array:
+    """The stored copy of a parameter that the optimizer updates."""
+    return (state.master if row.master else state.params)[row.path]
+
+
+@dataclass(frozen=True)
+class OptLayout:
+    """Where each leaf of an optimizer's state lives.
+
+    A leaf whose path ends in a parameter's path, and that has its shape, is one of its moments and
+    lives in its `opt` row; any other leaf has a row of its own, whole on every device.
+    """
+
+    table: PlacementTable
+    tree: Any
+    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], Placement]]  # logical, stored
+
+    @classmethod
+    def of(cls, table: PlacementTable, abstract: Any, memory: str) -> "OptLayout":
+        places = {}
+        for path, leaf in flat_with_paths(abstract).items():
+            row = _parameter_of(path, leaf.shape, table)
+            if row is not None and row.opt is not None:
+                placement = Placement(row.opt.spec, row.opt.memory_kind, leaf.dtype)
+                places[path] = (leaf.shape, row.shape(row.opt), placement)
+            else:
+                whole = Placement(jax.sharding.PartitionSpec(), memory, leaf.dtype)
+                places[path] = (leaf.shape, leaf.shape, whole)
+        return cls(table, jax.tree.structure(abstract), places)
+
+    def shardings(self) -> Any:
+        return jax.tree.unflatten(
+            self.tree, [self.table.sharding(p) for _, _, p in self.places.values()]
+        )
+
+    def stored(self, opt: Any) -> Any:
+        """The state as the optimizer has it, padded to what is stored."""
+        return self._map(pad, opt, 1)
+
+    def logical(self, opt: Any) -> Any:
+        """The stored state as the optimizer has it: unpadded."""
+        return self._map(unpad, opt, 0)
+
+    def _map(self, function: Any, opt: Any, which: int) -> Any:
+        leaves = jax.tree.leaves(opt)
+        shapes = [place[which] for place in self.places.values()]
+        moved = [function(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
+        return jax.tree.unflatten(self.tree, moved)
+
+
+def _parameter_of(path: str, shape: tuple[int, ...], table: PlacementTable) -> Row | None:
+    """The row whose path is the longest tail of an optimizer leaf's path."""
+    parts = path.split("/")
+    tails = ("/".join(parts[i:]) for i in range(len(parts)))
+    found = next((table[tail] for tail in tails if tail in table.rows), None)
+    return found if found is not None and found.leaf.shape == tuple(shape) else None
+
+
+def native_tree(model: Any, flat: Mapping[str, Any]) -> Any:
+    """Trained parameters in the model's own tree, as optimizers see it; the frozen are masked."""
+    return model.native(flat, optax.MaskedNode())

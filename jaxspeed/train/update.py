@@ -1,0 +1,141 @@
+"""From reduced gradients to the next state: unscale, clip, update, or skip the step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.optim import clip_by_norm, ema, global_norm, loss_scale
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.table import PlacementTable, Row
+from jaxspeed.train.gradients import Sums
+from jaxspeed.train.model import Model
+from jaxspeed.train.rng import is_key
+from jaxspeed.train.state import (
+    Arrays,
+    OptLayout,
+    TrainState,
+    native_tree,
+    pad,
+    unpad,
+    updated_values,
+)
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Update:
+    """`__call__(state, sums, variables) -> (state, metrics)`."""
+
+    table: PlacementTable
+    model: Model
+    optimizer: optax.GradientTransformation
+    layout: OptLayout
+    clipping: float  # 0: none
+    rule: loss_scale.Rule
+    learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
+    gradient_factor: float = 1.0  # the data-parallel size where gradients are summed, not averaged
+    ema_decay: float | None = None
+    skip_non_finite: bool = True
+
+    def __call__(
+        self, state: TrainState, sums: Sums, variables: Arrays
+    ) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale.scale
+        grads = self._unscaled(sums.grads, scale)
+        norm = global_norm(grads)
+        finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
+        clipped, factor = clip_by_norm(grads, norm, self.clipping)
+        trained = [row for row in self.table if row.leaf.trainable]
+        old = {row.path: self._at_opt(row, updated_values(state, row)) for row in trained}
+        new, opt = self._optimize(clipped, state, old)
+
+        def kept(new: Any, old: Any) -> Any:
+            if not self.skip_non_finite:
+                return new
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        new = kept(new, old)
+        params, master = dict(state.params), {}
+        for row in trained:
+            value = new[row.path]
+            if row.master:
+                master[row.path] = constrain(value, self.table.sharding(row.master), "master")
+            if row.param:
+                params[row.path] = self._param(row, value)
+        average = state.ema
+        if self.ema_decay is not None:
+            average = kept(ema.update(state.ema, new, self.ema_decay), state.ema)
+        after = replace(
+            state,
+            step=state.step + 1,
+            skipped=state.skipped + (1 - finite.astype(jnp.int32)),
+            params=params,
+            master=master,
+            opt=kept(opt, state.opt),
+            ema=average,
+            variables={
+                path: old if is_key(old) else kept(variables[path], old)
+                for path, old in state.variables.items()
+            },
+            loss_scale=loss_scale.update(state.loss_scale, finite, self.rule),
+        )
+        metrics = {
+            "loss": jnp.where(sums.weight > 0, sums.total / sums.weight, 0),
+            "weight": sums.weight,
+            "grad_norm": norm,
+            "grad_norm_clipped": norm * factor,
+            **self.learning_rates(state.step - state.skipped),
+            "loss_scale": scale,
+            "skipped": ~finite,
+            "skipped_steps": after.skipped,
+        }
+        return after, {**sums.metrics, **metrics}
+
+    def _unscaled(self, grads: Arrays, scale: jax.Array) -> Arrays:
+        """Gradients in the dtype of what is updated, cut as the optimizer's state is."""
+
+        def unscaled(path: str, grad: jax.Array) -> jax.Array:
+            row = self.table[path]
+            assert row.opt is not None
+            grad = pad(grad, row.shape(row.opt))
+            grad = constrain(grad, self.table.sharding(row.opt), "reduce")
+            wide = grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
+            return wide * (self.gradient_factor / scale).astype(wide.dtype)
+
+        return {path: unscaled(path, grad) for path, grad in grads.items()}
+
+    def _at_opt(self, row: Row, value: jax.Array) -> jax.Array:
+        """What is updated, cut as the optimizer's state is."""
+        assert row.opt is not None
+        value = pad(value, row.shape(row.opt))
+        return constrain(value, self.table.sharding(row.opt), "update")
+
+    def _param(self, row: Row, value: jax.Array) -> jax.Array:
+        """What layers read, made from what was updated: a gather under stages 1 and 2."""
+        assert row.param is not None
+        value = self._at_opt(row, value.astype(row.param.dtype))  # else the gather is in fp32
+        value = constrain(value, self.table.sharding(row.param), "publish")
+        return unpad(value, row.shape(row.param))
+
+    def _optimize(self, grads: Arrays, state: TrainState, old: Arrays) -> tuple[Arrays, Any]:
+        """The optimizer on logical leaves: unpadded, in the model's own tree."""
+
+        def logical(values: Arrays) -> Any:
+            shapes = {path: self.table[path].leaf.shape for path in values}
+            flat = {path: unpad(value, shapes[path]) for path, value in values.items()}
+            return native_tree(self.model, flat)
+
+        params = logical(old)
+        updates, opt = self.optimizer.update(logical(grads), self.layout.logical(state.opt), params)
+        moved = flat_with_paths(optax.apply_updates(params, updates))
+        new = {
+            path: self._at_opt(self.table[path], value.astype(old[path].dtype))
+            for path, value in moved.items()
+        }
+        return new, self.layout.stored(opt)
