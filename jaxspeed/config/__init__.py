@@ -1,1 +1,9 @@
-"""TBD."""
+"""What the user asked for: DeepSpeed's vocabulary, its verdicts, and how a config is loaded."""
+
+from jaxspeed.config.batch import Batch
+from jaxspeed.config.config import Config, load_config
+from jaxspeed.config.explain import explain_config
+from jaxspeed.config.patterns import match
+from jaxspeed.config.verdicts import Row, Verdict
+
+__all__ = ["Batch", "Config", "Row", "Verdict", "explain_config", "load_config", "match"]

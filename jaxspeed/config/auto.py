@@ -1,0 +1,103 @@
+"""The word "auto", which Hugging Face fills in from its own arguments.
+
+Here it takes its value from the rest of the config where that holds the information, and is refused
+by name where it does not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.tree import read, schema_leaves
+from jaxspeed.config.vocabulary import VOCABULARY
+
+Tree = dict[str, Any]
+
+LEAVE_OUT = object()
+"""The value of an "auto" that the config's other keys, or the default, say as well."""
+
+# Here "auto" is a word of the schema itself.
+ITS_OWN_WORD = {"parallel.gradient_reduction", "pipeline.stages"}
+
+
+def _number(path: str, factor: int = 1) -> Callable[[Tree], Any]:
+    def resolve(tree: Tree) -> Any:
+        value = read(tree, path)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value * factor
+
+    return resolve
+
+
+def _batch(tree: Tree) -> Any:
+    known = any(isinstance(tree.get(key), int | float) for key in (TRAIN, MICRO))
+    return LEAVE_OUT if known or read(tree, "elasticity.enabled") is True else None
+
+
+def _unless(path: str) -> Callable[[Tree], Any]:
+    return lambda tree: False if read(tree, path) is True else None
+
+
+RESOLVERS: dict[str, tuple[str, Callable[[Tree], Any]]] = {
+    **dict.fromkeys((TRAIN, MICRO, ACCUMULATION), (f"{TRAIN} or {MICRO}", _batch)),
+    "optimizer.params.lr": (
+        "scheduler.params.warmup_max_lr",
+        _number("scheduler.params.warmup_max_lr"),
+    ),
+    "scheduler.params.warmup_max_lr": ("optimizer.params.lr", _number("optimizer.params.lr")),
+    "scheduler.params.total_num_steps": ("run.steps", _number("run.steps")),
+    "fp16.enabled": ("bf16.enabled true", _unless("bf16.enabled")),
+    "bf16.enabled": ("fp16.enabled true", _unless("fp16.enabled")),
+    "mesh.tensor": ("tensor_parallel.autotp_size", _number("tensor_parallel.autotp_size")),
+    "tensor_parallel.autotp_size": ("mesh.tensor", _number("mesh.tensor")),
+    "zero_optimization.stage3_param_persistence_threshold": (
+        "model.config.hidden_size, times 10 as Hugging Face does",
+        _number("model.config.hidden_size", 10),
+    ),
+}
+
+
+def accepts_auto() -> set[str]:
+    """The keys that may hold "auto"."""
+    return ITS_OWN_WORD | RESOLVERS.keys() | _harmless()
+
+
+def resolve_autos(tree: Tree) -> tuple[Tree, list[Problem], dict[str, Any]]:
+    """The tree without "auto", what could not be resolved, and what each became."""
+    problems: list[Problem] = []
+    became: dict[str, Any] = {}
+    leaves, harmless = set(schema_leaves()), _harmless()
+
+    def walk(node: Tree, prefix: str) -> Tree:
+        kept: Tree = {}
+        for key, value in node.items():
+            path = prefix + key
+            if isinstance(value, dict):
+                value = walk(value, f"{path}.") if path not in leaves else value
+            elif value == "auto" and path in leaves and path not in ITS_OWN_WORD:
+                value = LEAVE_OUT if path in harmless else _resolved(path, tree, problems)
+                became[path] = None if value is LEAVE_OUT else value
+                if value is LEAVE_OUT:
+                    continue
+            kept[key] = value
+        return kept
+
+    return walk(tree, ""), problems, became
+
+
+def _resolved(path: str, tree: Tree, problems: list[Problem]) -> Any:
+    source, resolver = RESOLVERS.get(path, ("", lambda tree: None))
+    value = resolver(tree)
+    if value is not None:
+        return value
+    works = "Write a value, or remove the key to take its default."
+    if source:
+        works = f"It takes its value from {source}, which the config does not have. {works}"
+    problems.append(Problem(path, '"auto", which nothing in the config resolves', works))
+    return LEAVE_OUT
+
+
+def _harmless() -> set[str]:
+    return {path for path, entry in VOCABULARY.items() if entry.verdict == "harmless"}

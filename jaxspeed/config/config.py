@@ -1,0 +1,113 @@
+"""`Config`: the settings of one run, loaded, checked and frozen."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import PrivateAttr
+
+from jaxspeed.config.batch import Batch, solve_batch
+from jaxspeed.config.elastic import solve_elastic
+from jaxspeed.config.json_schema import json_schema
+from jaxspeed.config.load import Examined, examine
+from jaxspeed.config.problems import Problem, config_error
+from jaxspeed.config.schema import Settings
+
+
+class Config(Settings):
+    """What a user asked for, in DeepSpeed's vocabulary and jaxspeed's own sections.
+
+    Every way to make one checks it: `Config(train_batch_size=8)`, `Config.load("config.json")`,
+    `Config.load(config, ["zero_optimization.stage=3"])`. Whatever is wrong is in one ConfigError.
+    `model_fields_set` tells what was said from what is a default.
+    """
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, **keys: Any) -> None:
+        checked = Config.load(keys)
+        for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_private__"):
+            object.__setattr__(self, name, getattr(checked, name))
+        object.__setattr__(self, "__pydantic_extra__", None)
+
+    @classmethod
+    def load(cls, source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Self:
+        """A config from a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
+
+        Args:
+          source: where the config comes from.
+          overrides: settings on top of it, each `section.key=value`, the value as YAML has it.
+
+        Raises:
+          ConfigError: with every problem of the config, each with its key's path.
+        """
+        overrides = list(overrides) if not isinstance(overrides, str) else [overrides]
+        if isinstance(source, cls) and not overrides:
+            return source
+        examined = examine(source.given if isinstance(source, Config) else source, overrides)
+        if examined.problems:
+            raise config_error(examined.problems, examined.origin)
+        return cls._of(examined)
+
+    @classmethod
+    def _of(cls, examined: Examined) -> Self:
+        settings = examined.settings
+        values = {name: getattr(settings, name) for name in type(settings).model_fields}
+        config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
+        config._given = examined.given
+        return config
+
+    @classmethod
+    def model_validate(cls, obj: Any, **_: Any) -> Self:
+        """As `load`, so that no way in goes round the checks."""
+        return cls.load(obj)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with `update`, of whole sections or keys by name, checked as a whole again."""
+        if not update:
+            return super().model_copy(deep=deep)
+        return type(self).load({**self.given, **update})
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of a config file, for editors to complete and check it."""
+        return json_schema()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the user wrote, overrides included."""
+        return copy.deepcopy(self._given)
+
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
+        """The format in which layers compute."""
+        if self.fp16.enabled:
+            return "fp16"
+        if self.bf16.enabled:
+            return "bf16"
+        return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
+
+    def batch(self, data_parallel_size: int) -> Batch:
+        """The batch triple for so many data ranks, mesh.replica x mesh.data.
+
+        Raises:
+          ConfigError: with the equation and the nearest values with which it would hold.
+        """
+        if self.elasticity.enabled:
+            solved: Batch | Problem = solve_elastic(self.elasticity, data_parallel_size)
+        else:
+            solved = solve_batch(
+                self.train_batch_size,
+                self.train_micro_batch_size_per_gpu,
+                self.gradient_accumulation_steps,
+                data_parallel_size,
+            )
+        if isinstance(solved, Problem):
+            raise config_error([solved], "the config")
+        return solved
+
+
+def load_config(source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Config:
+    """As `Config.load`."""
+    return Config.load(source, overrides)

@@ -1,0 +1,98 @@
+"""One row a key: what becomes of it here, and why."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxspeed.config.config import Config
+from jaxspeed.config.load import ALIASES, Examined, examine
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.recipes import rate_is_the_schedules
+from jaxspeed.config.tree import given_leaves, read
+from jaxspeed.config.verdicts import Row, judge, shown
+from jaxspeed.config.vocabulary import VOCABULARY, entry_for
+
+# Defaults that surprise: said even when the config does not set them.
+NOTED_DEFAULTS = {
+    "gradient_clipping": "DeepSpeed's default since mid 2026; it was 0, no clipping, before.",
+    "scheduler.params.warmup_type": 'DeepSpeed\'s default; most other libraries mean "linear".',
+    "scheduler.params.warmup_max_lr": "The schedule's peak, whatever the optimizer's lr.",
+}
+
+
+def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Row]:
+    """One row for each key that the user gave, and for defaults of note.
+
+    Args:
+      config: whatever `Config.load` takes; a bad config is explained too, not raised about.
+      overrides: as for `Config.load`.
+
+    Returns:
+      Rows of (key, value, verdict, sentence). A key with a problem has the verdict "refused" and
+      the problem as its sentence.
+    """
+    examined = examine(config.given if isinstance(config, Config) else config, overrides)
+    problems = {problem.path: problem for problem in examined.problems}
+    rows = []
+    for path, value in given_leaves(examined.given):
+        if path:
+            rows.append(_row(path, value, examined, problems))
+    explained = {
+        key for row in rows if not _is_comment(row.key) for key in (row.key, _canonical(row.key))
+    }
+    for path, problem in problems.items():
+        if not any(_is_or_is_in(key, path) or _is_or_is_in(path, key) for key in explained):
+            rows.append(Row(path, read(examined.given, path), "refused", _sentence(problem, path)))
+    for path, note in NOTED_DEFAULTS.items():
+        value = read(examined.settings, path)
+        if path not in explained and value is not None:
+            entry = VOCABULARY[path]
+            rows.append(Row(path, value, entry.verdict, f"Not set. {note} {entry.sentence}"))
+    return rows
+
+
+def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> Row:
+    if _is_comment(path):
+        return Row(path, value, "harmless", "A comment of yours.")
+    known = _canonical(path)
+    for key, problem in problems.items():
+        if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
+            return Row(path, value, "refused", _sentence(problem, known))
+    entry = entry_for(known)
+    if entry is None:  # an empty section
+        return Row(path, value, "harmless", "Holds nothing: every key has its default.")
+
+    def read_key(key: str) -> Any:
+        return read(examined.settings, key)
+
+    verdict, sentence = judge(entry, _effective(known, entry.path, value, examined), read_key)
+    if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
+        return Row(path, value, "harmless", "The schedule sets the rate itself.")
+    if known in examined.autos:
+        became = examined.autos[known]
+        sentence += " Left to its default." if became is None else f" Here: {shown(became)}."
+    return Row(path, value, verdict, sentence)
+
+
+def _is_comment(path: str) -> bool:
+    return any(part.startswith("_") for part in path.split("."))
+
+
+def _canonical(path: str) -> str:
+    """A path by today's names."""
+    head, dot, tail = path.partition(".")
+    return ALIASES.get(head, head) + dot + tail
+
+
+def _is_or_is_in(path: str, around: str) -> bool:
+    return path == around or path.startswith(f"{around}.")
+
+
+def _effective(path: str, row: str, value: Any, examined: Examined) -> Any:
+    """The value to judge: of the section of free form that the key is in, or the key's own."""
+    effective = read(examined.settings, row if path.startswith(f"{row}.") else path)
+    return value if effective is None else effective
+
+
+def _sentence(problem: Problem, path: str) -> str:
+    """The problem in words, with its own key where that is not the row's."""
+    return f"Found {problem.found}. {problem.works}" if problem.path == path else str(problem)

@@ -1,0 +1,71 @@
+"""The JSON Schema of a config file."""
+
+from typing import Any
+
+from jaxspeed.config.auto import accepts_auto
+from jaxspeed.config.load import ALIASES
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.tree import PARAMS
+from jaxspeed.config.vocabulary import VOCABULARY
+
+COMMENT = "^_"
+
+
+def json_schema() -> dict[str, Any]:
+    """Pydantic's schema with each key's verdict as its description.
+
+    Sections are written out where they stand, without references, since a key's verdict belongs to
+    its place.
+    """
+    raw = Settings.model_json_schema(mode="validation")
+    definitions = raw.pop("$defs", {})
+    schema = _written_out(raw, definitions, "")
+    for old, new in ALIASES.items():
+        schema["properties"][old] = schema["properties"][new]
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "jaxspeed config"
+    schema["description"] = "DeepSpeed's vocabulary, and jaxspeed's own sections."
+    return schema
+
+
+def _written_out(node: Any, definitions: dict[str, Any], path: str) -> Any:
+    if isinstance(node, list):
+        return [_written_out(item, definitions, path) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        node = {**definitions[node["$ref"].rpartition("/")[2]], **node}
+        del node["$ref"]
+    node = {
+        key: _written_out(value, definitions, path) if key != "properties" else value
+        for key, value in node.items()
+    }
+    if "properties" in node:
+        prefix = f"{path}." if path else ""
+        node["properties"] = {
+            name: _described(_written_out(value, definitions, prefix + name), prefix + name)
+            for name, value in node["properties"].items()
+        }
+        node["patternProperties"] = {COMMENT: {}}
+    return node
+
+
+def _described(node: dict[str, Any], path: str) -> dict[str, Any]:
+    if path in PARAMS:
+        node["anyOf"] = [_params(model, path) for model in dict.fromkeys(PARAMS[path].values())]
+    elif path.rpartition(".")[2] == "type" and f"{path.removesuffix('type')}params" in PARAMS:
+        names = PARAMS[f"{path.removesuffix('type')}params"]
+        node["enum"] = [*names, *(name.lower() for name in names)]
+    elif path in accepts_auto():
+        word = {"const": "auto"}
+        default = {"default": node.pop("default")} if "default" in node else {}
+        node = {"anyOf": [*node.pop("anyOf", [node]), word]} | default
+    node["title"] = path
+    if entry := VOCABULARY.get(path):
+        node["description"] = f"{entry.verdict}: {entry.sentence}"
+    return node
+
+
+def _params(model: Any, path: str) -> dict[str, Any]:
+    raw = model.model_json_schema(mode="validation")
+    return _written_out(raw, raw.pop("$defs", {}), path)

@@ -1,0 +1,140 @@
+"""From what the user wrote to settings that can be trusted, or to everything wrong with it."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxspeed.config.auto import resolve_autos
+from jaxspeed.config.axes import mesh_from_words
+from jaxspeed.config.checks import check
+from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.reading import apply_override, read_source
+from jaxspeed.config.recipes import complete
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.tree import PARAMS, given_leaves, read, without
+from jaxspeed.config.verdicts import judge, shown
+from jaxspeed.config.vocabulary import entry_for
+
+ALIASES = {"bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A config as written, as understood, and everything that is wrong with it."""
+
+    given: dict[str, Any]
+    settings: Settings
+    problems: tuple[Problem, ...]
+    autos: dict[str, Any]
+    origin: str
+
+
+def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
+    """Reads and checks; what is wrong is left out of the settings and listed."""
+    given, problems, origin = read_source(source)
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    problems += filter(None, [apply_override(given, override) for override in overrides])
+
+    tree = _canonical(_without_comments(given), problems)
+    tree, wrong, autos = resolve_autos(tree)
+    problems += wrong
+    settings, wrong = _validated(tree)
+    problems += wrong
+    settings, wrong = complete(settings)
+    problems += wrong
+    problems += _refused(tree, settings)
+    mesh, wrong = mesh_from_words(settings)
+    if mesh != settings.mesh and not wrong:
+        settings = settings.model_copy(update={"mesh": mesh})
+    problems += _no_echoes([*wrong, *check(settings)], problems)
+    return Examined(given, settings, tuple(_once_each(problems)), autos, origin)
+
+
+def _without_comments(node: Any) -> Any:
+    """Without the keys that begin with "_", which are the user's comments."""
+    if isinstance(node, dict):
+        return {
+            key: _without_comments(value) for key, value in node.items() if not key.startswith("_")
+        }
+    if isinstance(node, list):
+        return [_without_comments(item) for item in node]
+    return node
+
+
+def _canonical(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """With today's name for keys that DeepSpeed renamed."""
+    for old, new in ALIASES.items():
+        if old in tree and new in tree:
+            works = "Both are the same section: keep one."
+            problems.append(Problem(old, f"the section beside {new}", works))
+            del tree[old]
+    return {ALIASES.get(key, key): value for key, value in tree.items()}
+
+
+def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
+    """Settings of what is right, and problems for the rest.
+
+    Each round takes out what Pydantic objects to; a section that then lacks a required key goes
+    as a whole, so that the rounds are bounded by the depth of the schema.
+    """
+    tree = copy.deepcopy(tree)
+    problems: list[Problem] = []
+    while True:
+        try:
+            return Settings.model_validate(tree), problems
+        except ValidationError as error:
+            gone: set[tuple[Any, ...]] = set()
+            for item in error.errors():
+                problems.append(from_pydantic(item))
+                where = item["loc"][:-1] if item["type"] == "missing" else item["loc"]
+                gone.add(_up_to_list(where))
+            for where in sorted(gone, key=len, reverse=True):
+                without(tree, where)
+
+
+def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path cut off at the first list: a list goes as a whole, since its items have no names."""
+    for depth, part in enumerate(where):
+        if isinstance(part, int):
+            return where[:depth]
+    return where
+
+
+def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
+    """The keys that ask for what is not built."""
+    found: dict[str, Problem] = {}
+    for path, _ in given_leaves(tree):
+        entry = entry_for(path)
+        if entry is None or entry.path in found or entry.path.rpartition(".")[0] in PARAMS:
+            continue
+        value = read(settings, entry.path)
+        verdict, sentence = judge(entry, value, lambda key: read(settings, key))
+        if verdict == "refused" and entry.when is None:
+            found[entry.path] = Problem(entry.path, shown(value), f"Refused: {sentence}")
+    return list(found.values())
+
+
+def _no_echoes(later: Iterable[Problem], earlier: list[Problem]) -> list[Problem]:
+    """Without the problems about keys that are already known to be wrong."""
+    wrong = {problem.path for problem in earlier}
+
+    def is_echo(problem: Problem) -> bool:
+        return any(
+            path == bad or path.startswith(f"{bad}.") or bad.startswith(f"{path}.")
+            for path in (problem.path, *problem.about)
+            for bad in wrong
+        )
+
+    return [problem for problem in later if not is_echo(problem)]
+
+
+def _once_each(problems: list[Problem]) -> list[Problem]:
+    """The first problem of each path: what follows is its echo."""
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.path, problem)
+    return list(first.values())

@@ -1,0 +1,183 @@
+"""From a file, a dict or an override to a plain tree, with what cannot be read as problems."""
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.config.problems import Problem, did_you_mean
+from jaxspeed.config.tree import keys_in
+from jaxspeed.config.verdicts import shown
+
+
+class _Pairs(list):
+    """A mapping as its (key, value) pairs, in which a key may still stand twice."""
+
+
+def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
+    """The tree of a dict or of a .json, .yaml or .yml file, its problems, and its name."""
+    if isinstance(source, Mapping):
+        tree, problems = _folded(_as_plain(source))
+        return tree, problems, "the config"
+    if not isinstance(source, str | Path):
+        kind = f"a {type(source).__name__}"
+        works = "Needs a dict, a jaxspeed.Config or the path of a .json, .yaml or .yml file."
+        return {}, [Problem("config", kind, works)], "the config"
+    path = Path(source)
+    origin = shown(str(path)).strip('"')
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        tree, problems = _parsed(text, path.suffix.lower())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        return {}, [_unreadable(path, error)], origin
+    except RecursionError:
+        return {}, [Problem(origin, "nesting too deep to read", "Needs fewer levels.")], origin
+    return _mapping(tree, problems), problems, origin
+
+
+def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
+    """Sets `a.b=c` in the tree, the value read as YAML reads it."""
+    if not isinstance(override, str) or not re.match(r"[^=\s.]+(\.[^=\s.]+)*=", override):
+        return Problem("override", shown(override), "Needs the form section.key=value.")
+    path, _, text = override.partition("=")
+    try:
+        value, problems = _parsed_yaml(text)
+    except (ValueError, RecursionError):
+        return Problem(path, f"the override {shown(text)}", "Needs a value as YAML would write it.")
+    if problems:
+        first = problems[0]
+        return Problem(f"{path}.{first.path}", first.found, first.works)
+    *parents, last = path.split(".")
+    node: Any = tree
+    for done, part in enumerate(parents):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+            continue
+        if isinstance(node, dict) and node.get(part, {}) is None:
+            node[part] = {}
+        node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict | list):
+            where = ".".join(parents[: done + 1])
+            return Problem(path, f"an override below {where}", f"{where} holds no section.")
+    if isinstance(node, list):
+        if not last.isdigit() or int(last) >= len(node):
+            return Problem(path, "an override", f"The list has {len(node)} items, from 0.")
+        node[int(last)] = value
+    else:
+        node[last] = value
+    return None
+
+
+def _unreadable(path: Path, error: Exception) -> Problem:
+    name = shown(str(path)).strip('"')
+    if isinstance(error, FileNotFoundError):
+        near = did_you_mean(path.name, _file_names(path.parent))
+        return Problem(name, "no such file", near or f"The folder is {path.parent.absolute()}.")
+    if isinstance(error, json.JSONDecodeError):
+        place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        works = "Needs valid JSON: no comments, no comma after the last item, names in quotes."
+        return Problem(name, place, works)
+    reason = re.sub(r"\s+", " ", str(error))
+    return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
+
+
+def _file_names(folder: Path) -> list[str]:
+    try:
+        return [item.name for item in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
+    if suffix in (".yaml", ".yml"):
+        return _parsed_yaml(text)
+    if suffix == ".json":
+        return _folded(json.loads(text, object_pairs_hook=_Pairs))
+    raise ValueError(f'a file name that ends in "{suffix}"')
+
+
+def _parsed_yaml(text: str) -> tuple[Any, list[Problem]]:
+    import yaml
+
+    try:
+        return _folded(yaml.load(text, _yaml_loader()))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+@lru_cache(maxsize=1)
+def _yaml_loader() -> Any:
+    """PyYAML's safe loader, with two repairs.
+
+    YAML 1.1, which PyYAML follows, reads `1e-5` as a text because it has no dot; YAML 1.2 reads it
+    as a number, as everybody who writes a learning rate does. And a key that stands twice silently
+    loses its first value.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def pairs(loader: Any, node: Any) -> _Pairs:
+        own = [item for item in node.value if item[0].tag != "tag:yaml.org,2002:merge"]
+        loader.flatten_mapping(node)
+        inherited = node.value[: len(node.value) - len(own)]
+        read = [
+            [(loader.construct_object(key, True), loader.construct_object(value, True))
+             for key, value in items]
+            for items in (inherited, own)
+        ]  # fmt: skip
+        names = [key for key, _ in read[1]]
+        return _Pairs([item for item in read[0] if item[0] not in names] + read[1])
+
+    number = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+    Loader.add_constructor("tag:yaml.org,2002:map", pairs)
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _as_plain(node: Any) -> Any:
+    """A deep copy of a user's own objects: mappings as dicts, tuples as lists, models dumped."""
+    if isinstance(node, Mapping):
+        return {key: _as_plain(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_as_plain(value) for value in node]
+    if hasattr(node, "model_dump"):
+        return node.model_dump(exclude_unset=True)
+    return copy.copy(node)
+
+
+def _folded(root: Any) -> tuple[Any, list[Problem]]:
+    """Pairs as dicts; keys that stand twice and keys that are no text are problems."""
+    problems: list[Problem] = []
+
+    def fold(node: Any, path: str) -> Any:
+        if isinstance(node, list) and not isinstance(node, _Pairs):
+            return [fold(item, f"{path}.{number}") for number, item in enumerate(node)]
+        if not isinstance(node, _Pairs | dict):
+            return node
+        folded: dict[str, Any] = {}
+        for key, value in node.items() if isinstance(node, dict) else node:
+            where = f"{path}.{key}".removeprefix(".")
+            if not isinstance(key, str):
+                works = f'Needs a key in quotes: "{shown(key)}".'
+                problems.append(Problem(path or "config", f"the key {shown(key)}", works))
+                continue
+            if key in folded:
+                found = f"the key twice, with {shown(folded[key])} and {shown(value)}"
+                problems.append(Problem(where, found, "Needs the key once: keep one of the two."))
+            folded[key] = fold(value, where)
+        return folded
+
+    return fold(root, ""), problems
+
+
+def _mapping(tree: Any, problems: list[Problem]) -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return tree
+    known = ", ".join(keys_in("")[:3])
+    problems.append(Problem("config", shown(tree), f"Needs a mapping of keys such as {known}."))
+    return {}

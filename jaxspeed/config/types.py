@@ -1,0 +1,75 @@
+"""The leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
+
+A text "8" is not a number and 1 is not true; but 5e8 is a whole number, because DeepSpeed's own
+examples write bucket sizes so.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic_core import PydanticCustomError
+
+from jaxspeed.config.patterns import pattern_problem
+
+
+class Section(BaseModel):
+    """A mapping of the config: frozen, and without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+DTYPE_WORDS = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+
+
+def read_dtype(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return DTYPE_WORDS.get(value.lower().removeprefix("torch."), value)
+
+
+def _pattern(value: str) -> str:
+    problem = pattern_problem(value)
+    if problem:
+        raise PydanticCustomError("pattern", "{needs}", {"needs": problem})
+    return value
+
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict(), Field(min_length=1)]
+LARGEST = 2**63 - 1
+Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(whole)]
+Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(whole)]
+Natural = Annotated[int, Strict(), Field(ge=0, le=LARGEST), BeforeValidator(whole)]
+# 2 ** 127 is the largest power of two that fp32, in which the loss is scaled, holds.
+ScalePower = Annotated[int, Strict(), Field(ge=0, le=127), BeforeValidator(whole)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Strict(), Field(ge=0, lt=1, allow_inf_nan=False)]
+Betas = tuple[Beta, Beta]
+
+Dtype = Annotated[
+    Literal["fp32", "fp16", "bf16"],
+    BeforeValidator(read_dtype, json_schema_input_type=Literal[tuple(DTYPE_WORDS)]),
+]
+ReductionOp = Annotated[Literal["mean", "sum"], BeforeValidator(lower)]
+Pattern = Annotated[str, Strict(), AfterValidator(_pattern)]
+Opaque = dict[str, Any]

@@ -1,0 +1,22 @@
+"""The whole vocabulary: one row a key, one verdict a row, true of today's code."""
+
+from jaxspeed.config.verdicts import Entry
+from jaxspeed.config.words_system import OWN, PARALLELISM, REPORTS, UNBUILT, ZERO
+from jaxspeed.config.words_training import TRAINING
+
+VOCABULARY: dict[str, Entry] = {
+    entry.path: entry for entry in (*TRAINING, *ZERO, *PARALLELISM, *REPORTS, *UNBUILT, *OWN)
+}
+
+
+def entry_for(path: str) -> Entry | None:
+    """The row of a key, or of the nearest section of free form around it.
+
+    List items have their list's row: `optimizer.groups.0.frozen` is `optimizer.groups.frozen`.
+    """
+    parts = [part for part in path.split(".") if not part.isdigit()]
+    while parts:
+        if entry := VOCABULARY.get(".".join(parts)):
+            return entry
+        parts.pop()
+    return None

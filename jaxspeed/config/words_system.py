@@ -1,0 +1,289 @@
+"""Verdicts on ZeRO, parallelism, memory, reports and what is not built."""
+
+from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
+
+STAGE3 = ("zero_optimization.stage", (3,))
+_OFFLOAD = "zero_optimization.offload_"
+
+ZERO: tuple[Entry, ...] = (
+    *rows(
+        "zero_optimization",
+        "honoured",
+        {
+            "stage": "What is cut over the data axis: 1 the masters and moments, 2 the gradients "
+            "too, 3 the parameters too.",
+            "mics_shard_size": "Sets mesh.data to this and mesh.replica to what remains, so that "
+            "each group of so many devices holds one copy.",
+        },
+    ),
+    Entry(
+        "zero_optimization.stage3_param_persistence_threshold",
+        "honoured",
+        "Leaves of fewer elements than this stay replicated.",
+        when=STAGE3,
+    ),
+    *alike(
+        "zero_optimization",
+        "harmless",
+        "A knob of DeepSpeed's runtime; XLA schedules collectives and buffers.",
+        "reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients reduce_scatter "
+        "allgather_partitions use_multi_rank_bucket_allreduce round_robin_gradients "
+        "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
+        "stage3_model_persistence_threshold stage3_module_granularity_threshold "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential sub_group_size "
+        "mics_hierarchical_params_gather legacy_stage1 memory_efficient_linear "
+        "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
+        "enable_sanity_checks save_muon_momentum_buffer_in_memory",
+    ),
+    *rows(
+        "zero_optimization",
+        "harmless",
+        {
+            "ignore_unused_parameters": "An unused parameter has a gradient of zero here.",
+            "elastic_checkpoint": "Arrays are global: they are not bound to a number of devices.",
+            "load_from_fp32_weights": "The fp32 masters are the stored weights.",
+            "stage3_gather_16bit_weights_on_model_save": "Arrays are global: a save needs no "
+            "gathering in advance.",
+            "stage3_gather_fp16_weights_on_model_save": "Arrays are global: a save needs no "
+            "gathering in advance.",
+            "leaf_module": "Units are found or named by parallel.units.",
+            "cpu_offload_use_pin_memory": "Speaks of offload, which is refused until it is built.",
+        },
+    ),
+    refused(
+        "zero_optimization.zero_hpz_partition_size",
+        "A second partition of the weights is not built; mesh.replica x mesh.data keeps all of "
+        "ZeRO inside a group.",
+        0,
+        1,
+    ),
+    *[
+        refused(f"zero_optimization.{key}", f"Quantised {what} are not built; remove it.", False)
+        for key, what in {
+            "zero_quantized_weights": "gathers",
+            "zero_quantized_nontrainable_weights": "weights",
+            "zero_quantized_gradients": "reductions",
+        }.items()
+    ],
+    refused("zero_optimization.zeropp_loco_param", "Quantised reductions are not built.", None, {}),
+    refused_section("zero_optimization.zenflow", "ZenFlow is not built; remove it."),
+    *[
+        refused(
+            f"{_OFFLOAD}{what}.device",
+            f'Offload is not built: {holds} stay on the device; write "none", or use a higher '
+            "stage or more devices.",
+            "none",
+        )
+        for what, holds in {"param": "parameters", "optimizer": "optimizer states"}.items()
+    ],
+    *[
+        entry
+        for what, keys in {
+            "param": "nvme_path pin_memory buffer_count buffer_size max_in_cpu",
+            "optimizer": "nvme_path pin_memory ratio buffer_count pipeline_read pipeline_write "
+            "pipeline fast_init super_offload cpuadam_cores_perc",
+        }.items()
+        for entry in alike(
+            f"{_OFFLOAD}{what}",
+            "refused",
+            "Offload is not built.",
+            keys,
+            when=(f"{_OFFLOAD}{what}.device", ("cpu", "nvme")),
+        )
+    ],
+    *[
+        refused(
+            f"zero_optimization.{key}",
+            f"DeepSpeed's old word for {new}.device, and offload is not built; remove it.",
+            None,
+            False,
+        )
+        for key, new in {
+            "cpu_offload": "offload_optimizer",
+            "cpu_offload_param": "offload_param",
+        }.items()
+    ],
+    *alike(
+        "",
+        "harmless",
+        "Any optimizer works at any stage.",
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    ),
+)
+
+_NO_REMAT = "Recomputation from the config is not built; use nnx.remat in the model."
+_UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
+
+PARALLELISM: tuple[Entry, ...] = (
+    *rows(
+        "mesh",
+        "honoured",
+        {
+            "replica": "Copies of the sharded state; a data axis for the batch.",
+            "data": "The batch is cut over it, and ZeRO shards over it.",
+            "tensor": "Weights are cut over it, by the model's logical axes or path patterns.",
+        },
+    ),
+    *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("pipe", "seq", "expert")],
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
+            "by default they are found.",
+            "full_precision": "Parameters that are never cast, as path patterns.",
+            "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
+            '(stages 0 and 1), every "micro_batch", or "auto".',
+        },
+    ),
+    Entry("data_parallel_size", "honoured", "The size of mesh.replica x mesh.data."),
+    refused("sequence_parallel_size", "The seq axis is not built; remove it or write 1.", 1, None),
+    Entry("tensor_parallel.autotp_size", "honoured", "The size of mesh.tensor; 0 says nothing."),
+    refused(
+        "tensor_parallel.preset_model",
+        "Presets name torch modules; models here say their logical axes themselves.",
+        None,
+    ),
+    refused(
+        "tensor_parallel.partition_config",
+        "Row and column rules by pattern are not built; models say their logical axes in Flax "
+        "metadata.",
+        None,
+        {},
+    ),
+    Entry("tensor_parallel.tp_overlap_comm", "harmless", "XLA overlaps collectives and compute."),
+    refused_section("expert_parallel", "The expert axis is not built; remove it."),
+    Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
+    refused("pipeline.stages", "Pipelines are not built; remove it or write 1.", "auto", 1),
+    *alike(
+        "pipeline",
+        "harmless",
+        "Says nothing while there is one pipeline stage; more are refused until they are built.",
+        "partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
+    ),
+    *[
+        refused(f"activation_checkpointing.{key}", _NO_REMAT, None, False, 0)
+        for key in ("partition_activations", "cpu_checkpointing", "number_checkpoints")
+    ],
+    *alike(
+        "activation_checkpointing",
+        "harmless",
+        "A knob of DeepSpeed's runtime; XLA plans the buffers.",
+        "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+    ),
+)
+
+_MONITOR = {
+    "tensorboard": "output_path job_name",
+    "csv_monitor": "output_path job_name",
+    "wandb": "group team project",
+    "flops_profiler": "recompute_fwd_factor profile_step module_depth top_modules detailed "
+    "output_file",
+    "comms_logger": "verbose prof_all debug prof_ops",
+}
+_MONITOR_INSTEAD = {
+    "tensorboard": "write the mapping that engine.train_batch returns",
+    "csv_monitor": "write the mapping that engine.train_batch returns",
+    "wandb": "log the mapping that engine.train_batch returns",
+    "flops_profiler": "engine.compiled(batch).flops has the number",
+    "comms_logger": "engine.compiled(batch).collectives has them",
+}
+
+REPORTS: tuple[Entry, ...] = (
+    *[
+        refused(f"{section}.enabled", f"Not built; {instead}.", False)
+        for section, instead in _MONITOR_INSTEAD.items()
+    ],
+    *[
+        entry
+        for section, keys in _MONITOR.items()
+        for entry in alike(
+            section, "refused", "Not built.", keys, when=(f"{section}.enabled", (True,))
+        )
+    ],
+    refused_section("comet", "Not built; log the mapping that engine.train_batch returns."),
+    Entry("timers", "harmless", "Steps are timed when wall_clock_breakdown is set."),
+    Entry("log_level", "harmless", 'Set it on Python\'s logger "jaxspeed".'),
+    *alike(
+        "checkpoint",
+        "harmless",
+        "Speaks of checkpoint files, which the core does not write.",
+        "tag_validation",
+    ),
+    *[
+        refused(f"checkpoint.{key}", "Checkpoints from the config are not built; remove it.", False)
+        for key in ("load_universal", "use_node_local_storage")
+    ],
+    refused("checkpoint.parallel_write", "Checkpoints are not built; remove it.", None, {}),
+)
+
+UNBUILT: tuple[Entry, ...] = (
+    refused_section("autotuning", "Not built; choose the batch and the stage yourself."),
+    Entry(
+        "aio",
+        "refused",
+        "NVMe offload is not built; remove it.",
+        off_if=lambda section: (
+            not section or not (section.get("enabled") or section.get("use_gds"))
+        ),
+    ),
+    Entry(
+        "compile",
+        "refused",
+        "DeepCompile is for torch; the step is always compiled. Remove it.",
+        off_if=lambda section: (
+            not section or not any(section.get(key) for key in ("enabled", "deepcompile"))
+        ),
+    ),
+    refused_section("hybrid_engine", "Not built; remove it."),
+    refused_section("sparse_attention", "Not built; a model calls its attention itself."),
+    refused_section("nebula", "Azure's checkpoint service is not built; remove it."),
+    refused_section("datastates_ckpt", "Not built; remove it."),
+    refused("graph_harvesting", "CUDA graphs are XLA's business; remove it.", False),
+    *[
+        refused_section(section, "Not built; remove it.")
+        for section in (
+            "progressive_layer_drop",
+            "curriculum_learning",
+            "data_efficiency",
+            "compression_training",
+            "quantize_training",
+            "weight_quantization",
+            "eigenvalue",
+        )
+    ],
+)
+
+_NO_DATA = "There is no data pipeline: hand batches to engine.train_batch. Remove it."
+
+OWN: tuple[Entry, ...] = (
+    *rows(
+        "model",
+        "honoured",
+        {
+            "family": "The registered family to build, such as gpt2, llama, vit or mlp.",
+            "factory": "The import path of a factory, package.module:name.",
+            "preset": "The family's sizes by name; model.config overrides them.",
+            "config": "The family's or factory's own arguments.",
+        },
+    ),
+    *[
+        refused(f"data.{key}", _NO_DATA, None)
+        for key in ("source", "path", "paths", "seq_len", "seed")
+    ],
+    Entry(
+        "run.steps",
+        "approximated",
+        'Gives "auto" in the schedule its total_num_steps; the loop over batches is yours.',
+    ),
+    *rows(
+        "run",
+        "honoured",
+        {
+            "seed": "Seeds the initial weights and every random stream.",
+            "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "
+            "path in that one, false not at all.",
+        },
+    ),
+    refused("run.output", "Nothing is written to files. Remove it.", None),
+)

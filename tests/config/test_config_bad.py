@@ -1,0 +1,352 @@
+"""Bad configs: each gives one ConfigError, with the key's path and what would work."""
+
+import pytest
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
+
+
+def adam(**params):
+    return {"optimizer": {"type": "Adam", "params": {"lr": 1e-3} | params}}
+
+
+def schedule(kind, **params):
+    return {"optimizer": ADAM, "scheduler": {"type": kind, "params": params}}
+
+
+def zero(**keys):
+    return {"zero_optimization": keys}
+
+
+BAD = {
+    # Unknown keys.
+    "misspelt key": (
+        {"train_batch_sise": 8},
+        "train_batch_sise",
+        'Did you mean "train_batch_size"?',
+    ),
+    "misspelt nested key": (zero(stge=2), "zero_optimization.stge", 'Did you mean "stage"?'),
+    "key of another section": ({"stage": 2}, "stage", 'Did you mean "zero_optimization.stage"?'),
+    "unheard-of key": ({"frobnicate": 1}, "frobnicate", 'begin its name with "_"'),
+    "unknown optimizer parameter": (
+        adam(beta=[0.9, 0.99]),
+        "optimizer.params.beta",
+        'Did you mean "betas"?',
+    ),
+    "unknown schedule parameter": (
+        schedule("WarmupLR", warmup_steps=10),
+        "scheduler.params.warmup_steps",
+        'Did you mean "warmup_num_steps"?',
+    ),
+    "another optimizer's parameter": (
+        adam(momentum=0.9),
+        "optimizer.params.momentum",
+        "Did you mean",
+    ),
+    # Wrong types.
+    "number as text": ({"train_batch_size": "8"}, "train_batch_size", "Write 8 without quotes."),
+    "rate as text": (adam(lr="1e-5"), "optimizer.params.lr", "Write 1e-5 without quotes."),
+    "true as text": ({"fp16": {"enabled": "true"}}, "fp16.enabled", "Write true without quotes."),
+    "1 for true": ({"bf16": {"enabled": 1}}, "bf16.enabled", "Write true."),
+    "true for a number": ({"train_batch_size": True}, "train_batch_size", "a whole number"),
+    "a fraction of a sample": ({"train_batch_size": 8.5}, "train_batch_size", "Write 8."),
+    "null for a number": ({"gradient_clipping": None}, "gradient_clipping", "Remove the key"),
+    "flag for a section": ({"fp16": True}, "fp16", 'Write {"enabled": true}'),
+    "old ZeRO flag": ({"zero_optimization": True}, "zero_optimization", "a mapping of keys"),
+    "text for a list": (
+        {"parallel": {"units": "blocks/*"}},
+        "parallel.units",
+        'Write ["blocks/*"].',
+    ),
+    "not a number": ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
+    "unknown format": (
+        {"communication_data_type": "fp61"},
+        "communication_data_type",
+        'Did you mean "fp16"?',
+    ),
+    "unknown reduction": (
+        {"gradient_allreduce_op": "average"},
+        "gradient_allreduce_op",
+        'one of "mean", "sum"',
+    ),
+    # Out of range.
+    "no samples": ({"train_batch_size": 0}, "train_batch_size", "at least 1"),
+    "negative clipping": ({"gradient_clipping": -1.0}, "gradient_clipping", "at least 0"),
+    "stage 4": (zero(stage=4), "zero_optimization.stage", "at most 3"),
+    "stage -1": (zero(stage=-1), "zero_optimization.stage", "at least 0"),
+    "negative rate": (adam(lr=-1e-3), "optimizer.params.lr", "at least 0"),
+    "beta of one": (adam(betas=[0.9, 1.0]), "optimizer.params.betas.1", "less than 1"),
+    "three betas": (adam(betas=[0.9, 0.99, 0.999]), "optimizer.params.betas", "found the list"),
+    "no warm-up steps": (
+        schedule("WarmupLR", warmup_num_steps=0),
+        "scheduler.params.warmup_num_steps",
+        "at least 1",
+    ),
+    "no devices": ({"mesh": {"data": 0}}, "mesh.data", "at least 1, or -1"),
+    "negative devices": ({"mesh": {"tensor": -2}}, "mesh.tensor", "at least 1, or -1"),
+    "zero window": ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window", "at least 1"),
+    # Missing.
+    "optimizer without type": ({"optimizer": {"params": {}}}, "optimizer.type", "Needs a value"),
+    "no rate": (
+        {"optimizer": {"type": "Adam"}},
+        "optimizer.params.lr",
+        "DeepSpeed would take lr 0.001 without a word",
+    ),
+    "half of Muon's rates": (
+        {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}},
+        "optimizer.params.lr",
+        "adam_lr",
+    ),
+    "no end of the decay": (
+        schedule("WarmupDecayLR"),
+        "scheduler.params.total_num_steps",
+        "Needs a value",
+    ),
+    "a peak from nowhere": (
+        {"scheduler": {"type": "WarmupLR"}},
+        "scheduler.params.warmup_max_lr",
+        "there is no optimizer",
+    ),
+    # Types by name.
+    "misspelt optimizer": (
+        {"optimizer": {"type": "AdmaW", "params": {"lr": 1e-3}}},
+        "optimizer.type",
+        'Did you mean "AdamW"?',
+    ),
+    "1-bit optimizer": (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}},
+        "optimizer.type",
+        'not built. Write "AdamW".',
+    ),
+    "misspelt schedule": (schedule("WarmupRL"), "scheduler.type", 'Did you mean "WarmupLR"?'),
+    "unknown warm-up": (
+        schedule("WarmupLR", warmup_type="linaer"),
+        "scheduler.params.warmup_type",
+        'Did you mean "linear"?',
+    ),
+    # Impossible combinations.
+    "fp16 and bf16": (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        "fp16.enabled",
+        "bf16.enabled is true",
+    ),
+    "bf16 and autocast to fp16": (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+        "torch_autocast.dtype",
+        "make them equal",
+    ),
+    "autocast to what": ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "bfloat16"),
+    "loss scale above its start": (
+        {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},
+        "fp16.min_loss_scale",
+        "above the initial scale 2^4. Needs at most 16",
+    ),
+    "accumulation alone": (
+        {"gradient_accumulation_steps": 4},
+        "gradient_accumulation_steps",
+        "Needs train_batch_size or train_micro_batch_size_per_gpu",
+    ),
+    "batch that no device count divides": (
+        {"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8},
+        "train_batch_size",
+        "Would work: train_batch_size 96 or 104",
+    ),
+    "batch against the mesh": (
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "mesh": {"data": 4},
+        },
+        "train_batch_size",
+        "64 = train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 2 "
+        "x data-parallel size 4",
+    ),
+    "tensor said twice": (
+        {"mesh": {"tensor": 2}, "tensor_parallel": {"autotp_size": 4}},
+        "tensor_parallel.autotp_size",
+        "found 4, while mesh.tensor is 2",
+    ),
+    "data said twice": (
+        {"mesh": {"data": 2}, "data_parallel_size": 4},
+        "data_parallel_size",
+        "found 4, while mesh.data is 2",
+    ),
+    "replica x data against their product": (
+        {"mesh": {"replica": 2, "data": 2}, "data_parallel_size": 8},
+        "data_parallel_size",
+        "mesh.replica x mesh.data is 2 x 2",
+    ),
+    "shard size said twice": (
+        {"mesh": {"data": 2}, **zero(stage=3, mics_shard_size=4)},
+        "zero_optimization.mics_shard_size",
+        "found 4, while mesh.data is 2",
+    ),
+    "two open axes": ({"mesh": {"data": -1, "tensor": -1}}, "mesh", "At most one axis may be -1"),
+    "shards without sharding": (
+        zero(stage=0, mics_shard_size=4),
+        "zero_optimization.mics_shard_size",
+        "1, 2 or 3",
+    ),
+    "one reduction a step at stage 2": (
+        {"parallel": {"gradient_reduction": "step"}, **zero(stage=2)},
+        "parallel.gradient_reduction",
+        'write "micro_batch" or "auto"',
+    ),
+    "coupled AdamW": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "adam_w_mode": False}}},
+        "optimizer.params.adam_w_mode",
+        'Write type "Adam"',
+    ),
+    "Nesterov without momentum": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}},
+        "optimizer.params.nesterov",
+        "a momentum above 0",
+    ),
+    "warm-up downwards": (
+        schedule("WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.01),
+        "scheduler.params.warmup_min_lr",
+        "Needs at most 0.01",
+    ),
+    "group that asks for nothing": (
+        {"optimizer": ADAM | {"groups": [{"pattern": "bias"}]}},
+        "optimizer.groups.0",
+        "lr_factor, weight_decay or frozen",
+    ),
+    "group of torch's path": (
+        {"optimizer": ADAM | {"groups": [{"pattern": "blocks.0.bias", "frozen": True}]}},
+        "optimizer.groups.0.pattern",
+        "'blocks/0/bias'",
+    ),
+    "family and factory": (
+        {"model": {"family": "gpt2", "factory": "a.b:c"}},
+        "model",
+        "exactly one of the two",
+    ),
+    "factory without a name": (
+        {"model": {"factory": "my_package.models"}},
+        "model.factory",
+        '"package.module:name"',
+    ),
+    "elastic and fixed batch": (
+        {"train_batch_size": 8, "elasticity": {"enabled": True}},
+        "train_batch_size",
+        "ignore_non_elastic_batch_info",
+    ),
+    "micro-batch above the elastic batch": (
+        {"elasticity": {"enabled": True, "max_train_batch_size": 4}},
+        "elasticity.micro_batch_sizes",
+        "found 6, above max_train_batch_size 4",
+    ),
+    # "auto" that nothing resolves.
+    "auto clipping": ({"gradient_clipping": "auto"}, "gradient_clipping", "Write a value"),
+    "auto rate": (adam(lr="auto"), "optimizer.params.lr", "scheduler.params.warmup_max_lr"),
+    "auto steps": (
+        schedule("WarmupDecayLR", total_num_steps="auto"),
+        "scheduler.params.total_num_steps",
+        "takes its value from run.steps",
+    ),
+    "auto batch alone": ({"train_batch_size": "auto"}, "train_batch_size", "which nothing"),
+    "auto format": ({"bf16": {"enabled": "auto"}}, "bf16.enabled", "fp16.enabled true"),
+    # Asked for and not built.
+    "pipeline axis": ({"mesh": {"pipe": 2}}, "mesh.pipe", "This axis is not built"),
+    "sequence axis": ({"sequence_parallel_size": 2}, "sequence_parallel_size", "not built"),
+    "pipeline stages": ({"pipeline": {"stages": 4}}, "pipeline.stages", "not built"),
+    "offload": (
+        zero(stage=2, offload_optimizer={"device": "cpu"}),
+        "zero_optimization.offload_optimizer.device",
+        'write "none"',
+    ),
+    "old offload": (zero(cpu_offload=True), "zero_optimization.cpu_offload", "offload_optimizer"),
+    "second partition": (
+        zero(stage=3, zero_hpz_partition_size=8),
+        "zero_optimization.zero_hpz_partition_size",
+        "mesh.replica x mesh.data",
+    ),
+    "quantised gathers": (
+        zero(zero_quantized_weights=True),
+        "zero_optimization.zero_quantized_weights",
+        "not built",
+    ),
+    "recomputation": (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing.partition_activations",
+        "nnx.remat",
+    ),
+    "monitor": ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "engine.train_batch"),
+    "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
+    "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning", "Not built"),
+    "sparse attention by presence": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention",
+                                     "Not built"),
+    "sparse gradients": ({"sparse_gradients": True}, "sparse_gradients", "dense arrays"),
+    "AMSGrad": (adam(amsgrad=True), "optimizer.params.amsgrad", "Refused"),
+    "clipping in the optimizer": (
+        adam(max_grad_norm=1.0),
+        "optimizer.params.max_grad_norm",
+        "Write gradient_clipping",
+    ),
+    "data pipeline": ({"data": {"source": "stdlib"}}, "data.source", "hand batches to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_config_names_its_key_and_what_would_work(name):
+    config, path, hint = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        Config.load(config)
+    message = str(caught.value)
+    assert message.startswith("1 problem in the config:"), message
+    assert f"\n  - {path}: " in message
+    assert hint in message
+
+
+def test_there_are_at_least_forty_bad_configs():
+    assert len(BAD) >= 40
+
+
+def test_all_problems_come_in_one_error():
+    config = {
+        "train_batch_size": "8",
+        "fp16": {"enabled": True, "enabeld": True},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": -1, "beta": 1}},
+        "mesh": {"pipe": 2},
+        "gradient_clipping": "auto",
+    }
+    with pytest.raises(ConfigError) as caught:
+        Config.load(config)
+    paths = {line[4:].partition(": ")[0] for line in str(caught.value).splitlines()[1:]}
+    assert paths == {
+        "train_batch_size",
+        "fp16.enabled",
+        "fp16.enabeld",
+        "optimizer.params.lr",
+        "optimizer.params.beta",
+        "mesh.pipe",
+        "gradient_clipping",
+    }
+
+
+def test_a_wrong_key_is_not_echoed_by_the_combinations_it_is_part_of():
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"mesh": {"tensor": "2"}, "tensor_parallel": {"autotp_size": 4}})
+    assert "make them equal" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", [Config.load, Config.model_validate, lambda tree: Config(**tree)])
+def test_every_way_in_is_checked(way):
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        way({"train_batch_size": 0})
+
+
+def test_a_copy_is_checked_as_a_whole():
+    config = Config(fp16={"enabled": True})
+    with pytest.raises(ConfigError, match=r"fp16\.enabled"):
+        config.model_copy(update={"bf16": {"enabled": True}})
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().train_batch_size = 8

@@ -1,0 +1,102 @@
+"""`explain_config`: one row a key, good or bad."""
+
+from jaxspeed.config import Config, explain_config
+
+
+def rows_of(config, **keywords):
+    rows = explain_config(config, **keywords)
+    assert len({row.key for row in rows}) == len(rows)
+    return {row.key: row for row in rows}
+
+
+def test_each_key_that_was_given_has_a_row_with_its_value_and_verdict():
+    config = {
+        "train_batch_size": 8,
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8},
+        "_note": "mine",
+    }
+    rows = rows_of(config)
+    assert {(key, row.value, row.verdict) for key, row in rows.items()} == {
+        ("train_batch_size", 8, "honoured"),
+        ("torch_autocast.enabled", True, "approximated"),
+        ("torch_autocast.dtype", "bfloat16", "approximated"),
+        ("zero_optimization.stage", 3, "honoured"),
+        ("zero_optimization.reduce_bucket_size", 5e8, "harmless"),
+        ("_note", "mine", "harmless"),
+        ("gradient_clipping", 1.0, "honoured"),
+    }
+
+
+def test_the_clipping_that_acts_is_explained_though_nobody_set_it():
+    assert rows_of({})["gradient_clipping"].sentence.startswith("Not set. DeepSpeed's default")
+    assert "Not set" not in rows_of({"gradient_clipping": 0.0})["gradient_clipping"].sentence
+
+
+def test_a_key_whose_switch_is_off_says_nothing():
+    rows = rows_of({"fp16": {"enabled": False, "loss_scale": 128}})
+    assert rows["fp16.loss_scale"].verdict == "harmless"
+    assert "fp16.enabled is false" in rows["fp16.loss_scale"].sentence
+    assert rows_of({"fp16": {"enabled": True, "loss_scale": 128}})["fp16.loss_scale"].verdict == (
+        "honoured"
+    )
+
+
+def test_an_auto_says_what_it_became():
+    config = {
+        "run": {"steps": 70},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    assert rows_of(config)["scheduler.params.total_num_steps"].sentence.endswith("Here: 70.")
+
+
+def test_a_rate_that_the_schedule_overrules_is_harmless():
+    config = {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}},
+    }
+    rows = rows_of(config)
+    assert rows["optimizer.params.lr"].verdict == "harmless"
+    assert rows["scheduler.params.warmup_max_lr"].value == 0.001
+    assert rows["scheduler.params.warmup_type"].value == "log"
+
+
+def test_a_bad_config_is_explained_and_not_raised_about():
+    config = {
+        "train_batch_size": "8",
+        "zero_optimization": {"stge": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "Adam", "params": {"betas": [0.9, 2]}},
+        "amp": {"enabled": True, "opt_level": "O1"},
+        "bfloat16": {"enabled": "yes"},
+        "gradient_clipping": "auto",
+        "mesh": {"tensor": 2},
+    }
+    rows = rows_of(config)
+    refused = {key for key, row in rows.items() if row.verdict == "refused"}
+    assert refused == {
+        "train_batch_size",
+        "zero_optimization.stge",
+        "zero_optimization.offload_optimizer.device",
+        "optimizer.params.betas",
+        "optimizer.params.lr",
+        "amp.enabled",
+        "amp.opt_level",
+        "bfloat16.enabled",
+        "gradient_clipping",
+    }
+    assert 'Did you mean "stage"?' in rows["zero_optimization.stge"].sentence
+    assert rows["mesh.tensor"].verdict == "honoured"
+
+
+def test_a_file_that_is_not_there_is_a_refused_row():
+    rows = explain_config("/nowhere/ds_config.json")
+    assert rows[0].verdict == "refused"
+    assert "no such file" in rows[0].sentence
+
+
+def test_a_config_is_explained_as_its_source_was():
+    config = Config.load({"train_batch_size": 8}, ["bf16.enabled=true"])
+    assert explain_config(config) == explain_config(
+        {"train_batch_size": 8, "bf16": {"enabled": True}}
+    )

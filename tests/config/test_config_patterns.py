@@ -1,0 +1,58 @@
+"""Path patterns, against a reading of their definition a segment at a time."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspeed.config import match
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "covered"),
+    [
+        ("bias", "a/b/bias", True),
+        ("bias", "bias", True),
+        ("bias", "a/bias/b", True),
+        ("bias", "a/biases", False),
+        ("*norm", "blocks/0/post_norm/scale", True),
+        ("*norm", "blocks/0/norms/scale", False),
+        ("blocks/*/norm", "blocks/3/norm/scale", True),
+        ("blocks/*/norm", "blocks/3/norm", True),
+        ("blocks/*/norm", "blocks/3/attn/norm", False),
+        ("blocks/*/norm", "encoder/blocks/3/norm", False),
+        ("**/blocks/*/norm", "encoder/blocks/3/norm", True),
+        ("**/blocks/*/norm", "blocks/3/norm", True),
+        ("blocks/**/norm", "blocks/norm", True),
+        ("blocks/**/norm", "blocks/3/attn/norm/scale", True),
+        ("blocks/?", "blocks/3", True),
+        ("blocks/?", "blocks/31", False),
+        ("blocks/3", "blocks/31", False),
+        ("**", "a/b", True),
+        ("a.b", "a.b/c", True),
+        ("a.b", "axb/c", False),
+        ("[a]/b", "[a]/b", True),
+    ],
+)
+def test_what_a_pattern_covers(pattern, path, covered):
+    assert match(pattern, path) is covered
+
+
+def covers(pattern, path):
+    """The definition by recursion; True when a prefix of the path is matched."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(covers(pattern[1:], path[skip:]) for skip in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and covers(pattern[1:], path[1:])
+
+
+SEGMENT = st.sampled_from(["a", "b", "ab", "ba", "0", "12"])
+GLOB = st.sampled_from(["a", "b", "ab", "*", "a*", "*b", "?", "?b", "**"])
+
+
+@given(st.lists(GLOB, min_size=1, max_size=4), st.lists(SEGMENT, min_size=1, max_size=5))
+def test_match_is_the_definition(pattern, path):
+    parts = pattern if len(pattern) > 1 else ["**", *pattern]
+    assert match("/".join(pattern), "/".join(path)) is covers(parts, path)

@@ -1,0 +1,268 @@
+"""Every key has one verdict, and the verdict is what the loader does."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxspeed.config
+from jaxspeed.config import Config, explain_config
+from jaxspeed.config.tree import read, schema_leaves
+from jaxspeed.config.verdicts import judge
+from jaxspeed.config.vocabulary import VOCABULARY
+from jaxspeed.config.words_system import OWN, PARALLELISM, REPORTS, UNBUILT, ZERO
+from jaxspeed.config.words_training import TRAINING
+from jaxspeed.errors import ConfigError
+
+# DeepSpeed's vocabulary with its defaults, written out by hand: what no default is known of is ...
+DEEPSPEED = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "gradient_clipping": 1.0,
+    "steps_per_print": None,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "communication_data_type": None,
+    "seq_parallel_communication_data_type": "fp32",
+    "sparse_gradients": False,
+    "optimizer.type": ...,
+    "optimizer.params": ...,
+    "scheduler.type": ...,
+    "scheduler.params": ...,
+    "fp16.enabled": False,
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.min_loss_scale": 1,
+    "fp16.auto_cast": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "bf16.enabled": False,
+    "bf16.check_grad_overflow": True,
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "bf16.immediate_grad_update": False,
+    "data_types.grad_accum_dtype": None,
+    "torch_autocast.enabled": False,
+    "torch_autocast.dtype": None,
+    "amp": None,
+    "zero_optimization.stage": 0,
+    "zero_optimization.reduce_bucket_size": 5e8,
+    "zero_optimization.allgather_bucket_size": 5e8,
+    "zero_optimization.overlap_comm": None,
+    "zero_optimization.contiguous_gradients": True,
+    "zero_optimization.reduce_scatter": True,
+    "zero_optimization.allgather_partitions": True,
+    "zero_optimization.round_robin_gradients": False,
+    "zero_optimization.stage3_prefetch_bucket_size": 5e7,
+    "zero_optimization.stage3_max_live_parameters": 1e9,
+    "zero_optimization.stage3_max_reuse_distance": 1e9,
+    "zero_optimization.sub_group_size": 1e9,
+    "zero_optimization.stage3_param_persistence_threshold": 1e5,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.pin_memory": True,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.pin_memory": True,
+    "zero_optimization.cpu_offload": None,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.ignore_unused_parameters": True,
+    "zero_optimization.elastic_checkpoint": False,
+    "zero_optimization.load_from_fp32_weights": True,
+    "zero_optimization.zenflow": None,
+    "activation_checkpointing.partition_activations": False,
+    "activation_checkpointing.cpu_checkpointing": False,
+    "activation_checkpointing.number_checkpoints": None,
+    "activation_checkpointing.contiguous_memory_optimization": False,
+    "activation_checkpointing.synchronize_checkpoint_boundary": False,
+    "activation_checkpointing.profile": False,
+    "pipeline.stages": "auto",
+    "pipeline.partition": "best",
+    "pipeline.seed_layers": False,
+    "pipeline.activation_checkpoint_interval": 0,
+    "tensor_parallel.autotp_size": 0,
+    "tensor_parallel.preset_model": None,
+    "tensor_parallel.partition_config": None,
+    "sequence_parallel_size": None,
+    "data_parallel_size": None,
+    "checkpoint.tag_validation": "Warn",
+    "checkpoint.load_universal": False,
+    "checkpoint.use_node_local_storage": False,
+    "tensorboard.enabled": False,
+    "tensorboard.output_path": "",
+    "tensorboard.job_name": "DeepSpeedJobName",
+    "csv_monitor.enabled": False,
+    "csv_monitor.output_path": "",
+    "csv_monitor.job_name": "DeepSpeedJobName",
+    "wandb.enabled": False,
+    "wandb.group": None,
+    "wandb.team": None,
+    "wandb.project": "deepspeed",
+    "flops_profiler.enabled": False,
+    "comms_logger.enabled": False,
+    "elasticity.enabled": False,
+    "elasticity.max_train_batch_size": 2000,
+    "elasticity.micro_batch_sizes": [2, 4, 6],
+    "elasticity.min_gpus": 1,
+    "elasticity.max_gpus": 10000,
+    "autotuning": None,
+    "progressive_layer_drop": None,
+    "curriculum_learning": None,
+    "data_efficiency": None,
+    "compression_training": None,
+    "eigenvalue": None,
+    "aio": None,
+    "compile": None,
+    "hybrid_engine": None,
+    "sparse_attention": None,
+    "nebula": None,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "disable_allgather": False,
+}
+
+# One value for each refused key that asks for what it names.
+ASKING = {
+    "managed_gradient_accumulation": False,
+    "sparse_gradients": True,
+    "data_types.param_dtype": "bf16",
+    "data_types.buffer_dtype": "bf16",
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
+    "elasticity.model_parallel_size": 2,
+    "elasticity.num_gpus_per_node": 8,
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.zeropp_loco_param": {"err_beta": 0.8},
+    "zero_optimization.cpu_offload": True,
+    "zero_optimization.cpu_offload_param": True,
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "mesh.pipe": 2,
+    "mesh.seq": 2,
+    "mesh.expert": -1,
+    "sequence_parallel_size": 2,
+    "tensor_parallel.preset_model": "llama",
+    "tensor_parallel.partition_config": {"layer_specs": []},
+    "expert_parallel": {"enabled": True},
+    "pipeline.stages": 2,
+    "activation_checkpointing.number_checkpoints": 4,
+    "checkpoint.parallel_write": {"pipeline_stage": True},
+    "sparse_attention": {"mode": "fixed"},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
+    "data.source": "stdlib",
+    "data.path": "corpus",
+    "data.paths": ["corpus"],
+    "data.seq_len": 128,
+    "data.seed": 1,
+    "run.output": "out",
+    "optimizer.params.max_grad_norm": 1.0,
+    "scheduler.params.last_batch_iteration": 5,
+    "compile": {"deepcompile": True},
+}
+
+
+def nested(path, value):
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
+
+
+def test_every_leaf_of_the_schema_has_a_verdict_and_every_verdict_a_leaf():
+    leaves = list(schema_leaves())
+    assert len(leaves) == len(set(leaves))
+    assert set(leaves) == set(VOCABULARY)
+
+
+def test_no_key_has_two_verdicts():
+    rows = [*TRAINING, *ZERO, *PARALLELISM, *REPORTS, *UNBUILT, *OWN]
+    assert len(rows) == len(VOCABULARY)
+
+
+def test_every_row_has_a_sentence():
+    assert all(entry.sentence.rstrip().endswith(".") for entry in VOCABULARY.values())
+
+
+@pytest.mark.parametrize("path", DEEPSPEED)
+def test_deepspeeds_key_is_known_and_has_its_default(path):
+    assert path in VOCABULARY or any(known.startswith(f"{path}.") for known in VOCABULARY)
+    if DEEPSPEED[path] is not ...:
+        assert read(Config(), path, "not there") == DEEPSPEED[path]
+
+
+def test_defaults_ask_for_nothing_that_is_refused():
+    config = Config()
+    for path, entry in VOCABULARY.items():
+        if "params" not in path and not path.startswith("optimizer."):
+            value = read(config, path)
+            verdict, _ = judge(entry, value, lambda key: read(config, key))
+            assert verdict != "refused" or value is None, path
+
+
+REFUSED = [
+    path
+    for path, entry in VOCABULARY.items()
+    if entry.verdict == "refused" and entry.when is None and "params" not in path
+]
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_refused_is_an_error_and_says_why(path):
+    default = {"enabled": True} if read(Config(), path) is None else True
+    with pytest.raises(ConfigError) as caught:
+        Config.load(nested(path, ASKING.get(path, default)))
+    assert f"  - {path}: found " in str(caught.value)
+    assert VOCABULARY[path].sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"amp": {"enabled": False, "opt_level": "O1"}},
+        {"compression_training": {"weight_quantization": {"enabled": False, "bits": 8}}},
+        {"curriculum_learning": {"enabled": False, "params": {"enabled": True}}},
+        {"aio": {"block_size": 1048576, "queue_depth": 8}},
+        {"compile": {"deepcompile": False}},
+        {"flops_profiler": {"enabled": False, "profile_step": 5}},
+        {"wandb": {"enabled": False, "project": "mine"}},
+        {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": False}}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"autotuning": {}},
+    ],
+)
+def test_what_is_switched_off_is_accepted(section):
+    assert Config.load(section)
+    assert all(row.verdict != "refused" for row in explain_config(section))
+
+
+def test_the_folder_imports_nothing_heavy():
+    allowed = {"pydantic", "pydantic_core", "yaml", "jaxspeed"} | sys.stdlib_module_names
+    folder = Path(jaxspeed.config.__file__).parent
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            for name in names:
+                assert name.partition(".")[0] in allowed, (file.name, name)
+                if name.startswith("jaxspeed"):
+                    assert name.startswith(("jaxspeed.config", "jaxspeed.errors")), file.name
+
+
+def test_yaml_is_only_imported_to_read_yaml():
+    code = "import jaxspeed.errors, sys; before = 'yaml' in sys.modules; import jaxspeed.config; "
+    code += "sys.exit('yaml' in sys.modules and not before)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

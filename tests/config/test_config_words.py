@@ -1,0 +1,249 @@
+"""Meshes, "auto", optimizers and schedules: what the words come to."""
+
+import pytest
+
+from jaxspeed.config import Config, load_config
+from jaxspeed.config.optimizers import OPTIMIZERS
+from jaxspeed.config.parallelism import AXES
+from jaxspeed.config.schedules import SCHEDULERS
+
+
+def mesh(**tree):
+    built = load_config(tree).mesh
+    return {axis: getattr(built, axis) for axis in AXES if getattr(built, axis) != 1}
+
+
+@pytest.mark.parametrize(
+    ("tree", "axes"),
+    [
+        ({}, {"data": -1}),
+        ({"mesh": {"tensor": 2}}, {"data": -1, "tensor": 2}),
+        ({"mesh": {"tensor": -1}}, {"tensor": -1}),
+        ({"tensor_parallel": {"autotp_size": 4}}, {"data": -1, "tensor": 4}),
+        ({"tensor_parallel": {"autotp_size": 0}}, {"data": -1}),
+        (
+            {"tensor_parallel": {"autotp_size": 4}, "mesh": {"tensor": -1}},
+            {"data": -1, "tensor": 4},
+        ),
+        ({"data_parallel_size": 8}, {"data": 8}),
+        ({"data_parallel_size": 8, "mesh": {"replica": 2}}, {"replica": 2, "data": 4}),
+        ({"data_parallel_size": 8, "mesh": {"replica": -1, "data": 2}}, {"replica": 4, "data": 2}),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, {"replica": -1, "data": 4}),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "data_parallel_size": 8},
+            {"replica": 2, "data": 4},
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "mics_shard_size": 4}, "mesh": {"replica": 2}},
+            {"replica": 2, "data": 4},
+        ),
+    ],
+)
+def test_all_words_for_the_mesh_come_to_one_mesh(tree, axes):
+    assert mesh(**tree) == axes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("spell", [str, str.lower, str.upper])
+def test_an_optimizer_has_its_canonical_name_however_it_is_spelt(name, spell):
+    config = load_config({"optimizer": {"type": spell(name), "params": {"lr": 0.1}}})
+    assert config.optimizer.type == name
+
+
+# DeepSpeed 0.19: FusedAdam, FusedLamb, FusedLion, MuonWithAuxAdam; torch: SGD, Adagrad.
+DEFAULTS = {
+    "Adam": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "adam_w_mode": True,
+    },
+    "AdamW": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "adam_w_mode": True,
+    },
+    "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    "Adagrad": {
+        "lr_decay": 0.0,
+        "weight_decay": 0.0,
+        "initial_accumulator_value": 0.0,
+        "eps": 1e-10,
+    },
+    "Lamb": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "eps_inside_sqrt": False,
+        "weight_decay": 0.0,
+        "bias_correction": True,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+    },
+    "Lion": {"betas": (0.9, 0.999), "weight_decay": 0.0},
+    "Muon": {
+        "muon_lr": 0.1,
+        "adam_lr": 0.1,
+        "momentum": 0.95,
+        "weight_decay": 0.0,
+        "ns_method": "gram",
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_filled_with_deepspeeds_defaults(name):
+    config = load_config({"optimizer": {"type": name, "params": {"lr": 0.1}}})
+    assert config.optimizer.params == {"lr": 0.1} | DEFAULTS[name]
+
+
+SCHEDULE_DEFAULTS = {
+    "WarmupLR": {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": None,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupDecayLR": {
+        "total_num_steps": 9,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 0.001,
+        "warmup_num_steps": 1000,
+        "warmup_type": "log",
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": 9,
+        "warmup_min_ratio": 0.0,
+        "warmup_num_steps": 1000,
+        "cos_min_ratio": 0.0001,
+        "warmup_type": "log",
+    },
+    "OneCycle": {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 0.2,
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+    },
+}
+REQUIRED = {
+    "WarmupDecayLR": {"total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_are_filled_with_deepspeeds_defaults(name):
+    tree = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": name.lower(), "params": REQUIRED.get(name, {})},
+    }
+    scheduler = load_config(tree).scheduler
+    assert (scheduler.type, scheduler.params) == (name, SCHEDULE_DEFAULTS[name])
+
+
+def test_torch_only_parameters_are_accepted_and_left_out():
+    params = {"lr": 0.1, "fused": True, "foreach": False, "torch_adam": True, "amsgrad": False}
+    config = load_config({"optimizer": {"type": "AdamW", "params": params}})
+    assert config.optimizer.params == {"lr": 0.1} | DEFAULTS["AdamW"]
+
+
+def test_muons_own_rates_override_lr():
+    params = {"lr": 0.1, "muon_lr": 0.5}
+    filled = load_config({"optimizer": {"type": "Muon", "params": params}}).optimizer.params
+    assert (filled["muon_lr"], filled["adam_lr"]) == (0.5, 0.1)
+
+
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "OneCycle", "LRRangeTest"])
+def test_a_schedule_that_sets_the_rate_makes_lr_optional(name):
+    tree = {
+        "optimizer": {"type": "Adam"},
+        "scheduler": {"type": name, "params": REQUIRED.get(name, {})},
+    }
+    assert load_config(tree).optimizer.params["lr"] == 1e-3
+
+
+HF = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "total_num_steps": "auto", "warmup_num_steps": 10},
+    },
+    "train_micro_batch_size_per_gpu": 4,
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    },
+    "model": {"family": "gpt2", "config": {"hidden_size": 768}},
+    "run": {"steps": 500},
+    "mesh": {"tensor": 2},
+    "tensor_parallel": {"autotp_size": "auto"},
+}
+
+
+def test_auto_takes_what_the_config_knows():
+    config = load_config(HF)
+    assert config.scheduler.params["warmup_max_lr"] == 3e-4
+    assert config.scheduler.params["total_num_steps"] == 500
+    assert config.fp16.enabled is False
+    assert config.zero_optimization.stage3_param_persistence_threshold == 7680
+    assert config.tensor_parallel.autotp_size == 2
+    assert config.batch(8).train == 32
+    assert config.gradient_accumulation_steps is None
+
+
+def test_auto_is_a_word_of_its_own_where_the_schema_says_so():
+    config = load_config(
+        {"parallel": {"gradient_reduction": "auto"}, "pipeline": {"stages": "auto"}}
+    )
+    assert config.parallel.gradient_reduction == "auto"
+
+
+@pytest.mark.parametrize(
+    ("tree", "dtype"),
+    [
+        ({}, "fp32"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bfloat16": {"enabled": True}}, "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}, "bf16"),
+        ({"torch_autocast": {"enabled": False, "dtype": "float16"}}, "fp32"),
+    ],
+)
+def test_the_compute_format_follows_the_precision_sections(tree, dtype):
+    assert load_config(tree).compute_dtype == dtype
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
+def test_formats_have_many_names_and_one_meaning(word):
+    assert Config(communication_data_type=word).communication_data_type == "bf16"
+
+
+def test_what_was_set_is_told_from_what_is_a_default():
+    assert Config().gradient_clipping == 1.0
+    assert "gradient_clipping" not in Config().model_fields_set
+    assert "gradient_clipping" in Config(gradient_clipping=1.0).model_fields_set
