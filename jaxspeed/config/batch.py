@@ -90,7 +90,7 @@ def _rank_counts(train: int, per_rank: int, ranks: int, exact: bool) -> list[int
     if exact:
         return [most]
     below = next(count for count in range(min(ranks, most), 0, -1) if most % count == 0)
-    above = [count for count in range(ranks, min(most, 16 * ranks) + 1) if most % count == 0]
+    above = [count for count in range(ranks + 1, min(most, 16 * ranks) + 1) if most % count == 0]
     return [below, *above[:1]]
 
 

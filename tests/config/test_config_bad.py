@@ -179,6 +179,11 @@ BAD = {
         "data_parallel_size",
         "mesh.replica x mesh.data is 2 x 2",
     ),
+    "replicas that do not divide": (
+        {"mesh": {"replica": 4}, "data_parallel_size": 6},
+        "data_parallel_size",
+        "found 6, while mesh.replica x mesh.data is 4 x ?",
+    ),
     "shard size said twice": (
         {"mesh": {"data": 2}, **zero(stage=3, mics_shard_size=4)},
         "zero_optimization.mics_shard_size",

@@ -172,6 +172,12 @@ def test_muons_own_rates_override_lr():
     assert (filled["muon_lr"], filled["adam_lr"]) == (0.5, 0.1)
 
 
+def test_muon_without_a_rate_has_deepspeeds_two_under_a_schedule_that_sets_it():
+    tree = {"optimizer": {"type": "Muon"}, "scheduler": {"type": "LRRangeTest"}}
+    filled = load_config(tree).optimizer.params
+    assert (filled["muon_lr"], filled["adam_lr"]) == (0.02, 3e-4)
+
+
 @pytest.mark.parametrize("name", ["WarmupDecayLR", "OneCycle", "LRRangeTest"])
 def test_a_schedule_that_sets_the_rate_makes_lr_optional(name):
     tree = {
