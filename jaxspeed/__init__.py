@@ -1,1 +1,36 @@
-"""TBD."""
+"""jaxspeed: any Flax model, one placement table, one compiled step."""
+
+from jaxspeed.config import Config, explain_config
+from jaxspeed.engine import CheckReport, Diagnosis, Engine, initialize, simulate
+from jaxspeed.errors import (
+    BatchError,
+    ConfigError,
+    JaxspeedError,
+    ModelError,
+    OutOfMemoryError,
+    PlacementError,
+)
+from jaxspeed.placement import Placement, PlacementTable
+from jaxspeed.placement.units import unit
+from jaxspeed.train import TrainState, micro_batch_key
+
+__all__ = [
+    "BatchError",
+    "CheckReport",
+    "Config",
+    "ConfigError",
+    "Diagnosis",
+    "Engine",
+    "JaxspeedError",
+    "ModelError",
+    "OutOfMemoryError",
+    "Placement",
+    "PlacementError",
+    "PlacementTable",
+    "TrainState",
+    "explain_config",
+    "initialize",
+    "micro_batch_key",
+    "simulate",
+    "unit",
+]

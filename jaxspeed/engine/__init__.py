@@ -1,1 +1,8 @@
-"""TBD."""
+"""The engine: what users hold, and what they can ask of it."""
+
+from jaxspeed.engine.check import CheckReport
+from jaxspeed.engine.diagnose import Diagnosis
+from jaxspeed.engine.engine import Engine, compiled_report, initialize
+from jaxspeed.engine.simulate import simulate
+
+__all__ = ["CheckReport", "Diagnosis", "Engine", "compiled_report", "initialize", "simulate"]

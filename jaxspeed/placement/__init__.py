@@ -1,1 +1,16 @@
-"""TBD."""
+"""Where every array lives: the mesh, the rules that cut a leaf, the table, and units."""
+
+from jaxspeed.placement.mesh import AXES, DATA_AXES, build_mesh
+from jaxspeed.placement.table import Leaf, Placement, PlacementTable, Precision, Row, build_table
+
+__all__ = [
+    "AXES",
+    "DATA_AXES",
+    "Leaf",
+    "Placement",
+    "PlacementTable",
+    "Precision",
+    "Row",
+    "build_mesh",
+    "build_table",
+]

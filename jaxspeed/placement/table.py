@@ -103,6 +103,10 @@ class Row:
         return self.leaf.shape if placement.spec == self.read.spec else self.stored_shape
 
 
+# A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
+StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
+
+
 @dataclass(frozen=True)
 class PlacementTable:
     """All rows, and what else the state holds; it prints itself."""
@@ -110,8 +114,8 @@ class PlacementTable:
     mesh: Mesh
     stage: int
     rows: Mapping[str, Row]
-    extra: Mapping[str, tuple[tuple[int, ...], Placement]] = field(default_factory=dict)
-    opt_leaves: Mapping[str, tuple[tuple[int, ...], Placement]] = field(default_factory=dict)
+    opt_leaves: Mapping[str, StateLeaf] = field(default_factory=dict)
+    extra: Mapping[str, StateLeaf] = field(default_factory=dict)
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -146,14 +150,12 @@ class PlacementTable:
                 if placement := getattr(row, role):
                     add(role, row.shape(placement), placement, row.leaf.shape)
         for role, leaves in (("opt", self.opt_leaves), ("other", self.extra)):
-            for shape, placement in leaves.values():
-                add(role, shape, placement, shape)
+            for shape, stored_shape, placement in leaves.values():
+                add(role, stored_shape, placement, shape)
         return totals
 
     def with_state(
-        self,
-        opt_leaves: Mapping[str, tuple[tuple[int, ...], Placement]],
-        extra: Mapping[str, tuple[tuple[int, ...], Placement]],
+        self, opt_leaves: Mapping[str, StateLeaf], extra: Mapping[str, StateLeaf]
     ) -> "PlacementTable":
         """The table with a row for each leaf of the optimizer's state and of what else is kept."""
         return replace(self, opt_leaves=dict(opt_leaves), extra=dict(extra))

@@ -1,1 +1,7 @@
-"""TBD."""
+"""State and the step: what one optimizer step is, as one compiled program."""
+
+from jaxspeed.train.program import Program, build_program
+from jaxspeed.train.rng import linen_rngs, micro_batch_key
+from jaxspeed.train.state import TrainState
+
+__all__ = ["Program", "TrainState", "build_program", "linen_rngs", "micro_batch_key"]

@@ -35,7 +35,7 @@ class Objective:
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        batch = jax.tree.map(self._cast, batch)
+        batch = jax.tree.map(self.cast, batch)
         if not any(row.gathered for row in self.table):
             return self._direct(sources, variables, batch, step, micro, train)
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
@@ -84,8 +84,11 @@ class Objective:
 
         def run(values: list[Any], *rest: Any) -> Any:
             nonlocal is_sum
-            named = dict(zip(params, values, strict=True))
-            loss, after, is_sum = self._traced_loss(named, *rest, train, named=True)
+            given = dict(zip(params, values, strict=True))
+            variables, batch, step, micro = rest
+            loss, after, is_sum = self._traced_loss(
+                given, variables, batch, step, micro, train, named=True
+            )
             return loss, after
 
         closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
@@ -93,7 +96,7 @@ class Objective:
         units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
         return Traced(closed, parameters, jax.tree.structure(shape), units, is_sum)
 
-    def _cast(self, x: Any) -> Any:
+    def cast(self, x: Any) -> Any:
         if self.compute_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return x.astype(self.compute_dtype)

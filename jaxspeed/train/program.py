@@ -31,6 +31,16 @@ Metrics = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a program was built from, so that it can be built again in another way."""
+
+    model: Any
+    optimizer: optax.GradientTransformation | None
+    example_batch: Any
+    trainable: Any
+
+
+@dataclass(frozen=True)
 class Program:
     """`init(seed) -> state`, `step(state, batch) -> (state, metrics)`, `evaluate(state, batch)`."""
 
@@ -44,6 +54,7 @@ class Program:
     objective: Objective
     gradients: Gradients
     update: Update
+    source: Source
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -103,7 +114,7 @@ class Program:
     @functools.cached_property
     def init(self) -> Callable[[int], TrainState]:
         """A fresh state, each array made straight into its shards."""
-        return jax.jit(self._in_mesh(self._fresh_state), out_shardings=self.shardings)
+        return jax.jit(self.in_mesh(self._fresh_state), out_shardings=self.shardings)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ class Program:
             return self.update(state, sums, variables)
 
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(self._in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, whole))
+        return jax.jit(self.in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, whole))
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -135,10 +146,10 @@ class Program:
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 
         return jax.jit(
-            self._in_mesh(evaluate), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+            self.in_mesh(evaluate), out_shardings=NamedSharding(self.mesh, PartitionSpec())
         )
 
-    def _in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function traced with this mesh in its context, where kernels look for it."""
 
         @functools.wraps(function)
@@ -243,10 +254,10 @@ def build_program(
     memory = device_memory_kind(mesh)
     layout = OptLayout.of(table, abstract, memory)
     extra = {
-        path: (tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
+        path: (tuple(v.shape), tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
         for path, v in adapted.variables.items()
     }
-    table = table.with_state({p: (s, at) for p, (_, s, at) in layout.places.items()}, extra)
+    table = table.with_state(layout.places, extra)
     wire = config.communication_data_type
     objective = Objective(
         adapted,
@@ -269,6 +280,17 @@ def build_program(
         optimizer_.ema_decay,
         config.bf16.check_grad_overflow or not config.bf16.enabled,
     )
+    source = Source(model, optimizer, example_batch, trainable)
     return Program(
-        config, mesh, adapted, table, batch, optimizer_, layout, objective, gradients, update
+        config,
+        mesh,
+        adapted,
+        table,
+        batch,
+        optimizer_,
+        layout,
+        objective,
+        gradients,
+        update,
+        source,
     )

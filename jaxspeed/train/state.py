@@ -65,16 +65,20 @@ class OptLayout:
 
     @classmethod
     def of(cls, table: PlacementTable, abstract: Any, memory: str) -> "OptLayout":
-        places = {}
-        for path, leaf in flat_with_paths(abstract).items():
-            row = _parameter_of(path, leaf.shape, table)
-            if row is not None and row.opt is not None:
-                placement = Placement(row.opt.spec, row.opt.memory_kind, leaf.dtype)
-                places[path] = (leaf.shape, row.shape(row.opt), placement)
-            else:
-                whole = Placement(jax.sharding.PartitionSpec(), memory, leaf.dtype)
-                places[path] = (leaf.shape, leaf.shape, whole)
+        leaves = flat_with_paths(abstract)
+        places = {
+            path: _place(path, tuple(leaf.shape), leaf.dtype, table, memory)
+            for path, leaf in leaves.items()
+        }
         return cls(table, jax.tree.structure(abstract), places)
+
+    def over(self, table: PlacementTable) -> "OptLayout":
+        """The same state laid out by another table."""
+        places = {
+            path: _place(path, shape, at.dtype, table, at.memory_kind)
+            for path, (shape, _, at) in self.places.items()
+        }
+        return OptLayout(table, self.tree, places)
 
     def shardings(self) -> Any:
         return jax.tree.unflatten(
@@ -94,6 +98,15 @@ class OptLayout:
         shapes = [place[which] for place in self.places.values()]
         moved = [function(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
         return jax.tree.unflatten(self.tree, moved)
+
+
+def _place(
+    path: str, shape: tuple[int, ...], dtype: Any, table: PlacementTable, memory: str
+) -> tuple[tuple[int, ...], tuple[int, ...], Placement]:
+    row = _parameter_of(path, shape, table)
+    if row is None or row.opt is None:
+        return shape, shape, Placement(jax.sharding.PartitionSpec(), memory, dtype)
+    return shape, row.shape(row.opt), Placement(row.opt.spec, row.opt.memory_kind, dtype)
 
 
 def _parameter_of(path: str, shape: tuple[int, ...], table: PlacementTable) -> Row | None:

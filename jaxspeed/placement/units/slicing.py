@@ -151,11 +151,11 @@ def _scans_over(eqn: Any, stored: set[Any]) -> bool:
     """A scan that goes through a stored parameter slice by slice: each slice is a piece."""
     if eqn.primitive.name != "scan":
         return False
-    first_xs = sum(_consts_and_carry(eqn))
+    first_xs = sum(consts_and_carry(eqn))
     return any(is_var(v) and v in stored for v in eqn.invars[first_xs:])
 
 
-def _consts_and_carry(scan: Any) -> tuple[int, int]:
+def consts_and_carry(scan: Any) -> tuple[int, int]:
     if "num_carry" in scan.params:
         return scan.params["num_consts"], scan.params["num_carry"]
     consts, carry = scan.params["ft_in"].unpack()[:2]  # jax 0.12
@@ -216,7 +216,7 @@ def _cond(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequen
 
 def _scan(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
     params, (jaxpr, consts) = eqn.params, open_jaxpr(eqn.params["jaxpr"])
-    num_consts, num_carry = _consts_and_carry(eqn)
+    num_consts, num_carry = consts_and_carry(eqn)
     values, inner = list(values), {}
     for i, (v, iv) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
         if not (is_var(v) and v in storage):

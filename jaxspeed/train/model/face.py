@@ -23,8 +23,13 @@ MODE_WORDS = {  # keyword arguments by which a call is told its mode
 class Model(Protocol):
     """A model as functions of flat dicts `{path: array}`."""
 
-    leaves: tuple[Leaf, ...]  # its floating parameters
-    variables: Mapping[str, jax.ShapeDtypeStruct]  # everything else: statistics, keys, buffers
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Its floating parameters."""
+
+    @property
+    def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """Everything else that it keeps: statistics, keys, buffers."""
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         """(parameters, variables) of a fresh model, equal on every mesh."""

@@ -124,7 +124,8 @@ class _Creating:
     training = False
 
     def __init__(self, module: nn.Module, key: jax.Array) -> None:
-        self.module, self._key, self.variables = module, key, None
+        self.module, self._key = module, key
+        self.variables: Any = None
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         kwargs = {**_mode(self.module, method, False), **kwargs}

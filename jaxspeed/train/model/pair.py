@@ -1,9 +1,9 @@
 """A pair of pure functions (init, apply) as a Model.
 
 `init(key)` or `init(key, batch)` returns a tree of parameters; `apply(params, ...)` is what the
-loss function calls as `model(...)`. Where `apply` has a parameter `rng` (or `key`), it is given this
-micro-batch's key; where it has `train` (or `deterministic`, ...), its mode. Units are marked with
-`jaxspeed.unit`.
+loss function calls as `model(...)`. Where `apply` has a parameter `rng` (or `key`), it is given
+this micro-batch's key; where it has `train` (or `deterministic`, ...), its mode. Units are marked
+with `jaxspeed.unit`.
 """
 
 import contextlib

@@ -1,0 +1,253 @@
+"""Proof of parity: the sharded step against the same step on one device, leaf by leaf."""
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxspeed.engine.family import resolve_model
+from jaxspeed.engine.memory import device_limit
+from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.train.program import Program, build_program
+from jaxspeed.train.state import TrainState, pad, unpad, updated_values
+
+if TYPE_CHECKING:
+    from jaxspeed.engine.engine import Engine
+
+# What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
+# million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and
+# gradient, whose errors mostly average out over a leaf.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """Relative differences of one parameter, ||sharded - plain|| / ||plain||.
+
+    A leaf whose gradient is under a thousandth of the whole is measured against that thousandth:
+    a gradient that is zero but for rounding has no relative difference of its own.
+    """
+
+    path: str
+    gradient: float
+    update: float  # of the change that the step made, not of the parameter
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """How far the sharded step is from the plain one."""
+
+    loss: float
+    leaves: tuple[LeafDifference, ...]
+    tolerance: float
+    devices: int
+
+    @property
+    def gradient(self) -> float:
+        """The largest difference of a gradient."""
+        return max((leaf.gradient for leaf in self.leaves), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss and gradients agree. Updates are shown, not judged: Adam turns the rounding
+        noise of a gradient that is zero into full steps."""
+        differences = [self.loss, *(leaf.gradient for leaf in self.leaves)]
+        return all(d <= self.tolerance for d in differences)  # a NaN is no agreement
+
+    def __rich__(self) -> Table:
+        verdict = "agrees with" if self.ok else "DIFFERS from"
+        table = Table(
+            title=f"the step on {self.devices} devices {verdict} the step on one device "
+            f"(tolerance {self.tolerance:g})",
+            title_justify="left",
+            box=None,
+        )
+        for name in ("relative difference of", "gradient", "update"):
+            table.add_column(name, justify="left" if name[0] == "r" else "right")
+        table.add_row("loss", f"{self.loss:.2e}", "")
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.gradient)
+        for leaf in worst[:SHOWN]:
+            table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
+        if len(worst) > SHOWN:
+            table.add_row(f"{len(worst) - SHOWN} others, each less", "", "")
+        return table
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=100).print(self)
+        return out.getvalue()
+
+
+def check(
+    engine: "Engine", batch: Any, *, layers: int | None = None, model: Any = None
+) -> CheckReport:
+    """Run one step both ways from the same state. The engine's own state is kept."""
+    program, state = engine.program, engine.state
+    if layers is not None or model is not None:
+        program = _smaller(program, layers, model)
+        state = program.init(program.config.run.seed)
+    program.check_batch(batch, program.batch.train)
+    plain = _plain(program)
+    _fits(plain)
+    placed = jax.device_put(batch, program.batch_shardings(batch))
+    ours = _probe(program)(state, placed)
+    single = _moved(state, program, plain)
+    order = jax.tree.map(lambda x: _in_micro_batches(np.asarray(x), program), batch)
+    theirs = _probe(plain)(single, jax.device_put(order, plain.batch_shardings(order)))
+    return _compare(program, jax.device_get(ours), jax.device_get(theirs))
+
+
+def _smaller(program: Program, layers: int | None, model: Any) -> Program:
+    loss_fn = program.objective.loss_fn
+    if model is None:
+        if program.config.model is None:
+            raise ModelError(
+                "check(layers=...) needs a model that the config names; for your own, pass "
+                "check(batch, model=<a smaller factory>)"
+            )
+        model, _ = resolve_model(program.config, overrides={"num_hidden_layers": layers})
+    elif layers is not None:
+        raise ModelError("check: layers and model were both given; leave one out")
+    return _rebuilt(program, program.config, model, loss_fn, list(program.mesh.devices.flat))
+
+
+def _plain(program: Program) -> Program:
+    """The same run on one device: one data rank, stage 0, the same micro-batches."""
+    given = program.config.given
+    for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
+        given.pop(key, None)
+    zero = {"stage": 0}
+    accumulation = program.batch.accumulation
+    given |= {
+        "mesh": {},
+        "zero_optimization": zero,
+        "train_batch_size": program.batch.train,
+        "train_micro_batch_size_per_gpu": program.batch.train // accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+    if given.get("gradient_allreduce_op") == "sum":
+        raise ConfigError(
+            "check: gradient_allreduce_op is sum, so the step depends on the number of data ranks; "
+            "check with mean"
+        )
+    config = type(program.config).load(given)
+    device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
+    return _rebuilt(program, config, None, program.objective.loss_fn, [device])
+
+
+def _rebuilt(
+    program: Program, config: Any, model: Any, loss_fn: Callable[..., Any], devices: list[Any]
+) -> Program:
+    return build_program(
+        config,
+        program.source.model if model is None else model,
+        loss_fn,
+        optimizer=program.source.optimizer,
+        devices=devices,
+        example_batch=program.source.example_batch,
+        trainable=program.source.trainable,
+    )
+
+
+def _fits(plain: Program) -> None:
+    limit = device_limit(plain)
+    need = sum(per_device for _, per_device in plain.table.bytes_by_role().values())
+    if limit is not None and need > limit:
+        raise OutOfMemoryError(
+            f"check: the whole state needs {bytes_text(need)} on one device, which has "
+            f"{bytes_text(limit)}. Check a smaller one: check(batch, layers=2) for a model that "
+            "the config names, check(batch, model=<a smaller factory>) for your own"
+        )
+
+
+def _probe(program: Program) -> Any:
+    """(state, batch) -> (loss, gradients, parameters before and after), nothing used up."""
+
+    def probe(state: TrainState, batch: Any) -> Any:
+        scale = state.loss_scale.scale
+        sources = state.sources(program.table)
+        sums, variables = program.gradients(sources, state.variables, batch, state.step, scale)
+        after, metrics = program.update(state, sums, variables)
+        trained = [row for row in program.table if row.leaf.trainable]
+
+        def logical(state: TrainState) -> dict[str, jax.Array]:
+            return {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in trained}
+
+        grads = {
+            r.path: unpad(sums.grads[r.path], r.leaf.shape).astype(jnp.float32) / scale
+            for r in trained
+        }
+        return metrics["loss"], grads, logical(state), logical(after)
+
+    return jax.jit(program.in_mesh(probe))
+
+
+def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
+    """The state on one device, in the plain program's rows."""
+
+    def move(state: TrainState) -> TrainState:
+        values = {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in program.table}
+        params, master = {}, {}
+        for row in plain.table:
+            if row.param:
+                params[row.path] = values[row.path].astype(row.param.dtype)
+            if row.master:
+                master[row.path] = values[row.path]
+        average = {path: unpad(x, program.table[path].leaf.shape) for path, x in state.ema.items()}
+        opt = plain.layout.stored(program.layout.logical(state.opt))
+        return TrainState(
+            state.step,
+            state.skipped,
+            params,
+            master,
+            opt,
+            {path: pad(x, plain.table[path].leaf.shape) for path, x in average.items()},
+            state.variables,
+            state.loss_scale,
+        )
+
+    gathered = jax.jit(move)(state)
+    return jax.device_put(gathered, plain.shardings)
+
+
+def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
+    """Samples in the order in which the ranks' micro-batches take them."""
+    if not x.shape:
+        return x
+    ranks = data_parallel_size(program.mesh)
+    parts = x.reshape(ranks, program.batch.accumulation, -1, *x.shape[1:])
+    return np.swapaxes(parts, 0, 1).reshape(x.shape)
+
+
+def _compare(program: Program, ours: Any, theirs: Any) -> CheckReport:
+    (loss, grads, old, new), (loss_1, grads_1, old_1, new_1) = ours, theirs
+    floor = 1e-3 * math.sqrt(sum(_norm(g) ** 2 for g in grads_1.values()))
+    leaves = tuple(
+        LeafDifference(
+            path,
+            _difference(grads[path], grads_1[path], floor),
+            _difference(new[path] - old[path], new_1[path] - old_1[path]),
+        )
+        for path in grads
+    )
+    tolerance = TOLERANCE[program.config.compute_dtype]
+    return CheckReport(_difference(loss, loss_1), leaves, tolerance, program.mesh.size)
+
+
+def _norm(x: Any) -> float:
+    return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+
+def _difference(a: Any, b: Any, floor: float = 0.0) -> float:
+    apart = _norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+    return 0.0 if apart == 0 else apart / (max(_norm(b), floor) or math.nan)

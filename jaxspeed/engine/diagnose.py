@@ -1,0 +1,185 @@
+"""Where a NaN began: the first input, parameter, layer or gradient that is not finite.
+
+The loss is traced with names on its module calls and run once more, with a flag for every value
+that leaves a call: whether it is finite. (What is infinite only inside a call, as a mask of minus
+infinity is, does no harm.) A scanned stack gives a flag a layer.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.observe import nonfinite_flags
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.units.choose import bodies
+from jaxspeed.placement.units.jaxprs import as_function, bindings, is_var, open_jaxpr, part
+from jaxspeed.placement.units.slicing import consts_and_carry
+from jaxspeed.placement.units.tags import calls_in
+from jaxspeed.train.program import Program
+from jaxspeed.train.state import TrainState, unpad
+
+Flags = list[tuple[str, Any]]  # (what, not finite: bool [] or, in a scan, [length])
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was not finite first, in the order in which a step uses things; None where all was."""
+
+    batch: str | None
+    parameter: str | None
+    layer: str | None
+    gradients: tuple[str, ...]  # parameters whose gradient is not finite
+
+    @property
+    def finite(self) -> bool:
+        return not (self.batch or self.parameter or self.layer or self.gradients)
+
+    def __str__(self) -> str:
+        if self.finite:
+            return "everything is finite: batch, parameters, the outputs of all layers, gradients"
+        said = []
+        if self.batch:
+            said.append(f"the batch is not finite: {self.batch}")
+        if self.parameter:
+            said.append(f"the first parameter that is not finite: {self.parameter}")
+        if self.layer:
+            said.append(f"the first layer whose output is not finite: {self.layer}")
+        if self.gradients:
+            count = len(self.gradients)
+            said.append(
+                f"{count} gradients are not finite, the one nearest the loss: {self.gradients[-1]}"
+            )
+        return "; ".join(said)
+
+
+def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
+    """Look at one step without taking it."""
+    labels: list[str] = []
+
+    def look(state: TrainState, batch: Any) -> Any:
+        stored = state.sources(program.table)
+        sources = {
+            row.path: unpad(stored[row.path], row.leaf.shape).astype(row.read.dtype)
+            for row in program.table
+        }
+        flags = _forward_flags(program, sources, state, batch)
+        labels[:] = [label for label, _ in flags]
+        sums, _ = program.gradients(
+            stored, state.variables, batch, state.step, state.loss_scale.scale
+        )
+        return (
+            nonfinite_flags(batch),
+            nonfinite_flags(stored),
+            [flag for _, flag in flags],
+            nonfinite_flags(sums.grads),
+        )
+
+    of_batch, of_params, of_layers, of_grads = jax.device_get(
+        jax.jit(program.in_mesh(look))(state, batch)
+    )
+    paths = [row.path for row in program.table if row.leaf.trainable]
+    return Diagnosis(
+        next((path for path, bad in flat_with_paths(of_batch).items() if bad), None),
+        next((row.path for row in program.table if of_params[row.path]), None),
+        _first(list(zip(labels, of_layers, strict=True))),
+        tuple(path for path in paths if of_grads[path]),
+    )
+
+
+def _forward_flags(program: Program, sources: Any, state: TrainState, batch: Any) -> Flags:
+    """The flags of the whole batch in one forward pass."""
+    rest = (state.variables, jax.tree.map(program.objective.cast, batch), state.step, jnp.int32(0))
+    traced = program.objective.trace(rest, train=True)
+    args = [*(sources[row.path] for row in program.table), *jax.tree.leaves(rest)]
+    return _run(traced.closed.jaxpr, traced.closed.consts, args)[1]
+
+
+def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], Flags]:
+    """Evaluate, with a flag for every value that leaves the innermost call that made it."""
+    env, flags = bindings(jaxpr, consts, args), []
+    leaving = _leaving(jaxpr)
+    for eqn in jaxpr.eqns:
+        values = [env[v] if is_var(v) else v.val for v in eqn.invars]
+        outs, inner = _run_eqn(jaxpr, eqn, values)
+        flags += inner
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            if var in leaving and jnp.issubdtype(out.dtype, jnp.inexact):
+                flags.append((leaving[var], ~jnp.isfinite(out).all()))
+    return [env[v] if is_var(v) else v.val for v in jaxpr.outvars], flags
+
+
+def _run_eqn(jaxpr: Any, eqn: Any, values: list[Any]) -> tuple[list[Any], Flags]:
+    name = eqn.primitive.name
+    if name == "cond" or not any(_has_calls(body) for body, _, _ in bodies(eqn)):
+        given = {v: x for v, x in zip(eqn.invars, values, strict=True) if is_var(v)}
+        return as_function(part(jaxpr, [eqn], list(given), eqn.outvars))(*given.values()), []
+    body, consts = open_jaxpr(eqn.params["jaxpr"])
+    if name != "scan":
+        return _run(body, consts, values)
+    num_consts, num_carry = consts_and_carry(eqn)
+    first_xs = num_consts + num_carry
+    labels: list[str] = []
+
+    def step(carry: Any, xs: Any) -> Any:
+        outs, flags = _run(body, consts, [*values[:num_consts], *carry, *xs])
+        labels[:] = [label for label, _ in flags]
+        return outs[:num_carry], (outs[num_carry:], [flag for _, flag in flags])
+
+    carry, (ys, flags) = jax.lax.scan(
+        step,
+        values[num_consts:first_xs],
+        values[first_xs:],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+    )
+    return [*carry, *ys], list(zip(labels, flags, strict=True))
+
+
+def _leaving(jaxpr: Any) -> dict[Any, str]:
+    """{variable: the call it leaves} for what is used outside the innermost call that makes it."""
+    calls = {id(eqn): calls_in(str(eqn.source_info.name_stack)) for eqn in jaxpr.eqns}
+    used_by: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if is_var(v):
+                used_by.setdefault(v, []).append({c.serial for c in calls[id(eqn)]})
+    outputs = {v for v in jaxpr.outvars if is_var(v)}
+    found = {}
+    for eqn in jaxpr.eqns:
+        if not calls[id(eqn)]:
+            label, serial = "what follows the layers (the loss)", -1
+        else:
+            call = calls[id(eqn)][-1]
+            label, serial = f"{call.path} ({call.kind})" if call.path else call.kind, call.serial
+        for v in eqn.outvars:
+            if v in outputs or any(serial not in users for users in used_by.get(v, [])):
+                found[v] = label
+    return found
+
+
+def _has_calls(jaxpr: Any) -> bool:
+    return any(
+        calls_in(str(eqn.source_info.name_stack))
+        or any(_has_calls(body) for body, _, _ in bodies(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _first(flags: Flags) -> str | None:
+    """The earliest: in a scan, the first layer, and in it the first call."""
+    best: tuple[float, str] | None = None
+    for label, flag in flags:
+        if flag.ndim == 0:
+            if flag and best is None:
+                return label
+        elif flag.any():
+            layer = int(flag.reshape(flag.shape[0], -1).any(1).argmax())
+            if best is None or layer < best[0]:
+                best = (layer, f"layer {layer}: {label}")
+        if best is not None and flag.ndim == 0:
+            break
+    return best[1] if best and best[0] < math.inf else None

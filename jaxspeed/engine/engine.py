@@ -1,0 +1,177 @@
+"""The engine: a state, the compiled step that advances it, and what can be asked of both."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jaxspeed.config import Config, load_config
+from jaxspeed.engine import check as checking
+from jaxspeed.engine import diagnose as diagnosing
+from jaxspeed.engine.cache import enable_compilation_cache
+from jaxspeed.engine.family import resolve_model
+from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.reporting import Reporter
+from jaxspeed.engine.shapes import ShapeLog
+from jaxspeed.observe import CompiledReport, report
+from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train.program import Metrics, Program, build_program
+from jaxspeed.train.state import TrainState, unpad, updated_values
+
+log = logging.getLogger("jaxspeed")
+Batch = Mapping[str, Any] | Any
+
+
+class Engine:
+    """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
+
+    def __init__(self, program: Program, state: TrainState) -> None:
+        self.program = program
+        self.state = state
+        self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
+        self._reporter = Reporter(program)
+
+    # -- training -------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Batch) -> Metrics:
+        """One step. Metrics are arrays still being computed: float(m["loss"]) waits for them."""
+        placed = self._place(batch, "train_batch", self.program.batch.train)
+        start = time.perf_counter()
+        self.state, metrics = self._run(self.step, placed)
+        self._reporter.stepped(metrics, time.perf_counter() - start)
+        return metrics
+
+    def eval_batch(self, batch: Batch) -> Metrics:
+        """The loss of a batch in evaluation mode; as many samples as the ranks can share evenly."""
+        return self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
+
+    @property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+        """The compiled step as a function: `state, metrics = step(state, batch)`.
+
+        It uses up the state that it is given.
+        """
+        return self.program.step
+
+    def _run(self, function: Any, batch: Any) -> Any:
+        try:
+            return function(self.state, batch)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_out_of_memory(self.program, error) from error
+            raise
+
+    def _place(self, batch: Batch, what: str, size: int | None) -> Any:
+        self.program.check_batch(batch, size)
+        self._shapes[what].see(batch)
+        return jax.device_put(batch, self.program.batch_shardings(batch))
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Config:
+        return self.program.config
+
+    @property
+    def placements(self) -> PlacementTable:
+        """Where every array of the state lives; it prints itself."""
+        return self.program.table
+
+    @property
+    def parameters(self) -> dict[str, jax.Array]:
+        """The parameters by path, unpadded, in the precision in which they are updated."""
+        return {
+            row.path: unpad(updated_values(self.state, row), row.leaf.shape)
+            for row in self.placements
+        }
+
+    @property
+    def module(self) -> Any:
+        """The live model with the parameters of now, in evaluation mode; valid until the next step.
+
+        A Flax module, or for Linen modules and pairs a callable with the same face.
+        """
+        variables = self.state.variables
+        return self.program.model.bind(self.parameters, variables, train=False, step=0, micro=0)
+
+    def compiled(self, batch: Batch) -> CompiledReport:
+        """Bytes, flops and collectives of the step for such a batch, without running it."""
+        return compiled_report(self.program, batch)
+
+    def check(self, batch: Batch, **smaller: Any) -> checking.CheckReport:
+        """This step against the same step on one device, from the state of now, which is kept.
+
+        Where the model does not fit one device: `layers=2` (models that the config names) or
+        `model=<a smaller factory>` checks a smaller one, freshly initialised.
+        """
+        return checking.check(self, batch, **smaller)
+
+    def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
+        """The first input, parameter, layer or gradient that is not finite on this batch."""
+        self.program.check_batch(batch, self.program.batch.train)
+        placed = jax.device_put(batch, self.program.batch_shardings(batch))
+        return diagnosing.diagnose(self.program, self.state, placed)
+
+
+def initialize(
+    model: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    example_batch: Any = None,
+    trainable: Any = None,
+) -> Engine:
+    """An engine with a freshly initialised state, each array made straight into its shards.
+
+    Args:
+      model: a factory of an `nnx.Module` (lambda rngs: ...), a Linen module, or a pair
+        (init, apply); left out when the config names a model.
+      loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
+        dict of metrics; left out for a family's own loss.
+      config: a path to JSON or YAML, a dict, or a Config.
+      optimizer: any Optax transformation, in place of the config's.
+      devices: which devices to use; all of them by default.
+      example_batch: a batch (or its shapes) from which a Linen module makes its parameters.
+      trainable: which parameters are trained: path patterns, a function of the path, or a
+        Variable type such as `nnx.LoRAParam`; all by default.
+
+    Raises:
+      ConfigError, PlacementError, ModelError: with everything that is wrong, and what would work.
+    """
+    loaded = load_config({} if config is None else config)
+    model, loss_fn = resolve_model(loaded, model, loss_fn)
+    enable_compilation_cache(loaded)
+    program = build_program(
+        loaded,
+        model,
+        loss_fn,
+        optimizer=optimizer,
+        devices=devices,
+        example_batch=example_batch,
+        trainable=trainable,
+    )
+    try:
+        state = program.init(loaded.run.seed)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise explain_out_of_memory(program, error) from error
+        raise
+    engine = Engine(program, state)
+    if loaded.dump_state:
+        log.info("config: %s\n%s", loaded.given, program.table)
+    return engine
+
+
+def compiled_report(program: Program, batch: Any) -> CompiledReport:
+    """What the compiler makes of a program's step for a batch of these shapes."""
+    program.check_batch(batch, program.batch.train)
+    lowered = program.step.lower(program.state, program.abstract_batch(batch))
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    return report(compiled, program.mesh, time.perf_counter() - start)

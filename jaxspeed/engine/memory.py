@@ -1,0 +1,90 @@
+"""Why a device ran out of memory, told from the placement table, and what would free most."""
+
+import jax
+
+from jaxspeed.errors import OutOfMemoryError
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.table import PlacementTable, build_table
+from jaxspeed.train.precision import precision_of
+from jaxspeed.train.program import Program
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of the runtime or compiler says that memory is exhausted."""
+    text = str(error)
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    )
+
+
+def device_limit(program: Program) -> int | None:
+    """The bytes that one device has, where it tells."""
+    try:
+        stats = program.mesh.devices.flat[0].memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+    return stats.get("bytes_limit")
+
+
+def explain_out_of_memory(program: Program, error: BaseException) -> OutOfMemoryError:
+    """The error to raise in place of the runtime's own."""
+    table = program.table
+    roles = table.bytes_by_role()
+    limit = device_limit(program)
+    state = sum(per_device for _, per_device in roles.values())
+    has = f"of {bytes_text(limit)}" if limit else "(the device does not tell its size)"
+    lines = [
+        f"a device ran out of memory. The placement table stores {bytes_text(state)} a device "
+        f"{has} at ZeRO stage {table.stage}:"
+    ]
+    lines += [f"  {role:<8}{bytes_text(per):>10}" for role, (_, per) in roles.items()]
+    lines.append("the rest is activations, gathered parameters and temporary values.")
+    lines.append("what would free most:")
+    lines += [f"  - {text}" for _, text in sorted(_remedies(program), reverse=True)]
+    lines.append("the runtime said: " + str(error).strip().splitlines()[0])
+    return OutOfMemoryError("\n".join(lines))
+
+
+def _remedies(program: Program) -> list[tuple[int, str]]:
+    """(bytes a device that a change frees, what to change), as far as the table knows."""
+    table, config = program.table, program.config
+    found = []
+    for stage in range(table.stage + 1, 4):
+        saved = stored_bytes(table) - stored_bytes(_restaged(program, stage))
+        if saved > 0:
+            found.append(
+                (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} a device")
+            )
+    if program.batch.micro > 1:
+        found.append(
+            (
+                0,
+                f"gradient_accumulation_steps: {program.batch.accumulation * 2} halves the "
+                f"activations of a micro-batch ({program.batch.micro} samples a device now)",
+            )
+        )
+    if config.compute_dtype == "fp32":
+        found.append((0, "bf16.enabled: true halves the activations"))
+    if not found:
+        ranks = data_parallel_size(program.mesh)
+        found.append((0, f"more devices than the {ranks} data ranks of now"))
+    return found
+
+
+def stored_bytes(table: PlacementTable) -> int:
+    """What the table stores on one device."""
+    return sum(per_device for _, per_device in table.bytes_by_role().values())
+
+
+def _restaged(program: Program, stage: int) -> PlacementTable:
+    """The same leaves at another stage, with as much optimizer state a parameter as now."""
+    zero = program.config.zero_optimization
+    table = build_table(
+        [row.leaf for row in program.table],
+        program.mesh,
+        stage=stage,
+        precision=precision_of(program.config),
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+    )
+    return table.with_state(program.layout.over(table).places, program.table.extra)

@@ -1,0 +1,81 @@
+"""What the engine says while it trains, without ever waiting for a device.
+
+A step's metrics are looked at once they have arrived, so a line may come some steps late.
+"""
+
+import logging
+import statistics
+from collections import deque
+from typing import Any
+
+import jax
+
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.train.program import Metrics, Program
+
+log = logging.getLogger("jaxspeed")
+SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
+
+
+class Reporter:
+    """Logs every `steps_per_print` steps, and every step that was skipped."""
+
+    def __init__(self, program: Program) -> None:
+        self._config = program.config
+        self._device = program.mesh.devices.flat[0]
+        self._waiting: deque[tuple[int, Metrics]] = deque()
+        self._seconds: deque[float] = deque(maxlen=100)
+        self._step = 0
+
+    def stepped(self, metrics: Metrics, seconds: float) -> None:
+        """One more step was started; `seconds` is what its call took."""
+        self._step += 1
+        self._seconds.append(seconds)
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._waiting.append((self._step, metrics))
+        while self._waiting and all(map(_is_ready, self._waiting[0][1].values())):
+            self._say(*self._waiting.popleft())
+
+    def flush(self) -> None:
+        """Say what is still waiting; this waits for the devices."""
+        while self._waiting:
+            self._say(*self._waiting.popleft())
+
+    def _say(self, step: int, metrics: Metrics) -> None:
+        if bool(metrics["skipped"]):
+            log.warning(
+                "step %d skipped: its gradients are not finite (%d skipped so far, loss scale %g); "
+                "engine.diagnose(batch) names the cause",
+                step,
+                int(metrics["skipped_steps"]),
+                float(metrics["loss_scale"]),
+            )
+        every = self._config.steps_per_print
+        if every and step % every == 0:
+            shown = ", ".join(f"{k} {float(metrics[k]):.6g}" for k in SHOWN if k in metrics)
+            log.info("step %d: %s%s%s", step, shown, self._times(), self._memory())
+
+    def _times(self) -> str:
+        if not self._config.wall_clock_breakdown:
+            return ""
+        return f", call {1e3 * statistics.median(self._seconds):.3g} ms (median, asynchronous)"
+
+    def _memory(self) -> str:
+        if not self._config.memory_breakdown:
+            return ""
+        stats: dict[str, Any] = self._device.memory_stats() or {}
+        if "bytes_in_use" not in stats:
+            live = sum(
+                shard.data.nbytes
+                for array in jax.live_arrays(self._device.platform)
+                for shard in array.addressable_shards
+                if shard.device == self._device
+            )
+            return f", {bytes_text(live)} of live arrays on {self._device}"
+        peak = bytes_text(stats.get("peak_bytes_in_use", 0))
+        return f", {bytes_text(stats['bytes_in_use'])} in use, peak {peak}"
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()

@@ -1,0 +1,79 @@
+"""The placement table as people read it."""
+
+import io
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspeed.placement.table import Placement, PlacementTable, Row
+
+ROLES = ("param", "master", "grad", "opt")
+MOST_ROWS = 40  # a larger table shows its largest leaves
+
+
+def bytes_text(count: float) -> str:
+    """1536 as '1.54 kB', in powers of 1000 as memory is sold and quoted."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def rich_table(table: PlacementTable) -> Group:
+    """Bytes by role, then a row a leaf."""
+    return Group(_totals(table), _leaves(table))
+
+
+def render(table: PlacementTable, width: int = 110) -> str:
+    """The same as text."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(rich_table(table))
+    return out.getvalue()
+
+
+def _totals(table: PlacementTable) -> Table:
+    axes = ", ".join(f"{axis} {n}" for axis, n in table.mesh.shape.items() if n > 1) or "one device"
+    shown = Table(title=f"ZeRO stage {table.stage} on {axes}", title_justify="left", box=None)
+    for name, justify in (("role", "left"), ("in all", "right"), ("a device", "right")):
+        shown.add_column(name, justify=justify)  # type: ignore[arg-type]
+    total = device = 0
+    for role, (whole, per_device) in table.bytes_by_role().items():
+        shown.add_row(role, bytes_text(whole), bytes_text(per_device))
+        total, device = total + whole, device + per_device
+    shown.add_row("sum", bytes_text(total), bytes_text(device), style="bold")
+    return shown
+
+
+def _leaves(table: PlacementTable) -> Group:
+    shown = Table(box=None)
+    for name in ("parameter", "shape", *ROLES, ""):
+        shown.add_column(name, overflow="fold")
+    rows = sorted(table, key=lambda row: -_size(row))[:MOST_ROWS]
+    kept = {row.path for row in rows}
+    for row in table:
+        if row.path in kept:
+            cells = [_cell(row, getattr(row, role)) for role in ROLES]
+            shown.add_row(row.path, "x".join(map(str, row.leaf.shape)), *cells, row.note)
+    left = len(table) - len(rows)
+    return Group(shown, Text(f"and {left} smaller parameters")) if left else Group(shown)
+
+
+def _cell(row: Row, placement: Placement | None) -> str:
+    if placement is None:
+        return "-"
+    cuts = [
+        f"{'+'.join((entry,) if isinstance(entry, str) else entry)}@{dim}"
+        for dim, entry in enumerate(placement.spec)
+        if entry
+    ]
+    memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
+    return f"{placement.dtype.name} {','.join(cuts) or 'whole'}{memory}"
+
+
+def _size(row: Row) -> int:
+    size = 1
+    for n in row.leaf.shape:
+        size *= n
+    return size
