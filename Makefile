@@ -1,0 +1,59 @@
+# `make test` on a fresh clone needs python3 (3.11 or newer) and make; it builds a venv of its own.
+
+PYTHON ?= python3
+VENV ?= .venv
+TESTS ?= tests
+WORKERS ?= 2
+
+# What `make test-newest` runs: everything that touches jax's and flax's inner parts. The whole
+# suite twice would not fit the time that CI has.
+NEWEST_TESTS = tests/engine tests/train tests/units tests/placement tests/models tests/ops tests/observe
+NEWEST_VENV ?= .venv-newest
+NEWEST_PYTHON ?= python3.12
+
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-full test-newest lint format types bench clean
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
+		printf '  make %-12s %s\n' "$$name" "$$what"; done
+
+install: $(INSTALLED)  ## a venv with jaxspeed (editable) and what its tests need
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxspeed needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test,tpu]'
+	touch $@
+
+test: $(INSTALLED)  ## the tests, in their covering sets
+	$(PYTEST) -m 'not full' $(TESTS)
+
+test-full: $(INSTALLED)  ## every combination that is promised (long)
+	$(PYTEST) -m 'full or not full' $(TESTS)
+
+test-newest:  ## what depends on jax's inner parts, on NEWEST_PYTHON and the newest jax
+	@echo "the tests on $(NEWEST_PYTHON), of these folders only: $(NEWEST_TESTS)"
+	$(MAKE) test PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST_VENV) TESTS='$(wildcard $(NEWEST_TESTS))'
+
+lint: $(INSTALLED)  ## formatting and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(INSTALLED)  ## format and mend what lint can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(INSTALLED)  ## the type checker
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## the benchmarks, each of benchmarks/bench_*.py in a process of its own
+	set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done
+
+clean:  ## everything that was made
+	rm -rf $(VENV) $(NEWEST_VENV) .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,27 @@
+"""Eight simulated devices and a compilation cache, asked for before anything imports JAX."""
+
+import os
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICES = "--xla_force_host_platform_device_count"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+# Most of the suite's time is compiling. Child processes of the tests inherit the cache.
+_CACHE = ROOT / ".cache" / "xla" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+settings.register_profile(
+    "jaxspeed",
+    deadline=None,  # an example that compiles is slow the first time
+    derandomize="CI" in os.environ,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("jaxspeed")

@@ -1,0 +1,97 @@
+"""The package as people install it: every folder listed, and whole inside the wheel."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"jaxspeed": ROOT / "jaxspeed", "jaxspeed.models": ROOT / "models"}
+
+
+def packages_on_disk() -> set[str]:
+    return {
+        ".".join((name, *file.parent.relative_to(folder).parts))
+        for name, folder in FOLDERS.items()
+        for file in folder.rglob("__init__.py")
+    }
+
+
+def modules_on_disk() -> set[str]:
+    return {
+        "/".join((*name.split("."), *file.relative_to(folder).parts))
+        for name, folder in FOLDERS.items()
+        for file in folder.rglob("*.py")
+    }
+
+
+def test_every_folder_of_the_package_is_listed():
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk()
+
+
+def test_every_folder_with_modules_is_a_package():
+    for folder in FOLDERS.values():
+        for file in folder.rglob("*.py"):
+            assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
+
+
+def test_the_extras_are_those_that_the_readme_may_name():
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    assert extras == {"test", "tpu", "cuda", "hf", "ray", "tensorboard", "wandb", "bench"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy, so that nothing is left beside the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("jaxspeed", "models"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--no-deps"]
+    command += ["--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (found,) = out.glob("jaxspeed-*.whl")
+    return found
+
+
+def test_the_wheel_holds_every_module_and_the_marker_for_type_checkers(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert modules_on_disk() <= names
+    assert "jaxspeed/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_models_import_from_the_wheel(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import jaxspeed, jaxspeed.models\n"
+        "for name in jaxspeed.models.FAMILIES: jaxspeed.models.family(name)\n"
+        "print(jaxspeed.models.__file__)"
+    )
+    # -S keeps an editable install's finder out; the libraries are put back by hand.
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    program = f"import sys; sys.path[:0] = {[str(tmp_path), *libraries]!r}\n{code}"
+    child = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert child.returncode == 0, child.stderr
+    assert Path(child.stdout.strip()).parent == tmp_path / "jaxspeed" / "models"
+
+
+def test_importing_jaxspeed_starts_no_device_and_imports_no_model():
+    code = (
+        "import sys, jax, jaxspeed\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "assert 'jaxspeed.models' not in sys.modules"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
