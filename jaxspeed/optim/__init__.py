@@ -10,7 +10,7 @@ from jaxspeed.optim.groups import Group, PathRules
 from jaxspeed.optim.loss_scale import LossScale
 from jaxspeed.optim.muon import uses_muon
 from jaxspeed.optim.optimizers import base_learning_rates, build_optimizer
-from jaxspeed.optim.paths import is_norm_or_bias, leaf_path, map_with_path
+from jaxspeed.optim.paths import is_norm_or_bias
 from jaxspeed.optim.schedules import Schedule, build_schedule
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "ema",
     "global_norm",
     "is_norm_or_bias",
-    "leaf_path",
     "loss_scale",
-    "map_with_path",
     "uses_muon",
 ]

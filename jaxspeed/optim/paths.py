@@ -1,4 +1,4 @@
-"""What a leaf's path says about it: its name in the tree, and whether it is a norm or a bias."""
+"""What a leaf's path says about it: whether it is a norm or a bias."""
 
 import re
 from collections.abc import Callable
@@ -6,32 +6,18 @@ from typing import Any
 
 import jax
 
+from jaxspeed.placement.paths import path_of
+
 # "RMSNorm_0" -> RMS, Norm; "input_layernorm" -> input, layernorm; "ln1" -> ln
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NORM_ABBREVIATIONS = frozenset({"ln", "lnf", "bn", "gn", "rms"})
 _VECTOR_NAMES = frozenset({"scale", "gamma", "beta"})
 
 
-def leaf_path(keys: tuple[Any, ...]) -> str:
-    """The path of a leaf, `blocks/3/mlp/kernel`, from a key path of `jax.tree_util`."""
-    return "/".join(_name(key) for key in keys)
-
-
-def _name(key: Any) -> str:
-    for attribute in (
-        "key",
-        "idx",
-        "name",
-    ):  # DictKey and FlattenedIndexKey; SequenceKey; GetAttrKey
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` whose function is given the leaf's path first."""
     return jax.tree_util.tree_map_with_path(
-        lambda keys, *leaves: function(leaf_path(keys), *leaves), tree, *rest
+        lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest
     )
 
 

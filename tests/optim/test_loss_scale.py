@@ -53,7 +53,7 @@ def scales(overflows, **fp16):
     return [scale for scale, _ in trajectory(loss_scale.make_rule(**fp16), overflows)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     overflows=st.lists(st.booleans(), min_size=1, max_size=40),
     clean_run=st.integers(0, 20),

@@ -88,12 +88,40 @@ def test_the_gram_form_equals_the_standard_one_in_float32():
 
 def test_a_zero_gradient_moves_nothing():
     params = {"kernel": jnp.ones((4, 6)), "still": jnp.zeros((4, 6))}
+    zeros = jax.tree.map(jnp.zeros_like, params)
     for type_ in ("Lamb", "Muon", "Lion", "Adam"):
         optimizer = build_optimizer(type_, {})
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
         for leaf in jax.tree.leaves(updates):
             np.testing.assert_array_equal(leaf, 0)
+
+
+def test_muon_takes_a_convolution_as_a_matrix_of_patches_by_channels():
+    """[height, width, in, out] is one matrix [height * width * in, out], scaled as DeepSpeed does
+    by the filter's own two dims, sqrt(max(1, height / width))."""
+    g = np.random.default_rng(0).normal(size=(3, 2, 4, 7))
+    with jax.enable_x64(True):
+        optimizer = build_optimizer("Muon", {"lr": 1.0})
+        params = {"kernel": jnp.zeros(g.shape)}
+        updates, _ = optimizer.update({"kernel": jnp.asarray(g)}, optimizer.init(params), params)
+    x = (0.05 + 0.95 * 0.05) * g.reshape(24, 7)
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+    expected = -np.sqrt(3 / 2) * x.reshape(g.shape)
+    np.testing.assert_allclose(updates["kernel"], expected, rtol=1e-9)
+
+
+def test_lamb_steps_at_ratio_one_where_a_matrix_is_zero():
+    """A bias that starts at 0 has no norm to be scaled by; its neighbour in the stack has."""
+    params = {"bias": jnp.asarray([[0.0, 0.0], [3.0, 4.0]])}
+    optimizer = build_optimizer("Lamb", {"lr": 0.1, "eps": 0.0}, stacked=lambda path: 1)
+    ones = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(ones, optimizer.init(params), params)
+    # Raw moments of the first step: m / sqrt(v) = 0.1 / sqrt(0.001), which the rate undoes.
+    np.testing.assert_allclose(updates["bias"][0], -0.1, rtol=1e-4)
+    size = np.sqrt(2) * 0.1 / np.sqrt(0.001)
+    np.testing.assert_allclose(updates["bias"][1], -0.1 * 5 / size, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
