@@ -1,0 +1,134 @@
+"""What compiled: one report of a compiled step's bytes, flops and collectives, per device."""
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from rich.console import Console, Group
+from rich.table import Table
+
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
+from jaxspeed.observe.cost import cost
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """Per device and execution, read from the compiled program.
+
+    Attributes:
+      argument_bytes: device memory of the arguments.
+      temp_bytes: device memory of intermediate values, at their peak.
+      output_bytes: device memory of the results, those included that overwrite a donated argument.
+      alias_bytes: the part of `output_bytes` that does: it needs no memory of its own.
+      host_bytes: arguments, results and intermediate values in host memory. XLA:CPU does not tell
+        host from device memory: there it is 0.
+      peak_bytes: XLA's own figure for the device memory held at once, 0 where it gives none.
+      flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`).
+      bytes_accessed: what the instructions read and write, loops multiplied out.
+      collectives: each one of the program.
+      compile_seconds: wall time of the compilation, None where it was not timed.
+      uncounted: kernels whose flops are not in `flops`.
+      unknown_loops: loops of unknown length, counted as if they ran once.
+    """
+
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    host_bytes: int
+    peak_bytes: int
+    flops: int
+    bytes_accessed: int
+    collectives: tuple[Collective, ...]
+    compile_seconds: float | None = None
+    uncounted: tuple[str, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+
+    def __rich__(self) -> Group:
+        return Group(_summary(self), _collective_table(self.collectives))
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=110)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def report(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh | AbstractMesh,
+    compile_seconds: float | None = None,
+) -> CompiledReport:
+    """Read a program that was compiled for `mesh`."""
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
+        raise JaxspeedError("this backend shows neither the memory nor the text of its programs")
+    counted = cost(text)
+    return CompiledReport(
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        host_bytes=memory.host_argument_size_in_bytes
+        + memory.host_temp_size_in_bytes
+        + memory.host_output_size_in_bytes
+        - memory.host_alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        flops=counted.flops,
+        bytes_accessed=counted.bytes_accessed,
+        collectives=tuple(collectives(text, mesh)),
+        compile_seconds=compile_seconds,
+        uncounted=counted.uncounted,
+        unknown_loops=unknown_loops(text),
+    )
+
+
+def _summary(report: CompiledReport) -> Table:
+    table = Table(title="compiled, per device (from the compiler)", show_header=False)
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for name in ("argument", "temp", "output", "alias", "host", "peak"):
+        table.add_row(f"{name} bytes", _scaled(getattr(report, f"{name}_bytes"), "B"))
+    table.add_row("flops (products, convolutions)", _scaled(report.flops, "flop"))
+    table.add_row("bytes accessed", _scaled(report.bytes_accessed, "B"))
+    if report.compile_seconds is not None:
+        table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")
+    for kernel in report.uncounted:
+        table.add_row("flops not counted of", kernel)
+    for loop in report.unknown_loops:
+        table.add_row("counted once, length unknown", loop)
+    return table
+
+
+def _collective_table(found: Iterable[Collective]) -> Table:
+    """Like collectives in one row: how many, how often they run, what a device sends in all."""
+    rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
+    for one in found:
+        where = "each micro-batch" if one.in_accumulation else "once a step"
+        rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
+    table = Table(title="collectives, per device and step")
+    for column in ("kind", "axis", "dtype", "where"):
+        table.add_column(column)
+    for column in ("in program", "runs", "payload", "sent (ring)"):
+        table.add_column(column, justify="right")
+    for key, alike in rows.items():
+        table.add_row(
+            *key,
+            str(len(alike)),
+            str(sum(one.runs for one in alike)),
+            _scaled(sum(one.bytes * one.runs for one in alike), "B"),
+            _scaled(sum(ring_bytes(one) for one in alike), "B"),
+        )
+    return table
+
+
+def _scaled(value: float, unit: str) -> str:
+    """1234567 -> '1.23 MB': powers of 1000."""
+    prefixes = iter(("", "k", "M", "G", "T", "P", "E"))
+    prefix = next(prefixes)
+    while abs(value) >= 1000:
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.0f} {unit}" if prefix == "" else f"{value:.3g} {prefix}{unit}"
