@@ -26,7 +26,8 @@ class CompiledReport:
       alias_bytes: the part of `output_bytes` that does: it needs no memory of its own.
       host_bytes: arguments, results and intermediate values in host memory. XLA:CPU does not tell
         host from device memory: there it is 0.
-      peak_bytes: XLA's own figure for the device memory held at once, 0 where it gives none.
+      peak_bytes: XLA's own figure for what is held at once. XLA:TPU's has buffers in VMEM in it,
+        which `temp_bytes` leaves out; XLA:CPU's leaves `temp_bytes` out, so add them there.
       flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`).
       bytes_accessed: what the instructions read and write, loops multiplied out.
       collectives: each one of the program.
