@@ -1,1 +1,21 @@
-"""TBD."""
+"""What models call: attention, losses, norms. They read the mesh from the trace's context."""
+
+from jaxspeed.ops.attention import attention
+from jaxspeed.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jaxspeed.ops.embed import embed
+from jaxspeed.ops.norms import layer_norm, rms_norm
+from jaxspeed.ops.rope import RopeScaling, Rotation, frequencies, rotate, rotation
+
+__all__ = [
+    "RopeScaling",
+    "Rotation",
+    "attention",
+    "cross_entropy",
+    "embed",
+    "frequencies",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotate",
+    "rotation",
+]

@@ -1,0 +1,174 @@
+"""One attention for every model; the platform that the program is lowered for picks the kernel.
+
+    out = softmax(scale q k^T + mask) v
+
+| lowered for | kernel | takes |
+|---|---|---|
+| TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
+| CUDA | cuDNN, where this installation has it | bf16, fp16; no segments |
+| anything | `plain`, which holds the scores | everything |
+
+The choice is `jax.lax.platform_dependent`'s: a program traced on a machine without accelerators and
+lowered for a TPU gets the TPU's kernel. What a kernel cannot take goes to `plain`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspeed.errors import ModelError
+from jaxspeed.ops import cudnn, splash
+from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.per_device import over_batch_and_heads
+
+Implementation = Literal["plain", "splash", "cudnn"]
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Scaled dot-product attention with grouped heads.
+
+    Args:
+        q: [batch, seq, heads, head_dim].
+        k, v: [batch, kv_seq, kv_heads, head_dim]; kv_heads divides heads, and query head h reads
+            key head h // (heads // kv_heads).
+        causal: query i sees keys j <= i.
+        window: query i sees only keys with |i - j| < window, itself included.
+        segment_ids: [batch, seq] integers; tokens see only their own segment.
+        kv_segment_ids: [batch, kv_seq]; by default those of the queries. A query whose mask leaves
+            it no key gives a finite value without meaning, which differs between kernels.
+        scale: of the scores; 1 / sqrt(head_dim) by default.
+        implementation: forces a kernel, for tests and comparisons.
+
+    Returns:
+        [batch, seq, heads, head_dim] in the dtype of q.
+    """
+    _check(q, k, v, window, segment_ids, kv_segment_ids)
+    mask = Mask(causal, window)
+    segments: Segments | None = None
+    if segment_ids is not None:
+        segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def by_splash(q, k, v, segments):
+        return over_batch_and_heads(splash.attend, q, k, v, segments, mask=mask, scale=scale)
+
+    def by_cudnn(q, k, v, segments):
+        return over_batch_and_heads(cudnn.attend, q, k, v, segments, mask=mask, scale=scale)
+
+    def by_plain(q, k, v, segments):
+        return plain(q, k, v, segments, mask=mask, scale=scale)
+
+    if implementation is not None:
+        kernels = {"plain": by_plain, "splash": by_splash, "cudnn": by_cudnn}
+        if implementation not in kernels:
+            raise ModelError(f"implementation {implementation!r} is none of {sorted(kernels)}")
+        return kernels[implementation](q, k, v, segments)
+
+    fast = {}
+    if splash.takes(q, k):
+        fast["tpu"] = by_splash
+    if cudnn.takes(q, k, v, segments, mask):
+        fast["cuda"] = by_cudnn
+    if fast and jax.typeof(q).manual_axis_type.varying:
+        # The kernels do not track which axes their results vary over: gradients would be wrong.
+        warnings.warn(
+            "attention inside a shard_map with check_vma=True holds the scores on every platform; "
+            "with check_vma=False it takes the platform's kernel",
+            stacklevel=2,
+        )
+        fast = {}
+    if not fast:
+        return by_plain(q, k, v, segments)
+    return lax.platform_dependent(q, k, v, segments, default=by_plain, **fast)
+
+
+def plain(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    mask: Mask,
+    scale: float,
+) -> jax.Array:
+    """Attention in XLA operations: scores and softmax in fp32, or fp64 for fp64 operands.
+
+    `jax.nn.dot_product_attention` does the same and is used where it can be: in fp16 it asks for
+    a matmul that does not lower on CPU, in fp64 it takes its softmax in fp32 (jax 0.10.2, 0.12.0).
+    """
+    same = None if segments is None else segments.same()[:, None]  # [batch, 1, seq, kv_seq]
+    if q.dtype in (jnp.float32, jnp.bfloat16):
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            mask=same,
+            scale=scale,
+            is_causal=mask.causal,
+            local_window_size=mask.sides(),
+        )
+    batch, seq, heads, head_dim = q.shape
+    kv_seq, kv_heads = k.shape[1:3]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
+    scores = scale * jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=dtype)
+    seen = mask.dense(seq, kv_seq)
+    seen = seen if same is None else seen & same[:, None]
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(q.shape)
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    window: int | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ModelError(
+            "attention takes q [batch, seq, heads, head_dim] and k, v [batch, seq, kv_heads, "
+            f"head_dim]; got q {q.shape}, k {k.shape}, v {v.shape}"
+        )
+    batch, seq, heads, head_dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
+        raise ModelError(
+            f"q {q.shape} and k {k.shape} do not fit: batch and head_dim must be equal, and the "
+            f"{k.shape[2]} key heads must divide the {heads} query heads"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ModelError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if window is not None and window < 1:
+        raise ModelError(f"window is {window}: it counts the keys a token sees, at least itself")
+    if segment_ids is None:
+        if kv_segment_ids is not None:
+            raise ModelError("kv_segment_ids was given without segment_ids")
+        return
+    if kv_segment_ids is None and seq != k.shape[1]:
+        raise ModelError(
+            f"queries ({seq}) and keys ({k.shape[1]}) differ in length: give kv_segment_ids"
+        )
+    for name, ids, length in (
+        ("segment_ids", segment_ids, seq),
+        ("kv_segment_ids", kv_segment_ids, k.shape[1]),
+    ):
+        if ids is not None and ids.shape != (batch, length):
+            raise ModelError(f"{name} is {ids.shape}, should be {(batch, length)}")

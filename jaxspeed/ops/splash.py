@@ -1,0 +1,58 @@
+"""Splash attention, the TPU kernel that ships with JAX: scores never leave the core's memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.ops.mask import Mask, Segments
+
+LANES = 128  # the width of a TPU register: blocks are multiples of it
+BLOCKS = (512, 256, 128)  # larger ones reuse more of a block of keys; 512 fits every head_dim
+
+
+def takes(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the kernel works on these shapes and dtypes."""
+    whole_blocks = q.shape[1] % LANES == 0 and k.shape[1] % LANES == 0
+    return whole_blocks and q.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    mask: Mask,
+    scale: float,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention on one device; shapes as in `attention`. `interpret` runs it off a TPU, slowly."""
+    # Pallas is imported where it is used: on a CPU that takes 0.2 s and serves nobody.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    seq, kv_seq, heads = q.shape[1], k.shape[1], q.shape[2]
+    sides = mask.sides() or ((None, 0) if mask.causal else None)
+    shape = (seq, kv_seq)
+    head_mask = splash.FullMask(shape) if sides is None else splash.LocalMask(shape, sides, 0)
+    block_q = next(size for size in BLOCKS if seq % size == 0)
+    block_kv = next(size for size in BLOCKS if kv_seq % size == 0)
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([head_mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+        ),
+        interpret=interpret,
+    )
+    ids = None if segments is None else splash.SegmentIds(segments.q, segments.kv)
+    # The kernel has no scale and no batch dim, and wants heads before the sequence.
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    out = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
+    return out.swapaxes(1, 2)

@@ -1,0 +1,178 @@
+"""GPT-2 (Radford et al., 2019), and GPT-3 (arXiv:2005.14165), which has its shape.
+
+Learned positions, LayerNorm before each branch, gelu in its tanh form, a head tied to the
+embedding. Dropout is on the embedding and on each branch; not on attention's shares, which fused
+kernels never write down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+
+from jaxspeed import ops
+
+from . import language
+from .layers import (
+    Embedding,
+    LayerNorm,
+    Linear,
+    dropout,
+    normal,
+    scan_blocks,
+    stacked,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """GPT-2's sizes; the defaults are its smallest, of 124 million parameters."""
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None  # fewer than query heads: grouped; None: as many
+    intermediate_size: int | None = None  # None: 4 * hidden_size
+    vocab_size: int = 50257
+    max_position_embeddings: int = 1024
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+    tie_word_embeddings: bool = True
+    unroll: int | bool = 1  # of the scan over layers
+    vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=256,
+        max_position_embeddings=128,
+    ),
+    "gpt2": Config(),
+    "gpt2-medium": Config(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16),
+    "gpt2-large": Config(hidden_size=1280, num_hidden_layers=36, num_attention_heads=20),
+    "gpt2-xl": Config(hidden_size=1600, num_hidden_layers=48, num_attention_heads=25),
+    "gpt3-175b": Config(
+        hidden_size=12288,
+        num_hidden_layers=96,
+        num_attention_heads=96,
+        max_position_embeddings=2048,
+    ),
+}
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed = {"embed": c.hidden_size}
+        heads = {"heads": c.num_attention_heads, "head_dim": c.head_dim}
+        kv_heads = {
+            "kv_heads": c.num_key_value_heads or c.num_attention_heads,
+            "head_dim": c.head_dim,
+        }
+        init = normal(c.initializer_range)
+        self.q_proj = Linear(embed, heads, init=init, rngs=rngs)
+        self.k_proj = Linear(embed, kv_heads, init=init, rngs=rngs)
+        self.v_proj = Linear(embed, kv_heads, init=init, rngs=rngs)
+        self.o_proj = Linear(heads, embed, init=residual_init(c), rngs=rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # [batch, seq, heads, head_dim]
+        return self.o_proj(ops.attention(q, k, v, segment_ids=segment_ids))
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed = {"embed": c.hidden_size}
+        mlp = {"mlp": c.intermediate_size or 4 * c.hidden_size}
+        self.up = Linear(embed, mlp, init=normal(c.initializer_range), rngs=rngs)
+        self.down = Linear(mlp, embed, init=residual_init(c), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.layer_norm_epsilon
+        self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
+
+    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        x = x + self.dropout(self.attn(self.attn_norm(x), segment_ids))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT2(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        self.config = config
+        init = normal(c.initializer_range)
+        self.embed = Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
+        self.positions = Embedding(
+            c.max_position_embeddings, c.hidden_size, axis="pos", init=init, rngs=rngs
+        )
+        self.dropout = dropout(c.dropout, rngs)
+        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_epsilon, rngs=rngs)
+        self.head = (
+            None
+            if c.tie_word_embeddings
+            else Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
+        )
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens [batch, seq] to what the head reads, [batch, seq, embed]."""
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])
+        x = self.dropout(self.embed(tokens) + self.positions(positions))
+        x = scan_blocks(self.blocks, x, segment_ids, unroll=self.config.unroll)
+        return self.norm(x)
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """[vocab, embed]."""
+        return (self.embed if self.head is None else self.head).table[...]
+
+    @property
+    def vocab_chunk(self) -> int | None:
+        return self.config.vocab_chunk
+
+    def __call__(self, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
+        """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
+        return language.logits(self, self.hidden(tokens, **context))
+
+
+def residual_init(config: Config) -> Initializer:
+    """Branches add up over 2 L layers, so their last weights start 1 / sqrt(2 L) smaller."""
+    return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
+
+
+def build(config: Config, rngs: nnx.Rngs) -> GPT2:
+    return GPT2(config, rngs=rngs)
+
+
+def loss(model: GPT2, batch: language.LanguageBatch) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of next-token cross-entropy; see `jaxspeed.models.language`."""
+    return language.next_token_loss(model, batch)

@@ -1,0 +1,92 @@
+"""What language models share: how a batch is read, the logits and the loss.
+
+A batch is a mapping:
+
+| key | shape | meaning |
+|---|---|---|
+| tokens | [batch, seq + 1] | each token but the last predicts the next one |
+| targets | [batch, seq] | optional: then tokens is [batch, seq], and these are what they predict |
+| segment_ids | as tokens | optional, packed documents: no attention and no prediction across them |
+| positions | as tokens | optional, by default 0, 1, 2, ... along the whole sequence |
+| mask | as the targets, or as tokens | optional: a target counts where it is not 0 |
+
+A target of -100 does not count either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed import ops
+
+IGNORED = -100
+
+LanguageBatch = Mapping[str, jax.Array]
+
+
+class LanguageModel(Protocol):
+    """A model whose loss can skip the logits: it gives hidden states and the head's weight."""
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array: ...
+
+    @property
+    def head_weight(self) -> jax.Array: ...
+
+    @property
+    def vocab_chunk(self) -> int | None: ...
+
+
+class Prediction(NamedTuple):
+    """A batch, taken apart."""
+
+    tokens: jax.Array  # [batch, seq]
+    targets: jax.Array  # [batch, seq]
+    segment_ids: jax.Array | None  # [batch, seq]
+    positions: jax.Array | None  # [batch, seq]
+
+
+def split_batch(batch: LanguageBatch) -> Prediction:
+    """What goes in and what should come out."""
+    tokens, segments, mask = batch["tokens"], batch.get("segment_ids"), batch.get("mask")
+    positions = batch.get("positions")
+    if "targets" in batch:
+        targets = batch["targets"]
+    else:
+        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        if segments is not None:
+            targets = jnp.where(segments[:, 1:] == segments[:, :-1], targets, IGNORED)
+            segments = segments[:, :-1]
+        positions = positions if positions is None else positions[:, :-1]
+    if mask is not None:
+        targets = jnp.where(mask[:, -targets.shape[1] :] != 0, targets, IGNORED)
+    return Prediction(tokens, targets, segments, positions)
+
+
+def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross-entropy of each token's successor."""
+    p = split_batch(batch)
+    hidden = model.hidden(p.tokens, segment_ids=p.segment_ids, positions=p.positions)
+    return ops.linear_cross_entropy(
+        hidden,
+        model.head_weight,
+        p.targets,
+        ignore_index=IGNORED,
+        chunk=model.vocab_chunk,
+    )
+
+
+def logits(model: LanguageModel, hidden: jax.Array) -> jax.Array:
+    """hidden [batch, seq, embed] to logits [batch, seq, vocab], in fp32."""
+    weight = model.head_weight
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.einsum("bse,ve->bsv", hidden, weight, preferred_element_type=dtype)

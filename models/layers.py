@@ -1,0 +1,145 @@
+"""What the families share: parameters with named dims, thin layers over `jaxspeed.ops`, the stack.
+
+Every parameter carries its logical axis names in Flax's own metadata, `out_sharding`, one name a
+dim: `layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. They are names and
+not mesh axes, so Flax is told not to apply them (`eager_sharding=False`); who places the parameters
+maps them to a mesh. Parameters have no dtype of their own: JAX's default float, or what they are
+cast to, and layers compute in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+from flax import nnx
+from flax.typing import Initializer
+from jax import lax
+
+from jaxspeed import ops
+
+Block = TypeVar("Block", bound=nnx.Module)
+
+zeros = nnx.initializers.zeros_init()
+ones = nnx.initializers.ones_init()
+
+
+def normal(std: float) -> Initializer:
+    return nnx.initializers.normal(std)
+
+
+def truncated_normal(std: float) -> Initializer:
+    """Normal, cut at two standard deviations."""
+    return nnx.initializers.truncated_normal(std)
+
+
+def param(
+    rngs: nnx.Rngs, init: Initializer, dims: dict[str, int] | tuple[tuple[str, int], ...]
+) -> nnx.Param:
+    """A parameter whose dims are (logical axis name, size), in order."""
+    named = tuple(dims.items()) if isinstance(dims, dict) else dims
+    shape = tuple(size for _, size in named)
+    return nnx.Param(
+        init(rngs.params(), shape),
+        out_sharding=tuple(name for name, _ in named),
+        eager_sharding=False,
+    )
+
+
+class Linear(nnx.Module):
+    """y = x W + b over the last dims of x, which may be several: (heads, head_dim), say."""
+
+    def __init__(
+        self,
+        takes: dict[str, int],
+        gives: dict[str, int],
+        *,
+        init: Initializer,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        # Pairs, not a dict: a square layer has the same name on both sides.
+        self.kernel = param(rngs, init, (*takes.items(), *gives.items()))
+        self.bias = param(rngs, zeros, gives) if bias else None
+        self.contracted = len(takes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        n = self.contracted
+        over = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+        y = lax.dot_general(x, kernel, (over, ((), ())))
+        y = y if self.bias is None else y + self.bias[...]
+        return y.astype(x.dtype)  # a kernel kept in fp32 does not widen what follows
+
+
+class Embedding(nnx.Module):
+    """A table of rows to look up, and a head when it is tied."""
+
+    def __init__(
+        self, rows: int, size: int, *, axis: str = "vocab", init: Initializer, rngs: nnx.Rngs
+    ):
+        self.table = param(rngs, init, {axis: rows, "embed": size})
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return ops.embed(self.table[...], ids)
+
+
+class LayerNorm(nnx.Module):
+    def __init__(self, size: int, *, eps: float, rngs: nnx.Rngs):
+        self.scale = param(rngs, ones, {"embed": size})
+        self.bias = param(rngs, zeros, {"embed": size})
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ops.layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int, *, eps: float, rngs: nnx.Rngs):
+        self.scale = param(rngs, ones, {"embed": size})
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ops.rms_norm(x, self.scale[...], eps=self.eps)
+
+
+def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
+    """Dropout that owns a stream of random numbers only if it will draw any."""
+    return nnx.Dropout(rate, rngs=rngs if rate else None)
+
+
+def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> Block:
+    """`length` blocks in one: each variable, random streams too, gains a first dim `layers`."""
+
+    @nnx.split_rngs(splits=length)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def create(rngs: nnx.Rngs) -> Block:
+        return make(rngs)
+
+    return create(rngs)
+
+
+def scan_blocks(
+    blocks: nnx.Module, x: jax.Array, *args: object, unroll: int | bool = 1
+) -> jax.Array:
+    """x through every block of a stack, one after the other: `x = block(x, *args)`.
+
+    `lax.scan` compiles one block, whatever their number; `unroll` compiles that many side by side,
+    True all of them. Parameters only go in; what a block changed, dropout's counters, comes out.
+    """
+    graphdef, *states = nnx.split(blocks, nnx.Param, ...)
+    params, rest = states
+
+    def body(x: jax.Array, layer: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
+        before = {path: v.get_value() for path, v in nnx.to_flat_state(layer[1])}
+        block = nnx.merge(graphdef, *layer)
+        y = block(x, *args)
+        after = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
+        changed = [(path, v) for path, v in after if v.get_value() is not before.get(path)]
+        return y, nnx.from_flat_state(changed)
+
+    x, changed = lax.scan(body, x, (params, rest), unroll=unroll)
+    if changed:
+        nnx.update(blocks, changed)
+    return x

@@ -1,0 +1,222 @@
+"""Llama 3 (arXiv:2407.21783): RMSNorm, rotary positions, SwiGLU, grouped queries, no biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+
+from jaxspeed import ops
+
+from . import language
+from .layers import Embedding, Linear, RMSNorm, dropout, normal, scan_blocks, stacked
+
+
+@dataclass(frozen=True)
+class Config:
+    """Llama's sizes; the defaults are those of Llama 3 8B."""
+
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    intermediate_size: int = 14336
+    vocab_size: int = 128256
+    max_position_embeddings: int = (
+        8192  # what it was trained for; nothing in the model has this size
+    )
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: ops.RopeScaling | None = None  # or a mapping of its fields
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+    tie_word_embeddings: bool = False
+    unroll: int | bool = 1  # of the scan over layers
+    vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
+
+    def __post_init__(self) -> None:
+        scaling: Any = self.rope_scaling
+        if isinstance(scaling, Mapping):
+            fields = {name: value for name, value in scaling.items() if name != "rope_type"}
+            if scaling.get("rope_type", "llama3") != "llama3":
+                raise ValueError(f"rope_scaling {dict(scaling)}: only rope_type 'llama3' is known")
+            object.__setattr__(self, "rope_scaling", ops.RopeScaling(**fields))
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+def _long(config: Config) -> Config:
+    """Llama 3.1: the same shape, trained on for 128 Ki tokens."""
+    return replace(config, max_position_embeddings=131072, rope_scaling=ops.RopeScaling())
+
+
+_8B = Config()
+_70B = Config(
+    hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672
+)
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=256,
+        max_position_embeddings=128,
+    ),
+    "llama-100m": Config(
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        intermediate_size=2048,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    ),
+    "llama3.2-1b": Config(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        intermediate_size=8192,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+        rope_scaling=ops.RopeScaling(factor=32.0),
+    ),
+    "llama3.2-3b": Config(
+        hidden_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        intermediate_size=8192,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+        rope_scaling=ops.RopeScaling(factor=32.0),
+    ),
+    "llama3-8b": _8B,
+    "llama3-70b": _70B,
+    "llama3.1-8b": _long(_8B),
+    "llama3.1-70b": _long(_70B),
+}
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed = {"embed": c.hidden_size}
+        heads = {"heads": c.num_attention_heads, "head_dim": c.size_of_head}
+        kv_heads = {"kv_heads": c.num_key_value_heads, "head_dim": c.size_of_head}
+        init = normal(c.initializer_range)
+        self.q_proj = Linear(embed, heads, init=init, bias=False, rngs=rngs)
+        self.k_proj = Linear(embed, kv_heads, init=init, bias=False, rngs=rngs)
+        self.v_proj = Linear(embed, kv_heads, init=init, bias=False, rngs=rngs)
+        self.o_proj = Linear(heads, embed, init=residual_init(c), bias=False, rngs=rngs)
+        self.window = c.sliding_window
+
+    def __call__(
+        self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        q, k = ops.rotate(self.q_proj(x), rotation), ops.rotate(self.k_proj(x), rotation)
+        v = self.v_proj(x)  # [batch, seq, kv_heads, head_dim]
+        return self.o_proj(
+            ops.attention(q, k, v, window=self.window, segment_ids=segment_ids),
+        )
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed, mlp = {"embed": c.hidden_size}, {"mlp": c.intermediate_size}
+        init = normal(c.initializer_range)
+        self.gate = Linear(embed, mlp, init=init, bias=False, rngs=rngs)
+        self.up = Linear(embed, mlp, init=init, bias=False, rngs=rngs)
+        self.down = Linear(mlp, embed, init=residual_init(c), bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(size, eps=eps, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
+
+    def __call__(
+        self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, segment_ids))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Llama(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        self.config = config
+        init = normal(c.initializer_range)
+        self.embed = Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
+        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, rngs=rngs)
+        self.head = (
+            None
+            if c.tie_word_embeddings
+            else Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
+        )
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens [batch, seq] to what the head reads, [batch, seq, embed]."""
+        c = self.config
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])
+        freqs = ops.frequencies(c.size_of_head, c.rope_theta, c.rope_scaling)
+        rotation = ops.rotation(positions, freqs)  # once, for all layers
+        x = self.embed(tokens)
+        x = scan_blocks(self.blocks, x, rotation, segment_ids, unroll=c.unroll)
+        return self.norm(x)
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """[vocab, embed]."""
+        return (self.embed if self.head is None else self.head).table[...]
+
+    @property
+    def vocab_chunk(self) -> int | None:
+        return self.config.vocab_chunk
+
+    def __call__(self, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
+        """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
+        return language.logits(self, self.hidden(tokens, **context))
+
+
+def residual_init(config: Config) -> Initializer:
+    """As GPT-2's: branches add up over 2 L layers. Meta did not publish Llama's own recipe."""
+    return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
+
+
+def build(config: Config, rngs: nnx.Rngs) -> Llama:
+    return Llama(config, rngs=rngs)
+
+
+def loss(model: Llama, batch: language.LanguageBatch) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of next-token cross-entropy; see `jaxspeed.models.language`."""
+    return language.next_token_loss(model, batch)

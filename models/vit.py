@@ -1,0 +1,160 @@
+"""The Vision Transformer (Dosovitskiy et al., arXiv:2010.11929), with DeiT's initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspeed import ops
+
+from .layers import (
+    LayerNorm,
+    Linear,
+    dropout,
+    param,
+    scan_blocks,
+    stacked,
+    truncated_normal,
+    zeros,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """ViT's sizes; the defaults are those of ViT-B/16 for ImageNet."""
+
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None  # None: 4 * hidden_size
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    num_classes: int = 1000
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    dropout: float = 0.0
+    label_smoothing: float = 0.0
+    unroll: int | bool = 1  # of the scan over layers
+
+    def __post_init__(self) -> None:
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"patch_size {self.patch_size} does not divide image_size {self.image_size}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        num_classes=10,
+    ),
+    "vit-ti16": Config(hidden_size=192, num_attention_heads=3),
+    "vit-s16": Config(hidden_size=384, num_attention_heads=6),
+    "vit-b16": Config(),
+    "vit-l16": Config(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16),
+    "vit-h14": Config(
+        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, patch_size=14
+    ),
+}
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed = {"embed": c.hidden_size}
+        heads = {"heads": c.num_attention_heads, "head_dim": c.head_dim}
+        init = truncated_normal(c.initializer_range)
+        self.q_proj = Linear(embed, heads, init=init, rngs=rngs)
+        self.k_proj = Linear(embed, heads, init=init, rngs=rngs)
+        self.v_proj = Linear(embed, heads, init=init, rngs=rngs)
+        self.o_proj = Linear(heads, embed, init=init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(ops.attention(q, k, v, causal=False))
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        embed = {"embed": c.hidden_size}
+        mlp = {"mlp": c.intermediate_size or 4 * c.hidden_size}
+        init = truncated_normal(c.initializer_range)
+        self.up = Linear(embed, mlp, init=init, rngs=rngs)
+        self.down = Linear(mlp, embed, init=init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.dropout(self.attn(self.attn_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class ViT(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        c = config
+        self.config = config
+        init = truncated_normal(c.initializer_range)
+        pixels = {"patch": c.patch_size * c.patch_size * c.num_channels}
+        embed = {"embed": c.hidden_size}
+        self.patches = Linear(pixels, embed, init=init, rngs=rngs)
+        self.class_token = param(rngs, zeros, embed)
+        self.positions = param(rngs, init, {"pos": 1 + c.num_patches} | embed)
+        self.dropout = dropout(c.dropout, rngs)
+        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps, rngs=rngs)
+        self.head = Linear(embed, {"classes": c.num_classes}, init=init, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits [batch, classes] of images [batch, height, width, channels]."""
+        x = self.patches(cut_into_patches(images, self.config.patch_size, self.positions.dtype))
+        class_token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
+        x = jnp.concatenate([class_token, x], axis=1) + self.positions[...]
+        x = scan_blocks(self.blocks, self.dropout(x), unroll=self.config.unroll)
+        return self.head(self.norm(x[:, 0]))  # every row is normalised by itself
+
+
+def cut_into_patches(images: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
+    """[batch, height, width, channels] to [batch, patches, size * size * channels], row by row."""
+    batch, height, width, channels = images.shape
+    x = images.astype(dtype).reshape(batch, height // size, size, width // size, size, channels)
+    return x.swapaxes(2, 3).reshape(batch, -1, size * size * channels)
+
+
+def build(config: Config, rngs: nnx.Rngs) -> ViT:
+    return ViT(config, rngs=rngs)
+
+
+def loss(model: ViT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(sum, weight) of the cross-entropy of `labels` [batch] given `images`."""
+    return ops.cross_entropy(
+        model(batch["images"]), batch["labels"], label_smoothing=model.config.label_smoothing
+    )

@@ -1,0 +1,231 @@
+"""Every kernel equals the formula, values and gradients, on one device and on a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspeed.errors import ModelError
+from jaxspeed.ops import attention, splash
+from jaxspeed.ops.attention import plain
+from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.per_device import over_batch_and_heads
+from tests.ops.attention_reference import attention_and_gradients, seen
+
+AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
+# Unit roundoff u. Fp32: 256-term sums and exp cost a few u each, 16 u in all. Narrow types round
+# the shares, the scaled query, the scores' gradient and the result, each by at most u: 4 u.
+TOLERANCE = {"float32": 16 * 2.0**-24, "bfloat16": 4 * 2.0**-9, "float16": 4 * 2.0**-11}
+
+CASES = {
+    "causal": {"causal": True},
+    "both ways": {"causal": False},
+    "window": {"causal": True, "window": 17},
+    "window both ways": {"causal": False, "window": 17},
+    "window in segments, grouped": {"causal": True, "window": 40, "segments": True, "kv_heads": 2},
+    "segments both ways, one key head": {"causal": False, "segments": True, "kv_heads": 1},
+}
+
+
+def inputs(*, batch=2, seq=64, heads=4, kv_heads=4, head_dim=32, dtype="float32"):
+    """q, k, v and a cotangent."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(batch, seq, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+
+
+def some_segments(batch, seq):
+    cuts = np.random.default_rng(1).random((batch, seq)) < 4 / seq
+    return jnp.asarray(np.cumsum(cuts, axis=1), jnp.int32)
+
+
+def with_gradients(f, q, k, v, d_out):
+    out, pullback = jax.vjp(f, q, k, v)
+    return (out, *pullback(d_out))
+
+
+def assert_close(found, wanted, tolerance):
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted):
+        x, y = np.asarray(x).astype(np.float64), np.asarray(y).astype(np.float64)
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
+
+
+@functools.cache
+def case(name, dtype, seq=64):
+    """(arguments, Segments or None, Mask, the reference's out and gradients)."""
+    options = CASES[name]
+    args = inputs(kv_heads=options.get("kv_heads", 4), dtype=dtype, seq=seq)
+    ids = some_segments(2, seq) if options.get("segments") else None
+    mask = Mask(options["causal"], options.get("window"))
+    dense = seen(seq, seq, causal=mask.causal, window=mask.window, segments=ids)
+    wanted = attention_and_gradients(*args, dense, 32**-0.5)
+    return args, None if ids is None else Segments(ids, ids), mask, wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_equals_the_formula(name, dtype):
+    args, segments, mask, wanted = case(name, dtype)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        f = functools.partial(
+            attention,
+            causal=mask.causal,
+            window=mask.window,
+            segment_ids=None if segments is None else segments.q,
+        )
+        return with_gradients(f, q, k, v, d_out)
+
+    found = run(*args)
+    assert all(x.dtype == dtype for x in found)
+    assert_close(found, wanted, TOLERANCE[dtype])
+
+
+def test_attention_in_fp64_is_fp64_throughout():
+    with jax.enable_x64(True):
+        args = inputs(seq=32, kv_heads=2, dtype="float64")
+        found = with_gradients(functools.partial(attention, window=9), *args)
+        dense = seen(32, 32, causal=True, window=9, segments=None)
+        assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("causal", "float32"),
+        ("causal", "bfloat16"),
+        ("window in segments, grouped", "float32"),
+        ("segments both ways, one key head", "float32"),
+    ],
+)
+def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
+    """384 tokens are three blocks of 128, some of them wholly hidden."""
+    args, segments, mask, wanted = case(name, dtype, seq=384)
+    f = functools.partial(
+        splash.attend, segments=segments, mask=mask, scale=32**-0.5, interpret=True
+    )
+    assert_close(with_gradients(f, *args), wanted, TOLERANCE[dtype])
+
+
+def kernel_calls(platform, **kwargs):
+    """How many TPU kernels the program for `platform` has, traced on this CPU."""
+    *args, _ = inputs(**{"seq": 128} | kwargs)
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32) ** 2)
+
+    lowered = jax.jit(jax.grad(loss)).trace(*args).lower(lowering_platforms=(platform,))
+    return lowered.as_text().count("@tpu_custom_call")
+
+
+def test_the_platform_that_is_lowered_for_picks_the_kernel():
+    assert kernel_calls("tpu") == 3  # forward, dq, dk and dv
+    assert kernel_calls("cpu") == 0
+    assert kernel_calls("cuda") == 0
+
+
+@pytest.mark.parametrize("kwargs", [{"seq": 200}, {"seq": 64}, {"dtype": "float16"}])
+def test_what_splash_cannot_take_goes_to_the_plain_kernel(kwargs):
+    assert kernel_calls("tpu", **kwargs) == 0
+
+
+def simulated_mesh(**sizes):
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+# What is cut over what: (mesh axes, batch, heads, key heads).
+MESHES = {
+    "batch and heads": ({"replica": 2, "data": 2, "tensor": 2}, 4, 4, 2),
+    "fewer key heads than devices": ({"data": 2, "tensor": 4}, 2, 4, 2),
+    "heads that do not divide": ({"data": 2, "tensor": 4}, 2, 3, 3),
+    "a batch that only replicas divide": ({"replica": 2, "data": 4}, 2, 2, 2),
+    "axes that cut nothing": ({"pipe": 2, "data": 2, "expert": 2}, 2, 2, 1),
+}
+
+
+@pytest.mark.parametrize("inside", [(), ("replica", "data")])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_kernel_on_a_mesh_equals_the_plain_one(name, inside):
+    """`inside` axes are manual already: attention is called within a shard_map over them."""
+    sizes, batch, heads, kv_heads = MESHES[name]
+    mesh = simulated_mesh(**sizes)
+    if inside and batch % (sizes.get("replica", 1) * sizes.get("data", 1)):
+        pytest.skip("an outer shard_map needs a batch that divides")
+    args = inputs(batch=batch, seq=16, heads=heads, kv_heads=kv_heads, head_dim=8)
+    ids = some_segments(batch, 16)
+    options = {"mask": Mask(True, None), "scale": 0.3}
+
+    def local(q, k, v, d_out, ids):
+        def f(q, k, v):
+            return over_batch_and_heads(plain, q, k, v, Segments(ids, ids), **options)
+
+        return with_gradients(f, q, k, v, d_out)
+
+    everywhere = P(("replica", "data"))
+    step = local
+    if inside:
+        step = jax.shard_map(
+            local,
+            in_specs=everywhere,
+            out_specs=everywhere,
+            axis_names=set(inside),
+            check_vma=False,
+        )
+    with jax.set_mesh(mesh):
+        spec = everywhere if inside else P()
+        placed = jax.device_put((*args, ids), NamedSharding(mesh, spec))
+        found = jax.jit(step)(*placed)
+    dense = seen(16, 16, causal=True, window=None, segments=ids)
+    assert_close(found, attention_and_gradients(*args, dense, 0.3), TOLERANCE["float32"])
+
+
+def test_each_device_attends_to_its_own_part_alone():
+    shapes = []
+
+    def spy(q, k, v, segments):
+        shapes.append((q.shape, k.shape, segments.q.shape))
+        return q
+
+    q, k, v, _ = inputs(batch=4, seq=16, heads=4, kv_heads=1)
+    ids = some_segments(4, 16)
+    with jax.set_mesh(simulated_mesh(replica=2, data=2, tensor=2)):
+        jax.jit(lambda q, k, v: over_batch_and_heads(spy, q, k, v, Segments(ids, ids)))(q, k, v)
+    assert shapes == [((1, 16, 2, 32), (1, 16, 1, 32), (1, 16))]
+
+
+def test_inside_a_checked_shard_map_attention_is_plain_and_says_so():
+    q, k, v, d_out = inputs(seq=128)
+    f = functools.partial(with_gradients, attention)
+    cut = P("data")
+    with jax.set_mesh(simulated_mesh(data=2)):
+        run = jax.jit(jax.shard_map(f, in_specs=cut, out_specs=cut, axis_names={"data"}))
+        with pytest.warns(UserWarning, match="check_vma=False"):
+            found = run(q, k, v, d_out)
+    assert_close(found, case("causal", "float32", seq=128)[3], TOLERANCE["float32"])
+
+
+BAD = {
+    "ranks": ({"q": (2, 8, 16)}, {}, "batch, seq, heads, head_dim"),
+    "key heads": ({"k": (2, 8, 3, 16), "v": (2, 8, 3, 16)}, {}, "3 key heads"),
+    "head_dim": ({"k": (2, 8, 4, 8), "v": (2, 8, 4, 8)}, {}, "head_dim must be equal"),
+    "segments": ({}, {"segment_ids": np.zeros((2, 7), int)}, r"\(2, 7\), should be \(2, 8\)"),
+    "lone kv segments": ({}, {"kv_segment_ids": np.zeros((2, 8), int)}, "without segment_ids"),
+    "window": ({}, {"window": 0}, "window is 0"),
+    "kernel": ({}, {"implementation": "flash"}, "'flash' is none of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_that_do_not_fit_are_refused(name):
+    shapes, options, message = BAD[name]
+    q, k, v = (jnp.zeros(shapes.get(x, (2, 8, 4, 16))) for x in "qkv")
+    with pytest.raises(ModelError, match=message):
+        attention(q, k, v, **options)
