@@ -67,8 +67,9 @@ class Engine:
 
     def _place(self, batch: Batch, what: str, size: int | None) -> Any:
         self.program.check_batch(batch, size)
-        self._shapes[what].see(batch)
-        return jax.device_put(batch, self.program.batch_shardings(batch))
+        placed = jax.device_put(batch, self.program.batch_shardings(batch))
+        self._shapes[what].see(placed)
+        return placed
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ def initialize(
 
 def compiled_report(program: Program, batch: Any) -> CompiledReport:
     """What the compiler makes of a program's step for a batch of these shapes."""
-    program.check_batch(batch, program.batch.train)
+    program.check_batch(batch, program.batch.train, abstract=True)
     lowered = program.step.lower(program.state, program.abstract_batch(batch))
     start = time.perf_counter()
     compiled = lowered.compile()

@@ -1,7 +1,8 @@
 """The mesh: six named axes that are always there, and whether they fit the devices."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -54,7 +55,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
     make its reshapes and products errors.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = _checked(jax.devices() if devices is None else devices)
     full = resolve_sizes(sizes, len(devices))
     shape = tuple(full[axis] for axis in AXES)
     try:
@@ -64,6 +65,24 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
             f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
             f"{devices[0].device_kind} devices: {str(error).splitlines()[0]}"
         ) from None
+
+
+def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    if not isinstance(devices, Iterable) or isinstance(devices, str):
+        raise PlacementError(
+            f"devices is a {type(devices).__name__}; it takes a sequence of JAX devices, as "
+            "jax.devices()[:4]"
+        )
+    found = list(devices)
+    other = next((d for d in found if not isinstance(d, jax.Device)), None)
+    if other is not None:
+        raise PlacementError(f"devices holds a {type(other).__name__}; it takes JAX devices")
+    if not found:
+        raise PlacementError("devices is empty; leave it out to use all of jax.devices()")
+    twice, count = Counter(found).most_common(1)[0]
+    if count > 1:
+        raise PlacementError(f"devices holds {twice} {count} times; each may be there once")
+    return found
 
 
 def data_parallel_size(mesh: Mesh) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.errors import ModelError
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.table import PlacementTable
@@ -88,6 +89,11 @@ class Gradients:
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             every = {path: active.get(path, value) for path, value in sources.items()}
             loss, after = self.objective(every, variables, batch, step, micro, True)
+            if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
+                raise ModelError(
+                    "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
+                    "to call the model and return what comes of it"
+                )
             share = jnp.where(loss.weight > 0, scale / loss.weight, 0).astype(loss.total.dtype)
             return loss.total * share, (loss, after)
 

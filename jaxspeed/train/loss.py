@@ -13,6 +13,20 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 
+FORMS = "it may return a scalar loss, (sum, weight), or either of them with a dict of metrics"
+OWN_METRICS = (  # of the step, which a loss's metrics must not hide
+    "loss",
+    "weight",
+    "grad_norm",
+    "grad_norm_clipped",
+    "lr",
+    "muon_lr",
+    "adam_lr",
+    "loss_scale",
+    "skipped",
+    "skipped_steps",
+)
+
 
 class Loss(NamedTuple):
     """One micro-batch's loss as parts that add up."""
@@ -34,11 +48,8 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
     is_sum = isinstance(result, tuple)
     parts = result if is_sum else (result, 1.0)
     if len(parts) != 2 or any(isinstance(p, (tuple, list, dict, str)) for p in parts):
-        raise ModelError(
-            f"loss_fn returned {_describe(result)}; it may return a scalar loss, (sum, weight), or "
-            "either of them with a dict of metrics"
-        )
-    values = [jnp.asarray(p) for p in parts]
+        raise ModelError(f"loss_fn returned {_describe(result)}; {FORMS}")
+    values = [_number(p, "loss_fn returned", FORMS) for p in parts]
     for what, value in zip(("loss" if not is_sum else "sum", "weight"), values, strict=True):
         if value.shape:
             raise ModelError(
@@ -49,8 +60,16 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
         raise ModelError(f"loss_fn returned a loss of dtype {values[0].dtype}; it must be floating")
     total = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
     weight = values[1].astype(total.dtype)
-    shown = {str(name): jnp.asarray(value) for name, value in metrics.items()}
+    shown = {
+        str(name): _number(value, f"loss_fn's metric {name!r} is", "metrics are scalars")
+        for name, value in metrics.items()
+    }
     for name, value in shown.items():
+        if name in OWN_METRICS:
+            raise ModelError(
+                f"loss_fn's metric {name!r} has the name of one of the step's own "
+                f"({', '.join(OWN_METRICS)}); give it another"
+            )
         if value.shape:
             raise ModelError(
                 f"loss_fn's metric {name!r} has shape {value.shape}; metrics are scalars"
@@ -59,7 +78,16 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
     return Loss(total, jax.lax.stop_gradient(weight), jax.lax.stop_gradient(floats)), is_sum
 
 
+def _number(value: Any, what: str, wanted: str) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ModelError(f"{what} {_describe(value)}; {wanted}") from None
+
+
 def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxspeed.config import match
 from jaxspeed.placement.table import PlacementTable, Row
 from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced
+from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
 from jaxspeed.train.state import Arrays
@@ -67,8 +68,10 @@ class Objective:
         named: bool,
     ) -> tuple[Loss, Arrays, bool]:
         bound = self.model.bind(params, variables, train=train, step=step, micro=micro)
-        with self.model.naming(bound) if named else contextlib.nullcontext():
-            loss, is_sum = parse_loss(self.loss_fn(bound, batch))
+        naming = self.model.naming(bound) if named else contextlib.nullcontext()
+        with naming, foreign("loss_fn(model, batch)", batch):
+            returned = self.loss_fn(bound, batch)
+        loss, is_sum = parse_loss(returned)
         after = self.model.mutated(bound) if train else {}
         return loss, {p: jnp.asarray(v, variables[p].dtype) for p, v in after.items()}, is_sum
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -15,6 +16,7 @@ from jaxspeed.optim import (
     build_schedule,
     loss_scale,
 )
+from jaxspeed.train.foreign import foreign
 from jaxspeed.train.precision import precision_of
 
 
@@ -38,6 +40,12 @@ def optimizer_of(
     """
     section = config.optimizer
     if own is not None:
+        if isinstance(own, type) or not (hasattr(own, "init") and hasattr(own, "update")):
+            what = own.__name__ if isinstance(own, type) else f"a {type(own).__name__}"
+            raise ConfigError(
+                f"optimizer: initialize was given {what}; it takes an Optax transformation, as "
+                "optax.adamw(1e-3)"
+            )
         if section is not None:
             raise ConfigError(
                 "optimizer: given twice, to initialize(optimizer=...) and in the config; "
@@ -50,7 +58,7 @@ def optimizer_of(
             )
         said = "gradient_clipping" in config.model_fields_set
         clipping = config.gradient_clipping if said else 0.0
-        return Optimizer(own, clipping, _rule(config), lambda step: {}, None)
+        return Optimizer(_told(own), clipping, _rule(config), lambda step: {}, None)
     if section is None:
         raise ConfigError(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
@@ -75,6 +83,20 @@ def optimizer_of(
     return Optimizer(
         transform, config.gradient_clipping, _rule(config), learning_rates, section.ema_decay
     )
+
+
+def _told(own: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A user's transformation whose errors say where they come from."""
+
+    def init(params: Any) -> Any:
+        with foreign("optimizer.init(parameters)"):
+            return own.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        with foreign("optimizer.update(gradients, state, parameters)"):
+            return own.update(grads, state, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _rule(config: Config) -> loss_scale.Rule:

@@ -15,10 +15,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import BatchError, ModelError
+from jaxspeed.errors import ModelError
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.table import Placement, PlacementTable, build_table, device_memory_kind
+from jaxspeed.train.batches import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.model import Model, adapt_model
 from jaxspeed.train.objective import Objective
@@ -173,38 +174,14 @@ class Program:
             self.batch_shardings(batch),
         )
 
-    def check_batch(self, batch: Any, size: int | None) -> None:
+    def check_batch(self, batch: Any, size: int | None, abstract: bool = False) -> None:
         """BatchError unless every array's first dim is `size` (None: one that can be cut)."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        if not leaves:
-            raise BatchError("the batch holds no arrays")
+        arrays = check_arrays(batch, abstract=abstract)
         ranks = data_parallel_size(self.mesh)
-        sizes = {}
-        for keys, x in leaves:
-            name = "batch" + jax.tree_util.keystr(keys)
-            if not hasattr(x, "shape") or not hasattr(x, "dtype") or x.dtype == object:
-                raise BatchError(f"{name} is a {type(x).__name__}; it must be a numeric array")
-            if x.dtype.kind in "USMm":
-                raise BatchError(f"{name} has dtype {x.dtype}; it must be a numeric array")
-            if x.shape:
-                sizes[name] = x.shape[0]
-        if size is not None:
-            wrong = {name: n for name, n in sizes.items() if n != size}
-            if wrong:
-                name, n = next(iter(wrong.items()))
-                raise BatchError(
-                    f"{name} has {n} samples, but train_batch_size is {size} = "
-                    f"{self.batch.micro} a device x {self.batch.accumulation} micro-batches "
-                    f"x {ranks} data ranks"
-                )
-        elif len(set(sizes.values())) > 1:
-            raise BatchError(f"the arrays of a batch differ in their number of samples: {sizes}")
-        elif any(n % ranks for n in sizes.values()):
-            n = next(iter(sizes.values()))
-            raise BatchError(
-                f"the batch has {n} samples, which {ranks} data ranks cannot share evenly; "
-                f"{n // ranks * ranks or ranks} or {-(-n // ranks) * ranks} would do"
-            )
+        if size is None:
+            check_shared_evenly(arrays, ranks)
+        else:
+            check_train_batch(arrays, self.batch, ranks)
 
 
 def build_program(

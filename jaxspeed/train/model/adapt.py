@@ -39,6 +39,10 @@ def adapt_model(
     def is_full(path: str) -> bool:
         return any(match(p, path) for p in full_precision)
 
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ModelError(
+            f"model is the class {model.__name__}; pass a Linen module: {model.__name__}(...)"
+        )
     if isinstance(model, nn.Module):
         if example_batch is None:
             raise ModelError(
@@ -68,5 +72,10 @@ def _trainable(wanted: Any) -> Trainable:
         return lambda path, leaf: isinstance(leaf, wanted)
     if callable(wanted):
         return lambda path, leaf: bool(wanted(path))
-    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise ModelError(
+            f"trainable is {wanted!r}; it may be path patterns, a function of the path, or a "
+            "Variable type"
+        )
     return lambda path, leaf: any(match(p, path) for p in patterns)

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspeed.placement.table import Leaf
+from jaxspeed.train.batches import check_arrays
 
 Arrays = dict[str, Any]
 Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
@@ -18,6 +20,7 @@ MODE_WORDS = {  # keyword arguments by which a call is told its mode
     "deterministic": False,
     "use_running_average": False,
 }
+SEED = "(seed)"  # the variable that holds the key from which every random stream is made
 
 
 class Model(Protocol):
@@ -45,6 +48,16 @@ class Model(Protocol):
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         """The parameters in the model's own tree; where the dict has none, `absent`."""
+
+
+def example_shapes(batch: Any) -> Any:
+    """The shapes of an example batch, whose arrays may themselves be shapes."""
+    check_arrays(batch, name="example_batch", abstract=True)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def is_floating(x: Any) -> bool:

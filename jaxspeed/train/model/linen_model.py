@@ -16,10 +16,17 @@ from flax.core import meta
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.table import Leaf
 from jaxspeed.placement.units.tags import scope
-from jaxspeed.train.model.face import Arrays, Trainable, is_floating, mode_arguments, nested
+from jaxspeed.train.foreign import foreign
+from jaxspeed.train.model.face import (
+    SEED,
+    Arrays,
+    Trainable,
+    example_shapes,
+    is_floating,
+    mode_arguments,
+    nested,
+)
 from jaxspeed.train.rng import linen_rngs, micro_batch_key
-
-SEED = "seed"  # the variable that holds the key from which every stream is made
 
 
 class LinenModel:
@@ -34,9 +41,7 @@ class LinenModel:
         full_precision: Callable[[str], bool],
     ) -> None:
         self._module, self._loss_fn = module, loss_fn
-        self._example = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example_batch
-        )
+        self._example = example_shapes(example_batch)
         boxed = jax.eval_shape(self._create, jax.random.key(0))
         names = _boxed_names(boxed)
         flat = _flatten(meta.unbox(boxed))
@@ -60,9 +65,9 @@ class LinenModel:
 
     def _create(self, key: jax.Array) -> Any:
         bound = _Creating(self._module, key)
-        self._loss_fn(
-            bound, jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
-        )
+        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
+        with foreign("loss_fn(model, example_batch)", self._example):
+            self._loss_fn(bound, zeros)
         if bound.variables is None:
             raise ModelError("loss_fn never called the model: model(...) makes its parameters")
         return bound.variables

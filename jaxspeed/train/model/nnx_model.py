@@ -11,6 +11,7 @@ from flax import nnx
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.table import Leaf
 from jaxspeed.placement.units import tagged
+from jaxspeed.train.foreign import foreign
 from jaxspeed.train.model.face import Arrays, Trainable, is_floating, nested
 from jaxspeed.train.rng import micro_batch_key
 
@@ -53,7 +54,8 @@ class NnxModel:
         }
 
     def _build(self, seed: jax.Array | int) -> nnx.Module:
-        module = self._factory(nnx.Rngs(jax.random.key(seed)))
+        with foreign("the model factory, called as factory(rngs),"):
+            module = self._factory(nnx.Rngs(jax.random.key(seed)))
         if not isinstance(module, nnx.Module):
             raise ModelError(
                 f"the model factory returned a {type(module).__name__}; it must return an "

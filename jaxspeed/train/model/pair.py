@@ -12,14 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.table import Leaf
-from jaxspeed.train.model.face import Arrays, Trainable, is_floating, mode_arguments
+from jaxspeed.train.foreign import foreign
+from jaxspeed.train.model.face import (
+    SEED,
+    Arrays,
+    Trainable,
+    example_shapes,
+    is_array,
+    is_floating,
+    mode_arguments,
+)
 from jaxspeed.train.rng import micro_batch_key
 
-SEED = "seed"
 KEY_WORDS = ("rng", "key", "rng_key")
 
 
@@ -42,13 +51,13 @@ class PairModel:
                     "init takes a batch: pass initialize(..., example_batch=...), whose shapes "
                     "it will be given"
                 )
-            self._example = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example_batch
-            )
+            self._example = example_shapes(example_batch)
         abstract = jax.eval_shape(self._create, jax.random.key(0))
         self._tree = jax.tree.structure(abstract)
         flat = flat_with_paths(abstract)
         self._paths = list(flat)
+        if len(flat) != len(jax.tree.leaves(abstract)):
+            raise ModelError('init returned two leaves with one path; a name may hold no "/"')
         self.leaves = tuple(
             Leaf(path, tuple(x.shape), x.dtype, (), trainable(path, x), full_precision(path))
             for path, x in flat.items()
@@ -60,10 +69,17 @@ class PairModel:
         self._parameters = inspect.signature(apply).parameters
 
     def _create(self, key: jax.Array) -> Any:
-        if self._example is None:
-            return self._init(key)
-        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
-        return self._init(key, zeros)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._example)
+        with foreign("init(key)" if self._example is None else "init(key, batch)", self._example):
+            made = self._init(key) if self._example is None else self._init(key, zeros)
+        bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
+        if bad:
+            path, value = next(iter(bad.items()))
+            raise ModelError(
+                f"init returned a {type(value).__name__} at {path or 'its root'}; parameters are "
+                "NumPy or JAX arrays in a tree"
+            )
+        return made
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)

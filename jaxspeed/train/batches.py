@@ -1,0 +1,87 @@
+"""Whether a batch is one: arrays of numbers whose first dim the data ranks can share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspeed.config import Batch
+from jaxspeed.errors import BatchError
+
+Arrays = np.ndarray | np.generic | jax.Array
+
+
+def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> dict[str, Any]:
+    """The arrays of a batch by their place in it; BatchError for anything else.
+
+    `abstract` lets shapes stand for arrays (`jax.ShapeDtypeStruct`).
+    """
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+    except (ValueError, TypeError) as error:  # keys that cannot be sorted, say
+        raise BatchError(f"the {name} is no tree of arrays: {error}") from None
+    if not leaves:
+        raise BatchError(f"the {name} holds no arrays")
+    found = {name + jax.tree_util.keystr(keys): x for keys, x in leaves}
+    allowed = Arrays | jax.ShapeDtypeStruct if abstract else Arrays
+    for place, x in found.items():
+        if not isinstance(x, allowed):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise BatchError(f"{place} is a {kind}; it must be a NumPy or JAX array")
+        if not _is_numeric(x.dtype):
+            raise BatchError(f"{place} has dtype {x.dtype}; it must be an array of numbers")
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise BatchError(
+                f"{place} has been deleted: a function that donates its arguments used it up"
+            )
+    return found
+
+
+def check_train_batch(arrays: dict[str, Any], batch: Batch, ranks: int) -> None:
+    """BatchError unless each array that is no scalar has `train_batch_size` samples."""
+    for place, x in arrays.items():
+        if x.shape and x.shape[0] != batch.train:
+            raise BatchError(
+                f"{place} has {x.shape[0]} samples, but train_batch_size is {batch.train} = "
+                f"{batch.micro} a device x {batch.accumulation} micro-batches x {ranks} data ranks"
+            )
+
+
+def check_shared_evenly(arrays: dict[str, Any], ranks: int) -> None:
+    """BatchError unless all arrays have one number of samples, and one that ranks can share."""
+    sizes = {place: x.shape[0] for place, x in arrays.items() if x.shape}
+    if len(set(sizes.values())) > 1:
+        shown = ", ".join(f"{place} {n}" for place, n in sizes.items())
+        raise BatchError(f"the arrays of a batch differ in their number of samples: {shown}")
+    n = next(iter(sizes.values()), ranks)
+    if n % ranks or n == 0:
+        near = dict.fromkeys(max(k, 1) * ranks for k in (n // ranks, -(-n // ranks)))
+        raise BatchError(
+            f"the batch has {n} samples, which {ranks} data ranks cannot share evenly; "
+            f"{' or '.join(map(str, near))} would do"
+        )
+
+
+def shapes_text(batch: Any) -> str:
+    """`['x'] float32[8, 4], ['y'] None`: what a batch holds, in one line."""
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
+    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_none)
+    return ", ".join(f"{jax.tree_util.keystr(keys)} {_shape_text(x)}".strip() for keys, x in leaves)
+
+
+def _shape_text(x: Any) -> str:
+    if not hasattr(x, "shape"):
+        return str(x)
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+
+
+def _is_numeric(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # typed random keys
+        return True
+    return dtype.kind not in "mM" and (
+        jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    )
