@@ -1,0 +1,119 @@
+"""What a step compiles to, as plain numbers; and how it compiles without one of its constraints."""
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxspeed
+from jaxspeed.observe import (
+    Collective,
+    collectives,
+    largest_buffers,
+    loop_carry_shapes,
+)
+from jaxspeed.train.program import Program, build_program
+from tests.system import stacks
+
+PACKAGE = Path(jaxspeed.__file__).parent
+LAYERS, WIDTH = 4, 1024
+
+
+@contextlib.contextmanager
+def without(site: str | None) -> Iterator[None]:
+    """Inside, the constraint of one site leaves its array where the compiler puts it."""
+    real = sys.modules["jaxspeed.placement.constrain"].constrain
+
+    def dropping(x: Any, sharding: Any, at: str) -> Any:
+        return x if at == site else real(x, sharding, at)
+
+    users = [
+        m
+        for name, m in list(sys.modules.items())
+        if name.startswith("jaxspeed.") and getattr(m, "constrain", None) is real
+    ]
+    for module in users:
+        module.constrain = dropping  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in users:
+            module.constrain = real  # type: ignore[attr-defined]
+
+
+def sites() -> set[str]:
+    """The sites of all constraints that the package's source states."""
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    return set(re.findall(r'constrain\((?:[^"]|\n)*?"([\w.]+)"\)', source))
+
+
+def stack_program(
+    devices: Sequence[jax.Device],
+    stage: int,
+    accumulation: int = 1,
+    form: str = "listed",
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    micro: int = 16,
+    **more: Any,
+) -> tuple[Program, Any]:
+    """A program of `stacks`, and the shapes of its batch."""
+    config = stacks.config_of(stage, accumulation=accumulation, micro=micro, **more)
+    batch = stacks.batch_of(len(devices) * micro * accumulation, width)
+    model = stacks.FORMS[form](layers, width)
+    return build_program(
+        config, model, stacks.loss, devices=devices, example_batch=batch
+    ), batch
+
+
+def compile_step(program: Program, batch: Any) -> jax.stages.Compiled:
+    return program.step.lower(program.state, program.abstract_batch(batch)).compile()
+
+
+def measure(program: Program, batch: Any) -> dict[str, Any]:
+    """Collectives, the accumulation loop's carry, bytes: what JSON can hold."""
+    compiled = compile_step(program, batch)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    return {
+        "collectives": [asdict(c) for c in collectives(text, program.mesh)],
+        "carry": loop_carry_shapes(text),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "largest": [asdict(b) for b in largest_buffers(text, 40)],
+    }
+
+
+def measure_stacks(
+    devices: Sequence[jax.Device], cases: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """{name: what `stack_program(**case)` compiles to}; a case may name a site to `drop`."""
+    found = {}
+    for name, case in cases.items():
+        options = dict(case)
+        with without(options.pop("drop", None)):
+            found[name] = measure(*stack_program(devices, **options))
+    return found
+
+
+def of_kind(
+    found: dict[str, Any], kind: str, at_least: int = 0, dtype: str | None = None
+) -> list[Collective]:
+    """The collectives of one kind whose payload has so many elements."""
+    every = (Collective(**{**c, "axis": tuple(c["axis"])}) for c in found["collectives"])
+    return [
+        c
+        for c in every
+        if c.kind == kind and c.elements >= at_least and dtype in (None, c.dtype)
+    ]
+
+
+def moved(found: Sequence[Collective]) -> int:
+    """The elements of their payloads, every run counted."""
+    return sum(c.elements * c.runs for c in found)

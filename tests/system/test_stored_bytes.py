@@ -1,0 +1,159 @@
+"""Bytes a device of what is stored and accumulated, from live arrays and compiled loops.
+
+The formulas (Psi parameters, N data ranks), role by role in bytes a parameter and Adam:
+
+| | read | master | moments | accumulated gradient |
+|---|---|---|---|---|
+| mixed, stage 0 | 2 | 4 | 8 | g |
+| stage 1 | 2 | 4/N | 8/N | g |
+| stage 2 | 2 | 4/N | 8/N | g/N |
+| stage 3 | - | 4/N | 8/N | g/N |
+| fp32, stage 0 | 4 | - | 8 | 4 |
+| stage 1 | 4 | - | 8/N | 4 |
+| stage 2 | 4 | - | 8/N | 4/N |
+| stage 3 | 4/N | - | 8/N | 4/N |
+
+g is 2 with `grad_accum_dtype: bf16`, 4 by default. DeepSpeed's stage 3 keeps a 16-bit copy as well
+(16 Psi/N in all); here layers read a cast of the master, so that it is 14 Psi/N.
+"""
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+import jaxspeed
+from jaxspeed.models import gpt2
+from jaxspeed.observe import loop_carry_shapes
+from tests.system import stacks
+
+LAYERS, WIDTH = 3, 64
+PSI = LAYERS * WIDTH * WIDTH + WIDTH
+ACCUMULATION = 2
+ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+class Case(NamedTuple):
+    stage: int
+    mesh: dict[str, int]
+    precision: str  # "mixed", "mixed, bf16 gradients" or "fp32"
+
+    @property
+    def name(self) -> str:
+        mesh = "x".join(f"{axis}{n}" for axis, n in self.mesh.items())
+        return f"stage{self.stage}-{mesh}-{self.precision.replace(' ', '')}"
+
+
+def formulas(case: Case) -> dict[str, Fraction]:
+    """The table above, in bytes a parameter."""
+    n = case.mesh["data"]  # replicas hold copies: they cut nothing
+    cut = [Fraction(1), Fraction(1, n)]
+    stored_cut, grad_cut, read_cut = cut[case.stage >= 1], cut[case.stage >= 2], cut[case.stage == 3]
+    if case.precision == "fp32":
+        return {"param": 4 * read_cut, "opt": 8 * stored_cut, "grad": 4 * grad_cut}
+    found = {
+        "param": Fraction(2),
+        "master": 4 * stored_cut,
+        "opt": 8 * stored_cut,
+        "grad": (2 if "bf16" in case.precision else 4) * grad_cut,
+    }
+    if case.stage == 3:
+        del found["param"]
+    return found
+
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("mixed", "mixed, bf16 gradients", "fp32")
+DATA = tuple({"data": n} for n in (1, 2, 4, 8))
+REPLICATED = ({"replica": 2, "data": 4}, {"replica": 4, "data": 2}, {"replica": 2, "data": 2})
+EVERY = [Case(s, m, p) for s in STAGES for m in (*DATA, *REPLICATED) for p in PRECISIONS]
+# Every pair of a stage, a mesh and a precision; replicas with every stage.
+COVERING = [
+    case
+    for case in EVERY
+    if (STAGES.index(case.stage) + PRECISIONS.index(case.precision)) % 3
+    == [*DATA, *REPLICATED].index(case.mesh) % 3
+    and case.mesh not in REPLICATED[1:]
+]
+
+
+def engine_of(case: Case, model: Any = None, loss: Any = stacks.loss, **more: Any) -> Any:
+    count = math.prod(case.mesh.values())
+    if case.precision == "mixed, bf16 gradients":
+        more["data_types"] = {"grad_accum_dtype": "bf16"}
+    config = stacks.config_of(
+        case.stage,
+        mixed=case.precision != "fp32",
+        accumulation=ACCUMULATION,
+        mesh=case.mesh,
+        **more,
+    )
+    model = model or stacks.FORMS["listed"](LAYERS, WIDTH)
+    return jaxspeed.initialize(model, loss, config, devices=jax.devices()[:count])
+
+
+def live_bytes(engine: Any) -> dict[str, int]:
+    """Bytes on one device by role, from the shards that the arrays have there; all alike."""
+    state = engine.state
+    roles = {"param": state.params, "master": state.master, "opt": parameter_like(state.opt)}
+    found = {}
+    for role, tree in roles.items():
+        per_device = {
+            device: sum(shard_bytes(x, device) for x in jax.tree.leaves(tree))
+            for device in engine.program.mesh.devices.flat
+        }
+        assert len(set(per_device.values())) == 1, f"{role} differs between devices: {per_device}"
+        found[role] = next(iter(per_device.values()))
+    return {role: count for role, count in found.items() if count}
+
+
+def parameter_like(opt: Any) -> list[jax.Array]:
+    """The moments: what the optimizer keeps but its counter."""
+    return [x for x in jax.tree.leaves(opt) if x.ndim]
+
+
+def shard_bytes(x: jax.Array, device: jax.Device) -> int:
+    return sum(shard.data.nbytes for shard in x.addressable_shards if shard.device == device)
+
+
+def carried(engine: Any, batch: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The arrays (no scalars: counters, sums of the loss) that the accumulation loop changes."""
+    program = engine.program
+    step = program.step.lower(program.state, program.abstract_batch(batch)).compile()
+    return [(dtype, shape) for dtype, shape in loop_carry_shapes(step.as_text()) if shape]
+
+
+def bytes_of(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(ITEMSIZE[dtype] * math.prod(shape) for dtype, shape in arrays)
+
+
+def batch_for(case: Case) -> Any:
+    return stacks.batch_of(math.prod(case.mesh.values()) * ACCUMULATION, WIDTH)
+
+
+def check(case: Case) -> None:
+    engine = engine_of(case)
+    found = live_bytes(engine)
+    accumulators = carried(engine, batch_for(case))
+    assert len(accumulators) == LAYERS + 1, f"the loop carries {accumulators}"
+    found["grad"] = bytes_of(accumulators)
+    assert found == {role: psi * PSI for role, psi in formulas(case).items()}
+    counters = sum(x.nbytes for x in jax.tree.leaves(engine.state.opt) if not x.ndim)
+    told = {role: per for role, (_, per) in engine.placements.bytes_by_role().items() if per}
+    assert told == {**found, "opt": found["opt"] + counters}, "the table tells what is there"
+
+
+@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+def test_bytes_of_every_role_equal_the_formula(case):
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", [c for c in EVERY if c not in COVERING], ids=lambda case: case.name
+)
+def test_bytes_of_every_role_equal_the_formula_in_the_full_product(case):
+    check(case)
