@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-WIDTH = 8
+WIDTH = 12  # on 8 devices one dim is padded and the other, twice as wide, is not
 DEPTH = 3
 
 
@@ -400,7 +400,7 @@ class OwnScan(Plain):
     def __init__(self, rngs: nnx.Rngs) -> None:
         super().__init__(rngs)
         make = nnx.vmap(lambda rngs: DropoutBlock(rngs), in_axes=0, out_axes=0)
-        self.blocks = make(rngs.fork(split=DEPTH))
+        self.blocks = make(rngs.split(DEPTH))
 
     def through_blocks(self, x):
         run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
