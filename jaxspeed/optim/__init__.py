@@ -5,7 +5,7 @@ A leaf is known by its path; nothing here knows of meshes.
 """
 
 from jaxspeed.optim import ema, loss_scale
-from jaxspeed.optim.clipping import clip_by_norm, global_norm
+from jaxspeed.optim.clipping import clip_by_norm, clip_factor, global_norm
 from jaxspeed.optim.groups import Group, PathRules
 from jaxspeed.optim.loss_scale import LossScale
 from jaxspeed.optim.muon import uses_muon
@@ -22,6 +22,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "clip_by_norm",
+    "clip_factor",
     "ema",
     "global_norm",
     "is_norm_or_bias",

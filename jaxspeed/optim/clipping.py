@@ -22,6 +22,13 @@ def _square(x: jax.Array) -> jax.Array:
     return x * x
 
 
+def clip_factor(norm: jax.Array, max_norm: float) -> jax.Array:
+    """What gradients of this global norm are multiplied with; max_norm 0 is no clipping."""
+    if max_norm <= 0:
+        return jnp.ones_like(norm)
+    return jnp.minimum(1, max_norm / (norm + _EPS))
+
+
 def clip_by_norm(tree: Any, norm: jax.Array, max_norm: float) -> tuple[Any, jax.Array]:
     """`factor tree` and `factor = min(1, max_norm / (norm + 1e-6))`; max_norm 0 is no clipping.
 
@@ -37,5 +44,5 @@ def clip_by_norm(tree: Any, norm: jax.Array, max_norm: float) -> tuple[Any, jax.
     """
     if max_norm <= 0:
         return tree, jnp.ones_like(norm)
-    factor = jnp.minimum(1, max_norm / (norm + _EPS))
+    factor = clip_factor(norm, max_norm)
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), tree), factor

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.optim import clip_by_norm, ema, global_norm, loss_scale
+from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.table import PlacementTable, Row
 from jaxspeed.train.gradients import Sums
+from jaxspeed.train.guarded import guarded_update
 from jaxspeed.train.model import Model
 from jaxspeed.train.rng import is_key
 from jaxspeed.train.state import (
@@ -47,20 +48,22 @@ class Update:
         self, state: TrainState, sums: Sums, variables: Arrays
     ) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale
-        grads = self._unscaled(sums.grads, scale)
-        norm = global_norm(grads)
+        unscale = self.gradient_factor / scale
+        scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
+        norm = global_norm(scaled) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
-        clipped, factor = clip_by_norm(grads, norm, self.clipping)
+        factor = clip_factor(norm, self.clipping)
+        grads = scaled
+        if self.clipping or self.gradient_factor != 1 or self.rule != loss_scale.StaticRule():
+            whole = factor * unscale  # one multiplication for both, fused into the update
+            grads = {path: g * whole.astype(g.dtype) for path, g in scaled.items()}
         trained = [row for row in self.table if row.leaf.trainable]
         old = {row.path: self._at_opt(row, updated_values(state, row)) for row in trained}
-        new, opt = self._optimize(clipped, state, old)
+        new, opt = self._optimize(grads, state, old, finite)
 
         def kept(new: Any, old: Any) -> Any:
-            if not self.skip_non_finite:
-                return new
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        new = kept(new, old)
         params, master = dict(state.params), {}
         for row in trained:
             value = new[row.path]
@@ -77,7 +80,7 @@ class Update:
             skipped=state.skipped + (1 - finite.astype(jnp.int32)),
             params=params,
             master=master,
-            opt=kept(opt, state.opt),
+            opt=opt,
             ema=average,
             variables={
                 path: old if is_key(old) else kept(variables[path], old)
@@ -97,18 +100,13 @@ class Update:
         }
         return after, {**sums.metrics, **metrics}
 
-    def _unscaled(self, grads: Arrays, scale: jax.Array) -> Arrays:
-        """Gradients in the dtype of what is updated, cut as the optimizer's state is."""
-
-        def unscaled(path: str, grad: jax.Array) -> jax.Array:
-            row = self.table[path]
-            assert row.opt is not None
-            grad = pad(grad, row.shape(row.opt))
-            grad = constrain(grad, self.table.sharding(row.opt), "reduce")
-            wide = grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
-            return wide * (self.gradient_factor / scale).astype(wide.dtype)
-
-        return {path: unscaled(path, grad) for path, grad in grads.items()}
+    def _reduced(self, path: str, grad: jax.Array) -> jax.Array:
+        """A gradient in the dtype of what is updated, cut as the optimizer's state is."""
+        row = self.table[path]
+        assert row.opt is not None
+        grad = pad(grad, row.shape(row.opt))
+        grad = constrain(grad, self.table.sharding(row.opt), "reduce")
+        return grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
 
     def _at_opt(self, row: Row, value: jax.Array) -> jax.Array:
         """What is updated, cut as the optimizer's state is."""
@@ -123,7 +121,9 @@ class Update:
         value = constrain(value, self.table.sharding(row.param), "publish")
         return unpad(value, row.shape(row.param))
 
-    def _optimize(self, grads: Arrays, state: TrainState, old: Arrays) -> tuple[Arrays, Any]:
+    def _optimize(
+        self, grads: Arrays, state: TrainState, old: Arrays, finite: jax.Array
+    ) -> tuple[Arrays, Any]:
         """The optimizer on logical leaves: unpadded, in the model's own tree."""
 
         def logical(values: Arrays) -> Any:
@@ -131,11 +131,10 @@ class Update:
             flat = {path: unpad(value, shapes[path]) for path, value in values.items()}
             return native_tree(self.model, flat)
 
-        params = logical(old)
-        updates, opt = self.optimizer.update(logical(grads), self.layout.logical(state.opt), params)
-        moved = flat_with_paths(optax.apply_updates(params, updates))
+        args = (logical(grads), self.layout.logical(state.opt), logical(old))
+        params, opt = guarded_update(self.optimizer, *args, keep=finite)
         new = {
-            path: self._at_opt(self.table[path], value.astype(old[path].dtype))
-            for path, value in moved.items()
+            path: self._at_opt(self.table[path], value)
+            for path, value in flat_with_paths(params).items()
         }
         return new, self.layout.stored(opt)

@@ -37,8 +37,16 @@ def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Run a jaxpr with nested jits inlined, so that what passes through them keeps its identity."""
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    on_value: Callable[[Any, Any], Any] = lambda var, value: value,
+) -> list[Any]:
+    """Run a jaxpr with nested jits inlined, so that what passes through them keeps its identity.
+
+    `on_value(variable, value)` may replace what an equation gave, for all that follows.
+    """
     env = bindings(jaxpr, consts, args)
 
     def read(atom: Any) -> Any:
@@ -51,5 +59,6 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any
         else:
             free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
             values = as_function(part(jaxpr, [eqn], free, eqn.outvars))(*(env[v] for v in free))
-        env.update(zip(eqn.outvars, values, strict=True))
+        pairs = zip(eqn.outvars, values, strict=True)
+        env.update((v, on_value(v, value)) for v, value in pairs)
     return [read(v) for v in jaxpr.outvars]
