@@ -21,6 +21,7 @@ from .layers import (
     Embedding,
     LayerNorm,
     Linear,
+    check_heads,
     dropout,
     normal,
     scan_blocks,
@@ -45,6 +46,9 @@ class Config:
     tie_word_embeddings: bool = True
     unroll: int | bool = 1  # of the scan over layers
     vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_attention_heads, self.num_key_value_heads)
 
     @property
     def head_dim(self) -> int:

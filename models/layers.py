@@ -1,10 +1,10 @@
 """What the families share: parameters with named dims, thin layers over `jaxspeed.ops`, the stack.
 
-Every parameter carries its logical axis names in Flax's own metadata, `out_sharding`, one name a
-dim: `layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. They are names and
-not mesh axes, so Flax is told not to apply them (`eager_sharding=False`); who places the parameters
-maps them to a mesh. Parameters have no dtype of their own: JAX's default float, or what they are
-cast to, and layers compute in it.
+Every parameter carries its logical axis names in Flax metadata, `logical_axes`, one name a dim:
+`layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. Flax's own key for
+this, `out_sharding`, will not do: `nnx.eval_shape` under a mesh takes what it holds for mesh axes
+(flax 0.12.8 to 0.12.12), and these are names that the placement maps to a mesh. Parameters have no
+dtype of their own: JAX's default float, or what they are cast to, and layers compute in it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ def normal(std: float) -> Initializer:
     return nnx.initializers.normal(std)
 
 
+def check_heads(hidden_size: int, heads: int, kv_heads: int | None = None) -> None:
+    """Refuses numbers of heads that do not divide what they cut."""
+    if hidden_size % heads:
+        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden_size}")
+    if kv_heads is not None and heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        )
+
+
 def truncated_normal(std: float) -> Initializer:
     """Normal, cut at two standard deviations."""
     return nnx.initializers.truncated_normal(std)
@@ -40,11 +50,7 @@ def param(
     """A parameter whose dims are (logical axis name, size), in order."""
     named = tuple(dims.items()) if isinstance(dims, dict) else dims
     shape = tuple(size for _, size in named)
-    return nnx.Param(
-        init(rngs.params(), shape),
-        out_sharding=tuple(name for name, _ in named),
-        eager_sharding=False,
-    )
+    return nnx.Param(init(rngs.params(), shape), logical_axes=tuple(name for name, _ in named))
 
 
 class Linear(nnx.Module):
@@ -112,8 +118,10 @@ def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
 def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> Block:
     """`length` blocks in one: each variable, random streams too, gains a first dim `layers`."""
 
+    new_dim = {nnx.PARTITION_NAME: "layers", "logical_axes": "layers"}
+
     @nnx.split_rngs(splits=length)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=new_dim)
     def create(rngs: nnx.Rngs) -> Block:
         return make(rngs)
 

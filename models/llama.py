@@ -14,7 +14,7 @@ from flax.typing import Initializer
 from jaxspeed import ops
 
 from . import language
-from .layers import Embedding, Linear, RMSNorm, dropout, normal, scan_blocks, stacked
+from .layers import Embedding, Linear, RMSNorm, check_heads, dropout, normal, scan_blocks, stacked
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Config:
     vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
 
     def __post_init__(self) -> None:
+        width = self.size_of_head * self.num_attention_heads if self.head_dim else self.hidden_size
+        check_heads(width, self.num_attention_heads, self.num_key_value_heads)
         scaling: Any = self.rope_scaling
         if isinstance(scaling, Mapping):
             fields = {name: value for name, value in scaling.items() if name != "rope_type"}

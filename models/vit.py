@@ -14,6 +14,7 @@ from jaxspeed import ops
 from .layers import (
     LayerNorm,
     Linear,
+    check_heads,
     dropout,
     param,
     scan_blocks,
@@ -42,6 +43,7 @@ class Config:
     unroll: int | bool = 1  # of the scan over layers
 
     def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_attention_heads)
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size {self.patch_size} does not divide image_size {self.image_size}"

@@ -1,0 +1,100 @@
+"""Presets have the published numbers of parameters, counted without making one."""
+
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from jaxspeed import models
+
+PUBLISHED = {
+    ("gpt2", "gpt2"): 124_439_808,
+    ("gpt2", "gpt2-medium"): 354_823_168,
+    ("gpt2", "gpt2-large"): 774_030_080,
+    ("gpt2", "gpt2-xl"): 1_557_611_200,
+    ("llama", "llama3.2-1b"): 1_235_814_400,
+    ("llama", "llama3.2-3b"): 3_212_749_824,
+    ("llama", "llama3-8b"): 8_030_261_248,
+    ("llama", "llama3-70b"): 70_553_706_496,
+    ("llama", "llama3.1-8b"): 8_030_261_248,
+    ("llama", "llama3.1-70b"): 70_553_706_496,
+    ("vit", "vit-ti16"): 5_717_416,
+    ("vit", "vit-s16"): 22_050_664,
+    ("vit", "vit-b16"): 86_567_656,
+    ("vit", "vit-l16"): 304_326_632,
+    ("vit", "vit-h14"): 632_045_800,
+}
+
+
+def abstract(family, preset=None, **overrides):
+    built = models.build(family, preset, overrides)
+    return nnx.eval_shape(lambda: built.factory(nnx.Rngs(0)))
+
+
+def count(family, preset):
+    leaves = jax.tree.leaves(nnx.state(abstract(family, preset), nnx.Param))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+@pytest.mark.parametrize(("family", "preset"), PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(family, preset):
+    assert count(family, preset) == PUBLISHED[family, preset]
+
+
+def test_gpt3_has_the_shape_of_its_paper():
+    """12 L E^2 weights and 13 L E norms and biases, tokens and positions, the last norm."""
+    wide, deep = 12288, 96
+    embeddings = (50257 + 2048) * wide
+    expected = 12 * deep * wide**2 + 13 * deep * wide + embeddings + 2 * wide
+    assert count("gpt2", "gpt3-175b") == expected
+    assert round(expected / 1e9) == 175
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_every_dim_of_every_parameter_is_named(family):
+    known = {"layers", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "pos", "patch"}
+    known |= {"classes", "input"}
+    for path, variable in nnx.to_flat_state(nnx.state(abstract(family, "tiny"), nnx.Param)):
+        names = variable.get_metadata()["logical_axes"]
+        assert len(names) == len(variable.shape), path
+        assert set(names) <= known, path
+        assert (names[0] == "layers") == (path[0] == "blocks"), path
+
+
+def test_names_stand_at_the_dims_they_mean():
+    model = abstract("llama", "tiny")
+    sizes = {"layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 128}
+    sizes |= {"vocab": 256}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        names = variable.get_metadata()["logical_axes"]
+        assert tuple(sizes[name] for name in names) == variable.shape, path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt-2", "gpt2", {}), "unknown model family 'gpt-2': did you mean 'gpt2'"),
+        (("gpt2", "gpt2-xxl", {}), "unknown preset 'gpt2-xxl': did you mean 'gpt2-xl'"),
+        (("llama", "tiny", {"hidden": 1}), "unknown field of the llama config 'hidden'"),
+        (("vit", "tiny", {"patch_size": 7}), "patch_size 7 does not divide image_size 32"),
+        (("llama", "tiny", {"rope_scaling": {"rope_type": "yarn"}}), "only rope_type 'llama3'"),
+        (
+            ("gpt2", "tiny", {"num_attention_heads": 5}),
+            "num_attention_heads 5 does not divide hidden_size 64",
+        ),
+        (
+            ("llama", "tiny", {"num_key_value_heads": 3}),
+            "num_key_value_heads 3 does not divide num_attention_heads 4",
+        ),
+    ],
+)
+def test_a_wrong_name_or_size_is_refused_with_what_would_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        models.build(*arguments)
+
+
+def test_overrides_change_a_preset():
+    config = models.build("llama", "tiny", {"rope_scaling": {"factor": 4.0}}).config
+    assert config.rope_scaling.factor == 4.0
+    assert config.hidden_size == 64
