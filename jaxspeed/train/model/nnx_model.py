@@ -61,12 +61,13 @@ class NnxModel:
                 f"the model factory returned a {type(module).__name__}; it must return an "
                 "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
             )
+        _keep_arrays(module)
         return module
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         with nnx.use_eager_sharding(False):
             state = nnx.split(self._build(seed))[1]
-        values = {_path(keys): v.get_value() for keys, v in nnx.to_flat_state(state)}
+        values = {_path(keys): _value(v) for keys, v in nnx.to_flat_state(state)}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -80,7 +81,10 @@ class NnxModel:
     def module(self, values: Arrays) -> nnx.Module:
         """A live module that holds these values."""
         with nnx.use_eager_sharding(False):
-            flat = [(keys, v.replace(values[path])) for path, (keys, v) in self._kinds.items()]
+            flat = [
+                (keys, v.replace(values[path]) if isinstance(v, nnx.Variable) else values[path])
+                for path, (keys, v) in self._kinds.items()
+            ]
             return nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
 
     def _reseeded(self, variables: Arrays, step: Any, micro: Any) -> Arrays:
@@ -96,7 +100,7 @@ class NnxModel:
         """What the loss changed; random streams are made anew each time and are not carried."""
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
         return {
-            path: after[path].get_value()
+            path: _value(after[path])
             for path in self.variables
             if path in after and not issubclass(type(self._kinds[path][1]), nnx.RngState)
         }
@@ -118,6 +122,24 @@ class NnxModel:
 
 def _path(keys: tuple[Any, ...]) -> str:
     return "/".join(map(str, keys))
+
+
+def _value(leaf: Any) -> Any:
+    """Of a Variable, or of an array that a module keeps as it is."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _keep_arrays(module: nnx.Module) -> None:
+    """Have Flax count arrays that modules keep without a Variable as data.
+
+    It knows them by their type, and while shapes are being traced arrays have another one
+    (Flax 0.12.8), so that they would end up in the static part.
+    """
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.core.Tracer):
+                    setattr(node, name, nnx.data(value))
 
 
 def _is_parameter(variable: Any) -> bool:
