@@ -51,6 +51,7 @@ class Parallel(Section):
 
     units: list[Pattern] = Field(default_factory=list)
     full_precision: list[Pattern] = Field(default_factory=list)
+    logical_axes: dict[Pattern, list[Text | None]] = Field(default_factory=dict)
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
     ] = "auto"

@@ -132,6 +132,8 @@ PARALLELISM: tuple[Entry, ...] = (
             "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
             "by default they are found.",
             "full_precision": "Parameters that are never cast, as path patterns.",
+            "logical_axes": "Names of the dims of parameters that their model gives none, by path "
+            'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
             "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
             '(stages 0 and 1), every "micro_batch", or "auto".',
         },

@@ -14,6 +14,7 @@ LOGICAL_RULES: Mapping[str, str] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "tensor": "tensor",  # models that name the mesh axis itself
 }
 
 

@@ -18,7 +18,14 @@ from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ModelError
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.placement.table import Placement, PlacementTable, build_table, device_memory_kind
+from jaxspeed.placement.naming import check_patterns, with_names
+from jaxspeed.placement.table import (
+    Leaf,
+    Placement,
+    PlacementTable,
+    build_table,
+    device_memory_kind,
+)
 from jaxspeed.train.batches import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.model import Model, adapt_model
@@ -207,7 +214,8 @@ def build_program(
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
     )
-    if not any(leaf.trainable for leaf in adapted.leaves):
+    leaves = _named_leaves(config, adapted)
+    if not any(leaf.trainable for leaf in leaves):
         raise ModelError(
             f"the model has no trained parameters ({len(adapted.leaves)} floating ones, all frozen)"
             if adapted.leaves
@@ -215,7 +223,7 @@ def build_program(
         )
     zero = config.zero_optimization
     table = build_table(
-        adapted.leaves,
+        leaves,
         mesh,
         stage=zero.stage,
         precision=precision_of(config),
@@ -271,3 +279,12 @@ def build_program(
         update,
         source,
     )
+
+
+def _named_leaves(config: Config, model: Model) -> tuple[Leaf, ...]:
+    """The model's parameters with the config's names; every pattern of the config covers one."""
+    paths = [leaf.path for leaf in model.leaves]
+    check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
+    groups = config.optimizer.groups if config.optimizer else []
+    check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
+    return with_names(model.leaves, config.parallel.logical_axes)

@@ -1,0 +1,43 @@
+"""Logical names for the dims of parameters whose model gives none: path patterns of the config."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxspeed.config import match
+from jaxspeed.errors import ConfigError
+from jaxspeed.placement.table import Leaf
+
+EXAMPLES = 6
+
+
+def with_names(
+    leaves: Sequence[Leaf], patterns: Mapping[str, Sequence[str | None]]
+) -> tuple[Leaf, ...]:
+    """The leaves, each with the names of the first pattern that covers it, if it has none yet."""
+    check_patterns("parallel.logical_axes", patterns, [leaf.path for leaf in leaves])
+    return tuple(_named(leaf, patterns) for leaf in leaves)
+
+
+def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """ConfigError when a pattern covers no parameter: it would do nothing, silently."""
+    for pattern in patterns:
+        if not any(match(pattern, path) for path in paths):
+            raise ConfigError(
+                f"{key}: {pattern!r} covers no parameter of this model; it has, for example: "
+                + ", ".join(paths[:EXAMPLES])
+            )
+
+
+def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:
+    if any(leaf.names):
+        return leaf
+    pattern = next((p for p in patterns if match(p, leaf.path)), None)
+    if pattern is None:
+        return leaf
+    names = tuple(patterns[pattern])
+    if len(names) != len(leaf.shape):
+        raise ConfigError(
+            f"parallel.logical_axes: {pattern!r} gives {len(names)} names to {leaf.path}, which "
+            f"has {len(leaf.shape)} dims {leaf.shape}"
+        )
+    return replace(leaf, names=names)
