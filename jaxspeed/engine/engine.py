@@ -42,7 +42,7 @@ class Engine:
         placed = self._place(batch, "train_batch", self.program.batch.train)
         start = time.perf_counter()
         self.state, metrics = self._run(self.step, placed)
-        self._reporter.stepped(metrics, time.perf_counter() - start)
+        self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
@@ -56,6 +56,15 @@ class Engine:
         It uses up the state that it is given.
         """
         return self.program.step
+
+    def wait(self) -> None:
+        """Until the steps so far are done, and what there is to say of them has been logged."""
+        self._reporter.flush()
+        jax.block_until_ready(self.state)
+
+    def close(self) -> None:
+        """At the end of a run: wait."""
+        self.wait()
 
     def _run(self, function: Any, batch: Any) -> Any:
         try:

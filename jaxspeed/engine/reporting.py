@@ -1,10 +1,11 @@
-"""What the engine says while it trains, without ever waiting for a device.
+"""What the engine says while it trains, without waiting for a device unless asked for times.
 
 A step's metrics are looked at once they have arrived, so a line may come some steps late.
 """
 
 import logging
 import statistics
+import time
 from collections import deque
 from typing import Any
 
@@ -27,10 +28,12 @@ class Reporter:
         self._seconds: deque[float] = deque(maxlen=100)
         self._step = 0
 
-    def stepped(self, metrics: Metrics, seconds: float) -> None:
-        """One more step was started; `seconds` is what its call took."""
+    def stepped(self, metrics: Metrics, start: float) -> None:
+        """One more step was started, at `start` by the performance counter."""
         self._step += 1
-        self._seconds.append(seconds)
+        if self._config.wall_clock_breakdown:  # only then is a step waited for
+            jax.block_until_ready(metrics)
+            self._seconds.append(time.perf_counter() - start)
         for value in metrics.values():
             value.copy_to_host_async()
         self._waiting.append((self._step, metrics))
@@ -59,7 +62,8 @@ class Reporter:
     def _times(self) -> str:
         if not self._config.wall_clock_breakdown:
             return ""
-        return f", call {1e3 * statistics.median(self._seconds):.3g} ms (median, asynchronous)"
+        count, median = len(self._seconds), statistics.median(self._seconds)
+        return f", {1e3 * median:.3g} ms a step (median of {count})"
 
     def _memory(self) -> str:
         if not self._config.memory_breakdown:

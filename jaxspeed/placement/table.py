@@ -137,7 +137,7 @@ class PlacementTable:
         totals: dict[str, tuple[int, int]] = {}
 
         def add(role: str, shape: Sequence[int], placement: Placement, whole: Any) -> None:
-            itemsize = jnp.dtype(placement.dtype).itemsize
+            itemsize = placement.dtype.itemsize
             cut = math.prod(ways(entry, self.mesh.shape) for entry in placement.spec)
             old = totals.get(role, (0, 0))
             totals[role] = (
