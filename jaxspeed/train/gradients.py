@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.constrain import constrain
@@ -144,7 +144,9 @@ class Gradients:
         zero = self._zeros(sources, variables, micro, step, scale, place)
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
-        return sums, variables
+        # Here too, else the compiler may cut whole accumulators (stage 1) as the optimizer's state.
+        grads = {path: place(path, grad) for path, grad in sums.grads.items()}
+        return sums._replace(grads=grads), variables
 
     def _zeros(
         self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any, place: Any
@@ -194,11 +196,7 @@ class Gradients:
         if not x.shape:
             return jnp.broadcast_to(x, (self.accumulation,))
         parts = x.reshape(ranks, self.accumulation, -1, *x.shape[1:])
-        micro = jnp.moveaxis(parts, 0, 1).reshape(self.accumulation, -1, *x.shape[1:])
-        if ranks == 1:
-            return micro
-        spec = PartitionSpec(None, DATA_AXES)
-        return constrain(micro, NamedSharding(self.table.mesh, spec), "micro_batch")
+        return jnp.moveaxis(parts, 0, 1).reshape(self.accumulation, -1, *x.shape[1:])
 
 
 def batch_specs(batch: Any) -> Any:

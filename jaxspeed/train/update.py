@@ -58,7 +58,7 @@ class Update:
             whole = factor * unscale  # one multiplication for both, fused into the update
             grads = {path: g * whole.astype(g.dtype) for path, g in scaled.items()}
         trained = [row for row in self.table if row.leaf.trainable]
-        old = {row.path: self._at_opt(row, updated_values(state, row)) for row in trained}
+        old = {row.path: updated_values(state, row) for row in trained}
         new, opt = self._optimize(grads, state, old, finite)
 
         def kept(new: Any, old: Any) -> Any:
@@ -68,7 +68,7 @@ class Update:
         for row in trained:
             value = new[row.path]
             if row.master:
-                master[row.path] = constrain(value, self.table.sharding(row.master), "master")
+                master[row.path] = value
             if row.param:
                 params[row.path] = self._param(row, value)
         average = state.ema
@@ -108,17 +108,11 @@ class Update:
         grad = constrain(grad, self.table.sharding(row.opt), "reduce")
         return grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
 
-    def _at_opt(self, row: Row, value: jax.Array) -> jax.Array:
-        """What is updated, cut as the optimizer's state is."""
-        assert row.opt is not None
-        value = pad(value, row.shape(row.opt))
-        return constrain(value, self.table.sharding(row.opt), "update")
-
     def _param(self, row: Row, value: jax.Array) -> jax.Array:
         """What layers read, made from what was updated: a gather under stages 1 and 2."""
-        assert row.param is not None
-        value = self._at_opt(row, value.astype(row.param.dtype))  # else the gather is in fp32
-        value = constrain(value, self.table.sharding(row.param), "publish")
+        assert row.param is not None and row.opt is not None
+        value = value.astype(row.param.dtype)
+        value = constrain(value, self.table.sharding(row.opt), "publish")  # else gathered in fp32
         return unpad(value, row.shape(row.param))
 
     def _optimize(
@@ -133,8 +127,13 @@ class Update:
 
         args = (logical(grads), self.layout.logical(state.opt), logical(old))
         params, opt = guarded_update(self.optimizer, *args, keep=finite)
-        new = {
-            path: self._at_opt(self.table[path], value)
-            for path, value in flat_with_paths(params).items()
-        }
-        return new, self.layout.stored(opt)
+        return self._as_stored(flat_with_paths(params)), self.layout.stored(opt)
+
+    def _as_stored(self, values: Arrays) -> Arrays:
+        """Padded as the optimizer's state is."""
+
+        def padded(row: Row, value: jax.Array) -> jax.Array:
+            assert row.opt is not None
+            return pad(value, row.shape(row.opt))
+
+        return {path: padded(self.table[path], value) for path, value in values.items()}

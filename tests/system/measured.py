@@ -66,9 +66,7 @@ def stack_program(
     config = stacks.config_of(stage, accumulation=accumulation, micro=micro, **more)
     batch = stacks.batch_of(len(devices) * micro * accumulation, width)
     model = stacks.FORMS[form](layers, width)
-    return build_program(
-        config, model, stacks.loss, devices=devices, example_batch=batch
-    ), batch
+    return build_program(config, model, stacks.loss, devices=devices, example_batch=batch), batch
 
 
 def compile_step(program: Program, batch: Any) -> jax.stages.Compiled:
@@ -102,18 +100,6 @@ def measure_stacks(
     return found
 
 
-def of_kind(
-    found: dict[str, Any], kind: str, at_least: int = 0, dtype: str | None = None
-) -> list[Collective]:
-    """The collectives of one kind whose payload has so many elements."""
-    every = (Collective(**{**c, "axis": tuple(c["axis"])}) for c in found["collectives"])
-    return [
-        c
-        for c in every
-        if c.kind == kind and c.elements >= at_least and dtype in (None, c.dtype)
-    ]
-
-
-def moved(found: Sequence[Collective]) -> int:
-    """The elements of their payloads, every run counted."""
-    return sum(c.elements * c.runs for c in found)
+def collectives_of(found: dict[str, Any]) -> list[Collective]:
+    """The collectives of what was measured, back from JSON."""
+    return [Collective(**{**c, "axis": tuple(c["axis"])}) for c in found["collectives"]]

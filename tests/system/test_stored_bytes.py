@@ -26,7 +26,6 @@ import jax
 import pytest
 
 import jaxspeed
-from jaxspeed.models import gpt2
 from jaxspeed.observe import loop_carry_shapes
 from tests.system import stacks
 
@@ -51,7 +50,11 @@ def formulas(case: Case) -> dict[str, Fraction]:
     """The table above, in bytes a parameter."""
     n = case.mesh["data"]  # replicas hold copies: they cut nothing
     cut = [Fraction(1), Fraction(1, n)]
-    stored_cut, grad_cut, read_cut = cut[case.stage >= 1], cut[case.stage >= 2], cut[case.stage == 3]
+    stored_cut, grad_cut, read_cut = (
+        cut[case.stage >= 1],
+        cut[case.stage >= 2],
+        cut[case.stage == 3],
+    )
     if case.precision == "fp32":
         return {"param": 4 * read_cut, "opt": 8 * stored_cut, "grad": 4 * grad_cut}
     found = {

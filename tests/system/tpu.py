@@ -1,0 +1,34 @@
+"""What the tests of this folder compile for a TPU topology, one child process a function."""
+
+from typing import Any
+
+import jax
+
+from tests.system.measured import measure_stacks
+
+REPLICATED = {"replica": 2, "data": 4}
+EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
+
+
+def volumes(devices: list[jax.Device]) -> dict[str, Any]:
+    """`stacks` under every stage, with one micro-batch and with four."""
+    cases: dict[str, dict[str, Any]] = {
+        f"stage {stage}, {accumulation}": {"stage": stage, "accumulation": accumulation}
+        for stage in (0, 1, 2, 3)
+        for accumulation in (1, 4)
+    }
+    cases |= {
+        "replicas, stage 2": {"stage": 2, "accumulation": 4, "mesh": REPLICATED},
+        "replicas, stage 3": {"stage": 3, "accumulation": 4, "mesh": REPLICATED},
+        "each micro-batch, stage 0": {
+            "stage": 0,
+            "accumulation": 4,
+            "parallel": EACH_MICRO_BATCH,
+        },
+        "each micro-batch, stage 1": {
+            "stage": 1,
+            "accumulation": 4,
+            "parallel": EACH_MICRO_BATCH,
+        },
+    }
+    return measure_stacks(devices, cases)
