@@ -85,7 +85,7 @@ def test_names_stand_at_the_dims_they_mean():
         ),
         (
             ("llama", "tiny", {"num_key_value_heads": 3}),
-            "num_key_value_heads 3 does not divide num_attention_heads 4",
+            "heads 3 does not divide num_attention_heads 4",
         ),
     ],
 )
