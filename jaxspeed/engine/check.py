@@ -3,18 +3,20 @@
 import io
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
+from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Program, build_program
@@ -64,14 +66,13 @@ class CheckReport:
         differences = [self.loss, *(leaf.gradient for leaf in self.leaves)]
         return all(d <= self.tolerance for d in differences)  # a NaN is no agreement
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
         verdict = "agrees with" if self.ok else "DIFFERS from"
-        table = Table(
-            title=f"the step on {self.devices} devices {verdict} the step on one device "
-            f"(tolerance {self.tolerance:g})",
-            title_justify="left",
-            box=None,
+        title = (
+            f"the step on {self.devices} devices {verdict} the step on one device "
+            f"(tolerance {self.tolerance:g})"
         )
+        table = Table(box=None)
         for name in ("relative difference of", "gradient", "update"):
             table.add_column(name, justify="left" if name[0] == "r" else "right")
         table.add_row("loss", f"{self.loss:.2e}", "")
@@ -80,7 +81,7 @@ class CheckReport:
             table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
         if len(worst) > SHOWN:
             table.add_row(f"{len(worst) - SHOWN} others, each less", "", "")
-        return table
+        return Group(Text(title), table)
 
     def __str__(self) -> str:
         out = io.StringIO()
@@ -100,7 +101,7 @@ def check(
     plain = _plain(program)
     _fits(plain)
     placed = jax.device_put(batch, program.batch_shardings(batch))
-    ours = _probe(program)(state, placed)
+    state, ours = _at_a_scale_without_overflow(program, state, placed)
     single = _moved(state, program, plain)
     order = jax.tree.map(lambda x: _in_micro_batches(np.asarray(x), program), batch)
     theirs = _probe(plain)(single, jax.device_put(order, plain.batch_shardings(order)))
@@ -190,6 +191,23 @@ def _probe(program: Program) -> Any:
         return metrics["loss"], grads, logical(state), logical(after)
 
     return jax.jit(program.in_mesh(probe))
+
+
+def _at_a_scale_without_overflow(
+    program: Program, state: TrainState, batch: Any
+) -> tuple[TrainState, Any]:
+    """The probe's result, and the state that it is of.
+
+    A dynamic loss scale starts where gradients overflow, and finds its way down by skipping steps;
+    two overflows have no difference to measure.
+    """
+    probe, dynamic = _probe(program), isinstance(program.update.rule, DynamicRule)
+    while True:
+        found = probe(state, batch)
+        scale = state.loss_scale.scale
+        if not dynamic or scale <= 1 or math.isfinite(sum(map(_norm, found[1].values()))):
+            return state, found
+        state = replace(state, loss_scale=state.loss_scale._replace(scale=scale / 2))
 
 
 def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
