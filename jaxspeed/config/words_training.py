@@ -20,13 +20,17 @@ TRAINING: tuple[Entry, ...] = (
             "gradient_clipping": "The gradient's global norm is cut to this; 0 switches it off. "
             "The norm before and after is a metric.",
             "gradient_allreduce_op": '"mean" averages over data ranks, "sum" is N times that.',
-            "communication_data_type": "The format in which gradients are reduced; by default "
-            "that of the gradient.",
             "steps_per_print": "The loss and the rate are logged every so many steps.",
             "wall_clock_breakdown": "Each step is waited for and its time logged.",
             "memory_breakdown": "Device memory is logged after a step.",
             "dump_state": "The config and the placement table are logged at the start.",
         },
+    ),
+    Entry(
+        "communication_data_type",
+        "approximated",
+        "Gradients are reduced in this format under stage 3 and where they are reduced once a "
+        "step; elsewhere in the format in which the backward pass makes them.",
     ),
     *rows(
         "",

@@ -178,11 +178,14 @@ class Gradients:
         weight = parts.weight.sum()
         share = jnp.where(weight > 0, parts.weight / weight, 0)  # [ranks]
 
-        def mean(part: jax.Array) -> jax.Array:  # [ranks, ...]
-            return jnp.sum(part * share.reshape(-1, *[1] * (part.ndim - 1)), axis=0)
+        def mean(part: jax.Array, wire: Any = None) -> jax.Array:  # [ranks, ...]
+            shares = (part * share.reshape(-1, *[1] * (part.ndim - 1))).astype(wire or part.dtype)
+            # Not jnp.sum, which widens 16-bit numbers before they cross.
+            zero = jnp.zeros((), shares.dtype)
+            return jax.lax.reduce(shares, zero, jax.lax.add, (0,)).astype(part.dtype)
 
         return Sums(
-            {path: mean(part) for path, part in parts.grads.items()},
+            {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
             parts.total.sum(),
             weight,
             jax.tree.map(mean, parts.metrics),
