@@ -26,7 +26,7 @@ def rich_table(table: PlacementTable) -> Group:
     return Group(_totals(table), _leaves(table))
 
 
-def render(table: PlacementTable, width: int = 110) -> str:
+def render(table: PlacementTable, width: int = 120) -> str:
     """The same as text."""
     out = io.StringIO()
     Console(file=out, width=width).print(rich_table(table))
@@ -48,7 +48,8 @@ def _totals(table: PlacementTable) -> Table:
 
 def _leaves(table: PlacementTable) -> Group:
     shown = Table(box=None)
-    for name in ("parameter", "shape", *ROLES, ""):
+    shown.add_column("parameter", no_wrap=True)
+    for name in ("shape", *ROLES, ""):
         shown.add_column(name, overflow="fold")
     rows = sorted(table, key=lambda row: -_size(row))[:MOST_ROWS]
     kept = {row.path for row in rows}
@@ -69,7 +70,12 @@ def _cell(row: Row, placement: Placement | None) -> str:
         if entry
     ]
     memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
-    return f"{placement.dtype.name} {','.join(cuts) or 'whole'}{memory}"
+    return f"{_short(placement.dtype.name)} {','.join(cuts) or 'whole'}{memory}"
+
+
+def _short(dtype: str) -> str:
+    """bfloat16 as bf16, float32 as f32, as compilers write them."""
+    return dtype.replace("bfloat", "bf").replace("float", "f")
 
 
 def _size(row: Row) -> int:

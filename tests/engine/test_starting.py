@@ -1,0 +1,232 @@
+"""From a config to an engine: the ways to give one, its model, the cache, simulated devices."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import jaxspeed
+from jaxspeed import Config, ConfigError, ModelError
+from jaxspeed.engine.cache import enable_compilation_cache
+from tests.engine import tiny
+from tests.engine.tiny import PAIR, Listed, squared_error
+
+MLP = {"family": "mlp", "preset": "tiny"}
+
+
+def as_json(config, folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def as_yaml(config, folder):
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+FORMS = {
+    "dict": lambda config, folder: config,
+    "json": as_json,
+    "yaml": as_yaml,
+    "config": lambda config, folder: Config.load(config),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_config_may_be_a_dict_a_path_or_a_config(form, tmp_path):
+    given = FORMS[form](tiny.config(stage=2, gradient_accumulation_steps=2), tmp_path)
+    engine = jaxspeed.initialize(PAIR, squared_error, given)
+    assert engine.placements.stage == 2
+    assert engine.program.batch.train == 16
+    assert np.isfinite(engine.train_batch(tiny.batch(16))["loss"])
+
+
+def test_a_config_that_names_a_model_is_enough():
+    engine = jaxspeed.initialize(config=tiny.config(model=MLP))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 16)).astype(np.float32), rng.integers(0, 4, 8)
+    losses = [float(engine.train_batch({"x": x, "y": y})["loss"]) for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_language_model_reads_tokens():
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+    model = {"family": "gpt2", "preset": "tiny", "config": sizes}
+    engine = jaxspeed.initialize(config=tiny.config(model=model))
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
+    metrics = engine.train_batch({"tokens": tokens})
+    assert float(metrics["weight"]) == 64  # each token but the first of a row is predicted
+    assert float(metrics["loss"]) == pytest.approx(np.log(32), rel=0.1)
+
+
+def test_a_model_may_be_named_by_its_import_path():
+    config = tiny.config(model={"factory": "tests.engine.tiny:Listed", "config": {"layers": 2}})
+    engine = jaxspeed.initialize(loss_fn=squared_error, config=config)
+    assert "blocks/1/linear/kernel" in engine.parameters
+    assert "blocks/2/linear/kernel" not in engine.parameters
+    assert np.isfinite(engine.train_batch(tiny.batch())["loss"])
+
+
+BAD_SECTIONS = {
+    "unknown family": ({"family": "gpt3"}, ConfigError, "gpt3.*did you mean 'gpt2'"),
+    "unknown preset": ({"family": "gpt2", "preset": "tny"}, ConfigError, "did you mean 'tiny'"),
+    "unknown size": ({"family": "gpt2", "config": {"hiden_size": 8}}, ConfigError, "hidden_size"),
+    "no such module": ({"factory": "nowhere.at_all:Net"}, ConfigError, "cannot be imported"),
+    "no such name": ({"factory": "tests.engine.tiny:Absent"}, ConfigError, "cannot be imported"),
+    "no name": ({"factory": "tests.engine.tiny"}, ConfigError, "factory"),
+    "a size that it lacks": (
+        {"factory": "tests.engine.tiny:Listed", "config": {"depth": 2}},
+        ModelError,
+        "unexpected keyword argument 'depth'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SECTIONS)
+def test_a_model_section_that_names_nothing_is_refused(case):
+    section, kind, message = BAD_SECTIONS[case]
+    with pytest.raises(kind, match=message):
+        jaxspeed.initialize(loss_fn=squared_error, config=tiny.config(model=section))
+
+
+def test_a_factory_by_import_path_needs_a_loss():
+    with pytest.raises(ModelError, match="brings no loss of its own"):
+        jaxspeed.initialize(config=tiny.config(model={"factory": "tests.engine.tiny:Listed"}))
+
+
+def test_a_model_that_is_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="model: given twice"):
+        jaxspeed.initialize(Listed, squared_error, tiny.config(model=MLP))
+
+
+def test_a_subset_of_the_devices_may_be_used():
+    engine = tiny.engine(PAIR, stage=3, devices=jax.devices()[4:6])
+    assert engine.program.batch.train == 2
+    metrics = engine.train_batch(tiny.batch(2))
+    assert metrics["loss"].sharding.device_set == set(jax.devices()[4:6])
+
+
+# -- what compiled ------------------------------------------------------------------------------
+
+
+def test_what_compiled_is_told_without_running_anything():
+    engine = tiny.engine(PAIR, stage=3)
+    state = engine.state
+    report = engine.compiled(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH))
+    assert engine.state is state
+    # The step's program: 3 products of [1, 8] x [8, 8] and one of [1, 8] x [8, 1] a device, each
+    # three times (forward, and backward for inputs and weights), but for the batch's own gradient.
+    forward = 3 * 2 * 8 * 8 + 2 * 8
+    assert report.flops == 3 * forward - 2 * 8 * 8
+    gathers = [c for c in report.collectives if c.kind == "all-gather"]
+    assert gathers and all(c.axis == ("data",) and not c.in_accumulation for c in gathers)
+    live = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    batch = sum(x.nbytes for x in BATCH.values()) // 8
+    assert live <= report.argument_bytes <= live + batch + 256  # aligned
+    assert report.compile_seconds is None or report.compile_seconds > 0
+
+
+BATCH = tiny.batch()
+
+
+# -- the compilation cache ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_cache():
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def cache_for(value):
+    run = {} if value is None else {"run": {"compilation_cache": value}}
+    enable_compilation_cache(Config.load(tiny.config(**run)))
+    return jax.config.jax_compilation_cache_dir
+
+
+def test_the_cache_is_on_by_default_in_the_users_cache_folder(no_cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_for(None) == str(tmp_path / "jaxspeed" / "xla")
+
+
+def test_the_cache_may_be_elsewhere_or_off(no_cache, tmp_path):
+    assert cache_for(False) is None
+    assert cache_for(str(tmp_path)) == str(tmp_path)
+    assert cache_for("~/elsewhere") == str(tmp_path)  # one that is set already is kept
+
+
+def python(code, **environment):
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+def test_programs_land_in_the_cache_of_a_run_that_asks_for_nothing(tmp_path):
+    python(
+        "import jax, jaxspeed\n"
+        "from tests.engine import tiny\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "tiny.engine(tiny.PAIR).train_batch(tiny.batch(1))",
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert any("step" in file.name for file in (tmp_path / "jaxspeed" / "xla").iterdir())
+
+
+# -- simulated devices --------------------------------------------------------------------------
+
+
+def test_simulate_gives_the_devices_before_jax_has_started():
+    out = python("import jaxspeed, jax; jaxspeed.simulate(6); print(len(jax.devices()))")
+    assert out.strip() == "6"
+
+
+def test_simulate_says_that_it_comes_too_late():
+    out = python(
+        "import jaxspeed, jax\n"
+        "jax.numpy.zeros(3)\n"
+        "try: jaxspeed.simulate(4)\n"
+        "except jaxspeed.JaxspeedError as error: print(error)"
+    )
+    assert "already started with 1 cpu devices" in out and "call simulate first" in out
+
+
+def test_simulate_again_with_the_same_count_is_no_error():
+    jaxspeed.simulate(8)
+    assert len(jax.devices()) == 8
+    with pytest.raises(jaxspeed.JaxspeedError, match="already started with 8 cpu"):
+        jaxspeed.simulate(4)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_simulate_needs_a_device(count):
+    with pytest.raises(jaxspeed.JaxspeedError, match="at least one device"):
+        jaxspeed.simulate(count)
+
+
+def test_nothing_is_logged_above_information_by_a_plain_run(caplog):
+    caplog.set_level(logging.WARNING)
+    engine = tiny.engine(PAIR)
+    engine.train_batch(tiny.batch())
+    engine.close()
+    assert not [r for r in caplog.records if r.name.startswith("jaxspeed")]
+
+
+def test_x64_is_left_as_the_user_set_it():
+    assert jnp.zeros(1).dtype == jnp.float32
