@@ -5,6 +5,7 @@ deepspeed/__init__.py). Optax's `scale_by_muon` corrects the momentum's bias, wh
 weights of momentum and gradient in the Nesterov sum, and knows no Gram iteration.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ _ITERATIONS = 5
 _RESTART = 2  # where the Gram iteration goes back to X, to stay stable
 
 
-def uses_muon(path: str, ndim: int) -> bool:
+def uses_muon(path: str, ndim: int, inputs: int | None = None) -> bool:
     """Whether Muon updates a leaf; all others go to its Adam.
 
     DeepSpeed takes what has two dims or more and neither `embed` nor `lm_head` in its name. Here
@@ -32,13 +33,15 @@ def uses_muon(path: str, ndim: int) -> bool:
       path: of the leaf.
       ndim: its number of dims without those that number stacked layers: 2, `[in, out]`, or 4, a
         convolution `[height, width, in, out]`.
+      inputs: how many of these dims are inputs, where it is known: 1 for `[embed, heads,
+        head_dim]`, whose matrix is embed x (heads head_dim). Any ndim will do then.
     """
     segments = path.lower().split("/")
     if any("embed" in segment or "lm_head" in segment for segment in segments):
         return False
     if {"wte", "wpe", "head", "classifier"}.intersection(segments):
         return False
-    return ndim in (2, 4) and not is_norm_or_bias(path)
+    return (ndim in (2, 4) or inputs is not None) and not is_norm_or_bias(path)
 
 
 class MuonState(NamedTuple):
@@ -48,7 +51,10 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    momentum: float, ns_method: NewtonSchulz, stacked: Callable[[str], int]
+    momentum: float,
+    ns_method: NewtonSchulz,
+    stacked: Callable[[str], int],
+    inputs: Callable[[str], int | None] = lambda path: None,
 ) -> optax.GradientTransformation:
     """`m = momentum m + (1 - momentum) g`, `u = scale orthogonalize((1 - momentum) g + momentum m)`
 
@@ -58,6 +64,7 @@ def scale_by_muon(
       momentum: of the exponential average.
       ns_method: which form of the Newton-Schulz iteration.
       stacked: how many leading dims of the leaf at a path number its layers.
+      inputs: how many dims after those are inputs of its matrix; None where it is not known.
     """
 
     def init(params: Any) -> MuonState:
@@ -67,16 +74,23 @@ def scale_by_muon(
         average = optax.tree.update_moment(updates, state.momentum, momentum, 1)
         nesterov = optax.tree.update_moment(updates, average, momentum, 1)
         updates = map_with_path(
-            lambda path, u: _direction(u, u.ndim - stacked(path), ns_method), nesterov
+            lambda path, u: _direction(u, stacked(path), inputs(path), ns_method), nesterov
         )
         return updates, MuonState(average)
 
     return optax.GradientTransformation(init, update)
 
 
-def _direction(u: jax.Array, ndim: int, ns_method: NewtonSchulz) -> jax.Array:
-    """u  [..., in, out] or [..., height, width, in, out]"""
-    if ndim == 4:
+def _direction(
+    u: jax.Array, stacked: int, inputs: int | None, ns_method: NewtonSchulz
+) -> jax.Array:
+    """u  [layers, in, out], [layers, height, width, in, out], or in and out of several dims."""
+    if inputs is not None:
+        layers = u.shape[:stacked]
+        wide = math.prod(u.shape[stacked : stacked + inputs])
+        matrix = u.reshape(*layers, wide, -1)
+        tall = matrix.shape[-1]
+    elif u.ndim - stacked == 4:
         tall, wide = u.shape[-4:-2]
         matrix = u.reshape(*u.shape[:-4], -1, u.shape[-1])
     else:

@@ -47,6 +47,7 @@ class Parts:
     schedule: Schedule
     rules: PathRules
     stacked: Callable[[str], int]
+    inputs: Callable[[str], int | None]
 
     def decay(self, weight_decay: float) -> optax.GradientTransformation:
         return add_weight_decay(lambda path: self.rules.weight_decay(path, weight_decay))
@@ -74,6 +75,7 @@ def build_optimizer(
     exclude_norms_and_biases: bool = False,
     match: Match = match,
     stacked: Callable[[str], int] = lambda path: 0,
+    inputs: Callable[[str], int | None] = lambda path: None,
     moment_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a config's `optimizer` section. Its updates are to be *added* to parameters.
@@ -89,6 +91,7 @@ def build_optimizer(
       exclude_norms_and_biases: no weight decay on them.
       match: how a pattern matches a path, `(pattern, path) -> bool`; the config's by default.
       stacked: how many leading dims of the leaf at a path number stacked layers.
+      inputs: how many dims after those are inputs of a matrix of more than two dims (Muon).
       moment_dtype: what moments are stored in; None is the dtype of their parameter.
 
     Raises:
@@ -96,7 +99,7 @@ def build_optimizer(
     """
     optimizer, arguments = _call(type, params)
     rules = PathRules(groups, exclude_norms_and_biases, match)
-    parts = Parts(schedule or Schedule(), rules, stacked)
+    parts = Parts(schedule or Schedule(), rules, stacked, inputs)
     return in_float32(optimizer(parts, **arguments), moment_dtype)
 
 
@@ -271,15 +274,18 @@ def muon(
     ) -> optax.GradientTransformation:
         return optax.chain(direction, parts.decay(weight_decay), parts.rate(base_lr))
 
+    def label(path: str, p: Any) -> str:
+        is_matrix = uses_muon(path, p.ndim - parts.stacked(path), parts.inputs(path))
+        return "muon" if is_matrix else "adam"
+
     def labels(params: Any) -> Any:
-        return map_with_path(
-            lambda path, p: "muon" if uses_muon(path, p.ndim - parts.stacked(path)) else "adam",
-            params,
-        )
+        return map_with_path(label, params)
+
+    direction = scale_by_muon(momentum, ns_method, parts.stacked, parts.inputs)
 
     return optax.partition(
         {
-            "muon": then_step(scale_by_muon(momentum, ns_method, parts.stacked), rates["muon_lr"]),
+            "muon": then_step(direction, rates["muon_lr"]),
             "adam": then_step(optax.scale_by_adam(*betas, eps), rates["adam_lr"]),
         },
         labels,

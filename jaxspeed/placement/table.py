@@ -39,6 +39,17 @@ class Leaf:
         """How many leading dims stack layers."""
         return sum(1 for name in self.names[:1] if name == "layers")
 
+    @property
+    def matrix_inputs(self) -> int | None:
+        """How many dims after the stacked ones are a matrix's inputs, where heads make it 3-D.
+
+        `[embed, heads, head_dim]` has one, `[heads, head_dim, embed]` two.
+        """
+        names = self.names[self.stacked :]
+        if len(names) != 3 or "head_dim" not in names[1:]:
+            return None
+        return 1 if names[2] == "head_dim" else 2
+
 
 @dataclass(frozen=True)
 class Precision:

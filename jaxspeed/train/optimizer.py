@@ -16,6 +16,7 @@ from jaxspeed.optim import (
     build_schedule,
     loss_scale,
 )
+from jaxspeed.placement import Leaf
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.precision import precision_of
 
@@ -32,11 +33,11 @@ class Optimizer:
 
 
 def optimizer_of(
-    config: Config, own: optax.GradientTransformation | None, stacked: Mapping[str, int]
+    config: Config, own: optax.GradientTransformation | None, leaves: Mapping[str, Leaf]
 ) -> Optimizer:
     """What updates the parameters. With a user's own, clipping applies only when it was asked for.
 
-    `stacked` tells how many leading dims of a parameter number its layers.
+    `leaves` are the parameters by path: norms and matrices are those of one layer of a stack.
     """
     section = config.optimizer
     if own is not None:
@@ -72,7 +73,8 @@ def optimizer_of(
         schedule,
         groups=section.groups,
         exclude_norms_and_biases=section.exclude_norms_and_biases,
-        stacked=lambda path: stacked.get(path, 0),
+        stacked=lambda path: leaves[path].stacked if path in leaves else 0,
+        inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
         moment_dtype=precision_of(config).opt,
     )
     base = base_learning_rates(section.type, section.params)

@@ -229,7 +229,7 @@ def build_program(
         precision=precision_of(config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
     )
-    optimizer_ = optimizer_of(config, optimizer, {r.path: r.leaf.stacked for r in table})
+    optimizer_ = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
     trained = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
         for row in table
