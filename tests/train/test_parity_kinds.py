@@ -1,0 +1,13 @@
+"""Linen modules, pairs of functions and models with state train as plain JAX does."""
+
+import pytest
+
+from tests.train.parity import assert_trains_as_plain_jax, grid
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "accumulation", "optimizer"),
+    grid("linen", "pair", "dropout", "batch statistics"),
+)
+def test_trains_as_plain_jax(name, stage, accumulation, optimizer):
+    assert_trains_as_plain_jax(name, stage, accumulation, optimizer)

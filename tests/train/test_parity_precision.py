@@ -1,0 +1,131 @@
+"""fp64, bf16 and fp16, each at every stage.
+
+fp64 tells a mistake from rounding: two orders of summation differ by 1e-16, so 1e-10 after 10 steps
+of Adam leaves no room for a wrong term.
+
+16 bits. The reference casts parameters and inputs as jaxspeed does and keeps fp32 masters, so both
+round the same activations and differ in the order of their sums alone. With u = 2^-8 (bf16) or
+2^-11 (fp16) the spacing of numbers next to 1:
+- a weight gradient is a sum of 8 ranks' parts, each rounded to u/2 of its own size, which the
+  reference sums before it rounds: they differ by up to some u, at random from element to element;
+- the update is a sum of 10 such gradients, so its norm differs by about u too; 4 u are allowed,
+  because parts of different sign are larger than their sum;
+- the loss is a mean of 100 tokens' fp32 cross-entropies of rounded logits: u of it is allowed.
+A rank left out or counted twice changes a gradient by an eighth, which is 32 u.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.reference import DynamicScale, NnxReference, train
+from tests.train.cases import CASES, RANKS, Case
+from tests.train.parity import (
+    STAGES,
+    assert_loss_fell,
+    assert_losses_equal,
+    leaf_differences,
+    norm,
+    plain,
+    plain_of,
+    run,
+    updates,
+    whole_difference,
+)
+
+DOUBLE = [("gpt2", 3, 4), ("llama", 1, 4), ("vit", 0, 1), ("batch statistics", 2, 4)]
+
+
+def doubled(name: str) -> Case:
+    """The case with every floating number in fp64: parameters, statistics, inputs."""
+    case = CASES[name]
+
+    def factory(rngs):
+        module = case.model(rngs)
+        nnx.update(module, jax.tree.map(as_double, nnx.state(module)))
+        return module
+
+    def sample(rng, samples):
+        return jax.tree.map(as_double, case.sample(rng, samples))
+
+    plain = lambda: NnxReference(factory)  # noqa: E731
+    return replace(case, model=factory, sample=sample, plain=plain)
+
+
+def as_double(x):
+    return x.astype(np.float64) if x.dtype == np.float32 else x
+
+
+@pytest.mark.parametrize(("name", "stage", "accumulation"), DOUBLE)
+def test_fp64_is_exact(name, stage, accumulation):
+    with jax.enable_x64(True):
+        case = doubled(name)
+        reference = plain(case, accumulation, "adam")
+        ours = run(case, stage, accumulation, "adam")
+        assert all(x.dtype == np.float64 for x in ours.last.values())
+        assert_losses_equal(ours, reference, 1e-10)
+        assert_loss_fell(ours)
+        assert whole_difference(case, ours, reference) <= 1e-10
+
+
+class Doubled:
+    """Any reference, in fp64."""
+
+    def __init__(self, plain):
+        self.plain, self.bind, self.changed = plain, plain.bind, plain.changed
+
+    def init(self, seed):
+        return jax.tree.map(as_double, self.plain.init(seed))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.zero])
+def test_leaves_that_parity_sets_apart_have_no_gradient(name):
+    """And no other has so little: a hundred times the fp32 rounding, at least, of the whole."""
+    with jax.enable_x64(True):
+        case = CASES[name]
+        batch = jax.tree.map(as_double, case.batches(1)[0])
+        moved = updates(
+            train(Doubled(case.plain()), case.loss, [batch], case.optimizer("sgd"), ranks=RANKS)
+        )
+        quiet = {path for path in moved if not case.has_gradient(path)}
+        assert quiet
+        whole = norm(moved)
+        assert norm({path: moved[path] for path in quiet}) < 1e-14 * whole
+        assert all(norm({p: x}) > 1e-5 * whole for p, x in moved.items() if p not in quiet)
+
+
+HALF = {
+    "bf16": (2**-8, jnp.bfloat16, {"bf16": {"enabled": True}}),
+    "fp16": (2**-11, jnp.float16, {"fp16": {"enabled": True}}),
+}
+# (precision, case, accumulation): each at every stage.
+NARROW = [("bf16", "gpt2", 4), ("fp16", "llama", 1), ("bf16", "dropout", 1), ("fp16", "vit", 4)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("precision", "name", "accumulation"), NARROW)
+def test_16_bits_train_as_plain_jax_in_16_bits(precision, name, accumulation, stage):
+    u, dtype, section = HALF[precision]
+    case = CASES[name]
+    scale = DynamicScale(2.0**16) if precision == "fp16" else None
+    reference = plain(case, accumulation, "sgd", compute_dtype=dtype, scale=scale)
+    ours = run(case, stage, accumulation, "sgd", **section)
+    assert_losses_equal(ours, reference, u)
+    assert_loss_fell(ours)
+    assert whole_difference(case, ours, reference) <= 4 * u
+    skipped = int(ours.engine.state.skipped)
+    assert skipped == reference.skipped <= 2
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_16_bits_are_not_fp32(precision):
+    """The reference in 16 bits is no fp32 reference: the difference that the claim rests on."""
+    u, dtype, _ = HALF[precision]
+    narrow = plain(CASES["gpt2"], 4, "sgd", compute_dtype=dtype)
+    wide = plain_of("gpt2", 4, "sgd")
+    assert whole_difference(CASES["gpt2"], narrow, wide) > u / 4
+    assert max(leaf_differences(CASES["gpt2"], narrow, wide).values()) > 1e-5
