@@ -7,7 +7,7 @@ WORKERS ?= 2
 
 # What `make test-newest` runs: everything that touches jax's and flax's inner parts. The whole
 # suite twice would not fit the time that CI has.
-NEWEST_TESTS = tests/engine tests/train tests/units tests/placement tests/models tests/ops tests/observe
+NEWEST_TESTS = $(addprefix tests/,engine models observe ops optim placement train)
 NEWEST_VENV ?= .venv-newest
 NEWEST_PYTHON ?= python3.12
 
@@ -51,8 +51,8 @@ format: $(INSTALLED)  ## format and mend what lint can mend
 types: $(INSTALLED)  ## the type checker
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## the benchmarks, each of benchmarks/bench_*.py in a process of its own
-	set -e; for file in benchmarks/bench_*.py; do $(BIN)/python $$file; done
+bench: $(INSTALLED)  ## every benchmark, each in a process of its own
+	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 clean:  ## everything that was made
 	rm -rf $(VENV) $(NEWEST_VENV) .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

@@ -119,23 +119,21 @@ def test_a_subset_of_the_devices_may_be_used():
 
 
 def test_what_compiled_is_told_without_running_anything():
-    engine = tiny.engine(PAIR, stage=3)
-    state = engine.state
-    report = engine.compiled(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH))
+    engine = tiny.engine(PAIR, stage=3, train_micro_batch_size_per_gpu=4)
+    state, batch = engine.state, tiny.batch(32)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    report = engine.compiled(shapes)
     assert engine.state is state
-    # The step's program: 3 products of [1, 8] x [8, 8] and one of [1, 8] x [8, 1] a device, each
-    # three times (forward, and backward for inputs and weights), but for the batch's own gradient.
-    forward = 3 * 2 * 8 * 8 + 2 * 8
-    assert report.flops == 3 * forward - 2 * 8 * 8
+    # A device's 4 rows through 3 layers of 8 x 8, forward and for the weights, and back through 2
+    # of them (the batch has no gradient); then the head of 8 x 1, forward and for its weights (the
+    # way back through it is an outer product, which is none of the compiler's matrix products).
+    assert report.flops == 4 * (2 * 8 * 8 * (3 + 3 + 2) + 2 * 8 * (1 + 1))
     gathers = [c for c in report.collectives if c.kind == "all-gather"]
     assert gathers and all(c.axis == ("data",) and not c.in_accumulation for c in gathers)
     live = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    batch = sum(x.nbytes for x in BATCH.values()) // 8
-    assert live <= report.argument_bytes <= live + batch + 256  # aligned
+    mine = sum(x.nbytes for x in batch.values()) // 8
+    assert live <= report.argument_bytes <= live + mine + 256  # aligned
     assert report.compile_seconds is None or report.compile_seconds > 0
-
-
-BATCH = tiny.batch()
 
 
 # -- the compilation cache ----------------------------------------------------------------------
