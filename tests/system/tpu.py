@@ -5,7 +5,9 @@ from typing import Any
 import jax
 
 from tests.system.measured import measure_stacks
+from tests.system.stacks import FORMS
 
+DEEP_WIDTH, DEEP_BATCH = 2048, 512  # 8.4 MB of bf16 a layer; samples a device
 REPLICATED = {"replica": 2, "data": 4}
 EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
 
@@ -32,3 +34,24 @@ def volumes(devices: list[jax.Device]) -> dict[str, Any]:
         },
     }
     return measure_stacks(devices, cases)
+
+
+def depths(devices: list[jax.Device]) -> dict[str, Any]:
+    """16 and 32 unscanned layers, and scanned ones, wide enough for their weights to weigh."""
+    cases = {
+        f"{form}, {layers}": {
+            "stage": 3,
+            "form": form,
+            "layers": layers,
+            "width": DEEP_WIDTH,
+            "micro": DEEP_BATCH,
+        }
+        for form in ("listed", "scanned")
+        for layers in (16, 32)
+    }
+    return measure_stacks(devices, cases)
+
+
+def forms(devices: list[jax.Device]) -> dict[str, Any]:
+    """The same layers written in four ways."""
+    return measure_stacks(devices, {form: {"stage": 3, "form": form} for form in FORMS})
