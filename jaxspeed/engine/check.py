@@ -1,6 +1,5 @@
 """Proof of parity: the sharded step against the same step on one device, leaf by leaf."""
 
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.mesh import data_parallel_size
-from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.program import Program, build_program
 from jaxspeed.train.state import TrainState, pad, unpad, updated_values
 
@@ -84,9 +83,7 @@ class CheckReport:
         return Group(Text(title), table)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=100).print(self)
-        return out.getvalue()
+        return as_text(self, width=100)
 
 
 def check(

@@ -1,18 +1,18 @@
 """What compiled: one report of a compiled step's bytes, flops and collectives, per device."""
 
-import io
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
 from jaxspeed.observe.cost import cost
+from jaxspeed.placement.show import as_text, scaled_text
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class CompiledReport:
         return Group(_summary(self), _collective_table(self.collectives))
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
-        console.print(self)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return as_text(self, width=110)
 
 
 def report(
@@ -92,9 +90,9 @@ def _summary(report: CompiledReport) -> Table:
     table.add_column("what")
     table.add_column("how much", justify="right")
     for name in ("argument", "temp", "output", "alias", "host", "peak"):
-        table.add_row(f"{name} bytes", _scaled(getattr(report, f"{name}_bytes"), "B"))
-    table.add_row("flops (products, convolutions)", _scaled(report.flops, "flop"))
-    table.add_row("bytes accessed", _scaled(report.bytes_accessed, "B"))
+        table.add_row(f"{name} bytes", scaled_text(getattr(report, f"{name}_bytes"), "B"))
+    table.add_row("flops (products, convolutions)", scaled_text(report.flops, "flop"))
+    table.add_row("bytes accessed", scaled_text(report.bytes_accessed, "B"))
     if report.compile_seconds is not None:
         table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")
     for kernel in report.uncounted:
@@ -120,16 +118,7 @@ def _collective_table(found: Iterable[Collective]) -> Table:
             *key,
             str(len(alike)),
             str(sum(one.runs for one in alike)),
-            _scaled(sum(one.bytes * one.runs for one in alike), "B"),
-            _scaled(sum(ring_bytes(one) for one in alike), "B"),
+            scaled_text(sum(one.bytes * one.runs for one in alike), "B"),
+            scaled_text(sum(ring_bytes(one) for one in alike), "B"),
         )
     return table
-
-
-def _scaled(value: float, unit: str) -> str:
-    """1234567 -> '1.23 MB': powers of 1000."""
-    prefixes = iter(("", "k", "M", "G", "T", "P", "E"))
-    prefix = next(prefixes)
-    while abs(value) >= 1000:
-        value, prefix = value / 1000, next(prefixes)
-    return f"{value:.0f} {unit}" if prefix == "" else f"{value:.3g} {prefix}{unit}"

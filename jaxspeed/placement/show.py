@@ -1,6 +1,7 @@
 """The placement table as people read it."""
 
 import io
+from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -12,13 +13,24 @@ ROLES = ("param", "master", "grad", "opt")
 MOST_ROWS = 40  # a larger table shows its largest leaves
 
 
+def scaled_text(value: float, unit: str) -> str:
+    """1536 bytes as '1.54 kB', in powers of 1000 as memory is sold and quoted."""
+    prefixes = iter(("", "k", "M", "G", "T", "P"))
+    prefix = next(prefixes)
+    while abs(value) >= 999.5 and prefix != "P":
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.3g} {prefix}{unit}"
+
+
 def bytes_text(count: float) -> str:
-    """1536 as '1.54 kB', in powers of 1000 as memory is sold and quoted."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return scaled_text(count, "B")
+
+
+def as_text(shown: Any, width: int) -> str:
+    """What Rich prints, without colours."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(shown)
+    return out.getvalue()
 
 
 def rich_table(table: PlacementTable) -> Group:
@@ -28,9 +40,7 @@ def rich_table(table: PlacementTable) -> Group:
 
 def render(table: PlacementTable, width: int = 120) -> str:
     """The same as text."""
-    out = io.StringIO()
-    Console(file=out, width=width).print(rich_table(table))
-    return out.getvalue()
+    return as_text(rich_table(table), width)
 
 
 def _totals(table: PlacementTable) -> Table:
