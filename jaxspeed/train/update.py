@@ -109,11 +109,12 @@ class Update:
         return grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
 
     def _param(self, row: Row, value: jax.Array) -> jax.Array:
-        """What layers read, made from what was updated: a gather under stages 1 and 2."""
-        assert row.param is not None and row.opt is not None
-        value = value.astype(row.param.dtype)
-        value = constrain(value, self.table.sharding(row.opt), "publish")  # else gathered in fp32
-        return unpad(value, row.shape(row.param))
+        """What layers read, made from what was updated: a gather under stages 1 and 2.
+
+        The cast happens on the shards: the step's output sharding is what makes it a gather.
+        """
+        assert row.param is not None
+        return unpad(value.astype(row.param.dtype), row.shape(row.param))
 
     def _optimize(
         self, grads: Arrays, state: TrainState, old: Arrays, finite: jax.Array

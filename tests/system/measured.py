@@ -3,12 +3,13 @@
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import jaxspeed
 from jaxspeed.observe import (
@@ -73,9 +74,24 @@ def compile_step(program: Program, batch: Any) -> jax.stages.Compiled:
     return program.step.lower(program.state, program.abstract_batch(batch)).compile()
 
 
-def measure(program: Program, batch: Any) -> dict[str, Any]:
+def compile_gradients(program: Program, batch: Any) -> jax.stages.Compiled:
+    """The gradients alone, with nobody to say where they should go."""
+
+    def gradients(sources: Any, batch: Any) -> Any:
+        zero, one = jnp.zeros((), jnp.int32), jnp.ones(())
+        return program.gradients(sources, {}, batch, zero, one)[0].grads
+
+    sources = program.state.sources(program.table)
+    return jax.jit(gradients).lower(sources, program.abstract_batch(batch)).compile()
+
+
+def measure(
+    program: Program,
+    batch: Any,
+    compiling: Callable[[Program, Any], jax.stages.Compiled] = compile_step,
+) -> dict[str, Any]:
     """Collectives, the accumulation loop's carry, bytes: what JSON can hold."""
-    compiled = compile_step(program, batch)
+    compiled = compiling(program, batch)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     return {
@@ -91,13 +107,8 @@ def measure(program: Program, batch: Any) -> dict[str, Any]:
 def measure_stacks(
     devices: Sequence[jax.Device], cases: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """{name: what `stack_program(**case)` compiles to}; a case may name a site to `drop`."""
-    found = {}
-    for name, case in cases.items():
-        options = dict(case)
-        with without(options.pop("drop", None)):
-            found[name] = measure(*stack_program(devices, **options))
-    return found
+    """{name: what `stack_program(**case)` compiles to}."""
+    return {name: measure(*stack_program(devices, **case)) for name, case in cases.items()}
 
 
 def collectives_of(found: dict[str, Any]) -> list[Collective]:

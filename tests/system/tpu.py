@@ -4,7 +4,14 @@ from typing import Any
 
 import jax
 
-from tests.system.measured import measure_stacks
+from tests.system.measured import (
+    compile_gradients,
+    compile_step,
+    measure,
+    measure_stacks,
+    stack_program,
+    without,
+)
 from tests.system.stacks import FORMS
 
 DEEP_WIDTH, DEEP_BATCH = 2048, 512  # 8.4 MB of bf16 a layer; samples a device
@@ -55,3 +62,26 @@ def depths(devices: list[jax.Device]) -> dict[str, Any]:
 def forms(devices: list[jax.Device]) -> dict[str, Any]:
     """The same layers written in four ways."""
     return measure_stacks(devices, {form: {"stage": 3, "form": form} for form in FORMS})
+
+
+def dropped(devices: list[jax.Device]) -> dict[str, Any]:
+    """For each site a program in which it matters, with it and without."""
+    sgd = {"type": "SGD", "params": {"lr": 1e-3}}
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "reduce": (compile_step, {"stage": 1, "mixed": False, "optimizer": sgd}),
+        "accumulate": (
+            compile_step,
+            {"stage": 1, "accumulation": 4, "parallel": EACH_MICRO_BATCH},
+        ),
+        "unit.gather": (compile_step, {"stage": 3}),
+        "unit.scatter": (compile_gradients, {"stage": 3}),
+    }
+    found: dict[str, Any] = {}
+    for site, (compiling, case) in cases.items():
+        kept = measure(*stack_program(devices, **case), compiling)
+        with without(site):
+            found[site] = {
+                "kept": kept,
+                "dropped": measure(*stack_program(devices, **case), compiling),
+            }
+    return found

@@ -1,0 +1,122 @@
+"""Each decision that the library states to the compiler is needed: dropped, a check fails.
+
+A site is one `constrain(..., "site")` in the source. For each there is a program in which it
+matters, and what is read from that program, for a TPU v5e:2x4, is wrong without it.
+"""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspeed
+from tests.support.topology import run_on_topology
+from tests.system import stacks
+from tests.system.measured import LAYERS, PACKAGE, WIDTH, collectives_of, sites
+
+MATRIX = WIDTH * WIDTH
+# Its loss can be told from the traced program alone (tests/placement/test_units_gathers.py): for
+# all compilers that were tried, the argument's own sharding and the barrier say the same.
+TRACED_ONLY = {"unit.cut"}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    return run_on_topology("tests.system.tpu:dropped", "v5e:2x4")
+
+
+def moved(found: dict[str, Any]) -> dict[str, int]:
+    """{kind: matrices moved in a step}."""
+    total: dict[str, int] = {}
+    for c in collectives_of(found):
+        if c.elements >= MATRIX / 8:
+            total[c.kind] = total.get(c.kind, 0) + c.elements // MATRIX * c.runs
+    return total
+
+
+def carried(found: dict[str, Any]) -> list[tuple[int, ...]]:
+    return [tuple(shape) for _, shape in found["carry"] if len(shape) == 2]
+
+
+# What must hold of a program in which one site matters.
+CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    # SGD in fp32 has nothing else that is cut: without it, all-reduce and update everywhere.
+    "reduce": lambda f: moved(f) == {"reduce-scatter": LAYERS, "all-gather": LAYERS},
+    # Stage 1 where each micro-batch is reduced: the table has whole accumulators.
+    "accumulate": lambda f: carried(f) == [(WIDTH, WIDTH)] * LAYERS,
+    # Weights move, and each layer's do so in each pass.
+    "unit.gather": lambda f: moved(f) == {"all-gather": 2 * LAYERS, "reduce-scatter": LAYERS},
+    # The gradients of ZeRO 3 alone, with nobody to say where they should go.
+    "unit.scatter": lambda f: moved(f) == {"all-gather": 2 * LAYERS, "reduce-scatter": LAYERS},
+}
+
+
+def test_every_site_of_the_source_has_a_check():
+    assert sites() == CHECKS.keys() | TRACED_ONLY
+
+
+@pytest.mark.parametrize("site", CHECKS)
+def test_the_program_is_right_with_every_constraint(programs, site):
+    assert CHECKS[site](programs[site]["kept"])
+
+
+@pytest.mark.parametrize("site", CHECKS)
+def test_a_dropped_constraint_is_caught(programs, site):
+    assert not CHECKS[site](programs[site]["dropped"])
+
+
+# -- per-device code ------------------------------------------------------------------------------
+
+COLLECTIVES = {
+    "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute",
+    "pshuffle", "pswapaxes", "pbroadcast", "ragged_all_to_all",
+}  # fmt: skip
+
+
+def test_per_device_code_states_no_collective_of_its_own():
+    """The shard_maps of the core only say what each device computes; sums stand outside them.
+
+    A collective that is added must come with a test that it is missed (as below).
+    """
+    called = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    assert not called & COLLECTIVES
+
+
+def step_of(devices: list[jax.Device], batch: Any) -> np.ndarray:
+    """The first layer's matrix after one SGD step at stage 1, with two micro-batches a rank."""
+    config = stacks.config_of(
+        1,
+        mixed=False,
+        accumulation=16 // len(devices),
+        mesh={"data": len(devices)},
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
+    )
+    model = stacks.FORMS["listed"](2, 16)
+    engine = jaxspeed.initialize(model, stacks.loss, config, devices=devices)
+    engine.train_batch(batch)
+    return np.asarray(engine.parameters["layers/0/w"])
+
+
+def test_the_sum_over_ranks_is_missed_when_it_is_dropped(monkeypatch):
+    x, y = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    batch = {"x": np.asarray(x), "y": np.asarray(y)}
+    plain = step_of(jax.devices()[:1], batch)
+    np.testing.assert_allclose(step_of(jax.devices(), batch), plain, rtol=1e-5, atol=1e-6)
+    real = jax.shard_map
+
+    def only_the_first_rank(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """The partial sums of the first rank in place of every rank's own."""
+        per_rank = real(*args, **kwargs)
+        return lambda *xs: jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), per_rank(*xs))
+
+    monkeypatch.setattr(jax, "shard_map", only_the_first_rank)
+    assert np.abs(step_of(jax.devices(), batch) - plain).max() > 1e-3
