@@ -29,7 +29,7 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
         if not isinstance(x, allowed):
             kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
             raise BatchError(f"{place} is a {kind}; it must be a NumPy or JAX array")
-        if not _is_numeric(x.dtype):
+        if not is_numeric(x.dtype):
             raise BatchError(f"{place} has dtype {x.dtype}; it must be an array of numbers")
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise BatchError(
@@ -79,7 +79,8 @@ def _shape_text(x: Any) -> str:
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
 
 
-def _is_numeric(dtype: Any) -> bool:
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX can hold numbers (or random keys) of this dtype."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):  # typed random keys
         return True
     return dtype.kind not in "mM" and (

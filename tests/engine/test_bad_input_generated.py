@@ -113,7 +113,23 @@ def odd_module(kept, shape, dtype):
 
 
 BUILT = Listed(nnx.Rngs(0))
-kept = st.sampled_from([lambda: None, lambda: "text", lambda: jnp.ones(2), lambda: BUILT, object])
+kept = st.sampled_from(
+    [
+        lambda: None,
+        lambda: "text",
+        lambda: jnp.ones(2),
+        lambda: np.ones(2),
+        lambda: np.array(["text"]),
+        lambda: [jnp.ones(2)],
+        lambda: {"a": np.ones(2)},
+        lambda: BUILT,
+        lambda: nnx.Param("text"),
+        lambda: nnx.Param(None),
+        lambda: nnx.Param(1.0),
+        lambda: nnx.Param([1.0]),
+        object,
+    ]
+)
 modules = st.builds(
     odd_module, kept, shapes, st.sampled_from([jnp.float32, jnp.int32, jnp.complex64, jnp.bfloat16])
 )

@@ -267,3 +267,39 @@ def test_a_linen_parameter_may_be_named_seed():
 
     engine = start(Seeded(), example_batch=tiny.batch())
     assert np.isfinite(engine.train_batch(tiny.batch())["loss"])
+
+
+BAD_KEPT = {
+    "text in a Variable": (lambda: nnx.Param("text"), "keeps a str at kept"),
+    "nothing in a Variable": (lambda: nnx.Param(None), "keeps a NoneType at kept"),
+    "a list in a Variable": (lambda: nnx.Param([1.0]), "keeps a list at kept"),
+    "an array of words": (lambda: np.array(["text"]), "keeps a <U4 at kept"),
+    "a list of NumPy arrays": (lambda: [np.ones(2)], "Found data on value of type"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_KEPT)
+def test_what_a_module_may_not_keep_is_named_with_its_place(case):
+    kept, message = BAD_KEPT[case]
+
+    class Keeps(Listed):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.kept = kept()
+
+    with pytest.raises(ModelError, match=message):
+        start(Keeps)
+
+
+def test_a_parameter_may_be_a_python_number():
+    class Scaled(Listed):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.scale = nnx.Param(2.0)
+
+        def __call__(self, x):
+            return super().__call__(x) * self.scale[...]
+
+    engine = start(Scaled)
+    engine.train_batch(tiny.batch())
+    assert float(engine.parameters["scale"]) != 2.0

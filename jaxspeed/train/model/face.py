@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.placement.table import Leaf
-from jaxspeed.train.batches import check_arrays
+from jaxspeed.train.batches import check_arrays, is_numeric
 
 Arrays = dict[str, Any]
 Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
@@ -57,7 +57,8 @@ def example_shapes(batch: Any) -> Any:
 
 
 def is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+    """Of numbers, that is."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_numeric(x.dtype)
 
 
 def is_floating(x: Any) -> bool:

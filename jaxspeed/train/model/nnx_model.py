@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.table import Leaf
 from jaxspeed.placement.units import tagged
 from jaxspeed.train.foreign import foreign
-from jaxspeed.train.model.face import Arrays, Trainable, is_floating, nested
+from jaxspeed.train.model.face import Arrays, Trainable, is_array, is_floating, nested
 from jaxspeed.train.rng import micro_batch_key
 
 # Where Flax versions and models keep the logical names of a parameter's dims.
@@ -130,16 +131,36 @@ def _value(leaf: Any) -> Any:
 
 
 def _keep_arrays(module: nnx.Module) -> None:
-    """Have Flax count arrays that modules keep without a Variable as data.
+    """Have every array of a module be data, and everything that is data be an array of numbers.
 
-    It knows them by their type, and while shapes are being traced arrays have another one
-    (Flax 0.12.8), so that they would end up in the static part.
+    Flax knows arrays that modules keep without a Variable by their type, and while shapes are being
+    traced they have another one (Flax 0.12.8), so that they would end up in the static part.
     """
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Module):
+    for keys, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            value = node.get_value()
+            if isinstance(value, (bool, int, float)):
+                node.set_value(jnp.asarray(value))
+            else:
+                _check_array(_path(keys), value)
+        elif isinstance(node, nnx.Module):
             for name, value in list(vars(node).items()):
-                if isinstance(value, jax.core.Tracer):
+                if isinstance(value, (jax.core.Tracer, list, tuple, dict)) and _traced(value):
                     setattr(node, name, nnx.data(value))
+                elif isinstance(value, np.ndarray):
+                    _check_array(_path((*keys, name)), value)
+
+
+def _traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _check_array(path: str, value: Any) -> None:
+    if not is_array(value):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ModelError(
+            f"the model keeps a {kind} at {path}; what is no setting is an array of numbers"
+        )
 
 
 def _is_parameter(variable: Any) -> bool:

@@ -75,9 +75,10 @@ class PairModel:
         bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
         if bad:
             path, value = next(iter(bad.items()))
+            kind = getattr(value, "dtype", type(value).__name__)
             raise ModelError(
-                f"init returned a {type(value).__name__} at {path or 'its root'}; parameters are "
-                "NumPy or JAX arrays in a tree"
+                f"init returned a {kind} at {path or 'its root'}; parameters are NumPy or JAX "
+                "arrays of numbers, in a tree"
             )
         return made
 
