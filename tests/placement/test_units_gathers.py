@@ -110,7 +110,7 @@ def linen_params() -> Any:
     return LinenStack().init(jax.random.key(0), inputs())["params"]
 
 
-# -- reading a program ------------------------------------------------------------------------------
+# -- reading a program ----------------------------------------------------------------------------
 
 
 def equations(jaxpr: Any) -> list[tuple[Any, dict[Any, Any]]]:
@@ -150,7 +150,7 @@ def expected(weights: int) -> dict[str, int]:
     return {"gathers": 2 * weights, "tied shards": 2 * weights, "scatters": weights}
 
 
-# -- claims -----------------------------------------------------------------------------------------
+# -- claims ---------------------------------------------------------------------------------------
 
 MODELS = {
     "pure functions": (pure_loss, pure_params, "4 x block"),

@@ -10,7 +10,8 @@ round the same activations and differ in the order of their sums alone. With u =
   reference sums before it rounds: they differ by up to some u, at random from element to element;
 - the update is a sum of 10 such gradients, so its norm differs by about u too; 4 u are allowed,
   because parts of different sign are larger than their sum;
-- the loss is a mean of 100 tokens' fp32 cross-entropies of rounded logits: u of it is allowed.
+- the loss is a mean over 16 samples or more, in fp32, of rounded outputs: u of the first step's is
+  allowed (later ones are smaller, and their outputs are not).
 A rank left out or counted twice changes a gradient by an eighth, which is 32 u.
 """
 
@@ -98,9 +99,12 @@ def test_leaves_that_parity_sets_apart_have_no_gradient(name):
         assert all(norm({p: x}) > 1e-5 * whole for p, x in moved.items() if p not in quiet)
 
 
+# Once a step, each rank's own mean gradient is what must not overflow, and it is larger than the
+# mean of all. From 2^12 nothing does, so both take the same steps; the default scale has a test.
+POWER = 12
 HALF = {
     "bf16": (2**-8, jnp.bfloat16, {"bf16": {"enabled": True}}),
-    "fp16": (2**-11, jnp.float16, {"fp16": {"enabled": True}}),
+    "fp16": (2**-11, jnp.float16, {"fp16": {"enabled": True, "initial_scale_power": POWER}}),
 }
 # (precision, case, accumulation): each at every stage.
 NARROW = [("bf16", "gpt2", 4), ("fp16", "llama", 1), ("bf16", "dropout", 1), ("fp16", "vit", 4)]
@@ -111,14 +115,23 @@ NARROW = [("bf16", "gpt2", 4), ("fp16", "llama", 1), ("bf16", "dropout", 1), ("f
 def test_16_bits_train_as_plain_jax_in_16_bits(precision, name, accumulation, stage):
     u, dtype, section = HALF[precision]
     case = CASES[name]
-    scale = DynamicScale(2.0**16) if precision == "fp16" else None
+    scale = DynamicScale(2.0**POWER) if precision == "fp16" else None
     reference = plain(case, accumulation, "sgd", compute_dtype=dtype, scale=scale)
     ours = run(case, stage, accumulation, "sgd", **section)
-    assert_losses_equal(ours, reference, u)
+    apart = np.abs(np.subtract(ours.losses, reference.losses))
+    assert max(apart) <= u * reference.losses[0]
     assert_loss_fell(ours)
     assert whole_difference(case, ours, reference) <= 4 * u
-    skipped = int(ours.engine.state.skipped)
-    assert skipped == reference.skipped <= 2
+    assert int(ours.engine.state.skipped) == reference.skipped == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2", "dropout"])
+def test_fp16_finds_its_scale_within_two_skipped_steps(name, stage):
+    """From the default, 2^16."""
+    ours = run(CASES[name], stage, 4, "sgd", fp16={"enabled": True})
+    assert int(ours.engine.state.skipped) <= 2
+    assert_loss_fell(ours)
 
 
 @pytest.mark.parametrize("precision", HALF)

@@ -32,9 +32,11 @@ def assert_equal(case, ours: Trained, expected: reference.Run) -> None:
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 4), (1, 1), (2, 4), (3, 1)])
 def test_clipping_is_by_the_global_norm(stage, accumulation):
-    expected = plain(GPT2, accumulation, "sgd", clipping=0.3, steps=STEPS)
+    # A small step moves a norm's scale of 1 by few of fp32's steps, so the rate is a large one.
+    sgd = optax.sgd(0.5, momentum=0.9)
+    expected = plain(GPT2, accumulation, sgd, clipping=0.3, steps=STEPS)
     assert min(expected.norms) > 0.5  # it is active at every step
-    ours = run(GPT2, stage, accumulation, "sgd", steps=STEPS, gradient_clipping=0.3)
+    ours = run(GPT2, stage, accumulation, sgd, steps=STEPS, gradient_clipping=0.3)
     assert_equal(GPT2, ours, expected)
 
 
@@ -122,12 +124,12 @@ class Adapted(awkward.Plain):
     block = AdaptedBlock
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("trainable", [Adapter, ["a", "b"]], ids=["type", "patterns"])
-def test_only_what_is_chosen_is_trained(stage, trainable):
-    if isinstance(trainable, list) and stage % 2:
-        pytest.skip("patterns and types take one way after the choice: two stages show it")
-    case = regression(Adapted, weighted_error)
+CHOICES = [(Adapter, 0), (["a", "b"], 1), (["a", "b"], 2), (Adapter, 3)]
+
+
+@pytest.mark.parametrize(("trainable", "stage"), CHOICES)
+def test_only_what_is_chosen_is_trained(trainable, stage):
+    case = regression(Adapted, weighted_error, rates=(1e-2, 0.01))
     expected = plain(
         case, 4, "sgd", frozen=lambda path: path.split("/")[-1] not in ("a", "b"), steps=STEPS
     )
