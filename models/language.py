@@ -16,12 +16,15 @@ A target of -100 does not count either.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxspeed import ops
+
+from .layers import Embedding
 
 IGNORED = -100
 
@@ -44,6 +47,30 @@ class LanguageModel(Protocol):
 
     @property
     def vocab_chunk(self) -> int | None: ...
+
+
+class Decoder(nnx.Module):
+    """What language families have in common: a head that may be tied, and logits through it.
+
+    A family's own class makes the layers and has `hidden`.
+    """
+
+    config: Any
+    embed: Embedding
+    head: Embedding | None  # None: the embedding's table is the head's too
+
+    @property
+    def head_weight(self) -> jax.Array:
+        """[vocab, embed]."""
+        return (self.embed if self.head is None else self.head).table[...]
+
+    @property
+    def vocab_chunk(self) -> int | None:
+        return self.config.vocab_chunk
+
+    def __call__(self: LanguageModel, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
+        """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
+        return logits(self, self.hidden(tokens, **context))
 
 
 class Prediction(NamedTuple):

@@ -165,7 +165,7 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class Llama(nnx.Module):
+class Llama(language.Decoder):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         self.config = config
@@ -195,19 +195,6 @@ class Llama(nnx.Module):
         x = self.embed(tokens)
         x = scan_blocks(self.blocks, x, rotation, segment_ids, unroll=c.unroll)
         return self.norm(x)
-
-    @property
-    def head_weight(self) -> jax.Array:
-        """[vocab, embed]."""
-        return (self.embed if self.head is None else self.head).table[...]
-
-    @property
-    def vocab_chunk(self) -> int | None:
-        return self.config.vocab_chunk
-
-    def __call__(self, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
-        """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
-        return language.logits(self, self.hidden(tokens, **context))
 
 
 def residual_init(config: Config) -> Initializer:
