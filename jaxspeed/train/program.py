@@ -32,7 +32,7 @@ from jaxspeed.train.model import Model, adapt_model
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import Optimizer, optimizer_of
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
-from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad
+from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -66,7 +66,8 @@ class Program:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _fresh_state(self, seed: jax.Array | int) -> TrainState:
+    def _fresh_model(self, seed: jax.Array | int) -> tuple[Arrays, Arrays, Arrays]:
+        """(params, masters, variables), as they are stored."""
         values, variables = self.model.init(seed)
         params: Arrays = {}
         master: Arrays = {}
@@ -75,8 +76,13 @@ class Program:
                 if placement is not None:
                     value = values[row.path].astype(placement.dtype)
                     stored[row.path] = pad(value, row.shape(placement))
+        return params, master, variables
+
+    def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
+        """What a state holds beside the model."""
         trained = {
-            row.path: values[row.path].astype(row.updated.dtype)
+            # A copy: a transformation may keep it as it is, and no two arrays share a buffer.
+            row.path: jnp.copy(unpad((master if row.master else params)[row.path], row.leaf.shape))
             for row in self.table
             if row.leaf.trainable
         }
@@ -87,14 +93,14 @@ class Program:
                 row = self.table[path]
                 assert row.opt is not None
                 average[path] = pad(value, row.shape(row.opt))
-        zero = jnp.zeros((), jnp.int32)
         scale = loss_scale.init(self.update.rule)
-        return TrainState(zero, zero, params, master, opt, average, variables, scale)
+        zeros = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped")}
+        return {**zeros, "opt": opt, "ema": average, "loss_scale": scale}
 
     @functools.cached_property
     def state(self) -> TrainState:
         """The state's shapes, dtypes and shardings, without arrays."""
-        shapes = jax.eval_shape(self._fresh_state, 0)
+        shapes = jax.eval_shape(self.init, 0)
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
             shapes,
@@ -121,8 +127,27 @@ class Program:
 
     @functools.cached_property
     def init(self) -> Callable[[int], TrainState]:
-        """A fresh state, each array made straight into its shards."""
-        return jax.jit(self.in_mesh(self._fresh_state), out_shardings=self.shardings)
+        """A fresh state, each array made straight into its shards.
+
+        In two programs: what random numbers need of memory is free again before the moments come.
+        """
+        at = self.shardings
+        model = jax.jit(
+            self.in_mesh(self._fresh_model), out_shardings=(at.params, at.master, at.variables)
+        )
+        names = ("step", "skipped", "opt", "ema", "loss_scale")
+        rest = jax.jit(
+            self.in_mesh(self._fresh_rest),
+            out_shardings={name: getattr(at, name) for name in names},
+        )
+
+        def init(seed: int) -> TrainState:
+            params, master, variables = model(seed)
+            return TrainState(
+                params=params, master=master, variables=variables, **rest(params, master)
+            )
+
+        return init
 
     # -- steps ----------------------------------------------------------------------------------
 
