@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,9 @@ from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import as_text, bytes_text
-from jaxspeed.train.program import Program, build_program
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
 from jaxspeed.train.state import TrainState, pad, unpad, updated_values
-
-if TYPE_CHECKING:
-    from jaxspeed.engine.engine import Engine
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
 # million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and
@@ -87,10 +85,14 @@ class CheckReport:
 
 
 def check(
-    engine: "Engine", batch: Any, *, layers: int | None = None, model: Any = None
+    program: Program,
+    state: TrainState,
+    batch: Any,
+    *,
+    layers: int | None = None,
+    model: Any = None,
 ) -> CheckReport:
-    """Run one step both ways from the same state. The engine's own state is kept."""
-    program, state = engine.program, engine.state
+    """Run one step both ways from the same state, which is kept."""
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
@@ -198,7 +200,7 @@ def _at_a_scale_without_overflow(
     A dynamic loss scale starts where gradients overflow, and finds its way down by skipping steps;
     two overflows have no difference to measure.
     """
-    probe, dynamic = _probe(program), isinstance(program.update.rule, DynamicRule)
+    probe, dynamic = _probe(program), isinstance(program.optimizer.rule, DynamicRule)
     while True:
         found = probe(state, batch)
         scale = state.loss_scale.scale

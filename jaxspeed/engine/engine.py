@@ -19,7 +19,8 @@ from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.program import Metrics, Program, build_program
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.state import TrainState, unpad, updated_values
 
 log = logging.getLogger("jaxspeed")
@@ -118,7 +119,7 @@ class Engine:
         Where the model does not fit one device: `layers=2` (models that the config names) or
         `model=<a smaller factory>` checks a smaller one, freshly initialised.
         """
-        return checking.check(self, batch, **smaller)
+        return checking.check(self.program, self.state, batch, **smaller)
 
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
         """The first input, parameter, layer or gradient that is not finite on this batch."""

@@ -1,7 +1,8 @@
 """Where every array lives: the mesh, the rules that cut a leaf, the table, and units."""
 
 from jaxspeed.placement.mesh import AXES, DATA_AXES, build_mesh
-from jaxspeed.placement.table import Leaf, Placement, PlacementTable, Precision, Row, build_table
+from jaxspeed.placement.rows import Leaf, Placement, Precision, Row
+from jaxspeed.placement.table import PlacementTable, build_table
 
 __all__ = [
     "AXES",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jaxspeed.config import match
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.rows import Leaf
 
 EXAMPLES = 6
 

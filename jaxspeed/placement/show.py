@@ -1,15 +1,16 @@
 """The placement table as people read it."""
 
 import io
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.placement.table import Placement, PlacementTable, Row
+from jaxspeed.placement.rows import ROLES, Placement, Row
 
-ROLES = ("param", "master", "grad", "opt")
 MOST_ROWS = 40  # a larger table shows its largest leaves
 
 
@@ -33,45 +34,42 @@ def as_text(shown: Any, width: int) -> str:
     return out.getvalue()
 
 
-def rich_table(table: PlacementTable) -> Group:
-    """Bytes by role, then a row a leaf."""
-    return Group(_totals(table), _leaves(table))
+def together(*parts: Any) -> Group:
+    """Several things that Rich prints, one under the other."""
+    return Group(*parts)
 
 
-def render(table: PlacementTable, width: int = 120) -> str:
-    """The same as text."""
-    return as_text(rich_table(table), width)
-
-
-def _totals(table: PlacementTable) -> Table:
-    axes = ", ".join(f"{axis} {n}" for axis, n in table.mesh.shape.items() if n > 1) or "one device"
-    shown = Table(title=f"ZeRO stage {table.stage} on {axes}", title_justify="left", box=None)
+def totals(stage: int, mesh_axes: Mapping[str, int], roles: Mapping[str, tuple[int, int]]) -> Table:
+    """Bytes by role, in all and a device."""
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_axes.items()) or "one device"
+    shown = Table(title=f"ZeRO stage {stage} on {axes}", title_justify="left", box=None)
     for name, justify in (("role", "left"), ("in all", "right"), ("a device", "right")):
         shown.add_column(name, justify=justify)  # type: ignore[arg-type]
     total = device = 0
-    for role, (whole, per_device) in table.bytes_by_role().items():
+    for role, (whole, per_device) in roles.items():
         shown.add_row(role, bytes_text(whole), bytes_text(per_device))
         total, device = total + whole, device + per_device
     shown.add_row("sum", bytes_text(total), bytes_text(device), style="bold")
     return shown
 
 
-def _leaves(table: PlacementTable) -> Group:
+def leaves(rows: Sequence[Row]) -> Group:
+    """A line a parameter, of the largest if there are many."""
     shown = Table(box=None)
     shown.add_column("parameter", no_wrap=True)
     for name in ("shape", *ROLES, ""):
         shown.add_column(name, overflow="fold")
-    rows = sorted(table, key=lambda row: -_size(row))[:MOST_ROWS]
-    kept = {row.path for row in rows}
-    for row in table:
+    largest = sorted(rows, key=lambda row: -math.prod(row.leaf.shape))[:MOST_ROWS]
+    kept = {row.path for row in largest}
+    for row in rows:
         if row.path in kept:
-            cells = [_cell(row, getattr(row, role)) for role in ROLES]
+            cells = [_cell(getattr(row, role)) for role in ROLES]
             shown.add_row(row.path, "x".join(map(str, row.leaf.shape)), *cells, row.note)
-    left = len(table) - len(rows)
+    left = len(rows) - len(largest)
     return Group(shown, Text(f"and {left} smaller parameters")) if left else Group(shown)
 
 
-def _cell(row: Row, placement: Placement | None) -> str:
+def _cell(placement: Placement | None) -> str:
     if placement is None:
         return "-"
     cuts = [
@@ -86,10 +84,3 @@ def _cell(row: Row, placement: Placement | None) -> str:
 def _short(dtype: str) -> str:
     """bfloat16 as bf16, float32 as f32, as compilers write them."""
     return dtype.replace("bfloat", "bf").replace("float", "f")
-
-
-def _size(row: Row) -> int:
-    size = 1
-    for n in row.leaf.shape:
-        size *= n
-    return size

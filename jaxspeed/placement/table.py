@@ -1,10 +1,5 @@
 """The placement table: for each leaf of the train state, where every role of it lives.
 
-`param`   what layers read, in the compute dtype
-`master`  the fp32 copy that the optimizer updates (mixed precision only)
-`grad`    the gradient as accumulated
-`opt`     the optimizer's moments
-
 The ZeRO stage says which rows gain the data axis: 1 cuts `master` and `opt`, 2 `grad` as well, 3
 also what is read. Under stage 3 one copy is stored, cut (the master, or in pure fp32 the parameter
 itself), and layers read it gathered, a unit at a time.
@@ -19,103 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.placement import show
+from jaxspeed.placement.rows import AS_MADE, ROLES, Leaf, Placement, Precision, Row
 from jaxspeed.placement.rules import model_spec
 from jaxspeed.placement.zero import cut_leaf, ways
 
-
-@dataclass(frozen=True)
-class Leaf:
-    """One parameter as the model made it."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    names: tuple[str | None, ...] = ()  # logical names of its dims, where the model has them
-    trainable: bool = True
-    full_precision: bool = False  # never cast to a 16-bit compute dtype
-
-    @property
-    def stacked(self) -> int:
-        """How many leading dims stack layers."""
-        return sum(1 for name in self.names[:1] if name == "layers")
-
-    @property
-    def matrix_inputs(self) -> int | None:
-        """How many dims after the stacked ones are a matrix's inputs, where heads make it 3-D.
-
-        `[embed, heads, head_dim]` has one, `[heads, head_dim, embed]` two.
-        """
-        names = self.names[self.stacked :]
-        if len(names) != 3 or "head_dim" not in names[1:]:
-            return None
-        return 1 if names[2] == "head_dim" else 2
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The dtypes of the roles."""
-
-    compute: Any = None  # None: each leaf in its own
-    grad: Any = None  # None: the leaf's own, fp32 at least
-    master_in_compute: bool = False  # no fp32 copy: the 16-bit parameter is what is updated
-    opt: Any = None  # None: whatever the optimizer makes
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one array lives: how it is cut, in which memory, in which dtype."""
-
-    spec: PartitionSpec
-    memory_kind: str
-    dtype: Any
-
-    def sharding(self, mesh: Mesh) -> NamedSharding:
-        return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
-
-
-@dataclass(frozen=True)
-class Row:
-    """The placements of one leaf, a role each; None where the role is not stored."""
-
-    leaf: Leaf
-    stored_shape: tuple[int, ...]  # the leaf's shape, padded where no dim divides
-    read: Placement  # as layers see it: gathered over data
-    param: Placement | None
-    master: Placement | None
-    grad: Placement | None
-    opt: Placement | None
-    note: str = ""
-
-    @property
-    def path(self) -> str:
-        return self.leaf.path
-
-    @property
-    def source(self) -> Placement:
-        """The stored copy that layers read from."""
-        stored = self.param or self.master
-        assert stored is not None
-        return stored
-
-    @property
-    def updated(self) -> Placement:
-        """The stored copy that the optimizer updates."""
-        stored = self.master or self.param
-        assert stored is not None
-        return stored
-
-    @property
-    def gathered(self) -> bool:
-        """Whether reading it is a gather (or a cast) that units should do one at a time."""
-        return self.source != self.read
-
-    def shape(self, placement: Placement) -> tuple[int, ...]:
-        """The shape that this placement stores: padded only where it is cut."""
-        return self.leaf.shape if placement.spec == self.read.spec else self.stored_shape
-
-
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
+
+WIDTH = 120  # of the table as text
 
 
 @dataclass(frozen=True)
@@ -157,7 +64,7 @@ class PlacementTable:
             )
 
         for row in self:
-            for role in ("param", "master", "grad"):
+            for role in ROLES[:3]:
                 if placement := getattr(row, role):
                     add(role, row.shape(placement), placement, row.leaf.shape)
         for role, leaves in (("opt", self.opt_leaves), ("other", self.extra)):
@@ -171,15 +78,13 @@ class PlacementTable:
         """The table with a row for each leaf of the optimizer's state and of what else is kept."""
         return replace(self, opt_leaves=dict(opt_leaves), extra=dict(extra))
 
-    def __str__(self) -> str:
-        from jaxspeed.placement.show import render
-
-        return render(self)
-
     def __rich__(self) -> Any:
-        from jaxspeed.placement.show import rich_table
+        cut_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        totals = show.totals(self.stage, cut_over, self.bytes_by_role())
+        return show.together(totals, show.leaves(list(self)))
 
-        return rich_table(self)
+    def __str__(self) -> str:
+        return show.as_text(self, WIDTH)
 
 
 def build_table(
@@ -187,7 +92,7 @@ def build_table(
     mesh: Mesh,
     *,
     stage: int = 0,
-    precision: Precision = Precision(),
+    precision: Precision = AS_MADE,
     persistence_threshold: int = 0,
 ) -> PlacementTable:
     """The table for these leaves: what the ZeRO stage and the precision mean for each."""

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
-from jaxspeed.placement.table import PlacementTable, Row
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.rows import Row
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
@@ -47,9 +49,8 @@ class Objective:
             if row.gathered
         }
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
-        outs = run_sliced(
-            program.closed.jaxpr, program.closed.consts, args, storage, Way(program.units)
-        )
+        way = Way(program.units, self._samples(batch))
+        outs = run_sliced(program.closed.jaxpr, program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
 
     def _direct(
@@ -98,6 +99,12 @@ class Objective:
         parameters = closed.jaxpr.invars[: len(params)]
         units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
         return Traced(closed, parameters, jax.tree.structure(shape), units, is_sum)
+
+    def _samples(self, batch: Any) -> int | None:
+        """How many samples a batch has, where the ranks can share them evenly."""
+        sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+        size = sizes.pop() if len(sizes) == 1 else None
+        return size if size and size % data_parallel_size(self.table.mesh) == 0 else None
 
     def cast(self, x: Any) -> Any:
         if self.compute_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):

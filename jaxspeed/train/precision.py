@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
-from jaxspeed.placement.table import Precision
+from jaxspeed.placement.rows import Precision
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 

@@ -5,7 +5,7 @@ only compiled for. What the engine runs and what a compile for another machine m
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import ModelError
 from jaxspeed.optim import ema, loss_scale
-from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.placement.naming import check_patterns, with_names
-from jaxspeed.placement.table import (
-    Leaf,
-    Placement,
-    PlacementTable,
-    build_table,
-    device_memory_kind,
-)
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.batches import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.train.gradients import Gradients, batch_specs
-from jaxspeed.train.model import Model, adapt_model
+from jaxspeed.train.model import Model
 from jaxspeed.train.objective import Objective
-from jaxspeed.train.optimizer import Optimizer, optimizer_of
-from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.train.optimizer import Optimizer
 from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.train.update import Update
 
@@ -53,16 +44,31 @@ class Program:
     """`init(seed) -> state`, `step(state, batch) -> (state, metrics)`, `evaluate(state, batch)`."""
 
     config: Config
-    mesh: Mesh
-    model: Model
-    table: PlacementTable
     batch: Batch
-    optimizer: Optimizer
-    layout: OptLayout
     objective: Objective
     gradients: Gradients
     update: Update
     source: Source
+
+    @property
+    def table(self) -> PlacementTable:
+        return self.objective.table
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.table.mesh
+
+    @property
+    def model(self) -> Model:
+        return self.objective.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.update.optimizer
+
+    @property
+    def layout(self) -> OptLayout:
+        return self.update.layout
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -88,12 +94,12 @@ class Program:
         }
         opt = self.layout.stored(self.optimizer.transform.init(native_tree(self.model, trained)))
         average: Arrays = {}
-        if self.update.ema_decay is not None:
+        if self.optimizer.ema_decay is not None:
             for path, value in ema.init(trained).items():
                 row = self.table[path]
                 assert row.opt is not None
                 average[path] = pad(value, row.shape(row.opt))
-        scale = loss_scale.init(self.update.rule)
+        scale = loss_scale.init(self.optimizer.rule)
         zeros = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped")}
         return {**zeros, "opt": opt, "ema": average, "loss_scale": scale}
 
@@ -113,7 +119,7 @@ class Program:
         at = self.table.sharding
         whole = NamedSharding(self.mesh, PartitionSpec())
         rows = list(self.table)
-        averaged = rows if self.update.ema_decay is not None else []
+        averaged = rows if self.optimizer.ema_decay is not None else []
         return TrainState(
             step=whole,
             skipped=whole,
@@ -122,7 +128,7 @@ class Program:
             opt=self.layout.shardings(),
             ema={r.path: at(r.opt) for r in averaged if r.opt},
             variables=dict.fromkeys(self.model.variables, whole),
-            loss_scale=jax.tree.map(lambda _: whole, loss_scale.init(self.update.rule)),
+            loss_scale=jax.tree.map(lambda _: whole, loss_scale.init(self.optimizer.rule)),
         )
 
     @functools.cached_property
@@ -214,102 +220,3 @@ class Program:
             check_shared_evenly(arrays, ranks)
         else:
             check_train_batch(arrays, self.batch, ranks)
-
-
-def build_program(
-    config: Config,
-    model: Any,
-    loss_fn: Callable[[Any, Any], Any],
-    *,
-    optimizer: optax.GradientTransformation | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    example_batch: Any = None,
-    trainable: Any = None,
-) -> Program:
-    """Everything of a run that can be known before an array exists."""
-    if not callable(loss_fn):
-        raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
-    mesh = build_mesh(config.mesh.model_dump(), devices)
-    batch = config.batch(data_parallel_size(mesh))
-    adapted = adapt_model(
-        model,
-        loss_fn,
-        example_batch=example_batch,
-        trainable=trainable,
-        frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
-        full_precision=config.parallel.full_precision,
-    )
-    leaves = _named_leaves(config, adapted)
-    if not any(leaf.trainable for leaf in leaves):
-        raise ModelError(
-            f"the model has no trained parameters ({len(adapted.leaves)} floating ones, all frozen)"
-            if adapted.leaves
-            else "the model has no floating parameters"
-        )
-    zero = config.zero_optimization
-    table = build_table(
-        leaves,
-        mesh,
-        stage=zero.stage,
-        precision=precision_of(config),
-        persistence_threshold=zero.stage3_param_persistence_threshold,
-    )
-    optimizer_ = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
-    trained = {
-        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
-        for row in table
-        if row.leaf.trainable
-    }
-    abstract = jax.eval_shape(optimizer_.transform.init, native_tree(adapted, trained))
-    memory = device_memory_kind(mesh)
-    layout = OptLayout.of(table, abstract, memory)
-    extra = {
-        path: (tuple(v.shape), tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
-        for path, v in adapted.variables.items()
-    }
-    table = table.with_state(layout.places, extra)
-    wire = config.communication_data_type
-    objective = Objective(
-        adapted,
-        loss_fn,
-        table,
-        compute_dtype(config),
-        tuple(config.parallel.units),
-        DTYPES[wire] if wire else None,
-    )
-    gradients = Gradients(objective, batch.accumulation, config.parallel.gradient_reduction)
-    update = Update(
-        table,
-        adapted,
-        optimizer_.transform,
-        layout,
-        optimizer_.clipping,
-        optimizer_.rule,
-        optimizer_.learning_rates,
-        data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1.0,
-        optimizer_.ema_decay,
-        config.bf16.check_grad_overflow or not config.bf16.enabled,
-    )
-    source = Source(model, optimizer, example_batch, trainable)
-    return Program(
-        config,
-        mesh,
-        adapted,
-        table,
-        batch,
-        optimizer_,
-        layout,
-        objective,
-        gradients,
-        update,
-        source,
-    )
-
-
-def _named_leaves(config: Config, model: Model) -> tuple[Leaf, ...]:
-    """The model's parameters with the config's names; every pattern of the config covers one."""
-    paths = [leaf.path for leaf in model.leaves]
-    check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
-    groups = config.optimizer.groups if config.optimizer else []
-    check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
-    return with_names(model.leaves, config.parallel.logical_axes)

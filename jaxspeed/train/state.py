@@ -10,7 +10,8 @@ import optax
 
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.table import Placement, PlacementTable, Row
+from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.table import PlacementTable
 
 Arrays = dict[str, Any]
 

@@ -1,20 +1,20 @@
 """From reduced gradients to the next state: unscale, clip, update, or skip the step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.table import PlacementTable, Row
+from jaxspeed.placement.rows import Row
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.gradients import Sums
 from jaxspeed.train.guarded import guarded_update
 from jaxspeed.train.model import Model
+from jaxspeed.train.optimizer import Optimizer
 from jaxspeed.train.rng import is_key
 from jaxspeed.train.state import (
     Arrays,
@@ -35,13 +35,9 @@ class Update:
 
     table: PlacementTable
     model: Model
-    optimizer: optax.GradientTransformation
     layout: OptLayout
-    clipping: float  # 0: none
-    rule: loss_scale.Rule
-    learning_rates: Callable[[jax.Array], dict[str, jax.Array]]  # of the completed updates
-    gradient_factor: float = 1.0  # the data-parallel size where gradients are summed, not averaged
-    ema_decay: float | None = None
+    optimizer: Optimizer
+    gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
 
     def __call__(
@@ -52,9 +48,10 @@ class Update:
         scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
         norm = global_norm(scaled) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
-        factor = clip_factor(norm, self.clipping)
+        factor = clip_factor(norm, self.optimizer.clipping)
         grads = scaled
-        if self.clipping or self.gradient_factor != 1 or self.rule != loss_scale.StaticRule():
+        as_made = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
+        if self.optimizer.clipping or not as_made:
             whole = factor * unscale  # one multiplication for both, fused into the update
             grads = {path: g * whole.astype(g.dtype) for path, g in scaled.items()}
         trained = [row for row in self.table if row.leaf.trainable]
@@ -72,8 +69,8 @@ class Update:
             if row.param:
                 params[row.path] = self._param(row, value)
         average = state.ema
-        if self.ema_decay is not None:
-            average = kept(ema.update(state.ema, new, self.ema_decay), state.ema)
+        if self.optimizer.ema_decay is not None:
+            average = kept(ema.update(state.ema, new, self.optimizer.ema_decay), state.ema)
         after = replace(
             state,
             step=state.step + 1,
@@ -86,14 +83,14 @@ class Update:
                 path: old if is_key(old) else kept(variables[path], old)
                 for path, old in state.variables.items()
             },
-            loss_scale=loss_scale.update(state.loss_scale, finite, self.rule),
+            loss_scale=loss_scale.update(state.loss_scale, finite, self.optimizer.rule),
         )
         metrics = {
             "loss": jnp.where(sums.weight > 0, sums.total / sums.weight, 0),
             "weight": sums.weight,
             "grad_norm": norm,
             "grad_norm_clipped": norm * factor,
-            **self.learning_rates(state.step - state.skipped),
+            **self.optimizer.learning_rates(state.step - state.skipped),
             "loss_scale": scale,
             "skipped": ~finite,
             "skipped_steps": after.skipped,
@@ -127,7 +124,7 @@ class Update:
             return native_tree(self.model, flat)
 
         args = (logical(grads), self.layout.logical(state.opt), logical(old))
-        params, opt = guarded_update(self.optimizer, *args, keep=finite)
+        params, opt = guarded_update(self.optimizer.transform, *args, keep=finite)
         return self._as_stored(flat_with_paths(params)), self.layout.stored(opt)
 
     def _as_stored(self, values: Arrays) -> Arrays:

@@ -171,7 +171,7 @@ def test_any_model_is_traced_or_refused(model, loss_fn, stage, example):
     good = tiny.batch()
 
     def lowered():
-        program = jaxspeed.train.program.build_program(
+        program = jaxspeed.train.build_program(
             jaxspeed.Config.load(tiny.config(stage)),
             model,
             loss_fn,
@@ -198,7 +198,7 @@ def test_a_good_model_of_any_shape_is_never_refused(rows, columns, stage):
     def apply(params, x):
         return x @ params["a"] @ params["b"]
 
-    program = jaxspeed.train.program.build_program(
+    program = jaxspeed.train.build_program(
         jaxspeed.Config.load(tiny.config(stage)), (init, apply), squared_error
     )
     program.step.lower(program.state, program.abstract_batch(tiny.batch()))

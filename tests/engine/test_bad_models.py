@@ -124,7 +124,7 @@ BAD_LOSSES = {
 @pytest.mark.parametrize("case", BAD_LOSSES)
 def test_a_bad_loss_is_told_what_it_may_return(case, stage):
     loss_fn, message = BAD_LOSSES[case]
-    program = jaxspeed.train.program.build_program(
+    program = jaxspeed.train.build_program(
         jaxspeed.Config.load(tiny.config(stage)), Listed, loss_fn
     )
     with pytest.raises(ModelError, match=message):

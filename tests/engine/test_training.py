@@ -166,7 +166,7 @@ def test_a_users_own_optimizer_is_used_and_clipped_only_when_asked():
     plain.pop("gradient_clipping")
     plain.pop("optimizer")
     engine = jaxspeed.initialize(Listed, squared_error, plain, optax.sgd(1.0))
-    assert engine.program.update.clipping == 0.0
+    assert engine.program.optimizer.clipping == 0.0
     norm, gradient = moved(gradient_clipping=0.0)
     assert norm == pytest.approx(gradient, rel=1e-5)
     norm, gradient = moved(gradient_clipping=0.01)

@@ -18,7 +18,8 @@ from jaxspeed.observe import (
     largest_buffers,
     loop_carry_shapes,
 )
-from jaxspeed.train.program import Program, build_program
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
 from tests.system import stacks
 
 PACKAGE = Path(jaxspeed.__file__).parent

@@ -11,7 +11,7 @@ import pytest
 from jaxspeed.models import build
 
 from jaxspeed.observe import largest_buffers
-from jaxspeed.train.program import build_program
+from jaxspeed.train.build import build_program
 from tests.support.topology import ROOT
 from tests.system import stacks
 

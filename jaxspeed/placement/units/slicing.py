@@ -22,6 +22,7 @@ from jaxspeed.placement.units.jaxprs import (
     open_jaxpr,
     part,
 )
+from jaxspeed.placement.units.lookup import look_up, looks_up
 from jaxspeed.placement.units.piece import read_tied, run_piece
 from jaxspeed.placement.units.stored import Stored
 from jaxspeed.placement.units.views import VIEWS, view
@@ -35,6 +36,7 @@ class Way:
     """How pieces are run."""
 
     units: Units
+    samples: int | None = None  # of the batch; None: no lookups by columns
     # In a user's own jax.checkpoint the recomputation gathers again by itself.
     recomputed: bool = False
 
@@ -45,7 +47,7 @@ class _Piece:
 
     eqns: list[Any]
     outputs: list[Any]
-    nested: bool  # a single equation that holds units
+    nested: bool  # a single equation that holds units, or looks up rows of a table
 
 
 def run_sliced(
@@ -59,7 +61,7 @@ def run_sliced(
     def value(atom: Any) -> Any:
         return env[atom] if is_var(atom) else atom.val
 
-    for piece in _pieces(jaxpr, way.units, storage):
+    for piece in _pieces(jaxpr, way, storage):
         eqns = _run_views(piece.eqns, env, storage)
         if not eqns:
             continue
@@ -105,17 +107,19 @@ def _with_aliases_resolved(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns, outvars=[known(v) for v in jaxpr.outvars])
 
 
-def _pieces(jaxpr: Any, units: Units, storage: Storage) -> list[_Piece]:
+def _pieces(jaxpr: Any, way: Way, storage: Storage) -> list[_Piece]:
     """Maximal runs of equations of one unit (or of none), and what each must hand on."""
 
     views = _possible_views(jaxpr, storage)
 
     def key(pair: tuple[int, Any]) -> Any:
         index, eqn = pair
-        serial = units.of(eqn)
+        if _holds_lookup(eqn, storage, way):
+            return ("nested", index)
+        serial = way.units.of(eqn)
         if serial is not None:
             return serial
-        nested = _holds_unit(eqn, units) or _scans_over(eqn, views)
+        nested = _holds_unit(eqn, way.units) or _scans_over(eqn, views)
         return ("nested", index) if nested else None
 
     runs = [
@@ -136,6 +140,22 @@ def _holds_unit(eqn: Any, units: Units) -> bool:
         for body, _, _ in bodies(eqn)
         for inner in body.eqns
     )
+
+
+def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
+    """Whether it is, or calls, a lookup in a stored table that need not be gathered for it."""
+    if eqn.primitive.name == "gather":
+        table = eqn.invars[0]
+        return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
+    if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
+        return False
+    inner = open_jaxpr(eqn.params["jaxpr"])[0]
+    passed = {
+        iv: storage[v]
+        for v, iv in zip(eqn.invars, inner.invars, strict=True)
+        if is_var(v) and v in storage
+    }
+    return bool(passed) and any(_holds_lookup(e, passed, way) for e in inner.eqns)
 
 
 def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
@@ -206,6 +226,11 @@ def _checkpoint(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> 
     )(*values)
 
 
+def _lookup(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
+    table, ids = values
+    return [look_up(eqn, table, ids, storage[eqn.invars[0]])]
+
+
 def _cond(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
     branches = [
         lambda *args, branch=branch: _call(eqn, args, storage, way, branch, 1)
@@ -249,6 +274,7 @@ def _scan(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequen
 _NESTED: dict[str, Rule] = {
     **dict.fromkeys(INLINED, _call),
     **dict.fromkeys(CHECKPOINTS, _checkpoint),
+    "gather": _lookup,
     "scan": _scan,
     "cond": _cond,
 }

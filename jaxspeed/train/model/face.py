@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.train.batches import check_arrays, is_numeric
 
 Arrays = dict[str, Any]

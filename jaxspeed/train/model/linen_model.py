@@ -14,7 +14,7 @@ import jax
 from flax.core import meta
 
 from jaxspeed.errors import ModelError
-from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.units.tags import scope
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.model.face import (

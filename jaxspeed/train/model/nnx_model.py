@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxspeed.errors import ModelError
-from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.units import tagged
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.model.face import Arrays, Trainable, is_array, is_floating, nested

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.table import Leaf
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.model.face import (
     SEED,

@@ -1,0 +1,126 @@
+"""From a config, a model, a loss and devices to a Program: what is known before arrays exist."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ModelError
+from jaxspeed.placement.mesh import build_mesh, data_parallel_size
+from jaxspeed.placement.naming import check_patterns, with_names
+from jaxspeed.placement.rows import Leaf, Placement
+from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
+from jaxspeed.train.gradients import Gradients
+from jaxspeed.train.model import Model, adapt_model
+from jaxspeed.train.objective import Objective
+from jaxspeed.train.optimizer import optimizer_of
+from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.train.program import Program, Source
+from jaxspeed.train.state import OptLayout, native_tree
+from jaxspeed.train.update import Update
+
+
+def build_program(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    example_batch: Any = None,
+    trainable: Any = None,
+) -> Program:
+    """Everything of a run that can be known before an array exists."""
+    if not callable(loss_fn):
+        raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
+    mesh = build_mesh(config.mesh.model_dump(), devices)
+    batch = config.batch(data_parallel_size(mesh))
+    adapted = adapt_model(
+        model,
+        loss_fn,
+        example_batch=example_batch,
+        trainable=trainable,
+        frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
+        full_precision=config.parallel.full_precision,
+    )
+    leaves = _named_leaves(config, adapted)
+    chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
+    table = _table_of(config, mesh, leaves)
+    layout = _layout_of(table, adapted, chosen.transform)
+    table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables))
+    wire = config.communication_data_type
+    objective = Objective(
+        adapted,
+        loss_fn,
+        table,
+        compute_dtype(config),
+        tuple(config.parallel.units),
+        DTYPES[wire] if wire else None,
+    )
+    update = Update(
+        table,
+        adapted,
+        layout,
+        chosen,
+        gradient_factor=data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1,
+        skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+    )
+    return Program(
+        config,
+        batch,
+        objective,
+        Gradients(objective, batch.accumulation, config.parallel.gradient_reduction),
+        update,
+        Source(model, optimizer, example_batch, trainable),
+    )
+
+
+def _named_leaves(config: Config, model: Model) -> tuple[Leaf, ...]:
+    """The model's parameters with the config's names; every pattern of the config covers one."""
+    if not any(leaf.trainable for leaf in model.leaves):
+        raise ModelError(
+            f"the model has no trained parameters ({len(model.leaves)} floating ones, all frozen)"
+            if model.leaves
+            else "the model has no floating parameters"
+        )
+    paths = [leaf.path for leaf in model.leaves]
+    check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
+    groups = config.optimizer.groups if config.optimizer else []
+    check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
+    return with_names(model.leaves, config.parallel.logical_axes)
+
+
+def _table_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> PlacementTable:
+    zero = config.zero_optimization
+    return build_table(
+        leaves,
+        mesh,
+        stage=zero.stage,
+        precision=precision_of(config),
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+    )
+
+
+def _layout_of(
+    table: PlacementTable, model: Model, transform: optax.GradientTransformation
+) -> OptLayout:
+    """Where the optimizer's state lives, from the shapes that it makes of the parameters'."""
+    trained = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
+        for row in table
+        if row.leaf.trainable
+    }
+    abstract = jax.eval_shape(transform.init, native_tree(model, trained))
+    return OptLayout.of(table, abstract, device_memory_kind(table.mesh))
+
+
+def _extra_rows(mesh: Mesh, variables: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    """What a model keeps beside its parameters is whole on every device."""
+    memory = device_memory_kind(mesh)
+    return {
+        path: (tuple(v.shape), tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
+        for path, v in variables.items()
+    }
