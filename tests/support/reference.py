@@ -29,9 +29,12 @@ class NnxReference:
         self.factory = factory
 
     def init(self, seed: int) -> tuple[Arrays, Arrays]:
-        self.graph, state = nnx.split(self.factory(nnx.Rngs(seed)))
-        self.flat = {"/".join(map(str, keys)): (keys, v) for keys, v in nnx.to_flat_state(state)}
-        values = {path: v.get_value() for path, (_, v) in self.flat.items()}
+        def values() -> Arrays:
+            self.graph, state = nnx.split(self.factory(nnx.Rngs(seed)))
+            self.flat = {"/".join(map(str, ks)): (ks, v) for ks, v in nnx.to_flat_state(state)}
+            return {path: v.get_value() for path, (_, v) in self.flat.items()}
+
+        values = jax.jit(values)()
         params = {p: x for p, x in values.items() if isinstance(self.flat[p][1], nnx.Param)}
         return params, {p: x for p, x in values.items() if p not in params}
 

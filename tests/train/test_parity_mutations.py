@@ -1,0 +1,77 @@
+"""Parity fails when the step is broken: each mutation takes one thing away."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspeed.train import gradients, objective
+from jaxspeed.train.model import nnx_model
+from tests.train.cases import CASES
+from tests.train.parity import leaf_differences, plain, run
+
+STEPS = 2
+
+
+def differs(name: str, stage: int) -> bool:
+    case = CASES[name]
+    ours = run(case, stage, 4, "sgd", steps=STEPS)
+    reference = plain(case, 4, "sgd", steps=STEPS)
+    # Two steps move a norm's scale by few of fp32's steps; a mutation changes it by a tenth.
+    return max(leaf_differences(case, ours, reference).values()) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "stage"), [("gpt2", 0), ("dropout", 2), ("batch statistics", 3)])
+def test_nothing_differs_as_it_is(name, stage):
+    assert not differs(name, stage)
+
+
+def test_the_sum_over_ranks_is_needed(monkeypatch):
+    """Stages 0 and 1: each rank's partial gradients leave a shard_map; keep the first rank's."""
+    real = jax.shard_map
+
+    def first_rank_only(*args, **kwargs):
+        mapped = real(*args, **kwargs)
+
+        def keep(*operands):
+            parts = mapped(*operands)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), parts)
+
+        return keep
+
+    monkeypatch.setattr(gradients.jax, "shard_map", first_rank_only)
+    assert differs("gpt2", 0)
+
+
+def test_ranks_and_micro_batches_are_weighed(monkeypatch):
+    real = gradients.Gradients._micro
+
+    def unweighed(*args):
+        sums, variables = real(*args)
+        return sums._replace(weight=jnp.ones_like(sums.weight)), variables
+
+    monkeypatch.setattr(gradients.Gradients, "_micro", unweighed)
+    assert differs("gpt2", 0)
+    assert differs("gpt2", 2)
+
+
+def test_the_keys_of_micro_batches_differ(monkeypatch):
+    real = nnx_model.micro_batch_key
+    monkeypatch.setattr(nnx_model, "micro_batch_key", lambda key, step, micro: real(key, step, 0))
+    assert differs("dropout", 2)
+
+
+def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
+    """Not of the global batch, one after the other: other samples would share statistics."""
+    monkeypatch.setattr(
+        gradients.Gradients,
+        "_split",
+        lambda self, x, ranks: x.reshape(self.accumulation, -1, *x.shape[1:]),
+    )
+    assert differs("batch statistics", 3)
+
+
+def test_the_gradient_of_a_unit_is_needed(monkeypatch):
+    """ZeRO 3's gather is differentiated by hand: leave one scatter's result out."""
+    real = objective.Stored.scatter
+    monkeypatch.setattr(objective.Stored, "scatter", lambda self, g, like: 0 * real(self, g, like))
+    assert differs("batch statistics", 3)
