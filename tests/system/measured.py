@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.observe import (
@@ -69,6 +70,45 @@ def stack_program(
     batch = stacks.batch_of(len(devices) * micro * accumulation, width)
     model = stacks.FORMS[form](layers, width)
     return build_program(config, model, stacks.loss, devices=devices, example_batch=batch), batch
+
+
+VOCABULARY, EMBED, SEQ, CHUNKS = 8192, 512, 128, 8
+
+
+def head_program(
+    devices: Sequence[jax.Device],
+    tied: bool = True,
+    accumulation: int = 1,
+) -> tuple[Program, Any]:
+    """gpt2 at stage 3 with its head in chunks, 2 samples a device, and the shapes of its batch."""
+    sizes = gpt2.Config(
+        hidden_size=EMBED,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=SEQ,
+        vocab_chunk=VOCABULARY // CHUNKS,
+        tie_word_embeddings=tied,
+    )
+    config = stacks.config_of(3, accumulation=accumulation, micro=2)
+    samples = len(devices) * 2 * accumulation
+    batch = {"tokens": jax.ShapeDtypeStruct((samples, SEQ + 1), jnp.int32)}
+    program = build_program(
+        config, lambda rngs: gpt2.build(sizes, rngs), gpt2.loss, devices=devices
+    )
+    return program, batch
+
+
+def lookup_program(devices: Sequence[jax.Device], rows: int, micro: int) -> tuple[Program, Any]:
+    """Rows of a table through one layer, at stage 3."""
+    batch = {"ids": jax.ShapeDtypeStruct((len(devices) * micro, SEQ), jnp.int32)}
+    program = build_program(
+        stacks.config_of(3, micro=micro),
+        lambda rngs: stacks.LookedUp(rows, WIDTH, rngs),
+        stacks.mean_square,
+        devices=devices,
+    )
+    return program, batch
 
 
 def compile_step(program: Program, batch: Any) -> jax.stages.Compiled:

@@ -62,6 +62,18 @@ class Scanned(nnx.Module):
         return jax.lax.scan(body, x + self.shift[...], state)[0]
 
 
+class LookedUp(nnx.Module):
+    """Rows of a table, through one layer."""
+
+    def __init__(self, rows: int, width: int, rngs: nnx.Rngs):
+        names = {"out_sharding": ("vocab", "embed"), "eager_sharding": False}
+        self.table = nnx.Param(_normal(rngs.params(), rows, width), **names)
+        self.layer = Layer(width, rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.layer(self.table[...][ids])
+
+
 class LinenLayer(linen.Module):
     width: int
 
@@ -116,6 +128,10 @@ def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     """(sum, weight) of the squared error."""
     error = (model(batch["x"]) - batch["y"]).astype(jnp.float32)
     return jnp.sum(error**2), jnp.asarray(error.size, jnp.float32)
+
+
+def mean_square(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["ids"]).astype(jnp.float32) ** 2)
 
 
 def batch_of(samples: int, width: int) -> dict[str, jax.ShapeDtypeStruct]:

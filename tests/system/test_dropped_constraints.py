@@ -16,7 +16,8 @@ import pytest
 import jaxspeed
 from tests.support.topology import run_on_topology
 from tests.system import stacks
-from tests.system.measured import LAYERS, PACKAGE, WIDTH, collectives_of, sites
+from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
+from tests.system.tpu import FEW_ROWS
 
 MATRIX = WIDTH * WIDTH
 # Its loss can be told from the traced program alone (tests/placement/test_units_gathers.py): for
@@ -42,6 +43,14 @@ def carried(found: dict[str, Any]) -> list[tuple[int, ...]]:
     return [tuple(shape) for _, shape in found["carry"] if len(shape) == 2]
 
 
+def looked_up(found: dict[str, Any], rows: int, micro: int) -> bool:
+    """What was looked up crosses once in each pass; the table stays where it is."""
+    every = [c for c in collectives_of(found) if c.elements >= MATRIX / 8]
+    moved = [c.elements for c in every if c.kind == "all-to-all"]
+    gathers = [c.elements for c in every if c.kind == "all-gather"]
+    return moved == [micro * SEQ * WIDTH] * 2 and rows * WIDTH not in gathers
+
+
 # What must hold of a program in which one site matters.
 CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     # SGD in fp32 has nothing else that is cut: without it, all-reduce and update everywhere.
@@ -52,6 +61,10 @@ CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "unit.gather": lambda f: moved(f) == {"all-gather": 2 * LAYERS, "reduce-scatter": LAYERS},
     # The gradients of ZeRO 3 alone, with nobody to say where they should go.
     "unit.scatter": lambda f: moved(f) == {"all-gather": 2 * LAYERS, "reduce-scatter": LAYERS},
+    # A table that is smaller than the activation would be gathered.
+    "lookup.columns": lambda f: looked_up(f, **FEW_ROWS),
+    # Layers would go on with the columns of every sample.
+    "lookup.rows": lambda f: looked_up(f, **FEW_ROWS),
 }
 
 

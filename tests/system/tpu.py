@@ -7,6 +7,8 @@ import jax
 from tests.system.measured import (
     compile_gradients,
     compile_step,
+    head_program,
+    lookup_program,
     measure,
     measure_stacks,
     stack_program,
@@ -16,6 +18,7 @@ from tests.system.stacks import FORMS
 
 DEEP_WIDTH, DEEP_BATCH = 2048, 512  # 8.4 MB of bf16 a layer; samples a device
 REPLICATED = {"replica": 2, "data": 4}
+FEW_ROWS = {"rows": 512, "micro": 16}  # a table smaller than what is looked up in it
 EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
 
 
@@ -64,24 +67,38 @@ def forms(devices: list[jax.Device]) -> dict[str, Any]:
     return measure_stacks(devices, {form: {"stage": 3, "form": form} for form in FORMS})
 
 
+def heads(devices: list[jax.Device]) -> dict[str, Any]:
+    """Language models at stage 3, with their head tied to the embedding and not."""
+    return {
+        f"{'tied' if tied else 'untied'}, {accumulation}": measure(
+            *head_program(devices, tied, accumulation)
+        )
+        for tied, accumulation in ((False, 1), (True, 2))
+    }
+
+
 def dropped(devices: list[jax.Device]) -> dict[str, Any]:
     """For each site a program in which it matters, with it and without."""
     sgd = {"type": "SGD", "params": {"lr": 1e-3}}
-    cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "reduce": (compile_step, {"stage": 1, "mixed": False, "optimizer": sgd}),
+    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "reduce": (
+            stack_program,
+            compile_step,
+            {"stage": 1, "mixed": False, "optimizer": sgd},
+        ),
         "accumulate": (
+            stack_program,
             compile_step,
             {"stage": 1, "accumulation": 4, "parallel": EACH_MICRO_BATCH},
         ),
-        "unit.gather": (compile_step, {"stage": 3}),
-        "unit.scatter": (compile_gradients, {"stage": 3}),
+        "unit.gather": (stack_program, compile_step, {"stage": 3}),
+        "unit.scatter": (stack_program, compile_gradients, {"stage": 3}),
+        "lookup.columns": (lookup_program, compile_step, FEW_ROWS),
+        "lookup.rows": (lookup_program, compile_step, FEW_ROWS),
     }
     found: dict[str, Any] = {}
-    for site, (compiling, case) in cases.items():
-        kept = measure(*stack_program(devices, **case), compiling)
+    for site, (build, compiling, case) in cases.items():
+        kept = measure(*build(devices, **case), compiling)
         with without(site):
-            found[site] = {
-                "kept": kept,
-                "dropped": measure(*stack_program(devices, **case), compiling),
-            }
+            found[site] = {"kept": kept, "dropped": measure(*build(devices, **case), compiling)}
     return found

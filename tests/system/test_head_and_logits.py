@@ -1,0 +1,57 @@
+"""ZeRO 3 never has a whole head, nor all logits, in programs for a TPU v5e:2x4.
+
+The head is 8192 x 512, a device has 256 tokens, and the loss goes through the vocabulary in eight
+chunks. A table that is the head as well (gpt2's) is looked up without being gathered.
+"""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.topology import run_on_topology
+from tests.system.measured import CHUNKS, EMBED, SEQ, VOCABULARY, collectives_of
+
+TOKENS = 2 * SEQ  # of one device
+HEAD = VOCABULARY * EMBED
+LOGITS = VOCABULARY * TOKENS  # of one device's own samples
+
+CASES = {"untied, 1": 1, "tied, 2": 2}  # name: micro-batches
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    return run_on_topology("tests.system.tpu:heads", "v5e:2x4")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_buffer_is_as_large_as_the_head_or_the_logits(programs, name):
+    """Nothing is half as large as either: the largest array of the program is another's."""
+    sizes = [math.prod(b["shape"]) for b in programs[name]["largest"]]
+    assert max(sizes) < min(HEAD, LOGITS)
+    assert max(sizes) >= EMBED * 4 * EMBED // 2, "an mlp's weights are larger than all of these"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_head_is_gathered_a_chunk_at_a_time_in_each_pass(programs, name):
+    chunk = HEAD // CHUNKS
+    found = [c for c in collectives_of(programs[name]) if c.elements == chunk]
+    runs = Counter()
+    for c in found:
+        runs[c.kind] += c.runs
+    micro_batches = CASES[name]
+    assert runs == {
+        "all-gather": 2 * CHUNKS * micro_batches,
+        "reduce-scatter": CHUNKS * micro_batches,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lookup_moves_what_was_looked_up(programs, name):
+    """An activation crosses once forward and once backward, and the ids; the table does not."""
+    found = collectives_of(programs[name])
+    moved = [c for c in found if c.kind == "all-to-all"]
+    assert [(c.elements, c.runs) for c in moved] == [(TOKENS * EMBED, CASES[name])] * 2
+    assert max(c.elements for c in found if c.kind == "all-gather") < HEAD / 2
+    assert max(c.elements for c in found if c.kind == "all-reduce") < HEAD / 2
