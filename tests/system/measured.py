@@ -72,25 +72,26 @@ def stack_program(
     return build_program(config, model, stacks.loss, devices=devices, example_batch=batch), batch
 
 
-VOCABULARY, EMBED, SEQ, CHUNKS = 8192, 512, 128, 8
+VOCABULARY, EMBED, SEQ, DEPTH, CHUNKS = 8192, 512, 128, 2, 8
 
 
 def head_program(
     devices: Sequence[jax.Device],
     tied: bool = True,
     accumulation: int = 1,
+    stage: int = 3,
 ) -> tuple[Program, Any]:
-    """gpt2 at stage 3 with its head in chunks, 2 samples a device, and the shapes of its batch."""
+    """gpt2 with its head in chunks, 2 samples a device, and the shapes of its batch."""
     sizes = gpt2.Config(
         hidden_size=EMBED,
-        num_hidden_layers=2,
+        num_hidden_layers=DEPTH,
         num_attention_heads=8,
         vocab_size=VOCABULARY,
         max_position_embeddings=SEQ,
         vocab_chunk=VOCABULARY // CHUNKS,
         tie_word_embeddings=tied,
     )
-    config = stacks.config_of(3, accumulation=accumulation, micro=2)
+    config = stacks.config_of(stage, accumulation=accumulation, micro=2)
     samples = len(devices) * 2 * accumulation
     batch = {"tokens": jax.ShapeDtypeStruct((samples, SEQ + 1), jnp.int32)}
     program = build_program(

@@ -1,4 +1,4 @@
-"""ZeRO 3 never has a whole head, nor all logits, in programs for a TPU v5e:2x4.
+"""gpt2 in programs for a TPU v5e:2x4: ZeRO 3 never has a whole head, nor all logits.
 
 The head is 8192 x 512, a device has 256 tokens, and the loss goes through the vocabulary in eight
 chunks. A table that is the head as well (gpt2's) is looked up without being gathered.
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.topology import run_on_topology
-from tests.system.measured import CHUNKS, EMBED, SEQ, VOCABULARY, collectives_of
+from tests.system.measured import CHUNKS, DEPTH, EMBED, SEQ, VOCABULARY, collectives_of
 
 TOKENS = 2 * SEQ  # of one device
 HEAD = VOCABULARY * EMBED
@@ -55,3 +55,15 @@ def test_a_lookup_moves_what_was_looked_up(programs, name):
     assert [(c.elements, c.runs) for c in moved] == [(TOKENS * EMBED, CASES[name])] * 2
     assert max(c.elements for c in found if c.kind == "all-gather") < HEAD / 2
     assert max(c.elements for c in found if c.kind == "all-reduce") < HEAD / 2
+
+
+@pytest.mark.parametrize("name", ["stage 2", "tied, 2"])
+def test_each_matrix_is_reduce_scattered_once_a_micro_batch(programs, name):
+    """All of it: 12 embed^2 a block, the head, the positions. Vectors are small: all-reduced."""
+    found = [c for c in collectives_of(programs[name]) if c.in_accumulation]
+    matrices = DEPTH * 12 * EMBED**2 + HEAD + SEQ * EMBED
+    scattered = sum(c.elements * c.runs for c in found if c.kind == "reduce-scatter")
+    assert scattered == 2 * matrices
+    vectors = DEPTH * 13 * EMBED + 2 * EMBED  # biases 4 + 5, norms 4; the last norm
+    reduced = sum(c.elements * c.runs for c in found if c.kind == "all-reduce")
+    assert reduced < 2 * 3 * vectors + 100, "three times: stage 3 gathers some of them so"

@@ -74,7 +74,7 @@ def heads(devices: list[jax.Device]) -> dict[str, Any]:
             *head_program(devices, tied, accumulation)
         )
         for tied, accumulation in ((False, 1), (True, 2))
-    }
+    } | {"stage 2": measure(*head_program(devices, accumulation=2, stage=2))}
 
 
 def dropped(devices: list[jax.Device]) -> dict[str, Any]:
