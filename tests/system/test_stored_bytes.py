@@ -23,7 +23,9 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import pytest
+from jaxspeed.models import build
 
 import jaxspeed
 from jaxspeed.observe import loop_carry_shapes
@@ -160,3 +162,38 @@ def test_bytes_of_every_role_equal_the_formula(case):
 )
 def test_bytes_of_every_role_equal_the_formula_in_the_full_product(case):
     check(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_leaves_every_array_where_it_was(stage):
+    case = Case(stage, {"data": 8}, "mixed")
+    engine = engine_of(case)
+    before = live_bytes(engine)
+    batch = jax.tree.map(lambda s: np.ones(s.shape, s.dtype), batch_for(case))
+    engine.train_batch(batch)
+    assert live_bytes(engine) == before == {r: b * PSI for r, b in stored(case).items()}
+
+
+def stored(case: Case) -> dict[str, Fraction]:
+    return {role: psi for role, psi in formulas(case).items() if role != "grad"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_is_all_that_the_formula_leaves_out(stage):
+    """Matrices of 60 x 60 on 8 devices: ceil(60 / 8) = 8 rows each, and 8 of the shift's 60."""
+    case = Case(stage, {"data": 8}, "fp32")
+    engine = engine_of(case, model=stacks.FORMS["listed"](LAYERS, 60))
+    cut, whole = LAYERS * 8 * 60 + 8, LAYERS * 60 * 60 + 60
+    assert live_bytes(engine) == {"param": 4 * (cut if stage == 3 else whole), "opt": 8 * cut}
+    accumulators = carried(engine, stacks.batch_of(8 * ACCUMULATION, 60))
+    assert bytes_of(accumulators) == 4 * (cut if stage >= 2 else whole)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_language_model_too(stage):
+    """gpt2 tiny: on 8 devices every leaf of it can be cut into equal parts."""
+    family = build("gpt2", "tiny")
+    case = Case(stage, {"data": 8}, "mixed")
+    engine = engine_of(case, family.factory, family.loss)
+    psi = sum(math.prod(row.leaf.shape) for row in engine.placements)
+    assert live_bytes(engine) == {role: each * psi for role, each in stored(case).items()}
