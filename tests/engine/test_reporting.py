@@ -59,7 +59,7 @@ def test_wall_clock_breakdown_waits_for_each_step_and_tells_its_median_time(capl
 
 def test_memory_breakdown_adds_the_bytes_of_a_device(caplog):
     trained(2, steps_per_print=2, memory_breakdown=True)
-    assert re.search(r"[\d.]+ k?B of live arrays on ", steps_said(caplog)[0])
+    assert re.search(r"[\d.]+ [kMG]?B of live arrays on ", steps_said(caplog)[0])
     caplog.clear()
     trained(2, steps_per_print=2)
     assert "B of live" not in steps_said(caplog)[0]
