@@ -29,10 +29,10 @@ from jaxspeed import models
 from jaxspeed.observe import CompiledReport, report
 
 SIZES = {
-    "hidden_size": 256,
+    "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "vocab_size": 4096,
+    "vocab_size": 2048,
     "max_position_embeddings": 128,
 }
 BATCH, SEQ = 32, 128
