@@ -15,6 +15,7 @@ from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.observe import CompiledReport, report
@@ -35,6 +36,7 @@ class Engine:
         self.state = state
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
         self._reporter = Reporter(program)
+        self._pace = Pace(program.mesh.devices.flat[0])
 
     # -- training -------------------------------------------------------------------------------
 
@@ -43,12 +45,15 @@ class Engine:
         placed = self._place(batch, "train_batch", self.program.batch.train)
         start = time.perf_counter()
         self.state, metrics = self._run(self.step, placed)
+        self._pace.sent(metrics)
         self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
         """The loss of a batch in evaluation mode; as many samples as the ranks can share evenly."""
-        return self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
+        metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
+        self._pace.sent(metrics)
+        return metrics
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
