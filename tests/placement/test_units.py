@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced, tagged
-from tests.support.awkward import AWKWARD, WIDTH, OwnScan, Plain, TiedWeights, UnlikeBlocks
+from tests.support.awkward import AWKWARD, OwnScan, Plain, TiedWeights, UnlikeBlocks
+from tests.support.awkward.base import WIDTH
 
 DEVICES = 8
 TOLERANCE = 1e-13
