@@ -4,11 +4,14 @@ from jaxspeed.config import Config, explain_config
 from jaxspeed.engine import CheckReport, Diagnosis, Engine, initialize, simulate
 from jaxspeed.errors import (
     BatchError,
+    CheckpointError,
     ConfigError,
+    DataError,
     JaxspeedError,
     ModelError,
     OutOfMemoryError,
     PlacementError,
+    RunError,
 )
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.placement.units import unit
@@ -16,9 +19,11 @@ from jaxspeed.train import TrainState, micro_batch_key
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "CheckReport",
     "Config",
     "ConfigError",
+    "DataError",
     "Diagnosis",
     "Engine",
     "JaxspeedError",
@@ -27,6 +32,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementTable",
+    "RunError",
     "TrainState",
     "explain_config",
     "initialize",

@@ -23,3 +23,15 @@ class BatchError(JaxspeedError, ValueError):
 
 class OutOfMemoryError(JaxspeedError, MemoryError):
     """A program needs more bytes than its device has."""
+
+
+class DataError(JaxspeedError, ValueError):
+    """The data cannot be read, or does not fit the model."""
+
+
+class CheckpointError(JaxspeedError, RuntimeError):
+    """A checkpoint cannot be written, or must not be trusted."""
+
+
+class RunError(JaxspeedError, RuntimeError):
+    """A run cannot begin or go on."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_problem
+from jaxspeed.config.data import Corpus
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
@@ -20,6 +21,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _schedule(settings)
     yield from _gradients(settings)
     yield from _model(settings)
+    yield from _data(settings)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:
@@ -143,3 +145,33 @@ def _model(settings: Settings) -> Iterator[Problem]:
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; give a factory its sizes in model.config."
         yield Problem("model.preset", f'"{model.preset}" with a factory', works)
+
+
+FILES = ("text", "jsonl", "parquet", "huggingface", "tokens", "images")
+
+
+def _data(settings: Settings) -> Iterator[Problem]:
+    data = settings.data
+    if data.mixture and (data.source or data.path or data.paths):
+        found = f"{len(data.mixture)} sources, beside a source of data itself"
+        yield Problem("data.mixture", found, "Put all sources into the mixture.")
+        return
+    if data.held_out == 1:
+        yield Problem("data.held_out", "1", "Needs less than 1: something must be left to train.")
+    parts: list[tuple[str, Corpus]] = [
+        (f"data.mixture.{i}", part) for i, part in enumerate(data.mixture)
+    ]
+    for where, corpus in parts or [("data", data)]:
+        if corpus.path and corpus.paths:
+            yield Problem(f"{where}.path", "one beside data.paths", "Write all into paths.")
+        given = corpus.path or corpus.paths
+        if corpus.source in FILES and not given:
+            yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')
+        if corpus.source in (None, "stdlib", "synthetic") and given:
+            found = f"{corpus.source or 'stdlib'}, which reads no path"
+            works = f"Needs one of {', '.join(FILES)}, to read the path."
+            yield Problem(f"{where}.source", found, works, (f"{where}.path",))
+        known = (None, "stdlib", "synthetic", *FILES)
+        if corpus.source not in known and ":" not in str(corpus.source):
+            works = f"Needs one of {', '.join(map(str, known[1:]))}, or package.module:name."
+            yield Problem(f"{where}.source", f'"{corpus.source}"', works)

@@ -1,11 +1,20 @@
-"""Sections about the run itself: elasticity, checkpoints, and the own words model, data, run."""
+"""Sections about the run itself: elasticity, checkpoints, and the own words model and run."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.config.types import Count, Flag, Natural, Number, Opaque, Section, Text
+from jaxspeed.config.types import (
+    Count,
+    Flag,
+    Natural,
+    NonNegative,
+    Number,
+    Opaque,
+    Section,
+    Text,
+)
 
 
 class Elasticity(Section):
@@ -54,16 +63,6 @@ class Model(Section):
     config: Opaque = Field(default_factory=dict)
 
 
-class Data(Section):
-    """Where batches come from."""
-
-    source: Text | None = None
-    path: Text | None = None
-    paths: list[Text] | None = None
-    seq_len: Count | None = None
-    seed: Natural | None = None
-
-
 def _flag_or_folder(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return value
@@ -79,5 +78,16 @@ class Run(Section):
 
     steps: Count | None = None
     seed: Natural = 0
-    compilation_cache: CacheFolder = True
     output: Text | None = None
+    compilation_cache: CacheFolder = True
+    eval_every: Count | None = None
+    eval_batches: Count | None = None
+    checkpoint_every: Count | None = None
+    keep: Count = 3
+    keep_every: Count | None = None
+    max_skipped: Count = 30
+    profile_step: Count | None = None
+    profile_steps: Count = 3
+    sample_tokens: Natural = 200
+    sample_prompt: Text = "def "
+    sample_temperature: NonNegative = 0.8

@@ -1,5 +1,6 @@
 """Every key that a config may hold, with DeepSpeed's defaults; fields only."""
 
+from jaxspeed.config.data import Data
 from jaxspeed.config.observing import CommsLogger, FileMonitor, FlopsProfiler, Wandb
 from jaxspeed.config.optimizers import Optimizer
 from jaxspeed.config.parallelism import (
@@ -10,7 +11,7 @@ from jaxspeed.config.parallelism import (
     TensorParallel,
 )
 from jaxspeed.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from jaxspeed.config.running import Checkpoint, Data, Elasticity, Model, Run
+from jaxspeed.config.running import Checkpoint, Elasticity, Model, Run
 from jaxspeed.config.schedules import Scheduler
 from jaxspeed.config.types import (
     Count,

@@ -206,17 +206,25 @@ REPORTS: tuple[Entry, ...] = (
     refused_section("comet", "Not built; log the mapping that engine.train_batch returns."),
     Entry("timers", "harmless", "Steps are timed when wall_clock_breakdown is set."),
     Entry("log_level", "harmless", 'Set it on Python\'s logger "jaxspeed".'),
-    *alike(
+    *rows(
         "checkpoint",
         "harmless",
-        "Speaks of checkpoint files, which the core does not write.",
-        "tag_validation",
+        {
+            "tag_validation": "One program runs on all processes, so they agree on the tag.",
+            "load_universal": "Always so: a checkpoint is restored onto any mesh.",
+        },
     ),
-    *[
-        refused(f"checkpoint.{key}", "Checkpoints from the config are not built; remove it.", False)
-        for key in ("load_universal", "use_node_local_storage")
-    ],
-    refused("checkpoint.parallel_write", "Checkpoints are not built; remove it.", None, {}),
+    refused(
+        "checkpoint.use_node_local_storage",
+        "A checkpoint is one folder that all processes share; remove it.",
+        False,
+    ),
+    refused(
+        "checkpoint.parallel_write",
+        "Each process writes its own shards always; remove it.",
+        None,
+        {},
+    ),
 )
 
 UNBUILT: tuple[Entry, ...] = (
@@ -256,8 +264,6 @@ UNBUILT: tuple[Entry, ...] = (
     ],
 )
 
-_NO_DATA = "There is no data pipeline: hand batches to engine.train_batch. Remove it."
-
 OWN: tuple[Entry, ...] = (
     *rows(
         "model",
@@ -269,23 +275,54 @@ OWN: tuple[Entry, ...] = (
             "config": "The family's or factory's own arguments.",
         },
     ),
-    *[
-        refused(f"data.{key}", _NO_DATA, None)
-        for key in ("source", "path", "paths", "seq_len", "seed")
-    ],
-    Entry(
-        "run.steps",
-        "approximated",
-        'Gives "auto" in the schedule its total_num_steps; the loop over batches is yours.',
+    *rows(
+        "data",
+        "honoured",
+        {
+            "source": "stdlib (the default), text, jsonl, parquet, huggingface, tokens, images, "
+            "synthetic, or the import path of an iterable, package.module:name.",
+            "path": "A file, a folder or a glob; the name of a data set on Hugging Face.",
+            "paths": "Several of them.",
+            "text_field": "The field of a record that holds its text.",
+            "split": "The split of a data set on Hugging Face.",
+            "samples": "How many samples a synthetic source has.",
+            "mixture.weight": "The share of the samples that this source has, beside the others'.",
+            **{
+                f"mixture.{key}": "As in data, for one source of a mixture."
+                for key in ("source", "path", "paths", "text_field", "split", "samples")
+            },
+            "tokenizer": "bytes, bpe (trained on the corpus and kept with the run), or the path "
+            "of a tokenizer.json.",
+            "vocab_size": "The number of tokens that bpe learns; the model's own by default.",
+            "seq_len": "Tokens that a sample predicts; the model's positions by default.",
+            "document_masks": "No attention and no prediction across documents in one sample.",
+            "held_out": "The share of the samples that is kept for evaluation.",
+            "shuffle": "A new order each epoch, a function of seed and step alone.",
+            "seed": "Seeds the order; run.seed by default.",
+            "prefetch": "Batches that are placed on the devices ahead of the step.",
+        },
     ),
     *rows(
         "run",
         "honoured",
         {
+            "steps": "Optimizer steps in all; a run that is continued goes on to here.",
             "seed": "Seeds the initial weights and every random stream.",
+            "output": "The folder of the run: its config, metrics, checkpoints and loss curve.",
             "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "
             "path in that one, false not at all.",
+            "eval_every": "Steps between evaluations on held-out samples; the end has one always.",
+            "eval_batches": "Batches of an evaluation; all that there are by default.",
+            "checkpoint_every": "Steps between checkpoints; a tenth of the run by default, at "
+            "most 1000. The end has one always.",
+            "keep": "How many of the newest checkpoints are kept.",
+            "keep_every": "Checkpoints at multiples of so many steps are kept for good.",
+            "max_skipped": "The run ends with a diagnosis after so many skipped steps in a row.",
+            "profile_step": "The step at which a trace for xprof begins.",
+            "profile_steps": "The steps that the trace holds.",
+            "sample_tokens": "Tokens of the sample that a language model writes at the end.",
+            "sample_prompt": "What the sample begins with.",
+            "sample_temperature": "0 takes the likeliest token each time.",
         },
     ),
-    refused("run.output", "Nothing is written to files. Remove it.", None),
 )

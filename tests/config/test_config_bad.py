@@ -292,7 +292,15 @@ BAD = {
         "optimizer.params.max_grad_norm",
         "Write gradient_clipping",
     ),
-    "data pipeline": ({"data": {"source": "stdlib"}}, "data.source", "hand batches to"),
+    "files without a path": ({"data": {"source": "jsonl"}}, "data.path", "needs a path"),
+    "a path that is not read": ({"data": {"path": "x"}}, "data.source", "to read the path"),
+    "a source unknown": ({"data": {"source": "stdlb"}}, "data.source", "Needs one of"),
+    "two kinds of source": (
+        {"data": {"source": "stdlib", "mixture": [{"source": "stdlib"}]}},
+        "data.mixture",
+        "into the mixture",
+    ),
+    "nothing to train on": ({"data": {"held_out": 1.0}}, "data.held_out", "less than 1"),
 }  # fmt: skip
 
 

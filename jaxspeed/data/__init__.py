@@ -1,0 +1,1 @@
+"""Where batches come from: sources, tokenizers, packing, order."""

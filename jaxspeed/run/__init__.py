@@ -1,0 +1,1 @@
+"""One run from a config: the loop over steps."""
