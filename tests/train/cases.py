@@ -14,6 +14,7 @@ from flax import nnx
 import jaxspeed
 from jaxspeed import models
 from tests.support import awkward, reference
+from tests.support.awkward.base import WIDTH
 
 RANKS = 8
 MICRO = 2  # samples of a rank in one micro-batch
@@ -70,7 +71,7 @@ def pictures(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
 
 def vectors(rng: np.random.Generator, samples: int) -> dict[str, np.ndarray]:
     """y is a fixed turn of x."""
-    x = rng.normal(size=(samples, awkward.WIDTH)).astype(np.float32)
+    x = rng.normal(size=(samples, WIDTH)).astype(np.float32)
     weight = rng.integers(0, 4, samples).astype(np.float32)
     return {"x": x, "y": np.roll(x, 1, axis=1), "weight": weight}
 
@@ -108,11 +109,11 @@ class LinenNet(nn.Module):
             hidden = nn.Dropout(0.1, deterministic=not train)(hidden)
             x = x + nn.Dense(x.shape[-1])(hidden)
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
-        return nn.Dense(awkward.WIDTH)(x)
+        return nn.Dense(WIDTH)(x)
 
 
 def pair_init(key: jax.Array) -> dict[str, Any]:
-    width = awkward.WIDTH
+    width = WIDTH
     keys = jax.random.split(key, 7)
     layer = lambda a, b: {  # noqa: E731
         "up": jax.random.normal(a, (width, 2 * width)) * width**-0.5,

@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.support import awkward, reference
+from tests.support import reference
+from tests.support.awkward import base as awkward
 from tests.train.cases import CASES, regression, vectors, weighted_error
 from tests.train.parity import (
     Trained,
