@@ -70,12 +70,24 @@ def _flag_or_folder(value: Any) -> Any:
     raise PydanticCustomError("flag_or_folder", "{needs}", {"needs": needs})
 
 
+def _devices(value: str) -> str:
+    platform, colon, count = value.partition(":")
+    if platform not in ("cpu", "gpu", "cuda", "tpu") or (
+        colon and (platform != "cpu" or not count.isdecimal() or int(count) < 1)
+    ):
+        needs = "cpu, gpu or tpu, or a number of simulated devices as in cpu:8"
+        raise PydanticCustomError("devices", "{needs}", {"needs": needs})
+    return value
+
+
+Devices = Annotated[Text, AfterValidator(_devices)]
 CacheFolder = Annotated[bool | str, BeforeValidator(_flag_or_folder)]
 
 
 class Run(Section):
     """One training run."""
 
+    devices: Devices | None = None
     steps: Count | None = None
     seed: Natural = 0
     output: Text | None = None

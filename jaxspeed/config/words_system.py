@@ -306,6 +306,8 @@ OWN: tuple[Entry, ...] = (
         "run",
         "honoured",
         {
+            "devices": "Which devices: cpu, gpu or tpu, or a number of simulated ones as in cpu:8; "
+            "what JAX finds by default.",
             "steps": "Optimizer steps in all; a run that is continued goes on to here.",
             "seed": "Seeds the initial weights and every random stream.",
             "output": "The folder of the run: its config, metrics, checkpoints and loss curve.",

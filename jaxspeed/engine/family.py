@@ -34,16 +34,29 @@ def resolve_model(
             "no model: pass initialize(model=..., loss_fn=...), or name one in the config, as "
             '{"model": {"family": "gpt2", "preset": "tiny"}}'
         )
-    sizes = {**section.config, **(overrides or {})}
     if section.factory is not None:
+        sizes = {**section.config, **(overrides or {})}
         return _from_import_path(section.factory, sizes, loss_fn)
+    built = _built(config, overrides or {})
+    return built.factory, loss_fn or built.loss
+
+
+def family_sizes(config: Config) -> Any:
+    """The sizes of the family that the config names, as its own Config; None for other models."""
+    if config.model is None or config.model.family is None:
+        return None
+    return _built(config, {}).config
+
+
+def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     # By name, so that the package imports no model of its own.
     families = importlib.import_module("jaxspeed.models")
+    section = config.model
+    assert section is not None
     try:
-        built = families.build(section.family, section.preset, sizes)
+        return families.build(section.family, section.preset, {**section.config, **overrides})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
-    return built.factory, loss_fn or built.loss
 
 
 def _from_import_path(path: str, sizes: Mapping[str, Any], loss_fn: Loss | None) -> Any:

@@ -1,0 +1,99 @@
+"""The folder of one run: what lies where in it, and whose it is."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from jaxspeed.errors import RunError
+
+WHOSE = "run.json"
+
+
+class RunFolder:
+    """One run's files. Opened once a process; a second run in the same folder is refused."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.picture = self.path / "loss.png"
+        self.profile = self.path / "profile"
+        self._lock: IO[str] | None = None
+
+    def open(self, whose: Mapping[str, Any]) -> bool:
+        """Take the folder for the run that `whose` describes; whether it has begun before.
+
+        Raises:
+          RunError: it cannot be written, another process has it, or it holds another run.
+        """
+        begun = self.path / WHOSE
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
+            if not begun.exists():
+                others = [f.name for f in self.path.iterdir() if f.name != ".lock"]
+                if others:
+                    raise RunError(
+                        f"run.output: {self.path} holds files of something else "
+                        f"({', '.join(sorted(others)[:3])}); choose an empty folder"
+                    )
+                _write_whole(begun, json.dumps(whose, indent=1, default=str) + "\n")
+                return False
+            before = json.loads(begun.read_text())
+        except OSError as error:
+            raise RunError(
+                f"run.output: {self.path} cannot be written: {error.strerror or error}"
+            ) from None
+        except ValueError:
+            raise RunError(f"run.output: {begun} cannot be read as JSON; remove it") from None
+        now = json.loads(json.dumps(dict(whose), default=str))
+        differences = [
+            f"  {key}: {_short(before.get(key))} there, {_short(now.get(key))} here"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
+        if differences:
+            raise RunError(
+                f"run.output: {self.path} holds another run, which differs in\n"
+                + "\n".join(differences)
+                + "\nChoose another folder, or remove this one."
+            )
+        return True
+
+    def close(self) -> None:
+        """Give the folder back."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self) -> None:
+        """A lock that the system releases with the process, however that ends."""
+        lock = open(self.path / ".lock", "w")  # noqa: SIM115  (held until close)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise RunError(f"run.output: {self.path} is in use by another process") from None
+        except OSError:  # a file system without locks
+            pass
+        self._lock = lock
+
+
+def _write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

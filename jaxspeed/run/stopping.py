@@ -1,0 +1,50 @@
+"""A run that is asked to stop: by SIGTERM (a scheduler), by SIGINT (Ctrl-C)."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+AGREE_EVERY = 10  # steps between the moments when several processes agree
+
+
+class StopRequest:
+    """While it is entered: the first signal is remembered, a second one ends the process."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._asked)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+
+    def agreed(self, step: int) -> bool:
+        """Whether to stop now: all processes say the same, at the same step."""
+        if jax.process_count() == 1:
+            return self.signal is not None
+        if step % AGREE_EVERY:
+            return False
+        from jax.experimental import multihost_utils
+
+        asked = multihost_utils.process_allgather(np.array(self.signal is not None))
+        return bool(np.any(asked))
