@@ -1,0 +1,66 @@
+"""Files of lines, one a step, that outlive the process that writes them."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from jaxspeed.errors import RunError
+
+log = logging.getLogger("jaxspeed")
+
+
+def open_to_append(path: Path) -> TextIO:
+    """The file, made with its folder where it is not there. RunError where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def trim(path: Path, step_of: Callable[[str], int | None], resume_from_step: int | None) -> None:
+    """Drop the lines of `resume_from_step` and later, and a last line that was cut short.
+
+    The file changes in one move, and only where it must. A line without a step is kept; one of
+    which `step_of` says ValueError is dropped with a warning.
+    """
+    if not path.exists():
+        return
+    try:
+        # A file of weeks is large: it is gone through twice, and never held.
+        if all(kept for kept, _ in _judged(path, step_of, resume_from_step)):
+            return
+        beside = path.with_name(f".{path.name}.trimmed")
+        with beside.open("wb") as out:
+            for kept, line in _judged(path, step_of, resume_from_step, warn=True):
+                if kept:
+                    out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _judged(
+    path: Path,
+    step_of: Callable[[str], int | None],
+    resume_from_step: int | None,
+    warn: bool = False,
+) -> Iterator[tuple[bool, bytes]]:
+    """Each line, and whether it stays."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):  # a line is written with its end, so it was cut short
+                yield False, line
+                continue
+            try:
+                step = step_of(line.decode())
+            except ValueError:
+                if warn:
+                    log.warning("%s: line %d cannot be read and is dropped", path, number)
+                yield False, line
+                continue
+            yield resume_from_step is None or step is None or step < resume_from_step, line

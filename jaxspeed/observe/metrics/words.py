@@ -1,0 +1,41 @@
+"""Numbers and times as people read them, in few columns."""
+
+import math
+
+
+def count_text(value: float) -> str:
+    """1234567 as 1.23M: three digits."""
+    if not math.isfinite(value):
+        return str(value)
+    for suffix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5 or suffix == "T":
+            break
+        value /= 1000
+    digits = 0 if not suffix and value == round(value) else 3 - len(str(int(abs(value) + 0.5)))
+    return f"{value:.{max(digits, 0)}f}{suffix}"
+
+
+def clock_text(seconds: float) -> str:
+    """As a clock shows it: 0:42, 12:05, 3:12:45, 2d 03:12."""
+    whole = max(0, round(seconds))
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def duration_text(seconds: float) -> str:
+    """0.42 s, 12.3 s, and from ten minutes on as a clock shows it."""
+    if seconds >= 600:
+        return clock_text(seconds)
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+
+
+def loss_text(loss: float) -> str:
+    """Four digits behind the point, fewer where there are many before it."""
+    if not math.isfinite(loss):
+        return str(loss)
+    if abs(loss) >= 1e6 or 0 < abs(loss) < 5e-4:
+        return f"{loss:.2e}"
+    return f"{loss:.{max(0, 4 - len(str(int(abs(loss)))) + 1)}f}"
