@@ -1,0 +1,230 @@
+"""From the config's section `data` to a corpus: train and held-out splits with one tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxspeed.config.data import Corpus as Source
+from jaxspeed.config.data import Data
+from jaxspeed.config.data import Part as MixturePart
+from jaxspeed.data import store
+from jaxspeed.data.choosing import choose_tokenizer, texts_of
+from jaxspeed.data.facts import Facts, Kind
+from jaxspeed.data.parts import (
+    Made,
+    Opened,
+    Packing,
+    Part,
+    arrays_part,
+    documents_part,
+    made_part,
+    open_source,
+)
+from jaxspeed.data.samples import Samples
+from jaxspeed.data.sources import Texts
+from jaxspeed.data.split import Split
+from jaxspeed.data.stream import entropy
+from jaxspeed.data.tokenizer import Tokenizer
+from jaxspeed.errors import DataError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads."""
+
+    train: Split
+    held_out: Split | None
+    tokenizer: Tokenizer | None
+    fingerprint: str  # changes with what is read and its order; a run goes on with its own only
+    unigram_entropy: float | None  # nats a token, of the training tokens
+    summary: str  # one line for people
+
+
+def build(
+    data: Data,
+    *,
+    sample: Kind | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+    image_shape: tuple[int, int, int] | None = None,
+    classes: int | None = None,
+    seed: int,
+    tokenizer_file: bytes | None = None,
+    batch_size: int | None = None,
+) -> Corpus:
+    """Opens what `data` names, for a model that reads such samples and has these limits.
+
+    Args:
+      data: the section of the config.
+      sample, seq_len, vocab_size, image_shape, classes: what is known of the model (`facts`).
+      seed: of the order, where `data.seed` says none.
+      tokenizer_file: the tokenizer of a run that is continued; then none is trained.
+      batch_size: the least that there must be of training samples.
+
+    Raises:
+      DataError: what cannot be read, is too small or does not fit the model.
+    """
+    facts = Facts(sample, seq_len, vocab_size, image_shape, classes)
+    sources: Sequence[Source] = data.mixture or [data]
+    opened = [open_source(source, facts) for source in sources]
+    tokenizer = choose_tokenizer(data, facts, opened, tokenizer_file)
+    parts = [_part(data, source, facts, each, tokenizer) for source, each in zip(sources, opened)]
+    weights = [s.weight if isinstance(s, MixturePart) else 1.0 for s in sources]
+    seed = seed if data.seed is None else data.seed
+    train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
+    held = [p.held_out for p in parts if p.held_out is not None]
+    held_out = Split(held, seed=seed, shuffle=False) if held else None
+    _check_sizes(data, parts, train, batch_size)
+    identity = {
+        "parts": [[p.digest, w] for p, w in zip(parts, weights)],
+        "tokenizer": tokenizer.to_bytes().decode() if tokenizer else None,
+        "seq_len": train.tokens_each,
+        "order": [seed, data.shuffle, data.held_out, data.document_masks],
+    }
+    return Corpus(
+        train,
+        held_out,
+        tokenizer,
+        hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest(),
+        _entropy(parts, weights),
+        _summary(parts, weights, train, held_out, tokenizer),
+    )
+
+
+def tokenize(data: Data, out_folder: str | Path, *, tokenizer: Tokenizer | None = None) -> str:
+    """Writes the text that `data` names as token files, which source `tokens` reads.
+
+    Documents are encoded one at a time: memory does not limit the size of the corpus.
+    """
+    sources: Sequence[Source] = data.mixture or [data]
+    texts = [open_source(source, Facts()) for source in sources]
+    if not all(isinstance(each, Texts) for each in texts):
+        raise DataError("data tokenize: the source holds no text")
+    chosen = tokenizer or choose_tokenizer(data, Facts(), texts, None)
+    assert chosen is not None
+    name = ", ".join(each.name for each in texts if isinstance(each, Texts))
+    documents = store.encode_all(texts_of(texts), chosen)
+    written = store.write(Path(out_folder), name, documents, chosen)
+    return (
+        f"{name}: {len(written.lengths):,} documents, {len(written.tokens):,} tokens "
+        f"({chosen.name}), {written.tokens.nbytes / 1e6:,.1f} MB in {out_folder}"
+    )
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def _part(
+    data: Data, source: Source, facts: Facts, opened: Opened, tokenizer: Tokenizer | None
+) -> Part:
+    if isinstance(opened, dict):
+        if facts.sample == "tokens":
+            raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
+        return arrays_part(opened, data.held_out, source.path or str(source.source))
+    if isinstance(opened, Made):
+        packing = None if facts.sample != "tokens" else _packing(data, facts)
+        return made_part(opened, facts, packing, data.held_out)
+    if facts.sample == "images":
+        kind = source.source or "stdlib"
+        raise DataError(
+            f"data: source {kind} holds text, but the model reads images; sources images and "
+            "synthetic have some"
+        )
+    if isinstance(opened, Texts):
+        assert tokenizer is not None
+        encoded = store.encode_all(opened, tokenizer)
+        opened = [store.in_memory(opened.name, encoded, tokenizer)]
+    for each in opened:
+        if not len(each.tokens):
+            raise DataError(f"data: {each.name} holds no text")
+        if facts.vocab_size and each.largest >= facts.vocab_size:
+            raise DataError(
+                f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
+                f"{facts.vocab_size:,}"
+            )
+    return documents_part(opened, _packing(data, facts), data.held_out)
+
+
+def _packing(data: Data, facts: Facts) -> Packing:
+    seq_len = data.seq_len or facts.seq_len
+    if seq_len is None:
+        raise DataError("data.seq_len: needs a number, because the model's positions are not known")
+    if facts.seq_len and seq_len > facts.seq_len:
+        raise DataError(
+            f"data.seq_len is {seq_len:,}, but the model has {facts.seq_len:,} positions; "
+            f"{facts.seq_len:,} or less would do"
+        )
+    return Packing(seq_len, data.document_masks)
+
+
+def _check_sizes(data: Data, parts: Sequence[Part], train: Split, batch_size: int | None) -> None:
+    for part in parts:
+        of = f" of {train.tokens_each:,} tokens" if train.tokens_each else ""
+        less = ", or a shorter data.seq_len" if train.tokens_each else ""
+        if not len(part.train):
+            raise DataError(
+                f"data: too small: {part.summary}: not one sample{of} to train on; more data"
+                f"{less} would do"
+            )
+        if part.held_out is not None and not len(part.held_out):
+            raise DataError(
+                f"data.held_out: {data.held_out} of {part.summary} is not one sample; a larger "
+                "share, more data, or 0 would do"
+            )
+    check_batch(train, batch_size)
+    first, *others = (_shape(part.train) for part in parts)
+    for shape, part in zip(others, parts[1:]):
+        if shape != first:
+            raise DataError(
+                f"data.mixture: samples differ: {parts[0].summary} has {first}, but "
+                f"{part.summary} has {shape}"
+            )
+
+
+def check_batch(train: Split, batch_size: int | None) -> None:
+    """DataError unless there are as many samples as one batch has."""
+    if batch_size is not None and train.samples < batch_size:
+        less = ", or a shorter data.seq_len" if train.tokens_each else ""
+        raise DataError(
+            f"data: too small: {train.samples:,} training samples, but a batch has {batch_size:,};"
+            f" a train_batch_size of at most {train.samples:,}{less} would do"
+        )
+
+
+def _shape(samples: Samples) -> dict[str, str]:
+    none = samples.read(np.zeros(0, np.int64))
+    return {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in none.items()}
+
+
+# -- figures ------------------------------------------------------------------------------------
+
+
+def _entropy(parts: Sequence[Part], weights: Sequence[float]) -> float | None:
+    """Of the ids as they come in training: the parts' frequencies by the parts' shares."""
+    counts = [part.counts for part in parts if part.counts is not None]
+    if len(counts) < len(parts):
+        return None
+    mixed = np.zeros(max(map(len, counts)))
+    for each, weight in zip(counts, weights):
+        mixed[: len(each)] += weight * each / each.sum()
+    return entropy(mixed)
+
+
+def _summary(
+    parts: Sequence[Part],
+    weights: Sequence[float],
+    train: Split,
+    held_out: Split | None,
+    tokenizer: Tokenizer | None,
+) -> str:
+    total = sum(weights)
+    shares = [f"{w / total:.1%} " if len(parts) > 1 else "" for w in weights]
+    shown = " + ".join(f"{share}{part.summary}" for share, part in zip(shares, parts))
+    by = f" ({tokenizer.name})" if tokenizer else ""
+    of = f" of {train.tokens_each:,} tokens" if train.tokens_each else ""
+    out = held_out.samples if held_out else 0
+    return f"{shown}{by}; {train.samples:,} samples{of} to train on, {out:,} held out"

@@ -1,0 +1,118 @@
+"""Which files a source reads, and reading them with errors that say where."""
+
+import glob
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.errors import DataError
+
+
+def given_paths(path: str | None, paths: Sequence[str] | None) -> list[str]:
+    return [path] if path else list(paths or [])
+
+
+def find_files(given: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
+    """The files that paths, folders and globs name: sorted, each once.
+
+    In folders those that end in one of `suffixes` (all, without one), hidden ones never.
+    """
+    found: dict[Path, None] = {}
+    for name in given:
+        path = Path(name).expanduser()
+        if path.is_file():
+            files = [path]
+        elif path.is_dir():
+            files = [f for f in _inside(path) if not suffixes or f.name.endswith(tuple(suffixes))]
+        else:
+            matches = sorted(glob.glob(str(path), recursive=True))
+            files = [f for f in map(Path, matches) if f.is_file()]
+        if not files:
+            raise DataError(f"data: {_nothing(name, path, suffixes)}")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def _inside(folder: Path) -> list[Path]:
+    files = (f for f in folder.rglob("*") if f.is_file())
+    visible = [f for f in files if not any(p[0] == "." for p in f.relative_to(folder).parts)]
+    return sorted(visible, key=lambda f: f.relative_to(folder).as_posix())
+
+
+def _nothing(name: str, path: Path, suffixes: Sequence[str]) -> str:
+    if path.is_dir():
+        return f"the folder {name!r} holds no {' or '.join(suffixes) or 'visible'} file"
+    if glob.has_magic(name):
+        return f"no file matches {name!r} (looked from {Path.cwd()})"
+    parent = path.parent
+    near = f"; {str(parent)!r} holds {_few(parent)}" if parent.is_dir() else ""
+    return f"{name!r} does not exist (looked from {Path.cwd()}){near}"
+
+
+def _few(folder: Path, most: int = 5) -> str:
+    names = sorted(f.name for f in folder.iterdir() if not f.name.startswith("."))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) + more) or "nothing"
+
+
+def read_bytes(file: Path) -> bytes:
+    try:
+        if file.suffix == ".gz":
+            return gzip.decompress(file.read_bytes())
+        return file.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def read_text(file: Path) -> str:
+    """A file's text; DataError where it is binary or no UTF-8."""
+    return decode_text(read_bytes(file), str(file))
+
+
+def decode_text(content: bytes, name: str) -> str:
+    null = content.find(b"\0")
+    if null >= 0:
+        raise DataError(f"data: {name!r} is no text: it is binary (byte {null} is 0)")
+    try:
+        return content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"data: {name!r} is no UTF-8 text: byte {error.start} is "
+            f"0x{content[error.start]:02x}; convert it, with iconv say"
+        ) from None
+
+
+def read_json_lines(file: Path, field: str) -> Iterator[str]:
+    """The text of each record, one record a line; blank lines are passed over."""
+    try:
+        # Files of this kind are large: line by line.
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _field_of(line, field, f"{file}, line {number}")
+    except (OSError, EOFError) as error:
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def _field_of(line: bytes, field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is no UTF-8"
+        raise DataError(f"data: {where}: not JSON: {reason}") from None
+    return text_of(record, field, where)
+
+
+def text_of(record: Any, field: str, where: str) -> str:
+    """The text in a record's field."""
+    if not isinstance(record, dict):
+        raise DataError(f"data: {where}: a {type(record).__name__}, not an object with fields")
+    if field not in record:
+        has = ", ".join(map(str, record)) or "none"
+        raise DataError(f'data: {where}: no field "{field}" (data.text_field); its fields: {has}')
+    if not isinstance(record[field], str):
+        kind = type(record[field]).__name__
+        raise DataError(f'data: {where}: the field "{field}" holds a {kind}, not text')
+    return record[field]

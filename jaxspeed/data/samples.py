@@ -1,0 +1,144 @@
+"""Samples that can be read by number: windows of tokens, rows of arrays, and made ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxspeed.data.stream import Stream
+
+Batch = dict[str, np.ndarray]
+IGNORED = -100  # a label that does not count
+
+
+class Samples(Protocol):
+    """`tokens_each` is how many tokens a sample predicts; None where samples are not of tokens."""
+
+    tokens_each: int | None
+
+    def __len__(self) -> int: ...
+    def read(self, ids: np.ndarray) -> Batch: ...
+
+
+class Windows:
+    """Sample i predicts the tokens at positions i * seq_len + 1 to (i + 1) * seq_len of a stream.
+
+    So each token is predicted once. What is left at the end is less than a sample: it is dropped,
+    or with `whole` it is padded, and every sample has a mask of which tokens are there.
+    """
+
+    def __init__(self, stream: Stream, seq_len: int, *, segments: bool, whole: bool) -> None:
+        self.stream = stream
+        self.tokens_each: int | None = seq_len
+        self._segments = segments
+        self._whole = whole
+        predicted = max(len(stream) - 1, 0)
+        self._length = -(-predicted // seq_len) if whole else predicted // seq_len
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, ids: np.ndarray) -> Batch:
+        """tokens, and segment_ids and mask where there are any: int32 [samples, seq_len + 1]."""
+        seq_len = self.tokens_each
+        assert seq_len is not None
+        names = ["tokens"] + ["segment_ids"] * self._segments + ["mask"] * self._whole
+        batch = {name: np.zeros((len(ids), seq_len + 1), np.int32) for name in names}
+        for row, sample in enumerate(ids):
+            start = int(sample) * seq_len
+            stop = min(start + seq_len + 1, len(self.stream))
+            batch["tokens"][row, : stop - start] = self.stream.read(start, stop)
+            if self._segments:
+                batch["segment_ids"][row, : stop - start] = self.stream.segments(start, stop)
+            if self._whole:
+                batch["mask"][row, : stop - start] = 1
+        return batch
+
+
+class Rows:
+    """Rows of arrays by name; uint8 images become floats from -1 to 1."""
+
+    tokens_each: int | None = None
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return {name: _prepared(name, array[ids]) for name, array in self._arrays.items()}
+
+
+def _prepared(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "images" and x.dtype == np.uint8:
+        return x.astype(np.float32) / 127.5 - 1
+    if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
+        return x.astype(np.int32)
+    return x.astype(np.float32) if x.dtype == np.float64 else x
+
+
+class Subset:
+    """Those samples of another that have these numbers."""
+
+    def __init__(self, samples: Samples, ids: np.ndarray) -> None:
+        self._samples = samples
+        self._ids = ids
+        self.tokens_each: int | None = samples.tokens_each
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return self._samples.read(self._ids[ids])
+
+
+class Chain:
+    """Several samples numbered through, one part after the other."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self.parts = list(parts)
+        self.edges = np.cumsum([0, *map(len, self.parts)])
+        self.tokens_each: int | None = self.parts[0].tokens_each
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def read(self, ids: np.ndarray) -> Batch:
+        if len(self.parts) == 1:
+            return self.parts[0].read(ids)
+        part = np.searchsorted(self.edges, ids, "right") - 1
+        batch: Batch = {}
+        for i in np.unique(part) if len(ids) else [0]:
+            here = np.flatnonzero(part == i)
+            for name, rows in self.parts[i].read(ids[here] - self.edges[i]).items():
+                if name not in batch:
+                    batch[name] = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
+                batch[name][here] = rows
+        return batch
+
+
+def without_weight(batch: Batch, rows: np.ndarray) -> Batch:
+    """The same batch, of which rows [batch] (True) do not count.
+
+    Losses know it by `mask` 0 and by labels of -100; a batch with neither gets a `mask` [batch].
+    """
+    marked = dict(batch)
+    labels = [name for name in ("labels", "targets", "y") if _integers(batch.get(name))]
+    for name in labels:
+        marked[name] = np.where(_beside(rows, batch[name]), IGNORED, batch[name])
+    if "mask" in batch:
+        marked["mask"] = np.where(_beside(rows, batch["mask"]), 0, batch["mask"])
+    elif "tokens" in batch:
+        marked["mask"] = np.where(rows[:, None], 0, np.ones_like(batch["tokens"]))
+    elif not labels:
+        marked["mask"] = np.where(rows, 0, 1).astype(np.int32)
+    return marked
+
+
+def _integers(x: np.ndarray | None) -> bool:
+    return x is not None and x.dtype.kind in "iu"
+
+
+def _beside(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return rows.reshape(-1, *[1] * (x.ndim - 1))

@@ -1,0 +1,167 @@
+"""Sources of text: each can be read again and again, and gives the same documents each time."""
+
+import hashlib
+import importlib
+import itertools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.config.data import Corpus as Source
+from jaxspeed.data import files
+from jaxspeed.errors import DataError
+
+STDLIB_BYTES = 8 << 20
+# Tests and tables of data are not what a reader of Python would call its library.
+STDLIB_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents of text; iterating begins anew each time."""
+
+    name: str
+    read: Callable[[], Iterator[str]]
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read()
+
+
+def text_source(source: Source) -> Texts:
+    """The documents of `stdlib`, `text`, `jsonl`, `parquet` or `huggingface`."""
+    given = files.given_paths(source.path, source.paths)
+    kind = source.source or ("text" if given else "stdlib")
+    if kind == "stdlib":
+        return stdlib()
+    shown = f"{kind} {', '.join(given)}"
+    field = source.text_field
+    if kind == "huggingface":
+        return Texts(shown, lambda: _hub_texts(given, source.split, field))
+    if kind == "text":
+        found = files.find_files(given)
+        return Texts(shown, lambda: map(files.read_text, found))
+    if kind == "jsonl":
+        found = files.find_files(given, (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"))
+        each = [lambda f=f: files.read_json_lines(f, field) for f in found]
+    else:
+        found = files.find_files(given, (".parquet",))
+        each = [lambda f=f: _parquet_texts(f, field) for f in found]
+    return Texts(shown, lambda: itertools.chain.from_iterable(read() for read in each))
+
+
+# -- the standard library -----------------------------------------------------------------------
+
+
+def stdlib(folder: Path | None = None, limit: int = STDLIB_BYTES) -> Texts:
+    """Python's own source, as far as `limit` bytes go.
+
+    Which files are taken depends on their paths alone, and no part of the library is preferred.
+    """
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    taken, total = [], 0
+    for file in sorted(_modules(root), key=lambda f: _scattered(f.relative_to(root).as_posix())):
+        content = file.read_bytes()
+        if total + len(content) > limit:
+            break
+        try:
+            text = files.decode_text(content, str(file))
+        except DataError:  # a few modules are in other encodings, to test just that
+            continue
+        total += len(content)
+        taken.append((file.relative_to(root).as_posix(), text))
+    if not taken:
+        raise DataError(
+            f"data: source stdlib: {str(root)!r} holds no Python source; give data.path a folder "
+            "of text"
+        )
+    documents = [text for _, text in sorted(taken)]
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Texts(f"Python {version}'s standard library", lambda: iter(documents))
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in STDLIB_LEFT_OUT]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _scattered(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+# -- what needs a library -----------------------------------------------------------------------
+
+
+def _needs_extra(library: str, what: str) -> Any:
+    try:
+        return importlib.import_module(library)
+    except ImportError:
+        raise DataError(f"data: {what} needs the library {library}; install jaxspeed[hf]") from None
+
+
+def _parquet_texts(file: Path, field: str) -> Iterator[str]:
+    parquet = _needs_extra("pyarrow.parquet", "source parquet")
+    try:
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        if field not in names:
+            files.text_of(dict.fromkeys(names), field, str(file))
+        for batch in table.iter_batches(columns=[field]):
+            for i, text in enumerate(batch.column(0).to_pylist()):
+                yield files.text_of({field: text}, field, f"{file}, row {i} of a batch")
+    except (OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"data: {str(file)!r} cannot be read as parquet: {error}") from None
+
+
+def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
+    datasets = _needs_extra("datasets", "source huggingface")
+    for name in given:
+        try:
+            records = datasets.load_dataset(name, split=split)
+        except Exception as error:  # of many kinds: network, names, scripts, formats
+            raise DataError(f"data: the data set {name!r}, split {split!r}: {error}") from error
+        for i, record in enumerate(records):
+            yield files.text_of(record, field, f"{name}, record {i}")
+
+
+# -- a user's own -------------------------------------------------------------------------------
+
+
+def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
+    """What an import path names: an iterable, or a callable that returns one; begun anew each time.
+
+    Of one without end, `samples` says how many are read.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"data.source: {path!r} cannot be imported: {error}") from None
+
+    def begin() -> Iterator[Any]:
+        items = found() if callable(found) else found
+        if not isinstance(items, Iterable):
+            raise DataError(f"data.source: {path!r} is a {type(items).__name__}, no iterable")
+        return itertools.islice(iter(items), samples)
+
+    if isinstance(found, Iterator):  # it can be read once only
+        kept = list(begin())
+        return lambda: iter(kept)
+    return begin

@@ -1,0 +1,104 @@
+"""One side of a corpus, and the order of its samples: a function of seed and step alone."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxspeed.data.samples import Batch, Chain, Samples, without_weight
+
+Positions = slice | np.ndarray
+
+
+class Split:
+    """Samples of one or more parts, numbered through, in an order that goes on for ever.
+
+    Global batch t holds the samples at positions [t * batch_size, (t + 1) * batch_size) of the
+    order, so batches go across the ends of epochs and no sample is lost or repeated there.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Samples],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self._chain = Chain(parts)
+        self.parts = self._chain.parts
+        self._weights = list(weights or [1.0] * len(self.parts))
+        # Not yet known to hold samples: the order is made when it is asked for.
+        self._seeds = [_seed(seed, i) for i in range(len(self.parts))] if shuffle else None
+        self._made: Any = None
+
+    @property
+    def tokens_each(self) -> int | None:
+        """How many tokens a sample predicts; None where samples are not of tokens."""
+        return self._chain.tokens_each
+
+    @property
+    def samples(self) -> int:
+        """All that there are."""
+        return len(self._chain)
+
+    def __len__(self) -> int:
+        """Samples in one epoch: in a mixture, until the first part has been seen whole."""
+        total = sum(self._weights)
+        return min(int(len(p) * total / w) for p, w in zip(self.parts, self._weights))
+
+    # -- for ever, in order -----------------------------------------------------------------------
+
+    @property
+    def _order(self) -> Any:
+        """order[k] is the sample at position k."""
+        if self._made is None:
+            orders = []
+            for i, (start, stop) in enumerate(pairwise(self._chain.edges)):
+                ids = grain.MapDataset.range(int(start), int(stop))
+                orders.append((ids.shuffle(seed=self._seeds[i]) if self._seeds else ids).repeat())
+            mixed = len(orders) > 1
+            self._made = grain.MapDataset.mix(orders, self._weights) if mixed else orders[0]
+        return self._made
+
+    def sample_ids(self, step: int, batch_size: int, rows: Positions | None = None) -> np.ndarray:
+        """int64 [batch_size], or of these rows of the global batch only."""
+        first = step * batch_size
+        chosen = _chosen(batch_size, rows)
+        return np.asarray([self._order[first + int(row)] for row in chosen], np.int64)
+
+    def batch(self, step: int, batch_size: int, rows: Positions | None = None) -> Batch:
+        """The global batch of a step, or these rows of it: no others are read."""
+        return self._chain.read(self.sample_ids(step, batch_size, rows))
+
+    # -- once -------------------------------------------------------------------------------------
+
+    def batches(self, batch_size: int) -> int:
+        """In how many batches each sample is seen once."""
+        return -(-self.samples // batch_size)
+
+    def padded(self, index: int, batch_size: int, rows: Positions | None = None) -> Batch:
+        """Batch `index` of those that hold each sample once, or these rows of it.
+
+        The last one is filled up with samples that do not count.
+        """
+        ids = index * batch_size + _chosen(batch_size, rows)
+        batch = self._chain.read(np.minimum(ids, self.samples - 1))
+        # Also where nothing is to be padded: batches of one kind are compiled once.
+        return without_weight(batch, ids >= self.samples)
+
+    def once(self, batch_size: int) -> Iterator[Batch]:
+        """Every sample once, in the corpus's order."""
+        return (self.padded(i, batch_size) for i in range(self.batches(batch_size)))
+
+
+def _chosen(batch_size: int, rows: Positions | None) -> np.ndarray:
+    return np.arange(batch_size)[slice(None) if rows is None else rows]
+
+
+def _seed(seed: int, part: int) -> int:
+    """Seeds that are near each other give orders that have nothing in common: Grain adds the number
+    of the epoch to a seed, so those of one run must not be those of the next."""
+    return int(np.random.SeedSequence([seed, part]).generate_state(1)[0])

@@ -1,0 +1,187 @@
+"""Token documents: one long array of ids and where its documents begin, in memory or in files."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.data.tokenizer import Tokenizer, load_tokenizer
+from jaxspeed.errors import DataError
+
+FORMAT = 1
+HEADER, TOKENS, OFFSETS, TOKENIZER = "header.json", "tokens.npy", "offsets.npy", "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Document i is tokens[offsets[i] : offsets[i + 1]]."""
+
+    name: str
+    tokens: np.ndarray  # unsigned [tokens]
+    offsets: np.ndarray  # int64 [documents + 1]
+    digest: str  # changes with any token or offset
+    largest: int  # the largest id
+    tokenizer: Tokenizer | None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest dtype that holds the ids."""
+    return np.min_scalar_type(max(vocab_size - 1, 0))
+
+
+def in_memory(name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer | None) -> Documents:
+    """Of documents that are encoded; those without tokens are left out."""
+    kept = [ids for ids in documents if len(ids)]
+    offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    largest = max((int(ids.max()) for ids in kept), default=0)
+    dtype = id_dtype(tokenizer.vocab_size if tokenizer else largest + 1)
+    tokens = np.empty(offsets[-1], dtype)
+    for ids, at in zip(kept, offsets):
+        tokens[at : at + len(ids)] = ids
+    digest = _Digest(dtype)
+    digest.add(tokens)
+    return Documents(name, tokens, offsets, digest.end(offsets), largest, tokenizer)
+
+
+def encode_all(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[np.ndarray]:
+    """The ids of each document with something in it, and the id that ends it."""
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    for text in texts:
+        ids = tokenizer.encode(text)
+        if len(ids):
+            yield np.append(ids, np.asarray(end, ids.dtype)) if end else ids
+
+
+class _Digest:
+    def __init__(self, dtype: np.dtype) -> None:
+        self._hash = hashlib.blake2b(dtype.str.encode(), digest_size=16)
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._hash.update(np.ascontiguousarray(tokens).data)
+
+    def end(self, offsets: np.ndarray) -> str:
+        self._hash.update(np.ascontiguousarray(offsets, np.int64).data)
+        return self._hash.hexdigest()
+
+
+# -- files --------------------------------------------------------------------------------------
+
+
+def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Documents:
+    """Writes documents one at a time into a new folder, which is there only once it is whole."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"data tokenize: {str(out)!r} is there already; name a new folder")
+    beside = out.with_name(out.name + ".partial")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        _write_files(beside, name, documents, tokenizer)
+        if out.exists():
+            out.rmdir()
+        beside.rename(out)
+    except OSError as error:
+        raise DataError(f"data tokenize: {str(out)!r} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return read(out)
+
+
+def _write_files(
+    folder: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer
+) -> None:
+    dtype = id_dtype(tokenizer.vocab_size)
+    digest, largest, ends = _Digest(dtype), 0, [0]
+    with (folder / TOKENS).open("wb") as file:
+        _npy_header(file, dtype, 0)
+        for ids in documents:
+            if len(ids):
+                largest = max(largest, int(ids.max()))
+                narrow = ids.astype(dtype)
+                digest.add(narrow)
+                file.write(narrow.data)
+                ends.append(ends[-1] + len(ids))
+        file.seek(0)
+        # NumPy leaves room in a header for the first dim to grow.
+        _npy_header(file, dtype, ends[-1])
+    if len(ends) == 1:
+        raise DataError(f"data tokenize: {name} holds no text")
+    offsets = np.asarray(ends, np.int64)
+    np.save(folder / OFFSETS, offsets)
+    (folder / TOKENIZER).write_bytes(tokenizer.to_bytes())
+    header = {
+        "format": FORMAT,
+        "name": name,
+        "tokenizer": tokenizer.name,
+        "documents": len(offsets) - 1,
+        "tokens": ends[-1],
+        "largest": largest,
+        "digest": digest.end(offsets),
+    }
+    (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+
+
+def _npy_header(file: Any, dtype: np.dtype, length: int) -> None:
+    described = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(file, described)
+
+
+def read(path: Path) -> Documents:
+    """A folder that `write` made, or a .npy file of ids: [tokens], or [documents, tokens]."""
+    return _read_npy(path) if path.is_file() else _read_folder(path)
+
+
+def _read_folder(folder: Path) -> Documents:
+    if not (folder / HEADER).is_file():
+        raise DataError(
+            f"data: {str(folder)!r} is no folder of tokens: it has no {HEADER}; "
+            "`jaxspeed data tokenize` writes such folders"
+        )
+    try:
+        header = json.loads((folder / HEADER).read_text())
+        if header["format"] != FORMAT:
+            raise DataError(
+                f"data: {str(folder)!r} has format {header['format']}; this jaxspeed reads {FORMAT}"
+            )
+        tokens = np.load(folder / TOKENS, mmap_mode="r")
+        offsets = np.load(folder / OFFSETS, mmap_mode="r")
+        tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes(), str(folder / TOKENIZER))
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"data: {str(folder)!r} is damaged: {error}") from None
+    if len(tokens) != header["tokens"] or len(offsets) != header["documents"] + 1:
+        raise DataError(
+            f"data: {str(folder)!r} is damaged: {len(tokens)} tokens in {len(offsets) - 1} "
+            f"documents, but its header says {header['tokens']} in {header['documents']}"
+        )
+    name = f"{header['name']}, tokenized"
+    return Documents(name, tokens, offsets, header["digest"], header["largest"], tokenizer)
+
+
+def _read_npy(file: Path) -> Documents:
+    try:
+        array = np.load(file, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data: {str(file)!r} is no .npy file of tokens: {error}") from None
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
+        raise DataError(
+            f"data: {str(file)!r} holds {array.dtype}{list(array.shape)}; ids are whole numbers, "
+            "[tokens] or [documents, tokens]"
+        )
+    if array.min() < 0:
+        raise DataError(f"data: {str(file)!r} holds negative ids")
+    tokens = array.reshape(-1)
+    offsets = np.arange(0, array.size + 1, array.shape[-1], dtype=np.int64)
+    digest = _Digest(array.dtype)
+    for start in range(0, tokens.size, 1 << 24):
+        digest.add(tokens[start : start + (1 << 24)])
+    return Documents(str(file), tokens, offsets, digest.end(offsets), int(array.max()), None)

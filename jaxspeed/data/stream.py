@@ -1,0 +1,80 @@
+"""Packing: documents end to end, cut into windows of equal length, any of which can be read."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Enough to know frequencies by, and quick: of more tokens, evenly spread blocks are counted.
+COUNTED = 1 << 26
+BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Parts of a token array: [start, start + length) each, at most one document long."""
+
+    starts: np.ndarray  # int64 [spans]
+    lengths: np.ndarray  # int64 [spans]
+
+
+class Stream:
+    """The tokens of spans, one span after the other, with a position for each token."""
+
+    def __init__(self, tokens: np.ndarray, spans: Spans) -> None:
+        self.tokens = tokens
+        self.edges = _edges(spans.lengths)  # int64 [spans + 1], positions
+        # Neighbours in the array are read at once.
+        ends = spans.starts + spans.lengths
+        apart = np.flatnonzero(spans.starts[1:] != ends[:-1]) + 1
+        first = np.append(0, apart) if len(spans.starts) else np.zeros(0, np.int64)
+        self._run_starts = spans.starts[first]
+        self._run_edges = np.append(self.edges[first], self.edges[-1])
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens at positions [start, stop)."""
+        run = int(np.searchsorted(self._run_edges, start, "right")) - 1
+        pieces = []
+        while start < stop:
+            end = min(stop, int(self._run_edges[run + 1]))
+            at = int(self._run_starts[run]) + start - int(self._run_edges[run])
+            pieces.append(self.tokens[at : at + end - start])
+            start, run = end, run + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def segments(self, start: int, stop: int) -> np.ndarray:
+        """int32 [stop - start]: 1 for the first document within [start, stop), then 2, ..."""
+        inside = slice(
+            np.searchsorted(self.edges, start, "right"), np.searchsorted(self.edges, stop, "left")
+        )
+        begins = np.zeros(stop - start, np.int32)
+        begins[self.edges[inside] - start] = 1
+        return np.cumsum(begins, dtype=np.int32) + 1
+
+    def counts(self) -> np.ndarray:
+        """How often each id occurs, in all tokens or in a sample of them."""
+        total = np.zeros(0, np.int64)
+        every = max(1, -(-len(self) // COUNTED))
+        for start in range(0, len(self), BLOCK * every):
+            found = np.bincount(self.read(start, min(start + BLOCK, len(self))))
+            total = _add(total, found)
+        return total
+
+
+def entropy(counts: np.ndarray) -> float:
+    """H = -sum p ln p, in nats."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def _edges(lengths: np.ndarray) -> np.ndarray:
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
+
+
+def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    size = max(len(a), len(b))
+    return np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))

@@ -1,0 +1,59 @@
+"""Samples that are made, not read: sample i is a function of i, and there is something to learn."""
+
+import numpy as np
+
+from jaxspeed.data.samples import Batch
+
+NOISE = 0.1
+SEED = 0x73796E
+
+
+class Counting:
+    """Sequences that count in steps of 1 to 7, modulo the vocabulary, with a tenth of noise."""
+
+    def __init__(
+        self, samples: int, seq_len: int, vocab_size: int, *, segments: bool, masked: bool
+    ) -> None:
+        self.tokens_each: int | None = seq_len
+        self._samples, self._vocab_size = samples, vocab_size
+        # As packed documents have them: each sample is one document, whole.
+        self._also = ["segment_ids"] * segments + ["mask"] * masked
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def read(self, ids: np.ndarray) -> Batch:
+        assert self.tokens_each is not None
+        tokens = np.empty((len(ids), self.tokens_each + 1), np.int32)
+        places = np.arange(self.tokens_each + 1)
+        for row, sample in enumerate(ids):
+            rng = np.random.default_rng([SEED, int(sample)])
+            first, step = rng.integers(self._vocab_size), rng.integers(1, 8)
+            counted = (first + step * places) % self._vocab_size
+            random = rng.integers(self._vocab_size, size=places.size)
+            tokens[row] = np.where(rng.random(places.size) < NOISE, random, counted)
+        return {"tokens": tokens} | {name: np.ones_like(tokens) for name in self._also}
+
+
+class Blots:
+    """Images of noise over one pattern a class."""
+
+    tokens_each: int | None = None
+
+    def __init__(self, samples: int, shape: tuple[int, int, int], classes: int) -> None:
+        self._samples = samples
+        coarse = np.random.default_rng(SEED).normal(size=(classes, 4, 4, shape[2]))
+        rows, columns = (np.arange(n) * 4 // n for n in shape[:2])
+        self._patterns = coarse[:, rows][:, :, columns].astype(np.float32)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def read(self, ids: np.ndarray) -> Batch:
+        rngs = [np.random.default_rng([SEED, int(sample)]) for sample in ids]
+        drawn = [rng.integers(len(self._patterns)) for rng in rngs]
+        labels = np.asarray(drawn, np.int32)
+        images = np.empty((len(ids), *self._patterns.shape[1:]), np.float32)
+        for row, rng in enumerate(rngs):
+            rng.standard_normal(out=images[row], dtype=np.float32)
+        return {"images": images + self._patterns[labels], "labels": labels}
