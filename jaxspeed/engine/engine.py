@@ -17,6 +17,7 @@ from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
+from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.table import PlacementTable
@@ -37,6 +38,7 @@ class Engine:
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
         self._reporter = Reporter(program)
         self._pace = Pace(program.mesh.devices.flat[0])
+        self._saver = Saver(program)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -64,13 +66,15 @@ class Engine:
         return self.program.step
 
     def wait(self) -> None:
-        """Until the steps so far are done, and what there is to say of them has been logged."""
+        """Until the steps and saves so far are done, and what there is to say has been logged."""
         self._reporter.flush()
         jax.block_until_ready(self.state)
+        self._saver.wait()
 
     def close(self) -> None:
         """At the end of a run: wait."""
         self.wait()
+        self._saver.close()
 
     def _run(self, function: Any, batch: Any) -> Any:
         try:
@@ -85,6 +89,42 @@ class Engine:
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         self._shapes[what].see(placed)
         return placed
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Begins a checkpoint of the state of now and returns its tag; training may go on.
+
+        It is written in the background: `wait` says when, and raises what went wrong.
+        """
+        return self._saver.save(self.state, directory, tag, client_state)
+
+    def load_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        *,
+        weights_only: bool = False,
+        renames: Mapping[str, str] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Takes the state of a checkpoint, written on any mesh; (its tag, its client_state).
+
+        Without a tag the newest that is sound; (None, {}) where the directory holds none. With
+        `weights_only` the optimizer and the step begin anew, and what was left out is logged;
+        `renames` maps paths of the checkpoint to the model's.
+        """
+        restored = self._saver.load(directory, tag, weights_only, renames)
+        if restored is None:
+            return None, {}
+        self.state = restored.state
+        for note in restored.notes:
+            log.warning("checkpoint %s: %s", restored.tag, note)
+        return restored.tag, restored.client_state
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+"""What a checkpoint says of itself: `checkpoint.json`."""
+
+import importlib.metadata
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from jaxspeed.checkpoint.leaves import kept_leaves
+from jaxspeed.checkpoint.manifest import FORMAT, Manifest
+from jaxspeed.errors import CheckpointError
+from jaxspeed.train.program import Program
+
+NAME = "checkpoint.json"
+FILES = "files"
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """One array as it was written."""
+
+    shape: tuple[int, ...]  # without padding
+    stored: tuple[int, ...]  # as the arrays on disk have it
+    dtype: str
+    key: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything but the arrays themselves."""
+
+    tag: str
+    step: int
+    time: float  # seconds since 1970
+    leaves: dict[str, LeafRecord]
+    mesh: dict[str, int]
+    device: str
+    processes: int
+    stage: int
+    loss_scale_rule: str
+    versions: dict[str, str]
+    client_state: dict[str, Any]
+    files: list[str]
+
+
+def header_of(
+    program: Program, tag: str, step: int, client_state: Mapping[str, Any], files: list[str]
+) -> Header:
+    leaves = {
+        name: LeafRecord(leaf.shape, tuple(leaf.stored.shape), leaf.stored.dtype.name, leaf.key)
+        for name, leaf in kept_leaves(program).items()
+    }
+    return Header(
+        tag=tag,
+        step=step,
+        time=time.time(),
+        leaves=leaves,
+        mesh=dict(program.mesh.shape),
+        device=program.mesh.devices.flat[0].device_kind,
+        processes=jax.process_count(),
+        stage=program.table.stage,
+        loss_scale_rule=repr(program.optimizer.rule),
+        versions={
+            name: importlib.metadata.version(name) for name in ("jax", "flax", "orbax-checkpoint")
+        },
+        client_state=dict(client_state),
+        files=files,
+    )
+
+
+def as_json(header: Header) -> bytes:
+    return json.dumps(asdict(header), indent=1).encode()
+
+
+def read_header(folder: epath.Path, manifest: Manifest) -> Header:
+    """
+    Raises:
+      CheckpointError: written in another format than this version reads.
+    """
+    if manifest.format != FORMAT:
+        raise CheckpointError(
+            f"{folder}: written in format {manifest.format!r}; this version of jaxspeed reads "
+            f"format {FORMAT}. Use the version that wrote it"
+        )
+    said = json.loads((folder / NAME).read_text())
+    leaves = {
+        name: LeafRecord(tuple(x["shape"]), tuple(x["stored"]), x["dtype"], x["key"])
+        for name, x in said.pop("leaves").items()
+    }
+    return Header(leaves=leaves, **said)
+
+
+def check_client_state(value: Any, path: str = "client_state") -> None:
+    """CheckpointError unless it comes back from JSON as it was given."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            check_client_state(item, f"{path}[{i}]")
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{path} has the key {key!r}; keys are strings: {str(key)!r}")
+            check_client_state(item, f"{path}[{key!r}]")
+        return
+    instead = {"tuple": "a list", "ndarray": ".tolist()", "Array": ".tolist()"}
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}; it is kept as JSON: numbers, strings, lists and "
+        f"dicts (here {instead.get(type(value).__name__, 'one of these')})"
+    )

@@ -1,0 +1,138 @@
+"""The seal of a checkpoint: the size and checksum of each of its files, written last.
+
+The manifest's own layout (`format`, `tag`, `files`, `crc32`) never changes: it is how a
+reader finds out that the rest is of another format.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etils import epath
+
+from jaxspeed.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = 1  # of everything that a checkpoint holds
+_BLOCK = 4 << 20
+
+Sums = dict[str, tuple[int, int]]  # {file: (bytes, crc32)}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint holds."""
+
+    format: int
+    tag: str
+    files: Sums
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def files_of(folder: epath.Path) -> list[str]:
+    """The files under a folder but the manifest, by relative path, sorted."""
+    found: list[str] = []
+
+    def walk(at: epath.Path, prefix: str) -> None:
+        for entry in at.iterdir():
+            if entry.is_dir():
+                walk(entry, f"{prefix}{entry.name}/")
+            elif f"{prefix}{entry.name}" != NAME:
+                found.append(prefix + entry.name)
+
+    walk(folder, "")
+    return sorted(found)
+
+
+def dealt(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
+    """The files that this process looks at: about as many bytes as any other."""
+    loads = [0] * processes
+    mine = []
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == process:
+            mine.append(name)
+    return mine
+
+
+def sums_of(folder: epath.Path, names: Iterable[str]) -> Sums:
+    return {name: _sum(folder / name) for name in names}
+
+
+def problems_of(folder: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a checkpoint."""
+    problems = []
+    for name in names:
+        size, crc = manifest.files[name]
+        try:
+            found = _sum(folder / name)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            problems.append(f"{name} is missing" if missing else f"{name} cannot be read: {error}")
+            continue
+        if found[0] != size:
+            problems.append(f"{name} has {found[0]:,} bytes, not {size:,}")
+        elif found[1] != crc:
+            problems.append(f"{name} was changed: its checksum differs")
+    return problems
+
+
+def write_manifest(folder: epath.Path, tag: str, files: Sums) -> None:
+    body = {"format": FORMAT, "tag": tag, "files": {k: list(v) for k, v in sorted(files.items())}}
+    write_file(folder / NAME, json.dumps({**body, "crc32": _crc_of(body)}, indent=1).encode())
+
+
+def read_manifest(folder: epath.Path) -> Manifest:
+    """
+    Raises:
+      CheckpointError: it is missing, damaged or another checkpoint's.
+    """
+    try:
+        said = json.loads((folder / NAME).read_text())
+        crc = said.pop("crc32")
+        if crc != _crc_of(said):
+            raise CheckpointError(f"{NAME} was changed: its checksum differs")
+        files = {name: (int(size), int(crc)) for name, (size, crc) in said["files"].items()}
+        manifest = Manifest(said["format"], said["tag"], files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{NAME} is missing: it was never whole") from None
+    except OSError as error:
+        raise CheckpointError(f"{NAME} cannot be read: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{NAME} is damaged") from None
+    if manifest.tag != folder.name:
+        raise CheckpointError(f"{NAME} is the one of {manifest.tag!r}")
+    return manifest
+
+
+def write_file(path: epath.Path, content: bytes) -> None:
+    """A small file that is on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        if is_local(path):
+            os.fsync(file.fileno())
+
+
+def is_local(path: Any) -> bool:
+    return "://" not in str(path)
+
+
+def _crc_of(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _sum(path: epath.Path) -> tuple[int, int]:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc

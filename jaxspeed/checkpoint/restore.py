@@ -1,0 +1,141 @@
+"""From the arrays of a checkpoint to a program's state, whatever mesh and precision wrote them."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from jaxspeed.checkpoint.arrays import read_arrays
+from jaxspeed.checkpoint.header import Header, LeafRecord
+from jaxspeed.checkpoint.leaves import Arrays, KeptLeaf, as_state, kept_leaves, own, published
+from jaxspeed.errors import CheckpointError
+from jaxspeed.optim import loss_scale
+from jaxspeed.train.program import Program
+from jaxspeed.train.state import TrainState
+
+_TOGETHER = 256 << 20  # bytes that are copied at once: the peak is one state and this
+_SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)
+
+
+def restore_state(program: Program, folder: epath.Path, header: Header) -> tuple[TrainState, list]:
+    """The whole state, and notes on what could not be taken over.
+
+    Raises:
+      CheckpointError: its arrays are not those of this model and optimizer.
+    """
+    wanted = kept_leaves(program)
+    notes = []
+    fresh: Arrays = {}
+    if header.loss_scale_rule != repr(program.optimizer.rule):
+        # Another rule's scale may be one that this rule never has.
+        notes.append(
+            f"the loss scale begins anew: it followed {header.loss_scale_rule}, and now "
+            f"{program.optimizer.rule!r}"
+        )
+        fresh = fresh_loss_scale(program)
+    missing = sorted(set(wanted) - set(header.leaves) - set(fresh))
+    extra = sorted(set(header.leaves) - set(wanted))
+    if extra and not missing and all(name.startswith("ema/") for name in extra):
+        notes.append("its moving average was left out: the config asks for none")
+        extra = []
+    _check(folder, wanted, header.leaves, missing, extra)
+    read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
+    kept, params = owned(program, read_arrays(folder, read), read)
+    for name, leaf in wanted.items():
+        was = header.leaves.get(name)
+        if was and name.startswith("params/") and _loses(was.dtype, leaf.stored.dtype):
+            notes.append(f"{name} was rounded from {was.dtype} to {leaf.stored.dtype.name}")
+    return as_state(program, {**kept, **fresh}, params), notes
+
+
+def fresh_loss_scale(program: Program) -> Arrays:
+    """The loss scale before the first step, by name."""
+    at = dict(zip(_SCALE, program.shardings.loss_scale, strict=True))
+
+    def make() -> Arrays:
+        return dict(zip(_SCALE, loss_scale.init(program.optimizer.rule), strict=True))
+
+    return jax.jit(make, out_shardings=at)()
+
+
+def owned(
+    program: Program, read: dict[str, jax.Array], leaves: Mapping[str, KeptLeaf]
+) -> tuple[Arrays, Arrays]:
+    """(kept arrays by name, published parameters by path): buffers that a step can use up.
+
+    What was read may lie in memory that NumPy owns, which XLA would not use again. `read` is
+    emptied on the way.
+    """
+    kept: Arrays = {}
+    params: Arrays = {}
+    for names in _groups(leaves):
+        rows = [program.table[n.removeprefix("params/")] for n in names if n.startswith("params/")]
+        rows = [row for row in rows if row.master and row.param]
+
+        def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
+            made = {
+                name: own(arrays[name], leaves[name])
+                if name in arrays
+                else jnp.zeros(leaves[name].stored.shape, leaves[name].stored.dtype)
+                for name in names
+            }
+            return made, {row.path: published(row, made[f"params/{row.path}"]) for row in rows}
+
+        at = (
+            {name: leaves[name].stored.sharding for name in names},
+            {row.path: program.shardings.params[row.path] for row in rows},
+        )
+        arrays = {name: read.pop(name) for name in names if name in read}
+        made, made_params = jax.jit(finish, out_shardings=at)(arrays)
+        kept.update(made)
+        params.update(jax.block_until_ready(made_params))
+    return kept, params
+
+
+def _groups(leaves: Mapping[str, KeptLeaf]) -> Iterator[list[str]]:
+    total = 0
+
+    def group(name: str) -> int:
+        nonlocal total
+        total += leaves[name].nbytes
+        return total // _TOGETHER
+
+    for _, names in itertools.groupby(leaves, group):
+        yield list(names)
+
+
+def _check(
+    folder: epath.Path,
+    wanted: Mapping[str, KeptLeaf],
+    there: Mapping[str, LeafRecord],
+    missing: Iterable[str],
+    extra: Iterable[str],
+) -> None:
+    problems = [f"has no {name} {list(wanted[name].shape)}" for name in missing]
+    problems += [f"has {name} {list(there[name].shape)}, which is not wanted" for name in extra]
+    for name in wanted.keys() & there.keys():
+        if there[name].shape != wanted[name].shape:
+            problems.append(
+                f"has {name} {list(there[name].shape)}, where {list(wanted[name].shape)} is wanted"
+            )
+        elif there[name].key != wanted[name].key:
+            problems.append(f"has {name} as a {there[name].key} key, not {wanted[name].key}")
+    if not problems:
+        return
+    of = {name.split("/")[0] for name in [*missing, *extra]}
+    hint = (
+        "The optimizer is another: restore the weights alone (weights_only=True)"
+        if of <= {"opt", "ema"}
+        else "The model is another: weights_only=True takes what fits, with renames={old: new}"
+    )
+    shown = sorted(problems)[:6]
+    more = f"\n  ... and {len(problems) - 6} more" if len(problems) > 6 else ""
+    lines = "".join(f"\n  {problem}" for problem in shown)
+    raise CheckpointError(f"{folder}: is not of this model and optimizer. It{lines}{more}\n{hint}")
+
+
+def _loses(old: str, new: Any) -> bool:
+    return jnp.promote_types(old, new) != jnp.dtype(new)

@@ -1,0 +1,67 @@
+"""What is written must not change while it is written: the next step uses its state up."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.checkpoint.leaves import Arrays, kept_arrays, kept_leaves, key_data
+from jaxspeed.placement.zero import ways
+from jaxspeed.train.program import Program
+from jaxspeed.train.state import TrainState
+
+_WORTH_SPREADING = 1 << 20  # bytes
+
+
+def snapshotter(program: Program) -> Callable[[TrainState], Arrays]:
+    """A function from a state to arrays that stay as they are.
+
+    Where arrays already lie in host memory, NumPy sees them in place, so they are copied; each
+    device copies its part of what several hold. From other memories Orbax copies to the host
+    before its save returns.
+    """
+    leaves = kept_leaves(program)
+    on_host = program.mesh.devices.flat[0].platform == "cpu"
+
+    def copied(arrays: Arrays) -> Arrays:
+        return {name: jnp.copy(key_data(x)) for name, x in arrays.items()}
+
+    at = {name: leaf.stored.sharding for name, leaf in leaves.items()}
+    if on_host:
+        at = {
+            name: _spread(leaf.stored, at[name]) if leaf.nbytes >= _WORTH_SPREADING else at[name]
+            for name, leaf in leaves.items()
+        }
+    moved = [
+        name
+        for name, leaf in leaves.items()
+        if on_host or leaf.key or "host" in str(leaf.stored.sharding.memory_kind)
+    ]
+    copy = jax.jit(copied, out_shardings={name: at[name] for name in moved})
+
+    def snapshot(state: TrainState) -> Arrays:
+        arrays = kept_arrays(program, state)
+        return {**arrays, **copy({name: arrays[name] for name in moved})}
+
+    return snapshot
+
+
+def _spread(leaf: jax.ShapeDtypeStruct, at: NamedSharding) -> NamedSharding:
+    """Cut over the axes that hold copies as well, where a dim divides."""
+    mesh = at.mesh
+    spec: list[Any] = [*at.spec, *[None] * (len(leaf.shape) - len(at.spec))]
+    used = {axis for entry in spec for axis in _axes(entry)}
+    free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used)
+    copies = math.prod(mesh.shape[axis] for axis in free)
+    for dim, entry in enumerate(spec):
+        if copies > 1 and leaf.shape[dim] % (ways(entry, mesh.shape) * copies) == 0:
+            spec[dim] = (*_axes(entry), *free)
+            return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=at.memory_kind)
+    return at
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,113 @@
+"""Weights alone: parameters and statistics of a checkpoint under a new optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from jaxspeed.checkpoint.arrays import read_arrays
+from jaxspeed.checkpoint.header import Header
+from jaxspeed.checkpoint.leaves import KeptLeaf, kept_leaves
+from jaxspeed.checkpoint.restore import owned
+from jaxspeed.errors import CheckpointError
+from jaxspeed.train.program import Program
+from jaxspeed.train.state import TrainState
+
+_KINDS = ("params/", "variables/")
+
+
+def restore_weights(
+    program: Program, folder: epath.Path, header: Header, renames: Mapping[str, str]
+) -> tuple[TrainState, list[str]]:
+    """A fresh state with the checkpoint's weights where path and shape agree, and notes.
+
+    Random streams and counters begin anew with the optimizer.
+    """
+    wanted = {name: leaf for name, leaf in kept_leaves(program).items() if _is_weight(name, leaf)}
+    there = {
+        renamed(name, renames): name
+        for name, record in header.leaves.items()
+        if name.startswith(_KINDS) and not record.key and _floats(record.dtype)
+    }
+    if unused := [old for old in renames if not _names_any(old, header.leaves)]:
+        raise CheckpointError(
+            f"renames: the checkpoint has no parameter {unused[0]!r}; it has "
+            + ", ".join(
+                sorted(n.split("/", 1)[1] for n in header.leaves if n.startswith(_KINDS))[:8]
+            )
+        )
+    notes, taken = [], {}
+    for name, leaf in wanted.items():
+        source = there.pop(name, None)
+        if source is None:
+            notes.append(f"{_path(name)} begins anew: the checkpoint has none")
+        elif header.leaves[source].shape != leaf.shape:
+            was = list(header.leaves[source].shape)
+            notes.append(f"{_path(name)} begins anew: {was} there, {list(leaf.shape)} here")
+        else:
+            taken[name] = source
+    notes += [f"{_path(source)} was left out: the model has none" for source in there.values()]
+    if not any(name.startswith("params/") for name in taken):
+        raise CheckpointError(
+            f"{folder}: none of its parameters is one of this model's; give renames={{old: new}}. "
+            + "; ".join(notes[:4])
+        )
+    read = read_arrays(folder, {taken[name]: wanted[name] for name in taken})
+    named = {name: read.pop(source) for name, source in taken.items() if source in read}
+    leaves = {name: wanted[name] for name in taken}
+    return _with_weights(program, *owned(program, named, leaves)), notes
+
+
+def renamed(name: str, renames: Mapping[str, str]) -> str:
+    """A name with the longest of its leading folders that a rename covers replaced."""
+    kind, _, path = name.partition("/")
+    parts = path.split("/")
+    for end in range(len(parts), 0, -1):
+        head = "/".join(parts[:end])
+        if head in renames:
+            tail = parts[end:]
+            return "/".join(filter(None, [kind, renames[head], *tail]))
+    return name
+
+
+def _with_weights(
+    program: Program, kept: Mapping[str, Any], published: Mapping[str, Any]
+) -> TrainState:
+    fresh = program.init(program.config.run.seed)
+    params, master = dict(fresh.params), dict(fresh.master)
+    variables = dict(fresh.variables)
+    del fresh
+    for name, value in kept.items():
+        kind, _, path = name.partition("/")
+        if kind == "variables":
+            variables[path] = value
+        else:
+            (master if program.table[path].master else params)[path] = value
+    params.update(published)
+    # An optimizer may begin from the parameters (averages, copies), so it begins from these.
+    at = program.shardings
+    names = ("step", "skipped", "opt", "ema", "loss_scale")
+    rest = jax.jit(
+        program.in_mesh(program._fresh_rest),
+        out_shardings={name: getattr(at, name) for name in names},
+    )(params, master)
+    return TrainState(params=params, master=master, variables=variables, **rest)
+
+
+def _is_weight(name: str, leaf: KeptLeaf) -> bool:
+    return name.startswith(_KINDS) and not leaf.key and _floats(leaf.stored.dtype)
+
+
+def _floats(dtype: Any) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+
+
+def _names_any(path: str, leaves: Mapping[str, Any]) -> bool:
+    whole = (name.split("/", 1)[-1] for name in leaves if name.startswith(_KINDS))
+    return any(name == path or name.startswith(f"{path}/") for name in whole)
+
+
+def _path(name: str) -> str:
+    return name.split("/", 1)[1]

@@ -1,0 +1,54 @@
+"""The engine's checkpoints: one Checkpointer for each folder that was saved to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.checkpoint import Checkpointer, Restored
+from jaxspeed.train.program import Program
+from jaxspeed.train.state import TrainState
+
+
+class Saver:
+    """DeepSpeed's words, on Checkpointers that live as long as the engine."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._open: dict[str, Checkpointer] = {}
+
+    def save(
+        self,
+        state: TrainState,
+        directory: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+    ) -> str:
+        return self._at(directory).save(self._program, state, tag=tag, client_state=client_state)
+
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        weights_only: bool,
+        renames: Mapping[str, str] | None,
+    ) -> Restored | None:
+        """None where the directory holds no checkpoint at all."""
+        there = self._at(directory)
+        there.wait()
+        if tag is None and not there.list():
+            return None
+        return there.restore(self._program, tag=tag, weights_only=weights_only, renames=renames)
+
+    def wait(self) -> None:
+        for checkpointer in self._open.values():
+            checkpointer.wait()
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _at(self, directory: str | Path) -> Checkpointer:
+        name = str(directory)
+        if name not in self._open:
+            self._open[name] = Checkpointer(directory)
+        return self._open[name]
