@@ -79,7 +79,7 @@ class Canvas:
     ) -> None:
         """Text with its baseline at y; `size` is a capital's height, `align` 0 left to 1 right."""
         x -= align * text_width(text, size)
-        self.stroke(text_strokes(text, x, y, size), color, size * (0.19 if bold else 0.125))
+        self.stroke(text_strokes(text, x, y, size), color, size * (0.165 if bold else 0.12))
 
     def write_png(self, path: str | Path) -> None:
         """Written beside and renamed, so that a reader never sees half a picture."""

@@ -75,7 +75,7 @@ class Ledger:
         longest = max(seconds.values()) or 1.0
         for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
             if value / total >= 0.0005:
-                bar = Text("━" * max(1, round(_BAR * value / longest)), style="cyan")
+                bar = Text("━" * round(_BAR * value / longest) or "╸", style="cyan")
                 shown.add_row(name, duration_text(value), f"{100 * value / total:.1f} %", bar)
         shown.add_row("wall time", duration_text(sum(seconds.values())), "", "", style="bold")
         return shown

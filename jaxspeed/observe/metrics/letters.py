@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 CAPITAL = 7.2
-_GAP = 1.45  # between letters
+_GAP = 1.65  # between letters
 _UNKNOWN = (4.4, "0.2 0 0.2 7.2 4.2 7.2 4.2 0 0.2 0")
 
 _O = "A 2.1 2.5 2 2.5 0 360"

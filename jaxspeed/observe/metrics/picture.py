@@ -84,11 +84,11 @@ def _scale(train: Losses, held_out: Losses, levels: Mapping[str, float]) -> _Sca
     first, last = min(steps), max(steps)
     first = 0.0 if first <= 0.05 * last else first
     each = np.array([loss for _, loss in (*train, *held_out) if math.isfinite(loss)] or [0.0])
-    low, high = np.quantile(each, [0.002, 0.998])
-    # Up to a third above what is usual is shown whole; a spike beyond that is cut off.
-    high = min(each.max(), high + (high - low) / 3)
-    wanted = [each.min(), high, *(loss for loss in levels.values() if math.isfinite(loss))]
-    low, high = min(wanted), max(wanted)
+    low, high = float(each.min()), float(np.quantile(each, 0.998))
+    # A spike is cut off; the first loss, from which the run came, less readily.
+    high = min(float(each.max()), max(high + (high - low) / 3, min(each[0], 3 * high - 2 * low)))
+    compared = [loss for loss in levels.values() if math.isfinite(loss)]
+    low, high = min(low, *compared, high), max(high, *compared, low)
     margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     return _Scale((first, last if last > first else first + 1.0), (low - margin, high + margin))
 
@@ -189,7 +189,7 @@ def _draw_train(picture: Canvas, scale: _Scale, train: Losses) -> list[_Entry]:
     picture.stroke(each, _TRAIN_EACH if smooth else _TRAIN, 1.4 if smooth else 2.5, clip=_PLOT)
     last = parts[-1][-1, 1]
     if smooth:
-        means = [_smoothed(part, count // 50) for part in parts]
+        means = [_smoothed(part, count // 50, part is parts[0]) for part in parts]
         curves = [scale.points(_per_column(part)) for part in means]
         picture.stroke(curves, _TRAIN, 2.5, clip=_PLOT)
         last = means[-1][-1, 1]
@@ -228,13 +228,17 @@ def _finite_parts(losses: Losses) -> list[np.ndarray]:
     return [part for part in parts if len(part) and np.isfinite(part[0, 1])]
 
 
-def _smoothed(part: np.ndarray, window: int) -> np.ndarray:
-    """The mean of up to `window` losses around each; at the start fewer, so as not to lag."""
-    count = len(part)
+def _smoothed(part: np.ndarray, window: int, from_the_start: bool) -> np.ndarray:
+    """The mean of up to `window` losses around each.
+
+    Where the run starts, as many after as there are before: the loss falls fast there, and a mean
+    of what comes would lie below it.
+    """
+    count, half = len(part), window // 2
     sums = np.concatenate([[0.0], np.cumsum(part[:, 1])])
     at = np.arange(count)
-    reach = np.minimum(at, window // 2)
-    low, high = at - reach, np.minimum(at + reach, count - 1) + 1
+    low = np.maximum(at - half, 0)
+    high = np.minimum(at + (np.minimum(at, half) if from_the_start else half), count - 1) + 1
     return np.stack([part[:, 0], (sums[high] - sums[low]) / (high - low)], axis=1)
 
 

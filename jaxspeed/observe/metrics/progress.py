@@ -115,12 +115,13 @@ class Progress:
 
     def _is_due(self, now: float, evaluated: bool) -> bool:
         between = max(10.0, 0.01 * (now - self._began))
-        return evaluated or self._step >= self._total or now - self._last_line >= between
+        return evaluated or now - self._last_line >= between
 
     def _plain_line(self) -> None:
         self._last_line, self._last_said = self._clock(), self._step
         text = f"step {self._of_total()}  " + "  ".join(part.plain for part in self._parts())
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._shown.pop("eval_loss", None)  # said once, with its own step
 
     def _of_total(self) -> str:
         return f"{self._step:>{len(str(self._total))}}/{self._total}"

@@ -33,9 +33,10 @@ def duration_text(seconds: float) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """Four digits behind the point, fewer where there are many before it."""
+    """Four digits, or the power of ten where they would all be zeros or before the point."""
     if not math.isfinite(loss):
         return str(loss)
-    if abs(loss) >= 1e6 or 0 < abs(loss) < 5e-4:
+    if abs(loss) >= 99999.5 or 0 < abs(loss) < 0.001:
         return f"{loss:.2e}"
-    return f"{loss:.{max(0, 4 - len(str(int(abs(loss)))) + 1)}f}"
+    before = len(str(int(abs(loss)))) if abs(loss) >= 1 else 0
+    return f"{loss:.{max(0, 4 - before)}f}"
