@@ -1,1 +1,19 @@
-"""One run from a config: the loop over steps."""
+"""One run from a config to a trained model: its loop, what it keeps and what it shows."""
+
+from jaxspeed.run.ending import show_ending
+from jaxspeed.run.opening import show_opening
+from jaxspeed.run.start import open_run, source_of
+from jaxspeed.run.trainer import Trainer
+from jaxspeed.run.whole import check_run, evaluate_run, sample_run, train
+
+__all__ = [
+    "Trainer",
+    "check_run",
+    "evaluate_run",
+    "open_run",
+    "sample_run",
+    "show_ending",
+    "show_opening",
+    "source_of",
+    "train",
+]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from jaxspeed.errors import RunError
+from jaxspeed.errors import ConfigError
 
 WHOSE = "run.json"
 
@@ -28,7 +28,7 @@ class RunFolder:
         """Take the folder for the run that `whose` describes; whether it has begun before.
 
         Raises:
-          RunError: it cannot be written, another process has it, or it holds another run.
+          ConfigError: it cannot be written, another process has it, or it holds another run.
         """
         begun = self.path / WHOSE
         try:
@@ -37,7 +37,7 @@ class RunFolder:
             if not begun.exists():
                 others = [f.name for f in self.path.iterdir() if f.name != ".lock"]
                 if others:
-                    raise RunError(
+                    raise ConfigError(
                         f"run.output: {self.path} holds files of something else "
                         f"({', '.join(sorted(others)[:3])}); choose an empty folder"
                     )
@@ -45,11 +45,11 @@ class RunFolder:
                 return False
             before = json.loads(begun.read_text())
         except OSError as error:
-            raise RunError(
+            raise ConfigError(
                 f"run.output: {self.path} cannot be written: {error.strerror or error}"
             ) from None
         except ValueError:
-            raise RunError(f"run.output: {begun} cannot be read as JSON; remove it") from None
+            raise ConfigError(f"run.output: {begun} cannot be read as JSON; remove it") from None
         now = json.loads(json.dumps(dict(whose), default=str))
         differences = [
             f"  {key}: {_short(before.get(key))} there, {_short(now.get(key))} here"
@@ -57,7 +57,7 @@ class RunFolder:
             if before.get(key) != now.get(key)
         ]
         if differences:
-            raise RunError(
+            raise ConfigError(
                 f"run.output: {self.path} holds another run, which differs in\n"
                 + "\n".join(differences)
                 + "\nChoose another folder, or remove this one."
@@ -77,7 +77,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise RunError(f"run.output: {self.path} is in use by another process") from None
+            raise ConfigError(f"run.output: {self.path} is in use by another process") from None
         except OSError:  # a file system without locks
             pass
         self._lock = lock

@@ -5,6 +5,7 @@ what the step's own memory allows for: under ZeRO 3 the weights are gathered a u
 as well.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.data import Corpus
+from jaxspeed.engine import Engine
+from jaxspeed.errors import ModelError
 from jaxspeed.train.program import Program
 from jaxspeed.train.state import TrainState
 
@@ -60,3 +64,34 @@ def _next_token(program: Program, temperature: float) -> Any:
         return loss.metrics["token"]
 
     return step
+
+
+def sample_text(engine: Engine, corpus: Corpus, *, seed: int = 0) -> Iterator[str]:
+    """The config's prompt and what the model makes follow it, in pieces as they come.
+
+    Raises:
+      ModelError: the data has no tokenizer, so this is no language model.
+    """
+    run, tokenizer = engine.config.run, corpus.tokenizer
+    if tokenizer is None:
+        raise ModelError("sample: the data has no tokenizer, so the model writes no text")
+    ids = [int(i) for i in tokenizer.encode(run.sample_prompt)]
+    window = corpus.train.batch(0, 1)["tokens"].shape[1] - 1
+    drawn = sample_tokens(
+        engine.program,
+        engine.state,
+        ids,
+        run.sample_tokens,
+        window=window,
+        temperature=run.sample_temperature,
+        seed=seed,
+    )
+    shown = ""
+    for token in itertools.chain([None], drawn):
+        if token is not None:
+            ids.append(token)
+        text = tokenizer.decode(ids)  # of all, because a character may have several tokens
+        if not text.endswith("�"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids)[len(shown) :]

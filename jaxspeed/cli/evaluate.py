@@ -1,0 +1,32 @@
+"""`jaxspeed eval CONFIG`."""
+
+import argparse
+from typing import Any
+
+from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.run import evaluate_run, source_of
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "eval",
+        "the held-out loss of a run's checkpoint",
+        "jaxspeed eval configs/tiny.yaml --tag step-00000100",
+    )
+    parser.add_argument("--tag", help="which checkpoint; the newest sound one by default")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    found = evaluate_run(source_of(loaded(given), name=given.config), given.tag)
+    if given.json:
+        print_json(found)
+        return 0
+    console = out()
+    console.print(
+        f"held-out loss {found['eval_loss']:.4f} over {found['eval_weight']:,.0f} targets, "
+        f"at step {found['step']} ({found['checkpoint']})",
+        highlight=False,
+    )
+    return 0

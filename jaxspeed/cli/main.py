@@ -1,0 +1,63 @@
+"""`jaxspeed COMMAND`: which command, and how it ends.
+
+Exit codes: 0; 1 for a check or a run that failed; 2 for a mistake of the user's, which prints one
+message and no traceback; 128 + n where signal n ended a run (its state is saved).
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from jaxspeed.cli import check, checkpoint, config, data, evaluate, report, sample, train
+from jaxspeed.errors import CheckpointError, JaxspeedError, OutOfMemoryError, RunError
+
+COMMANDS = (train, evaluate, sample, check, config, checkpoint, data, report)
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and what they take."""
+    top = argparse.ArgumentParser(
+        prog="jaxspeed",
+        description="Train Flax models whose state does not fit one device.",
+        epilog="example: jaxspeed train configs/tiny.yaml",
+    )
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    given = parser().parse_args(arguments)
+    errors = Console(stderr=True, soft_wrap=True)
+    logger = logging.getLogger("jaxspeed")
+    handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)
+    logger.addHandler(handler)
+    try:
+        return int(given.run(given) or 0)
+    except (RunError, CheckpointError, OutOfMemoryError) as error:
+        _say(errors, error)
+        return FAILED
+    except JaxspeedError as error:
+        _say(errors, error)
+        return MISTAKE
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # what read our output has ended, `| head` say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    finally:
+        logger.removeHandler(handler)
+
+
+def _say(errors: Console, error: Exception) -> None:
+    errors.print("error:", style="bold red", end=" ")
+    errors.print(str(error), markup=False, highlight=False)

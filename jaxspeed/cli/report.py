@@ -1,0 +1,117 @@
+"""`jaxspeed report`: the machine and the installation."""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from typing import Any
+
+import jax
+from rich.table import Table
+
+import jaxspeed
+from jaxspeed.cli.common import command, out, print_json
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.run.devices import start_devices
+
+CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
+EXTRAS = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "hf": ("transformers", "tokenizers", "safetensors", "datasets"),
+    "tensorboard": ("tensorboardX",),
+    "wandb": ("wandb",),
+    "ray": ("ray",),
+    "bench": ("matplotlib",),
+}
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "report",
+        "versions, devices and their memories, and which extras are installed",
+        "jaxspeed report --json",
+        config=False,
+    )
+    parser.add_argument("--devices", metavar="WHICH", help="cpu, gpu or tpu, or cpu:8")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    if given.devices:
+        jaxspeed.Config.load({"run": {"devices": given.devices}})  # the error of a config
+    start_devices(given.devices)
+    found = machine()
+    if given.json:
+        print_json(found)
+        return 0
+    table = Table(box=None, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in found.items():
+        table.add_row(name, "\n".join(_lines(value)))
+    out().print(table)
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """What there is here, as far as JAX and the installation tell."""
+    devices = jax.devices()
+    first = devices[0]
+    stats = first.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return {
+        "jaxspeed": _version("jaxspeed"),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "versions": {name: _version(name) for name in CORE},
+        "backend": jax.default_backend(),
+        "devices": {
+            "count": len(devices),
+            "kind": first.device_kind,
+            "memory": bytes_text(limit) if limit else "not told",
+            "memory kinds": [memory.kind for memory in first.addressable_memories()],
+            "default memory": first.default_memory().kind,
+        },
+        "interconnect": _interconnect(devices),
+        "processes": jax.process_count(),
+        "extras": {
+            extra: next((f"{n} {v}" for n in names if (v := _version(n))), None)
+            for extra, names in EXTRAS.items()
+        },
+        "compilation cache": jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        or "in the user's cache folder",
+        "executable": sys.executable,
+    }
+
+
+def _interconnect(devices: list[Any]) -> str:
+    """What joins the devices: the torus of a TPU slice, else the hosts that they are in."""
+    coords: list[Any] = [getattr(device, "coords", None) for device in devices]
+    hosts = len({device.process_index for device in devices})
+    if all(coords):
+        torus = "x".join(str(max(c[dim] for c in coords) + 1) for dim in range(len(coords[0])))
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        return f"ICI, a torus of {torus}, {slices} slice(s), {hosts} host(s)"
+    if devices[0].platform == "cpu":
+        return f"memory of {hosts} host(s); the devices are simulated"
+    return f"{hosts} host(s), {len(devices) // hosts} devices each"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{name}: {_short(inner)}" for name, inner in value.items()]
+    return [_short(value)]
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not installed"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

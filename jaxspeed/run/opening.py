@@ -1,0 +1,55 @@
+"""What a run says before its first step: M against N, the mesh, what the devices will exchange."""
+
+import math
+import os
+
+import jax
+from rich.console import Console
+
+from jaxspeed.engine.memory import device_limit
+from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.run.trainer import Trainer
+
+
+def show_opening(console: Console, trainer: Trainer) -> None:
+    """The table, the collectives of the compiled step, and where things lie."""
+    engine, program = trainer.engine, trainer.engine.program
+    device, table = program.mesh.devices.flat[0], engine.placements
+    parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in table), "").strip()
+    where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    console.print(
+        f"[bold]{parameters} parameters on {program.mesh.size} devices[/] {where}{processes}, "
+        f"{program.config.compute_dtype}",
+        highlight=False,
+    )
+    console.print(f"data  {trainer.corpus.summary}", highlight=False)
+    console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
+    console.print()
+    console.print(table)
+    with trainer.recorder.phase("compile"):
+        compiled = engine.compiled(trainer.example())
+    console.print(compiled)
+    roles = table.bytes_by_role()
+    whole, stored = (sum(pair[i] for pair in roles.values()) for i in (0, 1))
+    limit = device_limit(program)
+    has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(program.mesh.size)
+    console.print(
+        f"M = {bytes_text(whole)} of state in all, {bytes_text(stored)} a device (from the table), "
+        f"and {bytes_text(compiled.temp_bytes)} of temporary values (from the compiler); {has}",
+        highlight=False,
+    )
+    console.print()
+
+
+def _where(trainer: Trainer) -> str:
+    step = trainer.reached.step
+    if step >= trainer.steps:
+        return f"all {step} steps are done"
+    return f"continued after step {step} of {trainer.steps}" if step else f"{trainer.steps} steps"
+
+
+def _shared_memory(devices: int) -> str:
+    """In place of an N: what simulated devices have together."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"N = {bytes_text(memory)}, this machine's, for all {devices} devices together"

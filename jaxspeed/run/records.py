@@ -1,0 +1,160 @@
+"""What a run reports of each step, and to whom."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+from rich.console import Console
+
+from jaxspeed.data import Corpus
+from jaxspeed.engine import Engine
+from jaxspeed.engine.family import family_sizes
+from jaxspeed.observe.metrics import (
+    Ledger,
+    ModelFlops,
+    Progress,
+    Sink,
+    language_flops,
+    sinks_of,
+    traced_flops,
+    utilisation,
+)
+from jaxspeed.run.folder import RunFolder
+
+
+@dataclass
+class Recorder:
+    """Turns a step's metrics into a record for the sinks and the progress display."""
+
+    engine: Engine
+    sinks: list[Sink]
+    progress: Progress
+    ledger: Ledger
+    flops: ModelFlops | None
+    tokens: int = 0
+    _compiled: bool = False
+    _last: float | None = None
+    _waited: float = 0.0
+    _fields: dict[str, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.__exit__(kind, error, trace)
+        for sink in self.sinks:
+            sink.close()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by phase, which a continued run goes on from."""
+        return self.ledger.as_record()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Books the time of what runs inside; the first step's is compiling."""
+        if name == "compute" and not self._compiled:
+            self._compiled, name = True, "compile"
+        shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
+        with self.ledger.phase(name):
+            if shown is None:
+                yield
+                return
+            with self.progress.doing(shown):
+                yield
+        self._last = None  # what is no step is in no step's time
+
+    def stepped(self, tokens: int) -> dict[str, float]:
+        """A step was started; what of its time is known, for its record."""
+        now, seconds = time.perf_counter(), self.ledger.seconds()
+        self.tokens += tokens
+        timing: dict[str, float] = {
+            "tokens": self.tokens,
+            "compile_seconds": seconds["compile"],
+        }
+        if self._last is not None:
+            took = now - self._last
+            timing |= {
+                "step_seconds": took,
+                "data_seconds": seconds["data"] - self._waited,
+                "tokens_per_second": tokens / took,
+                "samples_per_second": self.engine.program.batch.train / took,
+            }
+        self._last, self._waited = now, seconds["data"]
+        return timing
+
+    def record(self, step: int, values: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """One step's record, once its metrics have arrived."""
+        samples = self.engine.program.batch.train
+        made: dict[str, Any] = {"step": step, **values, "samples": step * samples, **timing}
+        made["skipped"] = bool(values["skipped"])
+        if not timing["tokens"]:
+            made = {name: value for name, value in made.items() if not name.startswith("tokens")}
+        mesh = self.engine.program.mesh
+        device = mesh.devices.flat[0]
+        if self.flops is not None and "step_seconds" in timing:
+            rate = f"{self.flops.item}s_per_second"
+            made |= utilisation(self.flops, timing[rate], device.device_kind, mesh.size)
+        stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
+        if "bytes_in_use" in stats:
+            made["bytes_in_use"] = stats["bytes_in_use"]
+            made["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
+        self._tell(made)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss, in a record of its own, with where the time went so far."""
+        self._tell({"step": step, "eval_loss": loss, **self.ledger.as_record()})
+
+    def _tell(self, made: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(made)
+        self.progress.update(made)
+
+
+def recorder_of(
+    engine: Engine,
+    folder: RunFolder,
+    corpus: Corpus,
+    *,
+    step: int,
+    tokens: int,
+    seconds: Mapping[str, float],
+    console: Console | None = None,
+) -> Recorder:
+    """For a run that has done `step` steps. Only the first process of a run writes."""
+    first = jax.process_index() == 0
+    sinks = sinks_of(engine.config, folder.path, step + 1) if first else []
+    shown = console if first else Console(quiet=True)
+    progress = Progress(engine.config.run.steps or 0, step, shown)
+    return Recorder(engine, sinks, progress, Ledger(seconds), _flops(engine, corpus), tokens)
+
+
+def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
+    """What the model computes for a token, or for a sample where it is no language model."""
+    program = engine.program
+    batch = corpus.train.batch(0, program.batch.train)
+    sizes = family_sizes(engine.config)
+    if "tokens" in batch and sizes is not None:
+        leaves = [row.leaf for row in engine.placements]
+        return language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
+
+    def loss(sources: Any, variables: Any, batch: Any) -> Any:
+        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
+        return program.objective.loss_fn(bound, batch)
+
+    parameters = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
+    }
+    samples = program.batch.micro
+    few = {name: x[:samples] if x.shape else x for name, x in batch.items()}
+    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)

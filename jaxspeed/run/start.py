@@ -1,0 +1,126 @@
+"""From a config to a trainer that is ready for its first step, or for the next one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+
+from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.config import Config, load_config
+from jaxspeed.data import Corpus, Facts, build, facts
+from jaxspeed.engine import Engine, initialize
+from jaxspeed.engine.family import family_sizes
+from jaxspeed.errors import CheckpointError, ConfigError
+from jaxspeed.placement.mesh import build_mesh, data_parallel_size
+from jaxspeed.run.devices import start_devices
+from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.records import recorder_of
+from jaxspeed.run.trainer import Reached, Trainer
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run is made of: a config, and what may be passed beside it."""
+
+    config: Config
+    folder: RunFolder
+    reads: Facts
+    model: Any = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    optimizer: optax.GradientTransformation | None = None
+
+    def corpus(self) -> Corpus:
+        """The data, made to fit the model; with the tokenizer that the run has kept, if any."""
+        kept = self.folder.path / TOKENIZER
+        return build(
+            self.config.data,
+            **vars(self.reads),
+            batch_size=self.batch_size(),
+            seed=self.config.run.seed,
+            tokenizer_file=kept.read_bytes() if kept.exists() else None,
+        )
+
+    def engine(self) -> Engine:
+        return initialize(self.model, self.loss_fn, self.config, self.optimizer)
+
+    def batch_size(self) -> int:
+        mesh = build_mesh(self.config.mesh.model_dump(), None)
+        return self.config.batch(data_parallel_size(mesh)).train
+
+
+def source_of(
+    config: Config | Mapping[str, Any] | str | Path,
+    model: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    name: str | Path | None = None,
+) -> Source:
+    """Reads the config, starts the devices that it names, and looks at what the model reads.
+
+    The run's folder is run.output, or `runs/` and the name, which is the config file's by default.
+    """
+    loaded = load_config(config)
+    start_devices(loaded.run.devices)
+    if name is None:
+        name = config if isinstance(config, str | Path) else "run"
+    folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
+    reads = facts(None if model is not None else family_sizes(loaded))
+    return Source(loaded, folder, reads, model, loss_fn, optimizer)
+
+
+def open_run(source: Source, console: Any = None) -> Trainer:
+    """A trainer at the run's newest sound checkpoint, or at its beginning."""
+    config, folder = source.config, source.folder
+    if config.run.steps is None:
+        raise ConfigError("run.steps: found nothing. It says how many steps to train for.")
+    corpus = source.corpus()
+    folder.open(
+        {
+            "model": config.given.get("model"),
+            "data": corpus.fingerprint,
+            "seed": config.run.seed,
+            "train_batch_size": source.batch_size(),
+        }
+    )
+    files = {}
+    if corpus.tokenizer is not None:
+        files[TOKENIZER] = corpus.tokenizer.to_bytes()
+        (folder.path / TOKENIZER).write_bytes(files[TOKENIZER])
+    engine = source.engine()
+    checkpointer = checkpointer_of(source)
+    reached = restore(engine, checkpointer)
+    recorder = recorder_of(
+        engine,
+        folder,
+        corpus,
+        step=reached.step,
+        tokens=reached.tokens,
+        seconds=reached.seconds,
+        console=console,
+    )
+    return Trainer(engine, corpus, folder, checkpointer, recorder, files, reached)
+
+
+def checkpointer_of(source: Source) -> Checkpointer:
+    run = source.config.run
+    return Checkpointer(source.folder.checkpoints, keep=run.keep, keep_every=run.keep_every)
+
+
+def restore(engine: Engine, checkpointer: Checkpointer, tag: str | None = None) -> Reached:
+    """The engine at a checkpoint, the newest by default, and how far that was."""
+    if tag is None and checkpointer.latest() is None:
+        return Reached()
+    restored = checkpointer.restore(engine.program, tag=tag)
+    engine.state = restored.state
+    try:
+        return Reached(**restored.client_state)
+    except TypeError:
+        raise CheckpointError(
+            f"checkpoint {restored.tag} was not written by a run: its client_state holds "
+            f"{sorted(restored.client_state) or 'nothing'}"
+        ) from None

@@ -1,0 +1,185 @@
+"""The loop over steps of one run."""
+
+import math
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.config import Config
+from jaxspeed.data import Corpus, Feeder, placer
+from jaxspeed.engine import Engine
+from jaxspeed.errors import RunError
+from jaxspeed.run.evaluation import evaluate
+from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.records import Recorder
+from jaxspeed.run.stopping import StopRequest
+
+# After how many steps a step's metrics are read. A fixed number, so that all processes decide the
+# same at the same step; large enough that the devices are not waited for.
+LAG = 8
+
+
+@dataclass
+class Reached:
+    """How far a run is. With a state, this is all that its continuation needs."""
+
+    step: int = 0
+    tokens: int = 0
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # of wall time, by phase
+
+
+class Pending(NamedTuple):
+    """A step whose metrics have not been read."""
+
+    step: int
+    metrics: Any
+    batch: Any
+    timing: dict[str, float]
+
+
+@dataclass
+class Trainer:
+    """Trains until the last step, a signal, or a loss that stays infinite."""
+
+    engine: Engine
+    corpus: Corpus
+    folder: RunFolder
+    checkpointer: Checkpointer
+    recorder: Recorder
+    files: dict[str, bytes]  # kept with each checkpoint
+    reached: Reached = field(default_factory=Reached)
+    stopped_by: str | None = None
+
+    def __post_init__(self) -> None:
+        self.config: Config = self.engine.config
+        self.steps = self.config.run.steps or 0
+        self._pending: deque[Pending] = deque()
+        self._bad_in_a_row = 0
+        self._saved: int | None = None
+
+    def run(self) -> Reached:
+        """All steps that remain; at the end an evaluation and a checkpoint."""
+        run = self.config.run
+        every = run.checkpoint_every or min(max(self.steps // 10, 1), 1000)
+        with StopRequest() as stop, self.recorder, self._feeder() as feeder:
+            while self.reached.step < self.steps:
+                self._step(feeder)
+                step = self.reached.step
+                if stop.agreed(step):
+                    self.stopped_by = stop.signal.name if stop.signal else "another process"
+                    break
+                if run.eval_every and step % run.eval_every == 0 and step < self.steps:
+                    self._evaluate()
+                if step % every == 0 and step < self.steps:
+                    self._save()
+            self._read_all()
+            if self.stopped_by is None:
+                self._evaluate()
+            self._save()
+            with self.recorder.phase("checkpoint"):
+                self.checkpointer.wait()
+        return self.reached
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    def _step(self, feeder: Feeder) -> None:
+        run, step = self.config.run, self.reached.step + 1
+        with self.recorder.phase("data"):
+            batch, count = next(feeder)
+        if step == run.profile_step:
+            jax.profiler.start_trace(str(self.folder.profile))
+        with self.recorder.phase("compute"):
+            metrics = self.engine.train_batch(batch)
+        tokens = count if self.corpus.train.tokens_each else 0
+        self.reached.step, self.reached.tokens = step, self.reached.tokens + tokens
+        self._pending.append(Pending(step, metrics, batch, self.recorder.stepped(tokens)))
+        while len(self._pending) > LAG:
+            self._read_oldest()
+        if run.profile_step and step == run.profile_step + run.profile_steps - 1:
+            self._read_all()
+            jax.profiler.stop_trace()
+
+    def _read_oldest(self) -> None:
+        step, metrics, batch, timing = self._pending.popleft()
+        with self.recorder.phase("compute"):
+            values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        self.recorder.record(step, values, timing)
+        self.reached.train_loss = values["loss"]
+        bad = bool(values["skipped"]) or not math.isfinite(values["loss"])
+        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+        if self._bad_in_a_row >= self.config.run.max_skipped:
+            self._give_up(step, batch)
+
+    def _read_all(self) -> None:
+        while self._pending:
+            self._read_oldest()
+
+    def _give_up(self, step: int, batch: Any) -> None:
+        with self.recorder.phase("other"):
+            diagnosis = self.engine.diagnose(batch)
+        self.checkpointer.wait()
+        newest = self.checkpointer.latest()
+        raise RunError(
+            f"step {step}: the loss or the gradients were not finite in {self._bad_in_a_row} steps "
+            f"in a row (run.max_skipped). Diagnosis, with the parameters of now: {diagnosis}. "
+            + (f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet.")
+        )
+
+    # -- between steps --------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        held_out = self.corpus.held_out
+        if held_out is None:
+            return
+        self._read_all()
+        with self.recorder.phase("evaluate"):
+            found = evaluate(
+                self.engine,
+                held_out.once(self._eval_batch_size),
+                place=self._placed_evaluation,
+                most=self.config.run.eval_batches,
+            )
+        self.reached.eval_loss = found["eval_loss"]
+        self.recorder.evaluated(self.reached.step, found["eval_loss"])
+
+    def _save(self) -> None:
+        """A checkpoint of now, unless there is one. It is written while training goes on."""
+        if self._saved == self.reached.step or self.reached.step == 0:
+            return
+        self._read_all()  # so that no record of a step before it is missing
+        self.reached.seconds = self.recorder.seconds
+        with self.recorder.phase("checkpoint"):
+            self.checkpointer.save(
+                self.engine.program,
+                self.engine.state,
+                client_state=asdict(self.reached),
+                files=self.files,
+            )
+        self._saved = self.reached.step
+
+    # -- batches --------------------------------------------------------------------------------
+
+    @property
+    def _eval_batch_size(self) -> int:
+        batch = self.engine.program.batch
+        return batch.train // batch.accumulation
+
+    def _feeder(self) -> Feeder:
+        program, data = self.engine.program, self.config.data
+        size = program.batch.train
+        place = placer(program.batch_shardings, size)
+        step = self.reached.step
+        return Feeder(self.corpus.train, size, place, start_step=step, prefetch=data.prefetch)
+
+    def _placed_evaluation(self, whole: Any) -> Any:
+        place = placer(self.engine.program.batch_shardings, self._eval_batch_size)
+        return place(lambda rows: {name: x[rows] for name, x in whole.items()})
+
+    def example(self) -> Any:
+        """The shapes of a batch."""
+        return jax.eval_shape(lambda: self.corpus.train.batch(0, self.engine.program.batch.train))
