@@ -2,5 +2,14 @@
 
 from jaxspeed.checkpoint.catalog import CheckpointInfo, show, verify
 from jaxspeed.checkpoint.checkpointer import Checkpointer, Restored
+from jaxspeed.checkpoint.export import ExportSummary, export
 
-__all__ = ["CheckpointInfo", "Checkpointer", "Restored", "show", "verify"]
+__all__ = [
+    "CheckpointInfo",
+    "Checkpointer",
+    "ExportSummary",
+    "Restored",
+    "export",
+    "show",
+    "verify",
+]
