@@ -31,7 +31,7 @@ def _of_equation(equation: JaxprEqn) -> int:
     if name == "scan":
         return inner * params["length"]
     if name == "shard_map":
-        return inner * math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        return inner * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
         return inner * math.prod(params["grid_mapping"].grid)
     return inner
