@@ -68,9 +68,15 @@ def kept_leaves(program: Program) -> dict[str, KeptLeaf]:
 def _leaf(x: Any, logical: tuple[int, ...] | None) -> KeptLeaf:
     if not is_key(x):
         return KeptLeaf(logical or tuple(x.shape), x)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    impl = []
+
+    def look(key: jax.Array) -> jax.Array:
+        impl.append(str(jax.random.key_impl(key)))  # which shapes alone do not tell
+        return jax.random.key_data(key)
+
+    data = jax.eval_shape(look, jax.ShapeDtypeStruct(x.shape, x.dtype))
     stored = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-    return KeptLeaf(tuple(data.shape), stored, str(jax.random.key_impl(x)))
+    return KeptLeaf(tuple(data.shape), stored, impl[0])
 
 
 def key_data(x: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import IO, Any
 from jaxspeed.errors import ConfigError
 
 WHOSE = "run.json"
+PART = ".part"
 
 
 class RunFolder:
@@ -35,7 +36,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
             if not begun.exists():
-                others = [f.name for f in self.path.iterdir() if f.name != ".lock"]
+                ours = (".lock", WHOSE + PART)
+                others = [f.name for f in self.path.iterdir() if f.name not in ours]
                 if others:
                     raise ConfigError(
                         f"run.output: {self.path} holds files of something else "
@@ -48,7 +50,7 @@ class RunFolder:
             raise ConfigError(
                 f"run.output: {self.path} cannot be written: {error.strerror or error}"
             ) from None
-        except ValueError:
+        except json.JSONDecodeError:
             raise ConfigError(f"run.output: {begun} cannot be read as JSON; remove it") from None
         now = json.loads(json.dumps(dict(whose), default=str))
         differences = [
@@ -84,7 +86,7 @@ class RunFolder:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".part")
+    beside = path.with_name(path.name + PART)
     try:
         beside.write_text(text)
         os.replace(beside, path)

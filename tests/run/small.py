@@ -1,0 +1,90 @@
+"""A run that takes seconds: what its tests start, stop and continue."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.run import source_of
+from jaxspeed.run.start import checkpointer_of
+
+CONFIG: dict[str, Any] = {
+    "run": {"devices": "cpu:8", "steps": 20, "checkpoint_every": 4, "sample_tokens": 0},
+    "model": {
+        "family": "gpt2",
+        "config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 256,
+            "max_position_embeddings": 16,
+            "dropout": 0.1,
+        },
+    },
+    "data": {"source": "text", "path": "corpus.txt", "held_out": 0.05},
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.003}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def write(folder: Path, **changes: dict[str, Any]) -> Path:
+    """A corpus and a config in the folder; sections in `changes` are laid over the config's."""
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 6, n)) for n in rng.integers(2, 7, 50)]
+    lines = [" ".join(rng.choice(words, 12)) for _ in range(600)]
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(lines))
+    config = json.loads(json.dumps(CONFIG))
+    config["data"]["path"] = str(corpus)
+    config["run"]["output"] = str(folder / "run")
+    for section, values in changes.items():
+        config[section] = {**config[section], **values}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """For a child that chooses its own devices."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return {**kept, "NO_COLOR": "1", "COLUMNS": "80"}
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "jaxspeed", *map(str, words)]
+
+
+def jaxspeed(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    return subprocess.run(command(*words), capture_output=True, text=True, env=environment())
+
+
+def kept(config: Path, folder: Path, tag: str | None = None) -> dict[str, np.ndarray]:
+    """Every array of a run's checkpoint, by its path in the state."""
+    import jax
+
+    source = source_of({**json.loads(config.read_text())})
+    engine = source.engine()
+    source.folder.checkpoints = folder / "checkpoints"
+    state = checkpointer_of(source).restore(engine.program, tag=tag).state
+
+    def array(x: Any) -> np.ndarray:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.asarray(x)
+
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): array(x) for path, x in leaves}
+
+
+def assert_bitwise_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    different = [path for path in a if a[path].tobytes() != b[path].tobytes()]
+    assert not different

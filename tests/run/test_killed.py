@@ -1,0 +1,91 @@
+"""A run that is killed, wherever it is, and started again ends as if it had never been."""
+
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from jaxspeed.observe.metrics import read_records
+from tests.run import small
+
+ENOUGH = 240  # seconds for a child
+
+
+def started(config, output):
+    return subprocess.Popen(
+        small.command("train", config, "--output", output),
+        env=small.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def count(records):
+    return len(records.read_bytes().splitlines()) if records.exists() else 0
+
+
+def wait_for_steps(child, records, more):
+    """Until the child has done so many steps of its own."""
+    before, deadline = count(records), time.monotonic() + ENOUGH
+    while child.poll() is None and count(records) < before + more:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_path, kills):
+    # A save every second step: most kills fall into one.
+    config = small.write(tmp_path, run={"steps": 60 * kills, "checkpoint_every": 2, "keep": 2})
+    whole = small.jaxspeed("train", config, "--output", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    rng, in_a_save = random.Random(kills), 0
+    killed = tmp_path / "killed"
+    for kill in range(kills):
+        child = started(config, killed)
+        if kill % 4 == 1:  # while it starts, or restores
+            time.sleep(rng.uniform(0, 5))
+        else:
+            wait_for_steps(child, killed / "metrics.jsonl", rng.randint(1, 20))
+            time.sleep(rng.uniform(0, 0.3))
+        child.kill()
+        _, said = child.communicate()
+        assert child.returncode == -signal.SIGKILL, said
+        in_a_save += any((killed / "checkpoints").glob("*.writing"))
+    assert in_a_save
+    last = small.jaxspeed("train", config, "--output", killed)
+    assert last.returncode == 0, last.stderr
+    small.assert_bitwise_equal(small.kept(config, tmp_path / "whole"), small.kept(config, killed))
+    seen, never = (
+        [(r["step"], r["loss"]) for r in read_records(run / "metrics.jsonl") if "loss" in r]
+        for run in (killed, tmp_path / "whole")
+    )
+    assert seen == never
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_go_on(tmp_path, sent, code):
+    config = small.write(tmp_path, run={"steps": 4000, "checkpoint_every": 4000})
+    child = subprocess.Popen(
+        small.command("train", config),
+        env=small.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    records = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + ENOUGH
+    while not (records.exists() and len(records.read_text().splitlines()) > 5):
+        assert child.poll() is None and time.monotonic() < deadline, child.stdout.read()
+        time.sleep(0.1)
+    child.send_signal(sent)
+    said, _ = child.communicate(timeout=ENOUGH)
+    assert child.returncode == code, said
+    assert f"stopped by {sent.name}" in said and "Traceback" not in said
+    listed = small.jaxspeed("checkpoint", "list", tmp_path / "run")
+    steps = [r["step"] for r in read_records(records) if "loss" in r]
+    assert f"step-{steps[-1]:08}" in listed.stdout
+    assert steps == list(range(1, steps[-1] + 1))
+    assert f"jaxspeed train {config}" in " ".join(said.split())

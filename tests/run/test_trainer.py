@@ -1,0 +1,120 @@
+"""One run in this process: where it stops it goes on, and what it leaves."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspeed
+from jaxspeed.observe.metrics import NAMES, read_records
+from jaxspeed.run import open_run, source_of, train
+from tests.run import small
+
+
+def config(tmp_path, **changes):
+    return json.loads(small.write(tmp_path, **changes).read_text())
+
+
+def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
+    given = config(tmp_path)
+    whole = given | {"run": given["run"] | {"output": str(tmp_path / "whole")}}
+    train(whole)
+    half = given | {"run": given["run"] | {"steps": 9}}  # no multiple of checkpoint_every
+    train(half)
+    trainer = open_run(source_of(given))
+    assert trainer.reached.step == 9
+    trainer.run()
+    path = tmp_path / "config.json"
+    small.assert_bitwise_equal(
+        small.kept(path, tmp_path / "whole"), small.kept(path, tmp_path / "run")
+    )
+
+
+def test_every_step_has_a_record_with_stable_names(tmp_path):
+    trainer = train(config(tmp_path, run={"eval_every": 5}))
+    records = read_records(trainer.folder.metrics)
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 21))
+    assert [r["step"] for r in records if "eval_loss" in r] == [5, 10, 15, 20]
+    assert {name for r in records for name in r} <= NAMES.keys()
+    promised = {"loss", "lr", "grad_norm", "grad_norm_clipped", "skipped_steps", "tokens"}
+    promised |= {"tokens_per_second", "model_flops_per_second", "mfu", "mfu_formula"}
+    promised |= {"step_seconds", "data_seconds", "compile_seconds"}
+    assert promised <= records[-2].keys()
+    assert records[-2]["tokens"] == 20 * 16 * 16
+    ledger = {name: x for name, x in records[-1].items() if name.startswith("wall/")}
+    total = ledger.pop("wall/total")
+    assert sum(ledger.values()) == pytest.approx(total)
+
+
+def test_the_held_out_loss_is_the_mean_over_all_targets(tmp_path):
+    trainer = train(config(tmp_path))
+    held_out, model = trainer.corpus.held_out, trainer.engine.module
+    total = weight = 0.0
+    for batch in held_out.once(1):  # one sample at a time, in plain JAX
+        tokens, segments = batch["tokens"], batch["segment_ids"]
+        logits = np.asarray(model(tokens[:, :-1], segment_ids=segments[:, :-1]), np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        picked = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+        counts = segments[:, 1:] == segments[:, :-1]
+        if "mask" in batch:
+            counts &= batch["mask"][:, -counts.shape[1] :] != 0
+        total -= picked[counts].sum()
+        weight += counts.sum()
+    assert trainer.reached.eval_loss == pytest.approx(total / weight, rel=5e-3)  # bf16 against fp32
+
+
+def test_a_loss_that_stays_infinite_ends_the_run_with_the_diagnosis(tmp_path):
+    def broken(model, batch):
+        return jnp.sum(model(batch["tokens"][:, :-1])) * jnp.inf, jnp.ones(())
+
+    given = config(tmp_path, run={"max_skipped": 3})
+    source = source_of(given)
+    families = __import__("jaxspeed.models").models
+    built = families.build("gpt2", None, given["model"]["config"])
+    del given["model"]
+    trainer = open_run(
+        source_of(given | {"data": given["data"] | {"seq_len": 16}}, built.factory, broken)
+    )
+    assert source.folder.path == trainer.folder.path
+    with pytest.raises(jaxspeed.RunError, match="3 steps in a row") as caught:
+        trainer.run()
+    assert "gradients are not finite" in str(caught.value)
+
+
+def test_a_folder_with_another_run_is_refused_with_the_difference(tmp_path):
+    given = config(tmp_path, run={"steps": 2})
+    train(given).folder.close()
+    with pytest.raises(jaxspeed.ConfigError, match="holds another run") as caught:
+        train(given | {"train_batch_size": 32})
+    assert "train_batch_size: 16 there, 32 here" in str(caught.value)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    given = config(tmp_path)
+    first = open_run(source_of(given))
+    with pytest.raises(jaxspeed.ConfigError, match="in use by another process"):
+        open_run(source_of(given))
+    first.folder.close()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    given = config(tmp_path)
+    Path(given["run"]["output"]).mkdir()
+    (Path(given["run"]["output"]) / "thesis.tex").write_text("years of work")
+    with pytest.raises(jaxspeed.ConfigError, match=r"thesis\.tex"):
+        open_run(source_of(given))
+
+
+def test_a_run_without_a_number_of_steps_is_refused(tmp_path):
+    given = config(tmp_path)
+    del given["run"]["steps"]
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.steps"):
+        open_run(source_of(given))
+
+
+def test_the_checkpoints_that_are_kept_are_the_newest_and_the_multiples(tmp_path):
+    trainer = train(config(tmp_path, run={"checkpoint_every": 2, "keep": 2, "keep_every": 6}))
+    steps = [info.step for info in trainer.checkpointer.list()]
+    assert steps == [6, 12, 18, 20]
