@@ -10,14 +10,12 @@ import jaxspeed.data
 from jaxspeed.config.data import Data
 from jaxspeed.data import Corpus
 
-WORDS = "the of to and in is it you that he was for on are with as his they be at one have".split()
+WORDS = ["the", "of", "to", "and", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"]
 
 
 def sentences(documents: int, words: int = 40, seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
-    return [
-        " ".join(rng.choice(WORDS, size=1 + rng.integers(2 * words))) for _ in range(documents)
-    ]
+    return [" ".join(rng.choice(WORDS, size=1 + rng.integers(2 * words))) for _ in range(documents)]
 
 
 def text_files(folder: Path, texts: list[str]) -> Path:
@@ -32,14 +30,7 @@ def json_lines(file: Path, texts: list[str], field: str = "text") -> Path:
     return file
 
 
-def opened(**more: Any) -> Corpus:
-    """A corpus for a language model; `more` are words of the config or what `build` takes."""
-    names = ("seq_len", "vocab_size", "sample", "seed", "tokenizer_file", "batch_size")
-    names += ("image_shape", "classes")
-    limits = {"sample": "tokens", "seq_len": 16, "vocab_size": 512, "seed": 0}
-    limits |= {k.removesuffix("_"): more.pop(k) for k in list(more) if k.removesuffix("_") in names}
-    if "seq_len_of_data" in more:
-        more["seq_len"] = more.pop("seq_len_of_data")
-    if "vocab_size_of_data" in more:
-        more["vocab_size"] = more.pop("vocab_size_of_data")
-    return jaxspeed.data.build(Data(**more), **limits)
+def opened(data: dict[str, Any] | None = None, **limits: Any) -> Corpus:
+    """A corpus for a language model of 512 ids and 16 positions, but for what `limits` say."""
+    known = {"sample": "tokens", "seq_len": 16, "vocab_size": 512, "seed": 0}
+    return jaxspeed.data.build(Data(**(data or {})), **known | limits)

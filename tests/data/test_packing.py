@@ -1,15 +1,17 @@
 """Documents end to end, cut into windows: against a few lines of plain Python."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxspeed.models.language import IGNORED, split_batch
 
 from jaxspeed.data.holding_out import hold_out_documents, hold_out_samples
 from jaxspeed.data.samples import Windows
 from jaxspeed.data.split import Split
 from jaxspeed.data.stream import Spans, Stream, entropy
-from jaxspeed.models.language import IGNORED, split_batch
 
 documents_ = st.lists(
     st.lists(st.integers(1, 250), min_size=1, max_size=40), min_size=1, max_size=12
@@ -18,7 +20,7 @@ documents_ = st.lists(
 
 def array_of(documents):
     offsets = np.cumsum([0, *map(len, documents)])
-    return np.array(sum(documents, []), np.uint8), offsets
+    return np.array(list(chain.from_iterable(documents)), np.uint8), offsets
 
 
 def windows(documents, seq_len, *, kept=None, segments=True, whole=False):

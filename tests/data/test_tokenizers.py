@@ -81,12 +81,12 @@ TRAINED = BPETokenizer.train(TEXTS, 384)
 def test_bpe_is_shorter_than_bytes_and_as_large_as_asked():
     text = TEXTS[0]
     assert len(TRAINED.encode(text)) < len(text) / 2
-    assert BPETokenizer.train(TEXTS, 300).vocab_size == 300
+    assert BPETokenizer.train(TEXTS, 280).vocab_size == 280
     assert TRAINED.vocab_size < 384  # no pair was left that occurs twice
 
 
 def test_training_does_not_depend_on_the_order_of_the_texts():
-    assert BPETokenizer.train(TEXTS[::-1], 300).merges == BPETokenizer.train(TEXTS, 300).merges
+    assert BPETokenizer.train(TEXTS[::-1], 280).merges == BPETokenizer.train(TEXTS, 280).merges
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TRAINED], ids=["bytes", "bpe"])
@@ -146,12 +146,12 @@ def test_the_library_reads_our_file_and_cuts_as_we_do(text):
 
 def test_a_foreign_tokenizer_is_read_by_the_library():
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"the": 3, "of": 5, "[UNK]": 0}, unk_token="[UNK]")
+    model = tokenizers.models.WordLevel({"the": 1, "of": 2, "[UNK]": 0}, unk_token="[UNK]")
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.add_special_tokens(["<|endoftext|>"])
     tokenizer = load_tokenizer(made.to_str().encode(), "theirs")
-    assert tokenizer.encode("the of the").tolist() == [3, 5, 3]
-    assert tokenizer.end == 4 or tokenizer.end == made.token_to_id("<|endoftext|>")
-    assert tokenizer.vocab_size == 6 and tokenizer.name == "theirs"
-    assert load_tokenizer(tokenizer.to_bytes()).decode([3, 5]) == "the of"
+    assert tokenizer.encode("the of the").tolist() == [1, 2, 1]
+    assert tokenizer.end == 3
+    assert tokenizer.vocab_size == 4 and tokenizer.name == "theirs"
+    assert load_tokenizer(tokenizer.to_bytes()).decode([1, 2, 3]) == "the of"
