@@ -145,10 +145,12 @@ class Progress:
         for dropped in ("held-out", "/s"):
             if _width(parts) + _BAR[0] > room:
                 parts = [part for part in parts if dropped not in part.plain]
-        bar = max(0, min(_BAR[1], room - _width(parts)))
+        bar = min(_BAR[1], room - _width(parts))
+        while len(parts) > 1 and _width(parts) - 2 > room:
+            parts.pop()
         line = Table.grid(padding=(0, 2, 0, 0))
         done = ProgressBar(self._total, self._step, width=bar, complete_style="cyan")
-        line.add_row(done, *parts) if bar >= 4 else line.add_row(*parts[:2])
+        line.add_row(*([done] if bar >= 4 else []), *parts)
         yield line
 
 

@@ -58,13 +58,14 @@ def test_a_terminal_has_one_line_with_step_loss_speed_and_time_left(screen, cloc
 
 
 @pytest.mark.parametrize("screen", [30, 40, 60, 80, 120, 200], indirect=True)
-def test_the_line_fits_and_tells_step_and_loss_whatever_the_columns(screen, clock):
+def test_the_line_fits_and_tells_the_step_whatever_the_columns(screen, clock):
     with screen, Progress(1_000_000, clock=clock) as progress:
         run(progress, clock, range(123_456, 123_459))
         progress.update({"step": 123_458, "eval_loss": 12.3456})
     (line,) = screen.lines()
     assert len(line) < screen.columns
-    assert "123458/1000000  loss 8.10e-05" in " ".join(line.split(" "))
+    assert "123458/1000000" in line
+    assert ("loss 8.10e-05" in line) == (screen.columns >= 40)
     assert ("left" in line) == (screen.columns >= 60)
     assert ("held-out" in line) == (screen.columns >= 120)
 
