@@ -1,47 +1,73 @@
 """Arrays on disk, by Orbax: each process writes its shards, each device reads its own."""
 
+import asyncio
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.path import atomicity
+from etils import epath
 
 from jaxspeed.checkpoint.leaves import KeptLeaf
+from jaxspeed.checkpoint.processes import TIMEOUT_SECONDS
 
 FOLDER = "arrays"
+_ABSL = logging.getLogger("absl")
 _CHUNK_BYTES = 32 << 20  # what is read at once where the cut is another, and by an export
 
 
 class ArrayFiles:
-    """Writes in the background, one checkpoint at a time.
+    """Writes the arrays of one checkpoint at a time, in the background.
 
-    Orbax marks the end of its part by a file of its own, which needs no rename: the checkpoint
-    around it has its manifest for that.
+    Of Orbax this takes the handler alone: a checkpoint is committed as a whole, with what else is
+    in it, and a process that fails tells the others at once.
     """
 
     def __init__(self) -> None:
-        self._orbax = ocp.AsyncCheckpointer(
-            _handler(), temporary_path_class=atomicity.CommitFileTemporaryPath
-        )
+        self._handler = _handler()
+        self._writing: list[Any] = []
 
-    def write(self, folder: Any, arrays: Mapping[str, jax.Array]) -> None:
-        """Begins to write; the arrays may be used up once this returns, where they are on devices
-        whose memory is not the host's."""
+    def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
+        """The arrays are in the host's memory once this returns; `folder` is there."""
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
         chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in full}
-        self._orbax.save(folder / FOLDER, args=ocp.args.PyTreeSave(full, save_args=chunks))
+        asked = ocp.args.PyTreeSave(full, save_args=chunks)
+        _ABSL.addFilter(_told_already)
+        begun = asyncio.run(self._handler.async_save(folder / FOLDER, args=asked))
+        self._writing = [part for part in begun or [] if part is not None]
 
-    def wait(self) -> None:
-        """Until all is written; raises what went wrong."""
-        self._orbax.wait_until_finished()
+    def finish(self) -> None:
+        """Until this process has written its part; raises what went wrong."""
+        writing, self._writing = self._writing, []
+        failures = [error for part in writing if (error := _failure(part))]
+        _ABSL.removeFilter(_told_already)
+        if failures:
+            raise failures[0]
+
+    def merge(self, folder: epath.Path) -> None:
+        """The parts of all processes become one: once all have finished, on one of them."""
+        self._handler.finalize(folder / FOLDER)
 
     def close(self) -> None:
-        self._orbax.close()
+        self._handler.close()
 
 
-def read_arrays(folder: Any, wanted: Mapping[str, KeptLeaf]) -> dict[str, jax.Array]:
+def _failure(part: Any) -> BaseException | None:
+    try:
+        part.result(timeout=TIMEOUT_SECONDS)
+    except Exception as error:
+        return error
+    return None
+
+
+def _told_already(record: logging.LogRecord) -> bool:
+    """Orbax logs what fails in its threads, with tracebacks, and raises it as well."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def read_arrays(folder: epath.Path, wanted: Mapping[str, KeptLeaf]) -> dict[str, jax.Array]:
     """Arrays by name in shape, dtype and sharding as wanted: cut or padded with zeros behind."""
     full = {name: leaf.stored for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
     how = {
@@ -50,11 +76,13 @@ def read_arrays(folder: Any, wanted: Mapping[str, KeptLeaf]) -> dict[str, jax.Ar
         )
         for name, x in full.items()
     }
-    with ocp.Checkpointer(_handler()) as orbax:
-        asked = ocp.args.PyTreeRestore(
-            dict.fromkeys(full, 0), restore_args=how, partial_restore=True
-        )
-        return orbax.restore(folder / FOLDER, args=asked) if full else {}
+    asked = ocp.args.PyTreeRestore(dict.fromkeys(full, 0), restore_args=how, partial_restore=True)
+    handler = _handler()
+    try:
+        read: dict[str, jax.Array] = handler.restore(folder / FOLDER, args=asked)
+        return read
+    finally:
+        handler.close()
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:

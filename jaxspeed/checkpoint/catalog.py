@@ -1,7 +1,7 @@
 """Which checkpoints a folder holds, and whether they are sound."""
 
+import os
 import re
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,12 @@ def checkpoints(store: LocalStore | ObjectStore) -> list[CheckpointInfo]:
 def info_of(folder: epath.Path) -> CheckpointInfo:
     """What can be said without reading the arrays."""
     tag, step = folder.name, step_of(folder.name)
-    written = folder.stat().mtime or time.time()
     try:
         manifest = read_manifest(folder)
         header = read_header(folder, manifest)
     except (CheckpointError, ValueError, KeyError, TypeError, OSError) as error:
         what = str(error) if isinstance(error, CheckpointError) else f"{NAME} is damaged"
-        return CheckpointInfo(tag, step, _bytes_in(folder), float(written), False, what)
+        return CheckpointInfo(tag, step, _bytes_in(folder), _changed(folder), False, what)
     problem = next(iter(_wrong_sizes(folder, manifest)), "")
     return CheckpointInfo(
         tag,
@@ -143,6 +142,11 @@ def _wrong_sizes(folder: epath.Path, manifest: Manifest) -> list[str]:
 
 def _is_checkpoint(folder: epath.Path) -> bool:
     return any((folder / name).exists() for name in (seal.NAME, NAME, "arrays"))
+
+
+def _changed(folder: epath.Path) -> float:
+    """When, as the disk says; Etils knows whole seconds alone."""
+    return os.stat(folder).st_mtime if seal.is_local(folder) else float(folder.stat().mtime or 0)
 
 
 def _bytes_in(folder: epath.Path) -> int:

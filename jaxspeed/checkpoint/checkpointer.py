@@ -1,6 +1,5 @@
 """Saving and restoring the states of one run: what the engine and the run loop hold."""
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ import jax
 from etils import epath
 
 from jaxspeed.checkpoint import header as describing
-from jaxspeed.checkpoint.arrays import ArrayFiles
+from jaxspeed.checkpoint.arrays import FOLDER, ArrayFiles
 from jaxspeed.checkpoint.catalog import (
     CheckpointInfo,
     checkpoints,
@@ -27,12 +26,12 @@ from jaxspeed.checkpoint.manifest import (
     write_file,
     write_manifest,
 )
-from jaxspeed.checkpoint.processes import Processes
+from jaxspeed.checkpoint.processes import Processes, is_first
 from jaxspeed.checkpoint.restore import restore_state
 from jaxspeed.checkpoint.retention import superfluous
 from jaxspeed.checkpoint.snapshot import snapshotter
 from jaxspeed.checkpoint.soundness import check_sound, newest_sound
-from jaxspeed.checkpoint.stores import check_tag, check_writable, store_at
+from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
 from jaxspeed.train.program import Program
@@ -57,7 +56,7 @@ class Checkpointer:
     With several processes, each makes the same calls in the same order.
 
     Args:
-      folder: a path, or a gs:// or s3:// URL.
+      folder: a path, or a gs:// or s3:// URL (or a store).
       keep: of the checkpoints with tags of the form `step-00000100` that many are kept, the newest;
         None keeps all. Those with other tags stay.
       keep_every: of those, the ones at multiples of so many steps are kept as well.
@@ -65,7 +64,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: Place,
         *,
         keep: int | None = None,
         keep_every: int | None = None,
@@ -115,7 +114,7 @@ class Checkpointer:
         header = header_of(program, tag, step, client_state or {}, sorted(given))
         with _told(self.folder, f"saving {tag}"):
             folder = self._begin(program, tag)
-            self._files.write(folder, self._copied(program, state))
+            self._files.begin(folder, self._copied(program, state))
         # Not a daemon: a process that ends normally finishes what it saves.
         self._thread = threading.Thread(
             target=self._finish, args=(folder, header, given), name="jaxspeed-save"
@@ -148,8 +147,14 @@ class Checkpointer:
         if len(set(tags)) > 1:
             raise CheckpointError(f"the processes save under different tags: {sorted(set(tags))}")
         self.check(program)
-        self._processes.first("making a folder", lambda: str(self._store.begin(tag)))
-        return self._store.writing(tag)
+        folder = self._store.writing(tag)
+
+        def make() -> None:
+            self._store.begin(tag)
+            (folder / FOLDER).mkdir()
+
+        self._processes.first("making a folder", make)
+        return folder
 
     def _copied(self, program: Program, state: TrainState) -> Arrays:
         if self._snapshot is None or self._snapshot[0] is not program:
@@ -161,8 +166,13 @@ class Checkpointer:
         """In a thread: what makes written arrays a checkpoint."""
         together = self._saving
         try:
-            together.together("writing arrays", self._files.wait)
-            together.first("describing", lambda: _describe(folder, header, files))
+            together.together("writing arrays", self._files.finish)
+
+            def describe() -> None:
+                self._files.merge(folder)
+                _describe(folder, header, files)
+
+            together.first("describing", describe)
 
             def sums() -> Any:
                 sizes = {name: (folder / name).stat().length for name in files_of(folder)}
@@ -173,6 +183,8 @@ class Checkpointer:
             together.first("sealing", lambda: self._seal(folder, header.tag, parts))
         except BaseException as error:
             self._failure = error
+            if is_first():  # what is half written must not keep a full disk full
+                self._store.abandon(header.tag)
 
     def _seal(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
         write_manifest(folder, tag, {k: v for part in parts for k, v in part.items()})

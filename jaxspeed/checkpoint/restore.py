@@ -114,27 +114,28 @@ def _check(
     missing: Iterable[str],
     extra: Iterable[str],
 ) -> None:
-    problems = [f"has no {name} {list(wanted[name].shape)}" for name in missing]
-    problems += [f"has {name} {list(there[name].shape)}, which is not wanted" for name in extra]
+    problems = {name: f"has no {name} {list(wanted[name].shape)}" for name in missing}
+    problems |= {name: f"has {name} {list(there[name].shape)}, unknown here" for name in extra}
     for name in wanted.keys() & there.keys():
-        if there[name].shape != wanted[name].shape:
-            problems.append(
-                f"has {name} {list(there[name].shape)}, where {list(wanted[name].shape)} is wanted"
-            )
-        elif there[name].key != wanted[name].key:
-            problems.append(f"has {name} as a {there[name].key} key, not {wanted[name].key}")
+        was, now = there[name], wanted[name]
+        if was.shape != now.shape:
+            problems[name] = f"has {name} {list(was.shape)}, where {list(now.shape)} is wanted"
+        elif was.key != now.key:
+            problems[name] = f"has {name} as a {was.key} key, where {now.key} is wanted"
     if not problems:
         return
-    of = {name.split("/")[0] for name in [*missing, *extra]}
-    hint = (
-        "The optimizer is another: restore the weights alone (weights_only=True)"
-        if of <= {"opt", "ema"}
-        else "The model is another: weights_only=True takes what fits, with renames={old: new}"
-    )
-    shown = sorted(problems)[:6]
-    more = f"\n  ... and {len(problems) - 6} more" if len(problems) > 6 else ""
-    lines = "".join(f"\n  {problem}" for problem in shown)
-    raise CheckpointError(f"{folder}: is not of this model and optimizer. It{lines}{more}\n{hint}")
+    of_optimizer = {name for name in problems if name.startswith(("opt/", "ema/"))}
+    if of_optimizer == set(problems):
+        what = "optimizer"
+        hint = "Restore the weights alone (weights_only=True)"
+    else:
+        what = "model"
+        hint = "weights_only=True takes what fits, with renames={old: new}"
+        problems = {name: problems[name] for name in problems.keys() - of_optimizer}
+    shown = [problems[name] for name in sorted(problems)]
+    more = f"\n  ... and {len(shown) - 6} more" if len(shown) > 6 else ""
+    lines = "".join(f"\n  {problem}" for problem in shown[:6])
+    raise CheckpointError(f"{folder}: is of another {what}. It{lines}{more}\n{hint}")
 
 
 def _loses(old: str, new: Any) -> bool:

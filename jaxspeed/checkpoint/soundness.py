@@ -62,6 +62,10 @@ def problems_with(store: LocalStore | ObjectStore, processes: Processes, tag: st
 
 
 def _written(store: LocalStore | ObjectStore) -> list[str]:
-    """All tags but those of saves that were cut short, oldest first."""
+    """All tags but those of saves that were cut short, oldest first.
+
+    Those that do not say when they were written come last: they are damaged, and are to be named.
+    """
     there = set(store.tags())
-    return [info.tag for info in checkpoints(store) if info.tag in there]
+    infos = [info for info in checkpoints(store) if info.tag in there]
+    return [info.tag for info in sorted(infos, key=lambda info: not info.leaves)]

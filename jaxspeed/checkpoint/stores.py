@@ -1,5 +1,6 @@
 """Where checkpoints lie, and how one becomes visible only when it is whole."""
 
+import contextlib
 import os
 import shutil
 from typing import Protocol
@@ -17,11 +18,17 @@ class Store(Protocol):
 
     root: epath.Path
 
-    def begin(self, tag: str) -> epath.Path:
-        """An empty folder to write this checkpoint to."""
+    def writing(self, tag: str) -> epath.Path:
+        """The folder that this checkpoint is written to."""
 
-    def commit(self, tag: str) -> epath.Path:
+    def begin(self, tag: str) -> None:
+        """Makes that folder, empty."""
+
+    def commit(self, tag: str) -> None:
         """Makes what was written, its manifest last, the checkpoint of that tag."""
+
+    def abandon(self, tag: str) -> None:
+        """Forgets what was written, as far as that works."""
 
     def remove(self, tag: str) -> None: ...
 
@@ -38,18 +45,16 @@ class LocalStore:
     def __init__(self, root: epath.Path) -> None:
         self.root = root
 
-    def begin(self, tag: str) -> epath.Path:
+    def begin(self, tag: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         for left in self._folders((_WRITING, _REMOVED)):
             left.rmtree()
-        beside = self.writing(tag)
-        beside.mkdir()
-        return beside
+        self.writing(tag).mkdir()
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / f"{tag}{_WRITING}"
 
-    def commit(self, tag: str) -> epath.Path:
+    def commit(self, tag: str) -> None:
         whole = self.root / tag
         _sync(self.writing(tag))
         if whole.exists():
@@ -58,7 +63,9 @@ class LocalStore:
         _sync(self.root)
         for left in self._folders((_REMOVED,)):
             left.rmtree()
-        return whole
+
+    def abandon(self, tag: str) -> None:
+        shutil.rmtree(self.writing(tag), ignore_errors=True)
 
     def remove(self, tag: str) -> None:
         away = (self.root / tag).rename(self.root / f"{tag}{_REMOVED}")
@@ -84,18 +91,20 @@ class ObjectStore:
     def __init__(self, root: epath.Path) -> None:
         self.root = root
 
-    def begin(self, tag: str) -> epath.Path:
-        folder = self.root / tag
-        if folder.exists():
+    def begin(self, tag: str) -> None:
+        if (self.root / tag).exists():
             self.remove(tag)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        (self.root / tag).mkdir(parents=True, exist_ok=True)
 
     def writing(self, tag: str) -> epath.Path:
         return self.root / tag
 
-    def commit(self, tag: str) -> epath.Path:
-        return self.root / tag
+    def commit(self, tag: str) -> None:
+        """Its manifest was written: that is all."""
+
+    def abandon(self, tag: str) -> None:
+        with contextlib.suppress(Exception):
+            self.remove(tag)
 
     def remove(self, tag: str) -> None:
         # Without its manifest first, so that no half of it can pass for whole.
@@ -115,8 +124,13 @@ class ObjectStore:
         return [f.name for f in self.root.iterdir() if f.is_dir() and f.name not in whole]
 
 
-def store_at(folder: str | os.PathLike[str]) -> LocalStore | ObjectStore:
+Place = str | os.PathLike[str] | LocalStore | ObjectStore
+
+
+def store_at(folder: Place) -> LocalStore | ObjectStore:
     """The store for a path: a bucket's where it is a URL, as gs:// or s3://."""
+    if isinstance(folder, (LocalStore, ObjectStore)):
+        return folder
     path = epath.Path(folder)
     return (
         LocalStore(path.expanduser().absolute()) if manifest.is_local(path) else ObjectStore(path)
