@@ -12,9 +12,9 @@ from jaxspeed.data.files import find_files
 from jaxspeed.errors import DataError
 
 Arrays = dict[str, np.ndarray]
-# Of larger arrays, blocks at even distances are looked at.
+# Of larger arrays, rows at even distances are looked at.
 LOOKED_AT = 64 << 20
-BLOCKS = 1024
+ROWS = 1024
 
 
 def read_images(given: Sequence[str], facts: Facts) -> Arrays:
@@ -95,11 +95,6 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        rows = len(array)
-        whole = array.nbytes <= LOOKED_AT
-        for row in range(rows) if not whole else ():
-            if row % max(1, rows // BLOCKS) == 0:
-                found.update(np.ascontiguousarray(array[row]).data)
-        if whole:
-            found.update(np.ascontiguousarray(array).data)
+        every = 1 if array.nbytes <= LOOKED_AT else max(1, len(array) // ROWS)
+        found.update(np.ascontiguousarray(array[::every]).data)
     return found.hexdigest()

@@ -22,17 +22,23 @@ def find_files(given: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]
     found: dict[Path, None] = {}
     for name in given:
         path = Path(name).expanduser()
-        if path.is_file():
-            files = [path]
-        elif path.is_dir():
-            files = [f for f in _inside(path) if not suffixes or f.name.endswith(tuple(suffixes))]
-        else:
-            matches = sorted(glob.glob(str(path), recursive=True))
-            files = [f for f in map(Path, matches) if f.is_file()]
+        try:
+            files = _named_by(path, tuple(suffixes))
+        except OSError as error:  # a folder that may not be looked into, say
+            raise DataError(f"data: {name!r} cannot be read: {error}") from None
         if not files:
             raise DataError(f"data: {_nothing(name, path, suffixes)}")
         found.update(dict.fromkeys(files))
     return list(found)
+
+
+def _named_by(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return [f for f in _inside(path) if not suffixes or f.name.endswith(suffixes)]
+    matches = sorted(glob.glob(str(path), recursive=True))
+    return [f for f in map(Path, matches) if f.is_file()]
 
 
 def _inside(folder: Path) -> list[Path]:

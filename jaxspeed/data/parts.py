@@ -12,7 +12,7 @@ from jaxspeed.data.facts import Facts
 from jaxspeed.data.holding_out import hold_out_documents, hold_out_samples
 from jaxspeed.data.samples import Chain, Rows, Samples, Subset, Windows
 from jaxspeed.data.sources import Texts, import_iterable, text_source
-from jaxspeed.data.stream import Spans, Stream
+from jaxspeed.data.stream import Spans, Stream, add_counts
 from jaxspeed.data.synthetic import Blots, Counting
 from jaxspeed.errors import DataError
 
@@ -95,7 +95,7 @@ def _own(path: str, source: Source) -> Opened:
         return arrays.stack(items, path)
     documents = [np.asarray(item) for item in items]
     for i, ids in enumerate(documents):
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.size and ids.min() < 0):
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0):
             raise DataError(
                 f"data.source: {path!r}: item {i} is a {type(items[i]).__name__}; items are texts, "
                 "mappings from names to arrays, or lists of token ids"
@@ -115,9 +115,7 @@ def documents_part(documents: Sequence[store.Documents], packing: Packing, held_
         train.append(_windows(stream, packing, whole=False))
         if out is not None:
             held.append(_windows(Stream(each.tokens, out), packing, whole=True))
-        found = stream.counts()
-        size = max(len(counts), len(found))
-        counts = np.pad(counts, (0, size - len(counts))) + np.pad(found, (0, size - len(found)))
+        counts = add_counts(counts, stream.counts())
     number = sum(len(each.offsets) - 1 for each in documents)
     tokens = sum(int(each.offsets[-1]) for each in documents)
     plural = "" if number == 1 else "s"
@@ -152,7 +150,13 @@ def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float
     if facts.sample == "images" and facts.image_shape:
         images = Blots(made.samples, facts.image_shape, facts.classes or 2)
         shown = f"images of {' x '.join(map(str, facts.image_shape))}"
-        return _cut(images, held_out, f"blots {shown} {facts.classes}", None, f"synthetic {shown}")
+        return _cut(
+            images,
+            held_out,
+            f"blots {made.samples} {shown} {images.classes}",
+            None,
+            f"synthetic {shown}",
+        )
     if packing is None:
         raise DataError(
             'data.source "synthetic" makes samples for models of tokens or images, and what this '

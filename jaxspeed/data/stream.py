@@ -58,8 +58,8 @@ class Stream:
         total = np.zeros(0, np.int64)
         every = max(1, -(-len(self) // COUNTED))
         for start in range(0, len(self), BLOCK * every):
-            found = np.bincount(self.read(start, min(start + BLOCK, len(self))))
-            total = _add(total, found)
+            ids = self.read(start, min(start + BLOCK, len(self)))
+            total = add_counts(total, np.bincount(ids.astype(np.int64)))
         return total
 
 
@@ -69,12 +69,13 @@ def entropy(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def add_counts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of ids from 0 on; one may know fewer ids than the other."""
+    size = max(len(a), len(b))
+    return np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))
+
+
 def _edges(lengths: np.ndarray) -> np.ndarray:
     edges = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=edges[1:])
     return edges
-
-
-def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    size = max(len(a), len(b))
-    return np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))

@@ -42,6 +42,7 @@ class Blots:
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int) -> None:
         self._samples = samples
+        self.classes = classes
         coarse = np.random.default_rng(SEED).normal(size=(classes, 4, 4, shape[2]))
         rows, columns = (np.arange(n) * 4 // n for n in shape[:2])
         self._patterns = coarse[:, rows][:, :, columns].astype(np.float32)

@@ -141,6 +141,11 @@ def test_the_fingerprint_changes_with_what_is_read_and_its_order(folder, tmp_pat
     }
     assert len({one, *changed.values()}) == 1 + len(changed)
     assert of({"seed": 1}) == changed["seed"]
+    made = {"source": "synthetic", "path": None}
+    images = {"sample": "images", "image_shape": (4, 4, 1)}
+    for limits in ({}, images):
+        sizes = [of(made | {"samples": n}, **limits) for n in (50, 51)]
+        assert len(set(sizes)) == 2
 
 
 def test_a_run_that_is_continued_has_its_own_tokenizer(folder, tmp_path, monkeypatch):
@@ -181,7 +186,7 @@ def test_token_folders_can_be_chained_and_mixed_with_text(folder, tmp_path):
 
 
 def test_plain_npy_files_hold_tokens(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(400, dtype=np.uint16).reshape(20, 20))
+    np.save(tmp_path / "a.npy", np.arange(400, dtype=np.uint64).reshape(20, 20))
     c = opened({"source": "tokens", "path": str(tmp_path / "a.npy"), "held_out": 0})
     c2 = opened({"source": "tokens", "path": str(tmp_path), "held_out": 0})
     assert c.fingerprint == c2.fingerprint and c.train.samples == 24

@@ -134,6 +134,12 @@ def test_each_part_of_a_mixture_goes_through_epochs_of_its_own():
     assert len(set(large)) == len(large) == 400
 
 
+def test_parts_of_one_size_are_not_shuffled_alike():
+    ids = steps(mixture([300, 300], [1, 1]), 0, 75)
+    first, second = ids[ids < 300], ids[ids >= 300] - 300
+    assert sorted(first) == sorted(second) and first.tolist() != second.tolist()
+
+
 def test_the_parts_of_a_mixture_are_read_where_they_are():
     s = mixture([5, 7, 11], [1, 2, 3])
     for step in range(20):
