@@ -16,7 +16,7 @@ INSTALLED = $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-full test-newest lint format types bench clean
+.PHONY: help install train test test-full test-newest lint format types bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -29,6 +29,9 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test,tpu]'
 	touch $@
+
+train: $(INSTALLED)  ## train a small model on 8 simulated devices: about two minutes
+	$(BIN)/jaxspeed train configs/tiny.yaml
 
 test: $(INSTALLED)  ## the tests, in their covering sets
 	$(PYTEST) -m 'not full' $(TESTS)
@@ -55,5 +58,5 @@ bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 clean:  ## everything that was made
-	rm -rf $(VENV) $(NEWEST_VENV) .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST_VENV) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

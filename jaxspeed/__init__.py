@@ -19,8 +19,8 @@ from jaxspeed.train import TrainState, micro_batch_key
 
 __all__ = [
     "BatchError",
-    "CheckpointError",
     "CheckReport",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "DataError",

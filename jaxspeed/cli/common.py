@@ -51,10 +51,17 @@ def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
     return load_config(given.config, [*overrides_of(given), *more])
 
 
+class Out(Console):
+    """A console whose reader may end before it does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # which `main` takes for a good end
+
+
 def out(stderr: bool = False) -> Console:
     """Where a command prints: wide enough not to break tables when it is a pipe."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=120)
+    console = Out(stderr=stderr)
+    return console if console.is_terminal else Out(stderr=stderr, width=120)
 
 
 def print_json(value: Any) -> None:

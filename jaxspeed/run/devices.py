@@ -24,8 +24,8 @@ def start_devices(word: str | None) -> None:
     jax.config.update("jax_platforms", PLATFORMS[platform])
     try:
         found = jax.devices()
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter, with nothing said, in 0.10.2
+        reason = (str(error).strip() or "it finds none").splitlines()[0]
         raise ConfigError(f"run.devices: {word}, which JAX cannot start: {reason}") from None
     if found[0].platform not in (platform, "gpu" if platform == "cuda" else platform):
         raise ConfigError(

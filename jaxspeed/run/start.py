@@ -11,7 +11,7 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
-from jaxspeed.engine.family import family_sizes
+from jaxspeed.engine.family import family_sizes, resolve_model
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.run.devices import start_devices
@@ -65,6 +65,7 @@ def source_of(
     The run's folder is run.output, or `runs/` and the name, which is the config file's by default.
     """
     loaded = load_config(config)
+    resolve_model(loaded, model, loss_fn)  # what is wrong with the model comes before its data
     start_devices(loaded.run.devices)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
@@ -93,7 +94,9 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         (folder.path / TOKENIZER).write_bytes(files[TOKENIZER])
     engine = source.engine()
     checkpointer = checkpointer_of(source)
-    reached = restore(engine, checkpointer)
+    reached = Reached()
+    if checkpointer.latest() is not None:
+        _, reached = restore(engine, checkpointer)
     recorder = recorder_of(
         engine,
         folder,
@@ -111,14 +114,14 @@ def checkpointer_of(source: Source) -> Checkpointer:
     return Checkpointer(source.folder.checkpoints, keep=run.keep, keep_every=run.keep_every)
 
 
-def restore(engine: Engine, checkpointer: Checkpointer, tag: str | None = None) -> Reached:
-    """The engine at a checkpoint, the newest by default, and how far that was."""
-    if tag is None and checkpointer.latest() is None:
-        return Reached()
+def restore(
+    engine: Engine, checkpointer: Checkpointer, tag: str | None = None
+) -> tuple[str, Reached]:
+    """The engine at a checkpoint, the newest by default; its tag, and how far the run was."""
     restored = checkpointer.restore(engine.program, tag=tag)
     engine.state = restored.state
     try:
-        return Reached(**restored.client_state)
+        return restored.tag, Reached(**restored.client_state)
     except TypeError:
         raise CheckpointError(
             f"checkpoint {restored.tag} was not written by a run: its client_state holds "

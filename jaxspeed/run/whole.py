@@ -1,15 +1,16 @@
 """Whole commands: train, evaluate, sample and check what a config says."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optax
 
-from jaxspeed.config import Config
+from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus
 from jaxspeed.engine import CheckReport, Engine
-from jaxspeed.errors import CheckpointError, DataError
+from jaxspeed.errors import ConfigError, DataError
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.sampling import sample_text
 from jaxspeed.run.start import Source, checkpointer_of, open_run, restore, source_of
@@ -53,16 +54,27 @@ def sample_run(source: Source, tag: str | None = None, *, seed: int = 0) -> Iter
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
-    """The engine's check of the config's model, from fresh weights, on its first batch."""
+    """The engine's check of the config's model, from fresh weights, on its first batch.
+
+    With `layers`, of the model with so many; the whole one is never made.
+    """
+    if layers is not None:
+        given = source.config.given
+        if source.config.model is None or source.config.model.family is None:
+            raise ConfigError("check: layers needs a model.family in the config")
+        given["model"].setdefault("config", {})["num_hidden_layers"] = layers
+        source = replace(source, config=load_config(given))
     corpus, engine = source.corpus(), source.engine()
-    return engine.check(corpus.train.batch(0, engine.program.batch.train), layers=layers)
+    return engine.check(corpus.train.batch(0, engine.program.batch.train))
 
 
 def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str]:
     checkpointer = checkpointer_of(source)
-    found = tag or checkpointer.latest()
-    if found is None:
-        raise CheckpointError(f"{source.folder.checkpoints} holds no checkpoint; train first")
+    tags = [info.tag for info in checkpointer.list() if info.ok]
+    if not tags:
+        raise ConfigError(f"{source.folder.checkpoints} holds no checkpoint; train first")
+    if tag is not None and tag not in tags:
+        raise ConfigError(f"no checkpoint {tag} in {source.folder.checkpoints}: {', '.join(tags)}")
     corpus, engine = source.corpus(), source.engine()
-    reached = restore(engine, checkpointer, tag)
+    found, reached = restore(engine, checkpointer, tag)
     return engine, corpus, reached.step, found

@@ -1,0 +1,215 @@
+"""The commands as people and programs call them: what they print, and how they end."""
+
+import contextlib
+import io
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from jaxspeed.cli.main import COMMANDS, main, parser
+from tests.run import small
+
+
+def jaxspeed(*words):
+    """The command line in this process: what a process of its own would print, sooner."""
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        code = main([*map(str, words)])
+    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of 8 steps, and what training it printed as JSON."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = small.write(
+        folder, run={"steps": 8, "sample_tokens": 12, "sample_prompt": "ab", "eval_every": 4}
+    )
+    done = jaxspeed("train", config, "--json")
+    assert done.returncode == 0, done.stderr
+    return config, folder / "run", done
+
+
+HELPS = [
+    *((command.__name__.rsplit(".", 1)[1],) for command in COMMANDS),
+    *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
+    ("data", "tokenize"),
+]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_every_help_has_an_example(words, capsys):
+    words = ["eval" if word == "evaluate" else word for word in words]
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([*words, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"example: jaxspeed {' '.join(words)}" in shown
+
+
+def test_what_train_names_is_there(trained):
+    _, folder, done = trained
+    result = json.loads(done.stdout)
+    assert result["steps"] == 8
+    assert result["checkpoint"] == str(folder / "checkpoints" / "step-00000008")
+    assert 0 < result["eval_loss"] < 6 and 0 < result["unigram_entropy"] < 6
+    for name in ("checkpoint", "metrics", "picture"):
+        assert small.Path(result[name]).exists()
+    assert (folder / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert result["sample"].startswith("ab")
+    assert result["again"].startswith("jaxspeed train")
+
+
+def test_train_shows_the_table_the_collectives_and_m(trained):
+    _, _, done = trained
+    assert "ZeRO stage 3 on data 8" in done.stderr
+    assert "all-gather" in done.stderr and "each micro-batch" in done.stderr
+    assert "M = " in done.stderr and "N = " in done.stderr
+    assert "embed/table" in done.stderr
+
+
+def test_the_command_that_continues_does(trained, tmp_path):
+    config, _, done = trained
+    again = json.loads(done.stdout)["again"].split()[1:]
+    more = jaxspeed(*again, "--json")
+    assert more.returncode == 0, more.stderr
+    assert json.loads(more.stdout)["steps"] == 16
+    assert "continued after step 8 of 16" in more.stderr
+    assert str(config) in again
+
+
+def test_eval_gives_the_loss_that_training_ended_with(trained):
+    config, _, done = trained
+    found = jaxspeed("eval", config, "--json", "--tag", "step-00000008")
+    assert found.returncode == 0, found.stderr
+    found = json.loads(found.stdout)
+    assert found["eval_loss"] == pytest.approx(json.loads(done.stdout)["eval_loss"], rel=1e-6)
+
+
+def test_sample_writes_the_prompt_and_as_many_tokens(trained):
+    config, _, done = trained
+    words = ("sample", config, "--tag", "step-00000008", "--tokens", "12", "--prompt", "ab")
+    shown = jaxspeed(*words)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == json.loads(done.stdout)["sample"] + "\n"  # the same seed
+    cold = [jaxspeed(*words, "--temperature", "0", "--seed", seed) for seed in ("1", "2")]
+    assert cold[0].stdout == cold[1].stdout != shown.stdout
+
+
+def test_check_agrees_and_says_so(trained):
+    config, _, _ = trained
+    words = ("check", config, "--set", "model.config.dropout=0.0")
+    shown = jaxspeed(*words)
+    assert shown.returncode == 0 and "agrees with the step on one device" in shown.stdout
+    found = json.loads(jaxspeed(*words, "--json", "--layers", "1").stdout)
+    assert found["ok"] and found["devices"] == 8
+
+
+def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
+    from jaxspeed.cli import check
+    from jaxspeed.engine.check import CheckReport, LeafDifference
+
+    bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
+    monkeypatch.setattr(check, "check_run", lambda *_, **__: bad)
+    assert main([*map(str, ("check", small.write(tmp_path)))]) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_checkpoints_are_listed_verified_and_found_out(trained, tmp_path):
+    _, folder, _ = trained
+    listed = json.loads(jaxspeed("checkpoint", "list", folder, "--json").stdout)
+    assert "step-00000008" in [info["tag"] for info in listed]
+    assert jaxspeed("checkpoint", "verify", folder).returncode == 0
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    tag = copy / "checkpoints" / "step-00000008"
+    largest = max((f for f in tag.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    found = jaxspeed("checkpoint", "verify", copy)
+    assert found.returncode == 1
+    assert largest.name in found.stdout
+
+
+def test_export_writes_what_safetensors_reads(trained, tmp_path):
+    _, folder, _ = trained
+    done = jaxspeed("checkpoint", "export", folder, tmp_path / "weights")
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "weights").glob("*.safetensors"))
+
+
+def test_config_gives_a_verdict_to_each_key_and_the_schema(tmp_path):
+    config = small.write(tmp_path)
+    rows = json.loads(jaxspeed("config", config, "--json").stdout)
+    assert {"key", "value", "verdict", "sentence"} == set(rows[0])
+    assert jaxspeed("config", config).returncode == 0
+    refused = jaxspeed("config", config, "--set", "sparse_gradients=true")
+    assert refused.returncode == 2 and "refused" in refused.stdout
+    schema = json.loads(jaxspeed("config", "--schema").stdout)
+    assert "zero_optimization" in schema["properties"]
+
+
+def test_report_tells_of_devices_and_extras():
+    found = json.loads(jaxspeed("report", "--json", "--devices", "cpu:8").stdout)
+    assert found["devices"]["count"] == 8
+    assert "pinned_host" in found["devices"]["memory kinds"]
+    assert {"hf", "tpu", "cuda", "wandb"} <= set(found["extras"])
+    shown = jaxspeed("report", "--devices", "cpu:8")
+    assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 120
+
+
+def test_tokens_are_written_once_and_read_by_training(trained, tmp_path):
+    config, _, _ = trained
+    done = jaxspeed("data", "tokenize", config, tmp_path / "tokens")
+    assert done.returncode == 0, done.stderr
+    words = ["--set", "data.source=tokens", "--set", f"data.path={tmp_path / 'tokens'}"]
+    words += ["--output", tmp_path / "run", "--set", "run.steps=2"]
+    assert jaxspeed("train", config, *words).returncode == 0
+
+
+MISTAKES = {
+    "no such config": (["train", "/nowhere/x.yaml"], "no such file"),
+    "unknown key": (["train", "CONFIG", "--set", "run.stepz=3"], "Did you mean"),
+    "no such devices": (["train", "CONFIG", "--devices", "abacus"], "cpu, gpu or tpu"),
+    "no corpus": (["train", "CONFIG", "--set", "data.path=/nowhere/*.txt"], "/nowhere/*.txt"),
+    "sequence too long": (["train", "CONFIG", "--set", "data.seq_len=64"], "16 positions"),
+    "vocabulary too small": (
+        ["train", "CONFIG", "--set", "model.config.vocab_size=100"],
+        "vocabulary has 100",
+    ),
+    "batch too large": (["train", "CONFIG", "--set", "train_batch_size=100000"], "100,000"),
+    "no run yet": (["sample", "CONFIG", "--set", "run.output=/tmp/none"], "holds no checkpoint"),
+    "no such tag": (["eval", "CONFIG", "--tag", "best"], "best"),
+    "unwritable folder": (["train", "CONFIG", "--output", "/proc/run"], "/proc/run"),
+    "no model": (["train", "configs/ds_config.json", "--set", "run.steps=1"], "no model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_no_traceback(trained, name):
+    words, hint = MISTAKES[name]
+    config, _, _ = trained
+    done = jaxspeed(*(config if word == "CONFIG" else word for word in words))
+    assert done.returncode == 2, done.stderr
+    assert hint in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
+
+
+def test_devices_that_are_not_here_are_a_mistake(trained):
+    config, _, _ = trained
+    done = small.jaxspeed("train", config, "--devices", "gpu")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "run.devices: gpu, which JAX cannot start" in done.stderr
+
+
+def test_output_that_is_cut_off_is_no_error(trained):
+    config, _, _ = trained
+    line = " ".join(small.command("config", config)) + " | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        env=small.environment(),
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
