@@ -2,7 +2,7 @@
 
 from jaxspeed.checkpoint.catalog import CheckpointInfo, show, verify
 from jaxspeed.checkpoint.checkpointer import Checkpointer, Restored
-from jaxspeed.checkpoint.export import ExportSummary, export
+from jaxspeed.checkpoint.exporting import ExportSummary, export
 
 __all__ = [
     "CheckpointInfo",

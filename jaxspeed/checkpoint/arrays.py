@@ -1,9 +1,11 @@
 """Arrays on disk, by Orbax: each process writes its shards, each device reads its own."""
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +16,6 @@ from jaxspeed.checkpoint.leaves import KeptLeaf
 from jaxspeed.checkpoint.processes import TIMEOUT_SECONDS
 
 FOLDER = "arrays"
-_ABSL = logging.getLogger("absl")
 _CHUNK_BYTES = 32 << 20  # what is read at once where the cut is another, and by an export
 
 
@@ -28,13 +29,14 @@ class ArrayFiles:
     def __init__(self) -> None:
         self._handler = _handler()
         self._writing: list[Any] = []
+        self._quiet = contextlib.ExitStack()
 
     def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
         """The arrays are in the host's memory once this returns; `folder` is there."""
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
         chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in full}
         asked = ocp.args.PyTreeSave(full, save_args=chunks)
-        _ABSL.addFilter(_told_already)
+        self._quiet.enter_context(_told_once())
         begun = asyncio.run(self._handler.async_save(folder / FOLDER, args=asked))
         self._writing = [part for part in begun or [] if part is not None]
 
@@ -42,13 +44,16 @@ class ArrayFiles:
         """Until this process has written its part; raises what went wrong."""
         writing, self._writing = self._writing, []
         failures = [error for part in writing if (error := _failure(part))]
-        _ABSL.removeFilter(_told_already)
         if failures:
             raise failures[0]
 
     def merge(self, folder: epath.Path) -> None:
         """The parts of all processes become one: once all have finished, on one of them."""
         self._handler.finalize(folder / FOLDER)
+
+    def end(self) -> None:
+        """After what was begun has become a checkpoint, or has been cleared away."""
+        self._quiet.close()
 
     def close(self) -> None:
         self._handler.close()
@@ -62,9 +67,29 @@ def _failure(part: Any) -> BaseException | None:
     return None
 
 
-def _told_already(record: logging.LogRecord) -> bool:
-    """Orbax logs what fails in its threads, with tracebacks, and raises it as well."""
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """What fails in a thread of Orbax is raised, and need not be printed as well.
+
+    Orbax 0.12 logs it with a traceback, and TensorStore reports each write that ends after the
+    event loop that waited for it.
+    """
+    absl, report = logging.getLogger("absl"), sys.unraisablehook
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+    def unraisable(what: Any) -> None:
+        if str(what.exc_value) != "Event loop is closed":
+            report(what)
+
+    absl.addFilter(is_new)
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        absl.removeFilter(is_new)
 
 
 def read_arrays(folder: epath.Path, wanted: Mapping[str, KeptLeaf]) -> dict[str, jax.Array]:

@@ -53,7 +53,8 @@ class Restored:
 class Checkpointer:
     """The checkpoints of one folder. `save` returns once the state is copied; `wait` when written.
 
-    With several processes, each makes the same calls in the same order.
+    With several processes, each makes the same calls in the same order. A process that ends without
+    `wait` or `close` leaves its last save unmade.
 
     Args:
       folder: a path, or a gs:// or s3:// URL (or a store).
@@ -114,8 +115,11 @@ class Checkpointer:
         header = header_of(program, tag, step, client_state or {}, sorted(given))
         with _told(self.folder, f"saving {tag}"):
             folder = self._begin(program, tag)
-            self._files.begin(folder, self._copied(program, state))
-        # Not a daemon: a process that ends normally finishes what it saves.
+            try:
+                self._files.begin(folder, self._copied(program, state))
+            except BaseException:
+                self._abandon(tag)
+                raise
         self._thread = threading.Thread(
             target=self._finish, args=(folder, header, given), name="jaxspeed-save"
         )
@@ -183,14 +187,21 @@ class Checkpointer:
             together.first("sealing", lambda: self._seal(folder, header.tag, parts))
         except BaseException as error:
             self._failure = error
-            if is_first():  # what is half written must not keep a full disk full
-                self._store.abandon(header.tag)
+            self._abandon(header.tag)
+        else:
+            self._files.end()
 
     def _seal(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
         write_manifest(folder, tag, {k: v for part in parts for k, v in part.items()})
         self._store.commit(tag)
         for old in superfluous(checkpoints(self._store), self._keep, self._keep_every):
             self._store.remove(old)
+
+    def _abandon(self, tag: str) -> None:
+        """What is half written must not keep a full disk full."""
+        if is_first():
+            self._store.abandon(tag)
+        self._files.end()
 
     # -- looking --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 from typing import Protocol
 
 from etils import epath
@@ -65,7 +66,9 @@ class LocalStore:
             left.rmtree()
 
     def abandon(self, tag: str) -> None:
-        shutil.rmtree(self.writing(tag), ignore_errors=True)
+        for _ in range(10):  # writes that are under way may make the folder anew
+            shutil.rmtree(self.writing(tag), ignore_errors=True)
+            time.sleep(0.05)
 
     def remove(self, tag: str) -> None:
         away = (self.root / tag).rename(self.root / f"{tag}{_REMOVED}")

@@ -1,11 +1,8 @@
 """What tests run in a process of its own: `python -m tests.checkpoint.child MODE FOLDER`."""
 
-import os
 import resource
 import signal
 import sys
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jaxspeed
 from tests.checkpoint import states

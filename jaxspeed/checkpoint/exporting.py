@@ -73,6 +73,8 @@ def export(
     target = Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if there := sorted(target.glob("model*.safetensors*")):
+            raise CheckpointError(f"{target}: holds an export already ({there[0].name})")
         for name, names in files.items():
             streams = (
                 (tensors[n], _pieces(source, n, header.leaves[n], tensors[n].dtype)) for n in names

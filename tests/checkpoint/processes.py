@@ -1,0 +1,118 @@
+"""One of several processes: `python -m tests.checkpoint.processes MODE FOLDER PORT RANK COUNT`."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import jaxspeed
+from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.train.rng import is_key
+from jaxspeed.train.state import unpad, updated_values
+from tests.checkpoint import states
+from tests.engine import tiny
+
+
+def gathered(engine: Any) -> dict[str, np.ndarray]:
+    """As states.held, of arrays that no process has whole."""
+    state, program = engine.state, engine.program
+    shapes = {path: place[0] for path, place in program.layout.places.items()}
+    whole = {
+        **{f"param {r.path}": (updated_values(state, r), r.leaf.shape) for r in program.table},
+        **{f"opt {k}": (v, shapes[k]) for k, v in flat_with_paths(state.opt).items()},
+        **{f"variable {k}": (v, v.shape) for k, v in state.variables.items()},
+        **{f"scale {k}": (v, ()) for k, v in state.loss_scale._asdict().items()},
+        "step": (state.step, ()),
+        "skipped": (state.skipped, ()),
+    }
+    assert not any(is_key(x) for x, _ in whole.values())
+    return {
+        name: np.asarray(unpad(multihost_utils.process_allgather(x, tiled=True), shape))
+        for name, (x, shape) in whole.items()
+    }
+
+
+def steps(engine: Any, first: int, count: int) -> None:
+    for i in range(first, first + count):
+        batch = tiny.batch(states.SAMPLES, seed=i)
+        at = engine.program.batch_shardings(batch)
+        placed = {
+            k: jax.make_array_from_callback(v.shape, at[k], lambda rows, v=v: v[rows])
+            for k, v in batch.items()
+        }
+        float(engine.train_batch(placed)["loss"])
+
+
+def restore_train_save(folder: Path) -> None:
+    engine = states.engine(stage=3)
+    assert len(jax.devices()) == 8 and jax.local_device_count() == 4
+    assert engine.load_checkpoint(folder)[1] == {"from": 1}
+    with np.load(folder / "at-the-save.npz") as file:
+        states.assert_same(gathered(engine), dict(file))
+    print("same")
+    steps(engine, 3, 5)
+    engine.save_checkpoint(folder, "two", {"from": 2})
+    after = gathered(engine)
+    engine.close()
+    np.savez(folder / f"after-{jax.process_index()}.npz", **after)
+
+
+def damaged(folder: Path) -> None:
+    engine = states.engine(stage=3)
+    saver = Checkpointer(folder)
+    for tag in ("a", "b"):
+        saver.save(engine.program, engine.state, tag=tag)
+    saver.wait()
+    if jax.process_index() == 0:
+        file = next((folder / "b" / "arrays" / "ocdbt.process_1" / "d").iterdir())
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    multihost_utils.sync_global_devices("damaged")
+    assert saver.restore(engine.program).tag == "a"
+    try:
+        saver.restore(engine.program, tag="b")
+    except jaxspeed.CheckpointError as error:
+        assert "is damaged" in str(error)
+    else:
+        raise AssertionError("a damaged checkpoint was taken")
+
+
+def disagree(folder: Path) -> None:
+    engine = states.engine(stage=3)
+    saver = Checkpointer(folder)
+    finish = saver._files.finish
+
+    def fail() -> None:
+        finish()
+        raise OSError("injected")
+
+    try:
+        saver.save(engine.program, engine.state, tag=f"tag-{jax.process_index()}")
+    except jaxspeed.CheckpointError as error:
+        print(error)
+    if jax.process_index() == 1:
+        saver._files.finish = fail  # type: ignore[method-assign]
+    saver.save(engine.program, engine.state, tag="same")
+    try:
+        saver.wait()
+    except jaxspeed.CheckpointError as error:
+        print(error)
+    multihost_utils.sync_global_devices("cleared")
+    assert saver.list() == []
+
+
+if __name__ == "__main__":
+    mode, shared, port, rank, count = sys.argv[1:]
+    logging.basicConfig()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", int(count), int(rank))
+    modes = {
+        "restore, train, save": restore_train_save,
+        "damaged": damaged,
+        "disagree": disagree,
+    }
+    modes[mode](Path(shared))

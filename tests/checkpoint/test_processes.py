@@ -1,0 +1,97 @@
+"""Saved and restored by other numbers of processes than one, over Gloo in child processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspeed.checkpoint import Checkpointer, verify
+from tests.checkpoint import states
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def together(mode: str, folder: Path, processes: int = 2, devices: int = 4) -> list[str]:
+    """What each process printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.checkpoint.processes", mode, str(folder), str(port)]
+    runs = [
+        subprocess.Popen(
+            [*command, str(rank), str(processes)],
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        said = [run.communicate(timeout=180) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    for run, (_, err) in zip(runs, said, strict=True):
+        assert run.returncode == 0, err[-3000:]
+    return [out for out, _ in said]
+
+
+def values_of(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """(folder, an engine that saved there after three steps and took five more)."""
+    folder = tmp_path_factory.mktemp("one")
+    engine = states.engine(stage=3)
+    states.steps(engine, 0, 3)
+    engine.save_checkpoint(folder, client_state={"from": 1})
+    np.savez(folder / "at-the-save.npz", **states.held(engine))
+    engine.wait()
+    states.steps(engine, 3, 5)
+    return folder, engine
+
+
+@pytest.fixture(scope="module")
+def two_processes(one_process):
+    """The folder after two processes restored it, checked it, went on and saved again."""
+    folder, _ = one_process
+    said = together("restore, train, save", folder)
+    assert ["same" in out for out in said] == [True, True], said
+    return folder
+
+
+def test_two_processes_take_what_one_saved_and_go_on_as_it_did(one_process, two_processes):
+    """Each compares all that it holds with what was saved, and trains five steps more."""
+    found = values_of(two_processes / "after-0.npz")
+    for name, value in states.held(one_process[1]).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_one_process_takes_what_two_saved(two_processes):
+    assert verify(two_processes) == []
+    assert (two_processes / "two" / "arrays" / "ocdbt.process_1").is_dir()
+    engine = states.engine(stage=1, devices=1)
+    restored = Checkpointer(two_processes).restore(engine.program)
+    assert (restored.tag, restored.client_state) == ("two", {"from": 2})
+    engine.state = restored.state
+    found, expected = states.held(engine), values_of(two_processes / "after-0.npz")
+    states.assert_same(found, expected)
+
+
+def test_two_processes_pass_over_a_damaged_checkpoint_together(two_processes, tmp_path):
+    together("damaged", tmp_path)
+
+
+def test_processes_that_fail_or_disagree_are_told_alike(tmp_path):
+    said = together("disagree", tmp_path)
+    assert all("different tags: ['tag-0', 'tag-1']" in out for out in said)
+    assert all("process 1" in out or "injected" in out for out in said), said
