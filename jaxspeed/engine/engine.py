@@ -34,11 +34,21 @@ class Engine:
 
     def __init__(self, program: Program, state: TrainState) -> None:
         self.program = program
-        self.state = state
+        self._state = state
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
-        self._reporter = Reporter(program)
+        self._reporter = Reporter(program, int(state.step))
         self._pace = Pace(program.mesh.devices.flat[0])
         self._saver = Saver(program)
+
+    @property
+    def state(self) -> TrainState:
+        """What the next step starts from. Another state may be put here; its step counts on."""
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._reporter.begin_at(int(state.step))
+        self._state = state
 
     # -- training -------------------------------------------------------------------------------
 
@@ -46,7 +56,7 @@ class Engine:
         """One step. Metrics are arrays still being computed: float(m["loss"]) waits for them."""
         placed = self._place(batch, "train_batch", self.program.batch.train)
         start = time.perf_counter()
-        self.state, metrics = self._run(self.step, placed)
+        self._state, metrics = self._run(self.step, placed)
         self._pace.sent(metrics)
         self._reporter.stepped(metrics, start)
         return metrics
@@ -64,6 +74,14 @@ class Engine:
         It uses up the state that it is given.
         """
         return self.program.step
+
+    def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
+        """Calls `fn(step, metrics)` every so many steps, with numbers.
+
+        Nothing waits for them: a step's hooks are called once its metrics have arrived, some steps
+        later, and the last ones by `wait` or `close`.
+        """
+        self._reporter.add_hook(fn, every)
 
     def wait(self) -> None:
         """Until the steps and saves so far are done, and what there is to say has been logged."""

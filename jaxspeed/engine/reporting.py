@@ -7,6 +7,7 @@ import logging
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,15 +19,30 @@ log = logging.getLogger("jaxspeed")
 SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
 
 
-class Reporter:
-    """Logs every `steps_per_print` steps, and every step that was skipped."""
+Hook = Callable[[int, dict[str, float]], Any]
 
-    def __init__(self, program: Program) -> None:
+
+class Reporter:
+    """Logs every `steps_per_print` steps, and every step that was skipped; calls hooks."""
+
+    def __init__(self, program: Program, step: int = 0) -> None:
         self._config = program.config
         self._device = program.mesh.devices.flat[0]
         self._waiting: deque[tuple[int, Metrics]] = deque()
         self._seconds: deque[float] = deque(maxlen=100)
-        self._step = 0
+        self._step = step
+        self._hooks: list[tuple[Hook, int]] = []
+
+    def add_hook(self, hook: Hook, every: int) -> None:
+        """Call this with every so many steps' metrics."""
+        if every < 1:
+            raise ValueError(f"every is {every}; a hook is called every step at most")
+        self._hooks.append((hook, every))
+
+    def begin_at(self, step: int) -> None:
+        """The next step follows this one."""
+        self.flush()
+        self._step = step
 
     def stepped(self, metrics: Metrics, start: float) -> None:
         """One more step was started, at `start` by the performance counter."""
@@ -54,6 +70,9 @@ class Reporter:
                 int(metrics["skipped_steps"]),
                 float(metrics["loss_scale"]),
             )
+        for hook, often in self._hooks:
+            if step % often == 0:
+                hook(step, {name: float(value) for name, value in metrics.items()})
         every = self._config.steps_per_print
         if every and step % every == 0:
             shown = ", ".join(f"{k} {float(metrics[k]):.6g}" for k in SHOWN if k in metrics)

@@ -4,6 +4,7 @@ import logging
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -153,3 +154,31 @@ def test_another_runtime_error_passes_as_it_is(crowded, monkeypatch):
     monkeypatch.setitem(vars(crowded.program), "step", fails)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         crowded.train_batch(tiny.batch(16))
+
+
+def test_a_hook_is_called_every_so_many_steps_with_numbers():
+    made, called = tiny.engine(), []
+    made.add_hook(lambda step, metrics: called.append((step, metrics)), every=3)
+    losses = [float(made.train_batch(tiny.batch())["loss"]) for _ in range(7)]
+    made.wait()
+    assert [(step, metrics["loss"]) for step, metrics in called] == [(3, losses[2]), (6, losses[5])]
+    assert all(type(x) is float for _, metrics in called for x in metrics.values())
+
+
+def test_a_state_that_is_put_back_counts_on_from_its_step():
+    made, called = tiny.engine(), []
+    for _ in range(2):
+        made.train_batch(tiny.batch())
+    kept = jax.tree.map(jnp.copy, made.state)
+    for _ in range(2):
+        made.train_batch(tiny.batch())
+    made.state = kept
+    made.add_hook(lambda step, _: called.append(step))
+    made.train_batch(tiny.batch())
+    made.wait()
+    assert called == [3]
+
+
+def test_a_hook_that_is_called_never_is_refused():
+    with pytest.raises(ValueError, match="every is 0"):
+        tiny.engine().add_hook(print, every=0)
