@@ -175,35 +175,42 @@ PARALLELISM: tuple[Entry, ...] = (
     ),
 )
 
-_MONITOR = {
-    "tensorboard": "output_path job_name",
-    "csv_monitor": "output_path job_name",
-    "wandb": "group team project",
+_PROFILERS = {
     "flops_profiler": "recompute_fwd_factor profile_step module_depth top_modules detailed "
     "output_file",
     "comms_logger": "verbose prof_all debug prof_ops",
 }
-_MONITOR_INSTEAD = {
-    "tensorboard": "write the mapping that engine.train_batch returns",
-    "csv_monitor": "write the mapping that engine.train_batch returns",
-    "wandb": "log the mapping that engine.train_batch returns",
+_PROFILERS_INSTEAD = {
     "flops_profiler": "engine.compiled(batch).flops has the number",
     "comms_logger": "engine.compiled(batch).collectives has them",
 }
+_MONITOR_OF = (
+    "Written by the run loop (jaxspeed train), beside its metrics.jsonl; with batches of your own, "
+    "engine.add_hook is given the same numbers."
+)
 
 REPORTS: tuple[Entry, ...] = (
     *[
+        entry
+        for section, keys in (
+            ("tensorboard", "enabled output_path job_name"),
+            ("csv_monitor", "enabled output_path job_name"),
+            ("wandb", "enabled group team project"),
+        )
+        for entry in alike(section, "honoured", _MONITOR_OF, keys)
+    ],
+    *[
         refused(f"{section}.enabled", f"Not built; {instead}.", False)
-        for section, instead in _MONITOR_INSTEAD.items()
+        for section, instead in _PROFILERS_INSTEAD.items()
     ],
     *[
         entry
-        for section, keys in _MONITOR.items()
+        for section, keys in _PROFILERS.items()
         for entry in alike(
             section, "refused", "Not built.", keys, when=(f"{section}.enabled", (True,))
         )
     ],
-    refused_section("comet", "Not built; log the mapping that engine.train_batch returns."),
+    refused_section("comet", "Not built; engine.add_hook is given what to log."),
     Entry("timers", "harmless", "Steps are timed when wall_clock_breakdown is set."),
     Entry("log_level", "harmless", 'Set it on Python\'s logger "jaxspeed".'),
     *rows(

@@ -280,7 +280,7 @@ BAD = {
         "activation_checkpointing.partition_activations",
         "nnx.remat",
     ),
-    "monitor": ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "engine.train_batch"),
+    "profiler": ({"comms_logger": {"enabled": True}}, "comms_logger.enabled", "engine.compiled"),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning", "Not built"),
     "sparse attention by presence": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention",
