@@ -1,5 +1,6 @@
 """From a config to a trainer that is ready for its first step, or for the next one."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def source_of(
 
 def open_run(source: Source, console: Any = None) -> Trainer:
     """A trainer at the run's newest sound checkpoint, or at its beginning."""
-    config, folder = source.config, source.folder
+    config, folder, begun = source.config, source.folder, time.perf_counter()
     if config.run.steps is None:
         raise ConfigError("run.steps: found nothing. It says how many steps to train for.")
     corpus = source.corpus()
@@ -103,10 +104,16 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         corpus,
         step=reached.step,
         tokens=reached.tokens,
-        seconds=reached.seconds,
+        seconds=_with_opening(reached, time.perf_counter() - begun),
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, reached)
+
+
+def _with_opening(reached: Reached, took: float) -> dict[str, float]:
+    """The wall time so far, that of opening the run included: of coming back, where it had begun."""
+    phase = "wall/restart" if reached.step else "wall/other"
+    return {**reached.seconds, phase: reached.seconds.get(phase, 0.0) + took}
 
 
 def checkpointer_of(source: Source) -> Checkpointer:

@@ -1,0 +1,22 @@
+"""What the docs list is what there is."""
+
+import re
+from pathlib import Path
+
+from jaxspeed.cli.main import COMMANDS
+from jaxspeed.observe.metrics import NAMES
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def test_every_metric_is_listed_as_it_is():
+    listed = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", (DOCS / "running.md").read_text(), re.M)
+    metrics = {name: text for name, text in listed if name in NAMES}
+    assert metrics == NAMES
+
+
+def test_every_command_is_listed():
+    text = (DOCS / "running.md").read_text()
+    for command in COMMANDS:
+        name = command.__name__.rsplit(".", 1)[1].replace("evaluate", "eval")
+        assert f"`jaxspeed {name}" in text
