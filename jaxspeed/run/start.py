@@ -111,7 +111,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
 
 
 def _with_opening(reached: Reached, took: float) -> dict[str, float]:
-    """The wall time so far, that of opening the run included: of coming back, where it had begun."""
+    """The wall time so far, with that of opening the run: of coming back, where it had begun."""
     phase = "wall/restart" if reached.step else "wall/other"
     return {**reached.seconds, phase: reached.seconds.get(phase, 0.0) + took}
 
