@@ -174,6 +174,15 @@ def test_tokens_from_files_are_the_tokens_of_the_text(folder, tmp_path):
             assert (read.train.batch(step, 8)[name] == x).all()
 
 
+def test_token_files_of_another_text_of_the_same_length_are_another_corpus(tmp_path):
+    def of(letter):
+        texts = text_files(tmp_path / f"{letter}.texts", [letter * 50] * 20)
+        tokenize(Data(**text(texts)), tmp_path / letter)
+        return opened({"source": "tokens", "path": str(tmp_path / letter)}).fingerprint
+
+    assert of("a") != of("b")
+
+
 def test_token_folders_can_be_chained_and_mixed_with_text(folder, tmp_path):
     for name, texts in (("a", TEXTS[:30]), ("b", TEXTS[30:])):
         tokenize(Data(**text(text_files(tmp_path / f"{name}.texts", texts))), tmp_path / name)
