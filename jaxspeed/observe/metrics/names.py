@@ -6,6 +6,8 @@ NAMES: dict[str, str] = {
     "weight": "what the step's loss was divided by: tokens or samples that counted",
     "eval_loss": "held-out loss: total over weight, of every held-out batch that was looked at",
     "lr": "learning rate of the step",
+    "muon_lr": "in the place of lr for Muon: of the matrices that it updates",
+    "adam_lr": "in the place of lr for Muon: of what it leaves to Adam",
     "grad_norm": "global norm of the gradient, before clipping",
     "grad_norm_clipped": "global norm of the gradient, after clipping",
     "loss_scale": "factor on the loss of fp16 training (1 where there is none)",

@@ -118,6 +118,18 @@ def test_without_a_step_to_resume_from_all_is_kept(tmp_path):
     assert path.stat().st_ino == before  # nothing to drop: it was not written again
 
 
+def test_a_line_without_its_end_was_cut_short_and_is_dropped_whatever_it_looks_like(tmp_path):
+    written(JsonlSink(tmp_path / "metrics.jsonl"), [1, 2])
+    written(CsvSink(tmp_path), [1, 2])
+    for name, torn in (("metrics.jsonl", '{"step": 3}'), ("loss.csv", "3,1.6")):
+        with (tmp_path / name).open("a") as file:
+            file.write(torn)
+    written(JsonlSink(tmp_path / "metrics.jsonl"), [3])
+    written(CsvSink(tmp_path), [3])
+    assert [r["step"] for r in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert csv_rows(tmp_path / "loss.csv")[1:] == [["1", "5.0"], ["2", "2.5"], ["3", str(5 / 3)]]
+
+
 def test_a_line_that_cannot_be_read_is_dropped_with_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
