@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
@@ -50,7 +51,7 @@ class CompiledReport:
     unknown_loops: tuple[str, ...] = ()
 
     def __rich__(self) -> Group:
-        return Group(_summary(self), _collective_table(self.collectives))
+        return Group(_summary(self), Text(), _collective_table(self.collectives))
 
     def __str__(self) -> str:
         return as_text(self, width=110)
@@ -86,7 +87,12 @@ def report(
 
 
 def _summary(report: CompiledReport) -> Table:
-    table = Table(title="compiled, per device (from the compiler)", show_header=False)
+    table = Table(
+        title="compiled, per device (from the compiler)",
+        title_justify="left",
+        show_header=False,
+        box=None,
+    )
     table.add_column("what")
     table.add_column("how much", justify="right")
     for name in ("argument", "temp", "output", "alias", "host", "peak"):
@@ -106,13 +112,13 @@ def _collective_table(found: Iterable[Collective]) -> Table:
     """Like collectives in one row: how many, how often they run, what a device sends in all."""
     rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
     for one in found:
-        where = "each micro-batch" if one.in_accumulation else "once a step"
+        where = "micro-batch" if one.in_accumulation else "step"
         rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
-    table = Table(title="collectives, per device and step")
-    for column in ("kind", "axis", "dtype", "where"):
-        table.add_column(column)
+    table = Table(title="collectives, per device and step", title_justify="left", box=None)
+    for column in ("kind", "axis", "dtype", "each"):
+        table.add_column(column, no_wrap=True)
     for column in ("in program", "runs", "payload", "sent (ring)"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for key, alike in rows.items():
         table.add_row(
             *key,

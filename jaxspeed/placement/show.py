@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,19 +55,34 @@ def totals(stage: int, mesh_axes: Mapping[str, int], roles: Mapping[str, tuple[i
 
 
 def leaves(rows: Sequence[Row]) -> Group:
-    """A line a parameter, of the largest if there are many."""
+    """A line a parameter, of the largest if there are many.
+
+    Roles that live alike everywhere share a column, one that is nowhere has none, and a note that
+    several parameters have is told once, below.
+    """
+    columns: dict[tuple[str, ...], str] = {}
+    for role in ROLES:
+        cells = tuple(_cell(getattr(row, role)) for row in rows)
+        if set(cells) != {"-"}:
+            columns[cells] = f"{columns[cells]}, {role}" if cells in columns else role
+    often = [note for note, n in Counter(row.note for row in rows).items() if note and n > 1]
+    marks = {note: f"({i})" for i, note in enumerate(often, 1)}
     shown = Table(box=None)
-    shown.add_column("parameter", no_wrap=True)
-    for name in ("shape", *ROLES, ""):
+    shown.add_column("parameter", overflow="fold")
+    for name in ("shape", *columns.values(), ""):
         shown.add_column(name, overflow="fold")
     largest = sorted(rows, key=lambda row: -math.prod(row.leaf.shape))[:MOST_ROWS]
     kept = {row.path for row in largest}
-    for row in rows:
+    for i, row in enumerate(rows):
         if row.path in kept:
-            cells = [_cell(getattr(row, role)) for role in ROLES]
-            shown.add_row(row.path, "x".join(map(str, row.leaf.shape)), *cells, row.note)
+            shape = "x".join(map(str, row.leaf.shape))
+            note = marks.get(row.note, row.note)
+            shown.add_row(row.path, shape, *(cells[i] for cells in columns), note)
+    below = [f"{mark} {note}" for note, mark in marks.items()]
     left = len(rows) - len(largest)
-    return Group(shown, Text(f"and {left} smaller parameters")) if left else Group(shown)
+    if left:
+        below.append(f"and {left} smaller parameters")
+    return Group(shown, *(Text(f" {line}") for line in below))
 
 
 def _cell(placement: Placement | None) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,14 +35,13 @@ class Recorder:
     progress: Progress
     ledger: Ledger
     flops: ModelFlops | None
-    tokens: int = 0
     _compiled: bool = False
-    _last: float | None = None
-    _waited: float = 0.0
-    _fields: dict[str, Any] = field(default_factory=dict)
+    _since: float = 0.0  # when the last of the steps before those under way was done
+    _waited: float = 0.0  # seconds waited for data until then
 
     def __enter__(self) -> Self:
         self.progress.__enter__()
+        self._restart_clock()
         return self
 
     def __exit__(
@@ -72,39 +71,39 @@ class Recorder:
                 return
             with self.progress.doing(shown):
                 yield
-        self._last = None  # what is no step is in no step's time
+        if name not in ("data", "compute"):  # what is no step is in no step's time
+            self._restart_clock()
 
-    def stepped(self, tokens: int) -> dict[str, float]:
-        """A step was started; what of its time is known, for its record."""
-        now, seconds = time.perf_counter(), self.ledger.seconds()
-        self.tokens += tokens
-        timing: dict[str, float] = {
-            "tokens": self.tokens,
-            "compile_seconds": seconds["compile"],
+    def _restart_clock(self) -> None:
+        self._since, self._waited = time.perf_counter(), self.ledger.seconds()["data"]
+
+    def arrived(self, count: int, tokens: int) -> dict[str, float]:
+        """The pace of so many steps, of `tokens` each, all of which have just been waited for."""
+        since, waited = self._since, self._waited
+        self._restart_clock()
+        took = (self._since - since) / count
+        pace = {
+            "step_seconds": took,
+            "data_seconds": (self._waited - waited) / count,
+            "samples_per_second": self.engine.program.batch.train / took,
+            "compile_seconds": self.ledger.seconds()["compile"],
         }
-        if self._last is not None:
-            took = now - self._last
-            timing |= {
-                "step_seconds": took,
-                "data_seconds": seconds["data"] - self._waited,
-                "tokens_per_second": tokens / took,
-                "samples_per_second": self.engine.program.batch.train / took,
-            }
-        self._last, self._waited = now, seconds["data"]
-        return timing
+        return {**pace, "tokens_per_second": tokens / took} if tokens else pace
 
-    def record(self, step: int, values: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One step's record, once its metrics have arrived."""
-        samples = self.engine.program.batch.train
-        made: dict[str, Any] = {"step": step, **values, "samples": step * samples, **timing}
+    def record(
+        self, step: int, values: Mapping[str, float], tokens: int, pace: Mapping[str, float]
+    ) -> None:
+        """One step's record; `tokens` is how many the run has seen by then."""
+        samples = step * self.engine.program.batch.train
+        made: dict[str, Any] = {"step": step, **values, "samples": samples, **pace}
         made["skipped"] = bool(values["skipped"])
-        if not timing["tokens"]:
-            made = {name: value for name, value in made.items() if not name.startswith("tokens")}
+        if tokens:
+            made["tokens"] = tokens
         mesh = self.engine.program.mesh
         device = mesh.devices.flat[0]
-        if self.flops is not None and "step_seconds" in timing:
-            rate = f"{self.flops.item}s_per_second"
-            made |= utilisation(self.flops, timing[rate], device.device_kind, mesh.size)
+        if self.flops is not None:
+            items = pace[f"{self.flops.item}s_per_second"]
+            made |= utilisation(self.flops, items, device.device_kind, mesh.size)
         stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
         if "bytes_in_use" in stats:
             made["bytes_in_use"] = stats["bytes_in_use"]
@@ -127,7 +126,6 @@ def recorder_of(
     corpus: Corpus,
     *,
     step: int,
-    tokens: int,
     seconds: Mapping[str, float],
     console: Console | None = None,
 ) -> Recorder:
@@ -136,7 +134,7 @@ def recorder_of(
     sinks = sinks_of(engine.config, folder.path, step + 1) if first else []
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    return Recorder(engine, sinks, progress, Ledger(seconds), _flops(engine, corpus), tokens)
+    return Recorder(engine, sinks, progress, Ledger(seconds), _flops(engine, corpus))
 
 
 def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:

@@ -103,7 +103,6 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         folder,
         corpus,
         step=reached.step,
-        tokens=reached.tokens,
         seconds=_with_opening(reached, time.perf_counter() - begun),
         console=console,
     )

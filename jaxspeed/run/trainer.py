@@ -39,7 +39,7 @@ class Pending(NamedTuple):
     step: int
     metrics: Any
     batch: Any
-    timing: dict[str, float]
+    tokens: int  # that the run has seen by then
 
 
 @dataclass
@@ -90,34 +90,37 @@ class Trainer:
     def _step(self, feeder: Feeder) -> None:
         run, step = self.config.run, self.reached.step + 1
         with self.recorder.phase("data"):
-            batch, count = next(feeder)
+            batch, _ = next(feeder)
         if step == run.profile_step:
             jax.profiler.start_trace(str(self.folder.profile))
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
-        tokens = count if self.corpus.train.tokens_each else 0
-        self.reached.step, self.reached.tokens = step, self.reached.tokens + tokens
-        self._pending.append(Pending(step, metrics, batch, self.recorder.stepped(tokens)))
-        while len(self._pending) > LAG:
-            self._read_oldest()
+        self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
+        self._pending.append(Pending(step, metrics, batch, self.reached.tokens))
+        if len(self._pending) > LAG:
+            self._read(1)
         if run.profile_step and step == run.profile_step + run.profile_steps - 1:
             self._read_all()
             jax.profiler.stop_trace()
 
-    def _read_oldest(self) -> None:
-        step, metrics, batch, timing = self._pending.popleft()
+    def _read(self, count: int) -> None:
+        """Wait for the oldest steps, and report them."""
+        steps = [self._pending.popleft() for _ in range(count)]
         with self.recorder.phase("compute"):
-            values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        self.recorder.record(step, values, timing)
-        self.reached.train_loss = values["loss"]
-        bad = bool(values["skipped"]) or not math.isfinite(values["loss"])
-        self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
-        if self._bad_in_a_row >= self.config.run.max_skipped:
-            self._give_up(step, batch)
+            values = jax.device_get([step.metrics for step in steps])
+        pace = self.recorder.arrived(count, self._tokens_a_step)
+        for (step, _, batch, tokens), metrics in zip(steps, values, strict=True):
+            numbers = {name: float(x) for name, x in metrics.items()}
+            self.recorder.record(step, numbers, tokens, pace)
+            self.reached.train_loss = numbers["loss"]
+            bad = bool(numbers["skipped"]) or not math.isfinite(numbers["loss"])
+            self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
+            if self._bad_in_a_row >= self.config.run.max_skipped:
+                self._give_up(step, batch)
 
     def _read_all(self) -> None:
-        while self._pending:
-            self._read_oldest()
+        if self._pending:
+            self._read(len(self._pending))
 
     def _give_up(self, step: int, batch: Any) -> None:
         with self.recorder.phase("other"):
@@ -161,6 +164,10 @@ class Trainer:
                 files=self.files,
             )
         self._saved = self.reached.step
+
+    @property
+    def _tokens_a_step(self) -> int:
+        return self.engine.program.batch.train * (self.corpus.train.tokens_each or 0)
 
     # -- batches --------------------------------------------------------------------------------
 
