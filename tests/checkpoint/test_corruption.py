@@ -1,6 +1,8 @@
 """No damaged checkpoint passes for a sound one: a hundred corruptions, drawn at random."""
 
+import json
 import logging
+import os
 import random
 import shutil
 from pathlib import Path
@@ -132,3 +134,31 @@ def test_where_all_are_damaged_none_is_taken(saved, tmp_path):
         (tmp_path / tag / "checkpoint.json").unlink()
     with pytest.raises(jaxspeed.CheckpointError, match="no checkpoint is sound; damaged are"):
         engine.load_checkpoint(tmp_path)
+
+
+def test_a_manifest_that_forgets_a_file_is_not_believed(saved, tmp_path):
+    """It is JSON still, and what it lists is there."""
+    engine, sound, values = saved
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    older, newest = sorted(values)
+    path = tmp_path / newest / "manifest.json"
+    body = json.loads(path.read_text())
+    forgotten = next(name for name in body["files"] if "/d/" in name)
+    del body["files"][forgotten]
+    path.write_text(json.dumps(body))
+    (tmp_path / newest / forgotten).unlink()
+    assert verify(tmp_path, newest) == [
+        f"{newest}: manifest.json was changed: its checksum differs"
+    ]
+    assert engine.load_checkpoint(tmp_path)[0] == older
+
+
+def test_a_checkpoint_that_lost_its_date_with_its_manifest_is_named(saved, tmp_path, caplog):
+    engine, sound, values = saved
+    shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
+    older, newest = sorted(values)
+    (tmp_path / newest / "manifest.json").unlink()
+    os.utime(tmp_path / newest, (0, 0))
+    with caplog.at_level(logging.WARNING, logger="jaxspeed"):
+        assert engine.load_checkpoint(tmp_path)[0] == older
+    assert newest in caplog.text and "manifest.json is missing" in caplog.text
