@@ -292,7 +292,7 @@ OWN: tuple[Entry, ...] = (
             "paths": "Several of them.",
             "text_field": "The field of a record that holds its text.",
             "split": "The split of a data set on Hugging Face.",
-            "samples": "How many samples a synthetic source has.",
+            "samples": "How many samples a synthetic source has, or are taken of an iterable.",
             "mixture.weight": "The share of the samples that this source has, beside the others'.",
             **{
                 f"mixture.{key}": "As in data, for one source of a mixture."

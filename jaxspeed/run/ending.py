@@ -18,8 +18,9 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     records = read_records(folder.metrics)
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
-    draw_loss(folder.picture, train, held_out, title=f"{folder.path.name}: loss")
     entropy = trainer.corpus.unigram_entropy
+    levels = {"unigram entropy": entropy} if entropy else {}
+    draw_loss(folder.picture, train, held_out, title=f"{folder.path.name}: loss", levels=levels)
     newest = trainer.checkpointer.latest()
     checkpoint = folder.checkpoints / newest if newest else None
     text = None

@@ -1,23 +1,21 @@
 """The loss on held-out samples."""
 
-import itertools
-from collections.abc import Callable, Iterable
-from typing import Any
-
+from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 
 
-def evaluate(
-    engine: Engine,
-    batches: Iterable[Any],
-    *,
-    place: Callable[[Any], Any] = lambda batch: batch,
-    most: int | None = None,
-) -> dict[str, float]:
-    """Total loss over total weight of the batches, so that padding and masks count for nothing."""
+def evaluate(engine: Engine, held_out: Split, most: int | None = None) -> dict[str, float]:
+    """Total loss over total weight of all samples, or of the first `most` batches.
+
+    So padding and masks count for nothing, and neither does how samples fall into batches.
+    """
+    program = engine.program
+    size = program.batch.train // program.batch.accumulation
+    place = placer(program.batch_shardings, size)
     total = weight = 0.0
-    for batch in itertools.islice(batches, most):
-        metrics = engine.eval_batch(place(batch))
+    for index in range(min(held_out.batches(size), most or held_out.batches(size))):
+        batch = place(lambda rows, index=index: held_out.padded(index, size, rows))  # type: ignore[misc]
+        metrics = engine.eval_batch(batch)
         share = float(metrics["weight"])
         total += float(metrics["loss"]) * share
         weight += share

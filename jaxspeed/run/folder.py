@@ -25,8 +25,8 @@ class RunFolder:
         self.profile = self.path / "profile"
         self._lock: IO[str] | None = None
 
-    def open(self, whose: Mapping[str, Any]) -> bool:
-        """Take the folder for the run that `whose` describes; whether it has begun before.
+    def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Take the folder for the run that `whose` describes, and put its files there.
 
         Raises:
           ConfigError: it cannot be written, another process has it, or it holds another run.
@@ -36,15 +36,17 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take()
             if not begun.exists():
-                ours = (".lock", WHOSE + PART)
+                ours = [".lock", *files, *(name + PART for name in (WHOSE, *files))]
                 others = [f.name for f in self.path.iterdir() if f.name not in ours]
                 if others:
                     raise ConfigError(
                         f"run.output: {self.path} holds files of something else "
                         f"({', '.join(sorted(others)[:3])}); choose an empty folder"
                     )
-                _write_whole(begun, json.dumps(whose, indent=1, default=str) + "\n")
-                return False
+                for name, data in files.items():
+                    _write_whole(self.path / name, data)
+                _write_whole(begun, f"{json.dumps(whose, indent=1, default=str)}\n".encode())
+                return
             before = json.loads(begun.read_text())
         except OSError as error:
             raise ConfigError(
@@ -58,13 +60,16 @@ class RunFolder:
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key)
         ]
+        if before.get("data") != now.get("data"):
+            differences.append(
+                "  (data: a digest of what is read; source stdlib changes with Python's version)"
+            )
         if differences:
             raise ConfigError(
                 f"run.output: {self.path} holds another run, which differs in\n"
                 + "\n".join(differences)
                 + "\nChoose another folder, or remove this one."
             )
-        return True
 
     def close(self) -> None:
         """Give the folder back."""
@@ -85,10 +90,10 @@ class RunFolder:
         self._lock = lock
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write_whole(path: Path, data: bytes) -> None:
     beside = path.with_name(path.name + PART)
     try:
-        beside.write_text(text)
+        beside.write_bytes(data)
         os.replace(beside, path)
     except OSError:
         with contextlib.suppress(OSError):

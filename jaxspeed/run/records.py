@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
 from jaxspeed.engine.family import family_sizes
+from jaxspeed.errors import RunError
 from jaxspeed.observe.metrics import (
     Ledger,
     ModelFlops,
@@ -115,8 +116,14 @@ class Recorder:
         self._tell({"step": step, "eval_loss": loss, **self.ledger.as_record()})
 
     def _tell(self, made: dict[str, Any]) -> None:
-        for sink in self.sinks:
-            sink.write(made)
+        try:
+            for sink in self.sinks:
+                sink.write(made)
+        except OSError as error:  # a full disk, say
+            raise RunError(
+                f"step {made['step']}: its metrics cannot be written: {error.strerror or error}. "
+                "The run goes on from its newest checkpoint once they can."
+            ) from error
         self.progress.update(made)
 
 

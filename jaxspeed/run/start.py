@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.checkpoint.processes import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
@@ -81,20 +82,19 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     if config.run.steps is None:
         raise ConfigError("run.steps: found nothing. It says how many steps to train for.")
     corpus = source.corpus()
-    folder.open(
-        {
-            "model": config.given.get("model"),
-            "data": corpus.fingerprint,
-            "seed": config.run.seed,
-            "train_batch_size": source.batch_size(),
-        }
-    )
+    whose = {
+        "model": config.given.get("model"),
+        "data": corpus.fingerprint,
+        "seed": config.run.seed,
+        "train_batch_size": source.batch_size(),
+    }
     files = {}
     if corpus.tokenizer is not None:
         files[TOKENIZER] = corpus.tokenizer.to_bytes()
-        (folder.path / TOKENIZER).write_bytes(files[TOKENIZER])
+    Processes().first("opening the folder of the run", lambda: folder.open(whose, files))
     engine = source.engine()
     checkpointer = checkpointer_of(source)
+    checkpointer.check(engine.program)
     reached = Reached()
     if checkpointer.latest() is not None:
         _, reached = restore(engine, checkpointer)

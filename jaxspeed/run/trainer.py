@@ -141,12 +141,7 @@ class Trainer:
             return
         self._read_all()
         with self.recorder.phase("evaluate"):
-            found = evaluate(
-                self.engine,
-                held_out.once(self._eval_batch_size),
-                place=self._placed_evaluation,
-                most=self.config.run.eval_batches,
-            )
+            found = evaluate(self.engine, held_out, self.config.run.eval_batches)
         self.reached.eval_loss = found["eval_loss"]
         self.recorder.evaluated(self.reached.step, found["eval_loss"])
 
@@ -171,21 +166,12 @@ class Trainer:
 
     # -- batches --------------------------------------------------------------------------------
 
-    @property
-    def _eval_batch_size(self) -> int:
-        batch = self.engine.program.batch
-        return batch.train // batch.accumulation
-
     def _feeder(self) -> Feeder:
         program, data = self.engine.program, self.config.data
         size = program.batch.train
         place = placer(program.batch_shardings, size)
         step = self.reached.step
         return Feeder(self.corpus.train, size, place, start_step=step, prefetch=data.prefetch)
-
-    def _placed_evaluation(self, whole: Any) -> Any:
-        place = placer(self.engine.program.batch_shardings, self._eval_batch_size)
-        return place(lambda rows: {name: x[rows] for name, x in whole.items()})
 
     def example(self) -> Any:
         """The shapes of a batch."""

@@ -38,12 +38,7 @@ def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
     engine, corpus, step, tag = _restored(source, tag)
     if corpus.held_out is None:
         raise DataError("data.held_out: 0, so no samples are held out to evaluate on")
-    batch = engine.program.batch
-    found = evaluate(
-        engine,
-        corpus.held_out.once(batch.train // batch.accumulation),
-        most=source.config.run.eval_batches,
-    )
+    found = evaluate(engine, corpus.held_out, source.config.run.eval_batches)
     return {"step": step, "checkpoint": tag, **found, "unigram_entropy": corpus.unigram_entropy}
 
 
