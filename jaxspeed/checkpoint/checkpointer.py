@@ -30,7 +30,7 @@ from jaxspeed.checkpoint.processes import Processes, is_first
 from jaxspeed.checkpoint.restore import restore_state
 from jaxspeed.checkpoint.retention import superfluous
 from jaxspeed.checkpoint.snapshot import snapshotter
-from jaxspeed.checkpoint.soundness import check_sound, newest_sound
+from jaxspeed.checkpoint.soundness import check_sound, newest_sound, written
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
@@ -209,6 +209,11 @@ class Checkpointer:
         """All of the folder, the newest last."""
         return checkpoints(self._store)
 
+    def is_empty(self) -> bool:
+        """Whether nothing was ever saved to its end; damaged checkpoints count as saved."""
+        self._processes.first("recovering", self._store.recover)
+        return not self._processes.first("listing", lambda: written(self._store))
+
     def latest(self) -> str | None:
         """The newest whose files are all there."""
         return next((info.tag for info in reversed(self.list()) if info.ok), None)
@@ -222,6 +227,7 @@ class Checkpointer:
         tag: str | None = None,
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
+        in_place_of: TrainState | None = None,
     ) -> Restored:
         """The state of a checkpoint, laid out as `program` wants it.
 
@@ -232,6 +238,8 @@ class Checkpointer:
             the notes list what was left out on either side.
           renames: {path in the checkpoint: path in the model}, of parameters or of the folders
             that hold them; with `weights_only`.
+          in_place_of: a state that is given up for this one: its memory is freed once the
+            checkpoint is known to be sound and to fit, before any array is read.
 
         Raises:
           CheckpointError: there is none that is sound, or it is another model's.
@@ -243,16 +251,22 @@ class Checkpointer:
             )
         self.wait()
         with _told(self.folder, "restoring"):
+            self._processes.first("recovering", self._store.recover)
             if tag is None:
                 tag = newest_sound(self._store, self._processes)
             else:
                 check_sound(self._store, self._processes, existing(self._store, tag))
             folder = self.folder / tag
+
+            def ready() -> None:
+                for leaf in jax.tree.leaves(in_place_of):
+                    leaf.delete()
+
             header = read_header(folder, read_manifest(folder))
             if weights_only:
-                state, notes = restore_weights(program, folder, header, dict(renames or {}))
+                state, notes = restore_weights(program, folder, header, dict(renames or {}), ready)
             else:
-                state, notes = restore_state(program, folder, header)
+                state, notes = restore_state(program, folder, header, ready)
             files = {name: (folder / FILES / name).read_bytes() for name in header.files}
         return Restored(state, tag, header.step, header.client_state, files, notes)
 

@@ -1,7 +1,7 @@
 """From the arrays of a checkpoint to a program's state, whatever mesh and precision wrote them."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,8 +20,12 @@ _TOGETHER = 256 << 20  # bytes that are copied at once: the peak is one state an
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)
 
 
-def restore_state(program: Program, folder: epath.Path, header: Header) -> tuple[TrainState, list]:
+def restore_state(
+    program: Program, folder: epath.Path, header: Header, ready: Callable[[], None]
+) -> tuple[TrainState, list[str]]:
     """The whole state, and notes on what could not be taken over.
+
+    `ready` is called when all has been checked, before any array is read.
 
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
@@ -43,6 +47,7 @@ def restore_state(program: Program, folder: epath.Path, header: Header) -> tuple
         extra = []
     _check(folder, wanted, header.leaves, missing, extra)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
+    ready()
     kept, params = owned(program, read_arrays(folder, read), read)
     for name, leaf in wanted.items():
         was = header.leaves.get(name)

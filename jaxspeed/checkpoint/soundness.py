@@ -19,7 +19,7 @@ def newest_sound(store: LocalStore | ObjectStore, processes: Processes) -> str:
     Raises:
       CheckpointError: there is none.
     """
-    tags: list[str] = processes.first("listing", lambda: _written(store))
+    tags: list[str] = processes.first("listing", lambda: written(store))
     damaged = []
     for tag in reversed(tags):
         problems = problems_with(store, processes, tag)
@@ -61,7 +61,7 @@ def problems_with(store: LocalStore | ObjectStore, processes: Processes, tag: st
     return [problem for part in parts for problem in part]
 
 
-def _written(store: LocalStore | ObjectStore) -> list[str]:
+def written(store: LocalStore | ObjectStore) -> list[str]:
     """All tags but those of saves that were cut short, oldest first.
 
     Those that do not say when they were written come last: they are damaged, and are to be named.

@@ -28,6 +28,9 @@ class Store(Protocol):
     def commit(self, tag: str) -> None:
         """Makes what was written, its manifest last, the checkpoint of that tag."""
 
+    def recover(self) -> None:
+        """Finishes a commit that was cut short when all was written."""
+
     def abandon(self, tag: str) -> None:
         """Forgets what was written, as far as that works."""
 
@@ -48,6 +51,7 @@ class LocalStore:
 
     def begin(self, tag: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        self.recover()
         for left in self._folders((_WRITING, _REMOVED)):
             left.rmtree()
         self.writing(tag).mkdir()
@@ -64,6 +68,12 @@ class LocalStore:
         _sync(self.root)
         for left in self._folders((_REMOVED,)):
             left.rmtree()
+
+    def recover(self) -> None:
+        for left in self._folders((_WRITING,)):
+            whole = self.root / left.name.removesuffix(_WRITING)
+            if (left / manifest.NAME).exists() and not whole.exists():
+                left.rename(whole)
 
     def abandon(self, tag: str) -> None:
         for _ in range(10):  # writes that are under way may make the folder anew
@@ -105,9 +115,13 @@ class ObjectStore:
     def commit(self, tag: str) -> None:
         """Its manifest was written: that is all."""
 
+    def recover(self) -> None:
+        """A manifest is there or it is not."""
+
     def abandon(self, tag: str) -> None:
         with contextlib.suppress(Exception):
-            self.remove(tag)
+            if tag not in self.tags():
+                self.remove(tag)
 
     def remove(self, tag: str) -> None:
         # Without its manifest first, so that no half of it can pass for whole.
@@ -162,7 +176,7 @@ def check_writable(root: epath.Path, nbytes: int = 0) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".probe-{os.getpid()}"
-        manifest.write_file(probe, b"jaxspeed")
+        probe.write_bytes(b"jaxspeed")
         probe.unlink()
     except OSError as error:
         raise CheckpointError(

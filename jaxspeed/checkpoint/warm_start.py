@@ -1,6 +1,6 @@
 """Weights alone: parameters and statistics of a checkpoint under a new optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +19,15 @@ _KINDS = ("params/", "variables/")
 
 
 def restore_weights(
-    program: Program, folder: epath.Path, header: Header, renames: Mapping[str, str]
+    program: Program,
+    folder: epath.Path,
+    header: Header,
+    renames: Mapping[str, str],
+    ready: Callable[[], None],
 ) -> tuple[TrainState, list[str]]:
     """A fresh state with the checkpoint's weights where path and shape agree, and notes.
 
+    `ready` is called when all has been checked, before any array is read.
     Random streams and counters begin anew with the optimizer.
     """
     wanted = {name: leaf for name, leaf in kept_leaves(program).items() if _is_weight(name, leaf)}
@@ -54,6 +59,7 @@ def restore_weights(
             f"{folder}: none of its parameters is one of this model's; give renames={{old: new}}. "
             + "; ".join(notes[:4])
         )
+    ready()
     read = read_arrays(folder, {taken[name]: wanted[name] for name in taken})
     named = {name: read.pop(source) for name, source in taken.items() if source in read}
     leaves = {name: wanted[name] for name in taken}

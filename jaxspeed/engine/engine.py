@@ -134,9 +134,10 @@ class Engine:
 
         Without a tag the newest that is sound; (None, {}) where the directory holds none. With
         `weights_only` the optimizer and the step begin anew, and what was left out is logged;
-        `renames` maps paths of the checkpoint to the model's.
+        `renames` maps paths of the checkpoint to the model's. The state of now is freed before the
+        other is read, so that the devices never hold two.
         """
-        restored = self._saver.load(directory, tag, weights_only, renames)
+        restored = self._saver.load(directory, tag, weights_only, renames, self.state)
         if restored is None:
             return None, {}
         self.state = restored.state

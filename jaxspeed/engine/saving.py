@@ -31,13 +31,20 @@ class Saver:
         tag: str | None,
         weights_only: bool,
         renames: Mapping[str, str] | None,
+        in_place_of: TrainState,
     ) -> Restored | None:
-        """None where the directory holds no checkpoint at all."""
+        """None where nothing was ever saved there to its end."""
         there = self._at(directory)
         there.wait()
-        if tag is None and not there.list():
+        if tag is None and there.is_empty():
             return None
-        return there.restore(self._program, tag=tag, weights_only=weights_only, renames=renames)
+        return there.restore(
+            self._program,
+            tag=tag,
+            weights_only=weights_only,
+            renames=renames,
+            in_place_of=in_place_of,
+        )
 
     def wait(self) -> None:
         for checkpointer in self._open.values():

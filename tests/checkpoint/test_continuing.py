@@ -65,6 +65,9 @@ def test_loading_from_an_empty_folder_says_that_there_is_nothing(tmp_path):
     before = states.held(engine)
     assert engine.load_checkpoint(tmp_path) == (None, {})
     assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    (tmp_path / "step-00000001.writing").mkdir()  # killed within its very first save
+    assert engine.load_checkpoint(tmp_path) == (None, {})
+    assert Checkpointer(tmp_path).is_empty()
     states.assert_same(states.held(engine), before)
 
 

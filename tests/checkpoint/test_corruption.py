@@ -132,6 +132,7 @@ def test_where_all_are_damaged_none_is_taken(saved, tmp_path):
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     for tag in values:
         (tmp_path / tag / "checkpoint.json").unlink()
+    assert not Checkpointer(tmp_path).is_empty()
     with pytest.raises(jaxspeed.CheckpointError, match="no checkpoint is sound; damaged are"):
         engine.load_checkpoint(tmp_path)
 

@@ -10,6 +10,7 @@ import time
 import zlib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -161,6 +162,29 @@ def test_killed_within_a_save_the_checkpoints_before_are_sound(tmp_path):
     checkpointer.save(engine.program, restored.state, tag="next")
     checkpointer.close()
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".writing")]
+
+
+def test_killed_between_the_two_renames_of_a_tag_it_is_whole_again(engine, tmp_path):
+    """The old folder was moved away, the new one not yet in its place."""
+    engine.save_checkpoint(tmp_path, "last")
+    engine.wait()
+    (tmp_path / "last").rename(tmp_path / "last.writing")
+    (tmp_path / "last.removed").mkdir()
+    assert engine.load_checkpoint(tmp_path)[0] == "last"
+    assert verify(tmp_path) == []
+
+
+def test_a_state_that_is_given_up_is_freed_only_once_the_other_is_known_to_fit(engine, tmp_path):
+    other = states.engine(model=states.Stateful)
+    other.save_checkpoint(tmp_path / "other")
+    other.wait()
+    before = engine.state
+    with pytest.raises(jaxspeed.CheckpointError):
+        engine.load_checkpoint(tmp_path / "other")
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    engine.save_checkpoint(tmp_path / "own")
+    engine.load_checkpoint(tmp_path / "own")
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
 
 
 def test_an_export_needs_a_sound_checkpoint(engine, tmp_path):
