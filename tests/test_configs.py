@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
+from jaxspeed.run import train
 from tests.engine.tiny import Listed, batch, squared_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,38 @@ CONFIGS = {path.name: path for path in sorted((ROOT / "configs").iterdir())}
 def falls(engine, data, steps):
     losses = [float(engine.train_batch(data)["loss"]) for _ in range(steps)]
     return np.isfinite(losses).all() and losses[-1] < losses[0]
+
+
+# What makes a step of each fit a test: a few layers of a few units, and few tokens.
+NARROW = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
+SMALL = {
+    "tiny.yaml": {},
+    "vit_tiny.yaml": {},
+    "gpt2_tiny_zero3.json": {},
+    "gpt2_small.yaml": NARROW | {"num_attention_heads": 4},
+    "llama3_8b.yaml": NARROW
+    | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama3_70b.yaml": NARROW
+    | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "gpt3_175b.yaml": NARROW | {"num_attention_heads": 8},
+}
+
+
+def test_every_config_that_names_a_model_is_tried():
+    named = {name for name, path in CONFIGS.items() if jaxspeed.Config.load(path).model}
+    assert named == set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_config_trains_a_small_model_as_it_trains_its_own(name, tmp_path):
+    given = jaxspeed.Config.load(CONFIGS[name]).given
+    run = {"steps": 2, "devices": "cpu:8", "output": str(tmp_path / "run"), "sample_tokens": 0}
+    given["run"] = given.get("run", {}) | run | {"eval_batches": 1}
+    given["model"]["config"] = given["model"].get("config", {}) | SMALL[name]
+    if SMALL[name]:
+        given["data"] |= {"tokenizer": "bytes", "seq_len": 16}
+    reached = train(given).reached
+    assert reached.step == 2 and np.isfinite([reached.train_loss, reached.eval_loss]).all()
 
 
 def test_the_tiny_gpt2_trains_under_zero_3():

@@ -96,7 +96,7 @@ def _with_weights(
     at = program.shardings
     names = ("step", "skipped", "opt", "ema", "loss_scale")
     rest = jax.jit(
-        program.in_mesh(program._fresh_rest),
+        program.in_mesh(program.fresh_rest),
         out_shardings={name: getattr(at, name) for name in names},
     )(params, master)
     return TrainState(params=params, master=master, variables=variables, **rest)

@@ -96,7 +96,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)
     reached = Reached()
-    if checkpointer.latest() is not None:
+    if not checkpointer.is_empty():
         _, reached = restore(engine, checkpointer)
     recorder = recorder_of(
         engine,
@@ -124,7 +124,7 @@ def restore(
     engine: Engine, checkpointer: Checkpointer, tag: str | None = None
 ) -> tuple[str, Reached]:
     """The engine at a checkpoint, the newest by default; its tag, and how far the run was."""
-    restored = checkpointer.restore(engine.program, tag=tag)
+    restored = checkpointer.restore(engine.program, tag=tag, in_place_of=engine.state)
     engine.state = restored.state
     try:
         return restored.tag, Reached(**restored.client_state)

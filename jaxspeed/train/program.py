@@ -84,7 +84,7 @@ class Program:
                     stored[row.path] = pad(value, row.shape(placement))
         return params, master, variables
 
-    def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
+    def fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         """What a state holds beside the model."""
         trained = {
             # A copy: a transformation may keep it as it is, and no two arrays share a buffer.
@@ -143,7 +143,7 @@ class Program:
         )
         names = ("step", "skipped", "opt", "ema", "loss_scale")
         rest = jax.jit(
-            self.in_mesh(self._fresh_rest),
+            self.in_mesh(self.fresh_rest),
             out_shardings={name: getattr(at, name) for name in names},
         )
 
