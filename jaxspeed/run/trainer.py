@@ -30,6 +30,7 @@ class Reached:
     tokens: int = 0
     train_loss: float | None = None
     eval_loss: float | None = None
+    eval_step: int | None = None  # of eval_loss
     seconds: dict[str, float] = field(default_factory=dict)  # of wall time, by phase
 
 
@@ -60,7 +61,8 @@ class Trainer:
         self.steps = self.config.run.steps or 0
         self._pending: deque[Pending] = deque()
         self._bad_in_a_row = 0
-        self._saved: int | None = None
+        self._saved = self.reached.step  # the step of the newest checkpoint; 0 needs none
+        self._profiling = False
 
     def run(self) -> Reached:
         """All steps that remain; at the end an evaluation and a checkpoint."""
@@ -78,7 +80,9 @@ class Trainer:
                 if step % every == 0 and step < self.steps:
                     self._save()
             self._read_all()
-            if self.stopped_by is None:
+            if self._profiling:
+                self._end_profile()
+            if self.stopped_by is None and self.reached.eval_step != self.reached.step:
                 self._evaluate()
             self._save()
             with self.recorder.phase("checkpoint"):
@@ -88,10 +92,11 @@ class Trainer:
     # -- a step ---------------------------------------------------------------------------------
 
     def _step(self, feeder: Feeder) -> None:
-        run, step = self.config.run, self.reached.step + 1
+        step = self.reached.step + 1
         with self.recorder.phase("data"):
             batch, _ = next(feeder)
-        if step == run.profile_step:
+        if step == self.config.run.profile_step:
+            self._profiling = True
             jax.profiler.start_trace(str(self.folder.profile))
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
@@ -99,9 +104,18 @@ class Trainer:
         self._pending.append(Pending(step, metrics, batch, self.reached.tokens))
         if len(self._pending) > LAG:
             self._read(1)
-        if run.profile_step and step == run.profile_step + run.profile_steps - 1:
-            self._read_all()
-            jax.profiler.stop_trace()
+        if self._profiling and step >= self._last_profiled:
+            self._end_profile()
+
+    @property
+    def _last_profiled(self) -> int:
+        run = self.config.run
+        return (run.profile_step or 0) + run.profile_steps - 1
+
+    def _end_profile(self) -> None:
+        self._read_all()
+        jax.profiler.stop_trace()
+        self._profiling = False
 
     def _read(self, count: int) -> None:
         """Wait for the oldest steps, and report them."""
@@ -142,12 +156,12 @@ class Trainer:
         self._read_all()
         with self.recorder.phase("evaluate"):
             found = evaluate(self.engine, held_out, self.config.run.eval_batches)
-        self.reached.eval_loss = found["eval_loss"]
+        self.reached.eval_loss, self.reached.eval_step = found["eval_loss"], self.reached.step
         self.recorder.evaluated(self.reached.step, found["eval_loss"])
 
     def _save(self) -> None:
         """A checkpoint of now, unless there is one. It is written while training goes on."""
-        if self._saved == self.reached.step or self.reached.step == 0:
+        if self._saved == self.reached.step:
             return
         self._read_all()  # so that no record of a step before it is missing
         self.reached.seconds = self.recorder.seconds

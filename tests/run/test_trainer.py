@@ -118,3 +118,18 @@ def test_the_checkpoints_that_are_kept_are_the_newest_and_the_multiples(tmp_path
     trainer = train(config(tmp_path, run={"checkpoint_every": 2, "keep": 2, "keep_every": 6}))
     steps = [info.step for info in trainer.checkpointer.list()]
     assert steps == [6, 12, 18, 20]
+
+
+def test_a_run_that_is_done_does_nothing_more(tmp_path):
+    given = config(tmp_path, run={"steps": 3})
+    train(given).folder.close()
+    records = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    written = (tmp_path / "run" / "checkpoints" / "step-00000003").stat().st_mtime_ns
+    train(given).folder.close()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == records
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").stat().st_mtime_ns == written
+
+
+def test_a_trace_is_written_of_the_steps_that_were_asked_for(tmp_path):
+    trainer = train(config(tmp_path, run={"steps": 6, "profile_step": 5, "profile_steps": 9}))
+    assert list(trainer.folder.profile.rglob("*.xplane.pb"))
