@@ -318,6 +318,8 @@ OWN: tuple[Entry, ...] = (
             "steps": "Optimizer steps in all; a run that is continued goes on to here.",
             "seed": "Seeds the initial weights and every random stream.",
             "output": "The folder of the run: its config, metrics, checkpoints and loss curve.",
+            "init_from": "The folder of a run whose newest weights this one begins with; the "
+            "optimizer and the step begin anew.",
             "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "
             "path in that one, false not at all.",
             "eval_every": "Steps between evaluations on held-out samples; the end has one always.",

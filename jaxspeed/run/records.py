@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -45,13 +44,8 @@ class Recorder:
         self._restart_clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.progress.__exit__(kind, error, trace)
+    def __exit__(self, *caught: Any) -> None:
+        self.progress.__exit__(*caught)
         for sink in self.sinks:
             sink.close()
 

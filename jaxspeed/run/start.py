@@ -1,5 +1,6 @@
 """From a config to a trainer that is ready for its first step, or for the next one."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 
+log = logging.getLogger("jaxspeed")
 TOKENIZER = "tokenizer.json"
 
 
@@ -98,6 +100,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     reached = Reached()
     if not checkpointer.is_empty():
         _, reached = restore(engine, checkpointer)
+    elif config.run.init_from is not None:
+        _warm_start(engine, Path(config.run.init_from))
     recorder = recorder_of(
         engine,
         folder,
@@ -107,6 +111,19 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, reached)
+
+
+def _warm_start(engine: Engine, folder: Path) -> None:
+    """The weights of another run; what could not be taken over is said."""
+    inside = RunFolder(folder).checkpoints
+    there = Checkpointer(inside if inside.is_dir() else folder)
+    if there.is_empty():
+        raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
+    restored = there.restore(engine.program, weights_only=True, in_place_of=engine.state)
+    engine.state = restored.state
+    log.info("begins with the weights of %s, %s", folder, restored.tag)
+    for note in restored.notes:
+        log.warning("run.init_from: %s", note)
 
 
 def _with_opening(reached: Reached, took: float) -> dict[str, float]:

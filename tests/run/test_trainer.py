@@ -133,3 +133,19 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path):
 def test_a_trace_is_written_of_the_steps_that_were_asked_for(tmp_path):
     trainer = train(config(tmp_path, run={"steps": 6, "profile_step": 5, "profile_steps": 9}))
     assert list(trainer.folder.profile.rglob("*.xplane.pb"))
+
+
+def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
+    given = config(tmp_path, run={"steps": 4})
+    first = train(given)
+    kept = {path: np.asarray(x) for path, x in first.engine.parameters.items()}
+    first.folder.close()
+    run = given["run"] | {"output": str(tmp_path / "second"), "init_from": str(tmp_path / "run")}
+    second = open_run(source_of(given | {"run": run, "zero_optimization": {"stage": 1}}))
+    assert second.reached.step == int(second.engine.state.step) == 0
+    for path, x in second.engine.parameters.items():
+        np.testing.assert_array_equal(x, kept[path])
+    second.folder.close()
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.init_from: .* holds no checkpoint"):
+        empty = {"output": str(tmp_path / "third"), "init_from": str(tmp_path)}
+        open_run(source_of(given | {"run": run | empty}))
