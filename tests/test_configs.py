@@ -42,7 +42,14 @@ def test_every_config_that_names_a_model_is_tried():
     assert named == set(SMALL)
 
 
-@pytest.mark.parametrize("name", SMALL)
+# The others differ from these in their sizes alone.
+COVERING = ("tiny.yaml", "vit_tiny.yaml", "llama3_70b.yaml")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in COVERING else pytest.mark.full) for n in SMALL],
+)
 def test_a_config_trains_a_small_model_as_it_trains_its_own(name, tmp_path):
     given = jaxspeed.Config.load(CONFIGS[name]).given
     run = {"steps": 2, "devices": "cpu:8", "output": str(tmp_path / "run"), "sample_tokens": 0}

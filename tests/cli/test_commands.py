@@ -100,11 +100,10 @@ def test_sample_writes_the_prompt_and_as_many_tokens(trained):
 
 def test_check_agrees_and_says_so(trained):
     config, _, _ = trained
-    words = ("check", config, "--set", "model.config.dropout=0.0")
+    words = ("check", config, "--layers", "1")
     shown = jaxspeed(*words)
     assert shown.returncode == 0 and "agrees with the step on one device" in shown.stdout
-    found = json.loads(jaxspeed(*words, "--json", "--layers", "1").stdout)
-    assert found["ok"] and found["devices"] == 8
+    assert "blocks/mlp/up/kernel" in shown.stdout
 
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
@@ -113,8 +112,12 @@ def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
     monkeypatch.setattr(check, "check_run", lambda *_, **__: bad)
-    assert main([*map(str, ("check", small.write(tmp_path)))]) == 1
+    config = str(small.write(tmp_path))
+    assert main(["check", config]) == 1
     assert "DIFFERS" in capsys.readouterr().out
+    assert main(["check", config, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and found["devices"] == 8 and found["leaves"][0]["path"] == "w"
 
 
 def test_checkpoints_are_listed_verified_and_found_out(trained, tmp_path):

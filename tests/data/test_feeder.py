@@ -147,12 +147,14 @@ def test_fewer_samples_than_a_batch_are_refused():
 
 
 INTERRUPTED = """
-import threading, numpy as np
+import signal, threading, numpy as np
 from jaxspeed.data import Feeder
 from jaxspeed.data.samples import Rows
 from jaxspeed.data.split import Split
 feeder = Feeder(Split([Rows({"x": np.arange(64)})], seed=0, shuffle=True), 4,
                 lambda read: threading.Event().wait())
+# Where the tests run in the background, a shell may have them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("waiting", flush=True)
 try:
     next(feeder)

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import Mesh
 
 from tests.observe.programs import mesh_of
+from tests.support.compiling import as_users_compile  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

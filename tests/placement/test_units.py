@@ -26,10 +26,8 @@ TOLERANCE = 1e-13
 
 @pytest.fixture(autouse=True)
 def double_precision():
-    jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: half of a compile
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def mesh() -> jax.sharding.Mesh:
