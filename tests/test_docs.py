@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxspeed.cli.main import COMMANDS
 from jaxspeed.observe.metrics import NAMES
+from jaxspeed.train.loss import OWN_METRICS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -20,3 +21,7 @@ def test_every_command_is_listed():
     for command in COMMANDS:
         name = command.__name__.rsplit(".", 1)[1].replace("evaluate", "eval")
         assert f"`jaxspeed {name}" in text
+
+
+def test_no_metric_of_a_loss_may_take_the_name_of_one_of_the_runs():
+    assert {name for name in NAMES if "/" not in name} <= set(OWN_METRICS)

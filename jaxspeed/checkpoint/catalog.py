@@ -109,7 +109,7 @@ def show(folder: Any, tag: str | None = None) -> CheckpointInfo:
 
 def existing(store: LocalStore | ObjectStore, tag: str) -> str:
     """The tag, where it is there."""
-    tags = [info.tag for info in checkpoints(store)]
+    tags = [info.tag for info in checkpoints(store) if info.tag in store.tags()]
     if tag in store.tags():
         return tag
     there = ", ".join(tags[-5:]) or "no checkpoint"

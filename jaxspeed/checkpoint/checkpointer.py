@@ -1,8 +1,9 @@
 """Saving and restoring the states of one run: what the engine and the run loop hold."""
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,13 +30,15 @@ from jaxspeed.checkpoint.manifest import (
 from jaxspeed.checkpoint.processes import Processes, is_first
 from jaxspeed.checkpoint.restore import restore_state
 from jaxspeed.checkpoint.retention import superfluous
-from jaxspeed.checkpoint.snapshot import snapshotter
+from jaxspeed.checkpoint.snapshot import Snapshot, snapshotter
 from jaxspeed.checkpoint.soundness import check_sound, newest_sound, written
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
 from jaxspeed.train.program import Program
 from jaxspeed.train.state import TrainState
+
+log = logging.getLogger("jaxspeed")
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,16 @@ class Checkpointer:
         with _told(self.folder, f"saving {tag}"):
             folder = self._begin(program, tag)
             try:
-                self._files.begin(folder, self._copied(program, state))
+                copied = self._copied(program, state)
+                if not copied.is_own:
+                    self._files.begin(folder, copied.arrays)
             except BaseException:
                 self._abandon(tag)
                 raise
         self._thread = threading.Thread(
-            target=self._finish, args=(folder, header, given), name="jaxspeed-save"
+            target=self._finish,
+            args=(folder, header, given, copied.arrays if copied.is_own else None),
+            name="jaxspeed-save",
         )
         self._thread.start()
         return tag
@@ -160,21 +167,31 @@ class Checkpointer:
         self._processes.first("making a folder", make)
         return folder
 
-    def _copied(self, program: Program, state: TrainState) -> Arrays:
+    def _copied(self, program: Program, state: TrainState) -> Snapshot:
         if self._snapshot is None or self._snapshot[0] is not program:
             self._snapshot = (program, snapshotter(program))
-        copied: Arrays = self._snapshot[1](state)
+        copied: Snapshot = self._snapshot[1](state)
         return copied
 
-    def _finish(self, folder: epath.Path, header: Header, files: Mapping[str, bytes]) -> None:
-        """In a thread: what makes written arrays a checkpoint."""
+    def _finish(
+        self, folder: epath.Path, header: Header, files: Mapping[str, bytes], arrays: Arrays | None
+    ) -> None:
+        """In a thread: what makes arrays a checkpoint; None where writing them has begun."""
         together = self._saving
         try:
-            together.together("writing arrays", self._files.finish)
+
+            def write() -> None:
+                if arrays is not None:
+                    self._files.begin(folder, arrays)
+                self._files.finish()
+
+            together.together("writing arrays", write)
 
             def describe() -> None:
                 self._files.merge(folder)
-                _describe(folder, header, files)
+                # The order of checkpoints is that of their times, also where a clock was set back.
+                last = max((info.time for info in checkpoints(self._store)), default=0.0)
+                _describe(folder, replace(header, time=max(header.time, last + 1e-3)), files)
 
             together.first("describing", describe)
 
@@ -194,8 +211,11 @@ class Checkpointer:
     def _seal(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
         write_manifest(folder, tag, {k: v for part in parts for k, v in part.items()})
         self._store.commit(tag)
-        for old in superfluous(checkpoints(self._store), self._keep, self._keep_every):
-            self._store.remove(old)
+        try:
+            for old in superfluous(checkpoints(self._store), self._keep, self._keep_every):
+                self._store.remove(old)
+        except OSError as error:  # the new one is sound; the next save tries again
+            log.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _abandon(self, tag: str) -> None:
         """What is half written must not keep a full disk full."""
@@ -251,7 +271,6 @@ class Checkpointer:
             )
         self.wait()
         with _told(self.folder, "restoring"):
-            self._processes.first("recovering", self._store.recover)
             if tag is None:
                 tag = newest_sound(self._store, self._processes)
             else:

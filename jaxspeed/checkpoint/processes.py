@@ -63,7 +63,8 @@ class Processes:
     def _exchange(self, what: str, text: str) -> list[str]:
         client = distributed.global_state.client
         assert client is not None
-        key = f"{self._topic}/{next(self._turn)}"
+        turn = next(self._turn)
+        key = f"{self._topic}/{turn}"
         client.key_value_set(f"{key}/{jax.process_index()}", text)
         heard = []
         for process in range(jax.process_count()):
@@ -74,4 +75,6 @@ class Processes:
                 raise CheckpointError(
                     f"{what}: process {process} said nothing for {TIMEOUT_SECONDS} seconds"
                 ) from error
+        if turn:  # all have spoken in this turn, so all have heard the one before
+            client.key_value_delete(f"{self._topic}/{turn - 1}/{jax.process_index()}")
         return heard

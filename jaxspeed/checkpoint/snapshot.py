@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,14 @@ from jaxspeed.train.state import TrainState
 _WORTH_SPREADING = 1 << 20  # bytes
 
 
-def snapshotter(program: Program) -> Callable[[TrainState], Arrays]:
+class Snapshot(NamedTuple):
+    """A state's arrays as they are kept."""
+
+    arrays: Arrays
+    is_own: bool  # whether the state may be used up at once, or only once they are on the host
+
+
+def snapshotter(program: Program) -> Callable[[TrainState], Snapshot]:
     """A function from a state to arrays that stay as they are.
 
     Where arrays already lie in host memory, NumPy sees them in place, so they are copied; each
@@ -42,9 +49,10 @@ def snapshotter(program: Program) -> Callable[[TrainState], Arrays]:
     ]
     copy = jax.jit(copied, out_shardings={name: at[name] for name in moved})
 
-    def snapshot(state: TrainState) -> Arrays:
+    def snapshot(state: TrainState) -> Snapshot:
         arrays = kept_arrays(program, state)
-        return {**arrays, **copy({name: arrays[name] for name in moved})}
+        copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
+        return Snapshot({**arrays, **copies}, is_own=on_host)
 
     return snapshot
 

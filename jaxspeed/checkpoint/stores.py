@@ -76,7 +76,11 @@ class LocalStore:
                 left.rename(whole)
 
     def abandon(self, tag: str) -> None:
-        for _ in range(10):  # writes that are under way may make the folder anew
+        gone = 0
+        for _ in range(100):  # writes that are under way may make the folder anew
+            gone = 0 if self.writing(tag).exists() else gone + 1
+            if gone > 6:
+                return
             shutil.rmtree(self.writing(tag), ignore_errors=True)
             time.sleep(0.05)
 

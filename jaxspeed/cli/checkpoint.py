@@ -2,15 +2,16 @@
 
 import argparse
 import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from jaxspeed.checkpoint import Checkpointer, show, verify
+from jaxspeed.checkpoint import Checkpointer, export, show, verify
 from jaxspeed.cli.common import command, out, print_json
-from jaxspeed.errors import CheckpointError
+from jaxspeed.errors import ConfigError
 from jaxspeed.placement.show import bytes_text
 
 
@@ -48,65 +49,110 @@ def add(commands: Any) -> None:
         verb.set_defaults(run=function)
 
 
-def _folder(given: argparse.Namespace) -> Path:
+def _folder(given: argparse.Namespace) -> str:
     jax.config.update("jax_platforms", "cpu")  # these commands read files; no accelerator is taken
+    if "://" in given.folder:  # of an object store
+        return str(given.folder)
     folder = Path(given.folder)
     inside = folder / "checkpoints"
     folder = inside if inside.is_dir() else folder
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    return folder
+        raise ConfigError(f"{folder}: no such folder")
+    return str(folder)
+
+
+def _tag(given: argparse.Namespace, folder: str) -> str | None:
+    """The tag that was asked for, if it is there."""
+    tags = [info.tag for info in Checkpointer(folder).list() if info.time]
+    if not tags:
+        raise ConfigError(f"{folder}: holds no checkpoint")
+    if given.tag is not None and given.tag not in tags:
+        raise ConfigError(f"{folder}: has no checkpoint {given.tag}; it holds {', '.join(tags)}")
+    return given.tag if given.tag is None else str(given.tag)
 
 
 def _list(given: argparse.Namespace) -> int:
     found = Checkpointer(_folder(given)).list()
     if given.json:
-        print_json([_as_dict(info) for info in found])
+        print_json([asdict(info) for info in found])
+        return 0
+    if not found:
+        out().print("no checkpoints")
         return 0
     table = Table(box=None)
-    for name in ("tag", "step", "size", "written"):
-        table.add_column(name, justify="left" if name == "tag" else "right")
+    for name in ("tag", "step", "size", "written", ""):
+        table.add_column(name, justify="left" if name in ("tag", "") else "right")
     for info in found:
         when = datetime.datetime.fromtimestamp(info.time).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(info.tag, str(info.step), bytes_text(info.bytes), when)
-    out().print(table if found else "no checkpoints")
+        table.add_row(
+            info.tag,
+            "-" if info.step is None else str(info.step),
+            bytes_text(info.bytes),
+            when if info.time else "-",
+            "whole" if info.ok else info.problem,
+        )
+    out().print(table)
     return 0
 
 
 def _show(given: argparse.Namespace) -> int:
-    info = show(_folder(given), given.tag)
+    folder = _folder(given)
+    info = show(folder, _tag(given, folder))
     if given.json:
-        print_json(_as_dict(info))
-    else:
-        out().print(info)
+        print_json(asdict(info))
+        return 0
+    console = out()
+    axes = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items() if size > 1)
+    versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
+    for name, value in (
+        ("checkpoint", info.tag if info.ok else f"{info.tag}: {info.problem}"),
+        ("size", bytes_text(info.bytes)),
+        ("written on", f"{axes or 'one device'} ({info.device}), ZeRO stage {info.stage}"),
+        ("by", f"{info.processes} process(es), {versions}"),
+        ("files", ", ".join(info.files) or "none"),
+    ):
+        console.print(f"{name:<10} {value}", highlight=False, markup=False)
+    table = Table(box=None)
+    for name in ("array", "shape", "dtype"):
+        table.add_column(name, overflow="fold")
+    for name, leaf in info.leaves.items():
+        table.add_row(name, "x".join(map(str, leaf.shape)), leaf.dtype)
+    console.print(table)
     return 0
 
 
 def _verify(given: argparse.Namespace) -> int:
     folder = _folder(given)
-    tags = [given.tag] if given.tag else [info.tag for info in Checkpointer(folder).list()]
+    asked = _tag(given, folder)
+    infos = Checkpointer(folder).list()
+    tags = [asked] if asked else [info.tag for info in infos if info.time]
     problems = {tag: verify(folder, tag) for tag in tags}
     if given.json:
         print_json(problems)
-    else:
-        console = out()
-        for tag, found in problems.items():
-            console.print(f"{tag}: {'; '.join(found) or 'sound'}", highlight=False, markup=False)
-        if not problems:
-            console.print("no checkpoints")
+        return 1 if any(problems.values()) else 0
+    console = out()
+    for tag, found in problems.items():
+        said = "; ".join(problem.removeprefix(f"{tag}: ") for problem in found)
+        console.print(f"{tag}: {said or 'sound'}", highlight=False, markup=False, soft_wrap=True)
+    for info in infos:
+        if not info.time:
+            console.print(f"({info.tag}: {info.problem}; it is no checkpoint)", highlight=False)
     return 1 if any(problems.values()) else 0
 
 
 def _export(given: argparse.Namespace) -> int:
-    from jaxspeed.checkpoint import export
-
-    summary = export(_folder(given), given.out, tag=given.tag, dtype=given.dtype)
+    folder = _folder(given)
+    summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype)
     if given.json:
-        print_json(_as_dict(summary))
-    else:
-        out().print(summary)
+        print_json(asdict(summary))
+        return 0
+    console = out()
+    console.print(
+        f"{summary.tag}: {summary.tensors} tensors, {bytes_text(summary.bytes)}, in {given.out}: "
+        f"{', '.join(map(str, summary.files))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if summary.left_out:
+        console.print(f"left out: {', '.join(summary.left_out)}", highlight=False, soft_wrap=True)
     return 0
-
-
-def _as_dict(info: Any) -> Any:
-    return info._asdict() if hasattr(info, "_asdict") else vars(info)

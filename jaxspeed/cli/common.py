@@ -12,7 +12,13 @@ from jaxspeed.config import Config, load_config
 
 
 def command(
-    commands: Any, name: str, what: str, example: str, *, config: bool = True
+    commands: Any,
+    name: str,
+    what: str,
+    example: str,
+    *,
+    config: bool = True,
+    devices: bool = True,
 ) -> argparse.ArgumentParser:
     """A command's parser, with --json, and where it reads a config, --set and --devices."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -32,17 +38,18 @@ def command(
             dest="overrides",
             help="a key of the config, over what the file says; may be repeated",
         )
-        parser.add_argument(
-            "--devices",
-            metavar="WHICH",
-            help="cpu, gpu or tpu, or simulated ones: cpu:8 (over run.devices)",
-        )
+        if devices:
+            parser.add_argument(
+                "--devices",
+                metavar="WHICH",
+                help="cpu, gpu or tpu, or simulated ones: cpu:8 (over run.devices)",
+            )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
 
 def overrides_of(given: argparse.Namespace) -> list[str]:
-    devices = [f"run.devices={given.devices}"] if given.devices else []
+    devices = [f"run.devices={given.devices}"] if getattr(given, "devices", None) else []
     return [*given.overrides, *devices]
 
 

@@ -1,10 +1,12 @@
 """`jaxspeed data tokenize CONFIG OUT`."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.data import tokenize
+from jaxspeed.data import facts, tokenize
+from jaxspeed.engine.family import family_sizes
 
 
 def add(commands: Any) -> None:
@@ -20,15 +22,18 @@ def add(commands: Any) -> None:
         "tokenize",
         "write the config's data as memory-mapped tokens, which source `tokens` reads",
         "jaxspeed data tokenize config.yaml tokens/ --set data.tokenizer=bpe",
+        devices=False,
     )
     verb.add_argument("out", metavar="OUT", help="the folder to write to")
     verb.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    summary = tokenize(loaded(given).data, given.out)
+    config = loaded(given)
+    sizes = family_sizes(config)
+    summary = tokenize(config.data, given.out, vocab_size=facts(sizes).vocab_size)
     if given.json:
-        print_json(summary if isinstance(summary, dict) else vars(summary))
+        print_json(asdict(summary))
     else:
-        out().print(summary)
+        out().print(str(summary), highlight=False, soft_wrap=True)
     return 0

@@ -26,9 +26,12 @@ def run(given: argparse.Namespace) -> int:
     output = [f"run.output={json.dumps(given.output)}"] if given.output else []
     source = source_of(loaded(given, output), name=given.config)
     trainer = open_run(source, console)
-    show_opening(console, trainer)
-    trainer.run()
-    result = show_ending(console, trainer, again=_again(given, trainer))
+    try:
+        show_opening(console, trainer)
+        trainer.run()
+        result = show_ending(console, trainer, again=_again(given, trainer))
+    finally:
+        trainer.close()
     if given.json:
         print_json(result)
     if trainer.stopped_by is None:

@@ -22,6 +22,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _gradients(settings)
     yield from _model(settings)
     yield from _data(settings)
+    yield from _run(settings)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:
@@ -145,6 +146,12 @@ def _model(settings: Settings) -> Iterator[Problem]:
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; give a factory its sizes in model.config."
         yield Problem("model.preset", f'"{model.preset}" with a factory', works)
+
+
+def _run(settings: Settings) -> Iterator[Problem]:
+    if "://" in (settings.run.output or ""):
+        works = "Needs a local folder; run.checkpoints takes a URL."
+        yield Problem("run.output", f'"{settings.run.output}"', works)
 
 
 FILES = ("text", "jsonl", "parquet", "huggingface", "tokens", "images")

@@ -91,6 +91,7 @@ class Run(Section):
     steps: Count | None = None
     seed: Natural = 0
     output: Text | None = None
+    checkpoints: Text | None = None
     init_from: Text | None = None
     compilation_cache: CacheFolder = True
     eval_every: Count | None = None

@@ -318,6 +318,8 @@ OWN: tuple[Entry, ...] = (
             "steps": "Optimizer steps in all; a run that is continued goes on to here.",
             "seed": "Seeds the initial weights and every random stream.",
             "output": "The folder of the run: its config, metrics, checkpoints and loss curve.",
+            "checkpoints": "Where checkpoints lie, a folder or a gs:// or s3:// URL; in the run's "
+            "folder by default.",
             "init_from": "The folder of a run whose newest weights this one begins with; the "
             "optimizer and the step begin anew.",
             "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "

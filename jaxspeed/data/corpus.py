@@ -95,23 +95,52 @@ def build(
     )
 
 
-def tokenize(data: Data, out_folder: str | Path, *, tokenizer: Tokenizer | None = None) -> str:
+@dataclass(frozen=True)
+class Tokenized:
+    """What `tokenize` wrote."""
+
+    name: str
+    documents: int
+    tokens: int
+    tokenizer: str
+    bytes: int
+    folder: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.documents:,} documents, {self.tokens:,} tokens "
+            f"({self.tokenizer}), {self.bytes / 1e6:,.1f} MB in {self.folder}"
+        )
+
+
+def tokenize(
+    data: Data,
+    out_folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
+) -> Tokenized:
     """Writes the text that `data` names as token files, which source `tokens` reads.
 
-    Documents are encoded one at a time: memory does not limit the size of the corpus.
+    Documents are encoded one at a time: memory does not limit the size of the corpus. `vocab_size`
+    is the model's, where it is known.
     """
     sources: Sequence[Source] = data.mixture or [data]
     texts = [open_source(source, Facts()) for source in sources]
     if not all(isinstance(each, Texts) for each in texts):
         raise DataError("data tokenize: the source holds no text")
-    chosen = tokenizer or choose_tokenizer(data, Facts(), texts, None)
+    chosen = tokenizer or choose_tokenizer(data, Facts(vocab_size=vocab_size), texts, None)
     assert chosen is not None
     name = ", ".join(each.name for each in texts if isinstance(each, Texts))
     documents = store.encode_all(texts_of(texts), chosen)
     written = store.write(Path(out_folder), name, documents, chosen)
-    return (
-        f"{name}: {len(written.lengths):,} documents, {len(written.tokens):,} tokens "
-        f"({chosen.name}), {written.tokens.nbytes / 1e6:,.1f} MB in {out_folder}"
+    return Tokenized(
+        name,
+        len(written.lengths),
+        len(written.tokens),
+        chosen.name,
+        written.tokens.nbytes,
+        str(out_folder),
     )
 
 

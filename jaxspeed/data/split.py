@@ -89,6 +89,10 @@ class Split:
         # Also where nothing is to be padded: batches of one kind are compiled once.
         return without_weight(batch, ids >= self.samples)
 
+    def slice(self, start: int, count: int, rows: Positions | None = None) -> Batch:
+        """Samples [start, start + count) as they are, or these rows of them."""
+        return self._chain.read(start + _chosen(count, rows))
+
     def once(self, batch_size: int) -> Iterator[Batch]:
         """Every sample once, in the corpus's order."""
         return (self.padded(i, batch_size) for i in range(self.batches(batch_size)))

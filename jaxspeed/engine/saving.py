@@ -36,7 +36,7 @@ class Saver:
         """None where nothing was ever saved there to its end."""
         there = self._at(directory)
         there.wait()
-        if tag is None and there.is_empty():
+        if there.is_empty() and tag is None:
             return None
         return there.restore(
             self._program,

@@ -1,22 +1,92 @@
 """The loss on held-out samples."""
 
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
 from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
+from jaxspeed.engine.family import resolve_model
+from jaxspeed.errors import DataError
+from jaxspeed.placement.mesh import data_parallel_size
+
+log = logging.getLogger("jaxspeed")
 
 
-def evaluate(engine: Engine, held_out: Split, most: int | None = None) -> dict[str, float]:
+def evaluate(
+    engine: Engine,
+    held_out: Split,
+    most: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Total loss over total weight of all samples, or of the first `most` batches.
 
-    So padding and masks count for nothing, and neither does how samples fall into batches.
+    So padding and masks count for nothing, and neither does how samples fall into batches. None
+    where `stop()` said so between two batches.
     """
-    program = engine.program
-    size = program.batch.train // program.batch.accumulation
-    place = placer(program.batch_shardings, size)
+    batches = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
     total = weight = 0.0
-    for index in range(min(held_out.batches(size), most or held_out.batches(size))):
-        batch = place(lambda rows, index=index: held_out.padded(index, size, rows))  # type: ignore[misc]
+    for batch, samples in itertools.islice(batches, most):
         metrics = engine.eval_batch(batch)
-        share = float(metrics["weight"])
+        share = float(metrics["weight"]) if samples is None else samples
         total += float(metrics["loss"]) * share
         weight += share
+        if stop():
+            return None
     return {"eval_loss": total / weight if weight else float("nan"), "eval_weight": weight}
+
+
+def _knows_marks(engine: Engine) -> bool:
+    """Whether the loss leaves out what is marked: a family's own does, of tokens and labels."""
+    model = engine.config.model
+    if model is None or model.family in (None, "mlp"):
+        return False
+    return resolve_model(engine.config)[1] is engine.program.objective.loss_fn
+
+
+def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
+    """Every sample; the last batch is filled up with what does not count."""
+    size = _batch_size(engine)
+    place = placer(engine.program.batch_shardings, size)
+    for index in range(held_out.batches(size)):
+        yield place(lambda rows, index=index: held_out.padded(index, size, rows)), None  # type: ignore[misc]
+
+
+def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float | None]]:
+    """For any loss: a smaller last batch, without the samples that ranks cannot share evenly."""
+    size, ranks = _batch_size(engine), data_parallel_size(engine.program.mesh)
+    shared = held_out.samples // ranks * ranks
+    if not shared:
+        raise DataError(
+            f"data.held_out: {held_out.samples} samples, which {ranks} data ranks cannot share; "
+            "a larger share or more data would do"
+        )
+    if shared < held_out.samples:
+        log.info(
+            "evaluation leaves out %d of %d held-out samples, which %d ranks cannot share evenly",
+            held_out.samples - shared,
+            held_out.samples,
+            ranks,
+        )
+    is_sum = None
+    for start in range(0, shared, size):
+        count = min(size, shared - start)
+        place = placer(engine.program.batch_shardings, count)
+        batch = place(lambda rows, a=start, n=count: held_out.slice(a, n, rows))  # type: ignore[misc]
+        is_sum = _is_sum(engine, batch) if is_sum is None else is_sum
+        yield batch, None if is_sum else count
+
+
+def _is_sum(engine: Engine, batch: Any) -> bool:
+    """Whether the loss says its own weight; a mean's is how many samples it is of."""
+    program = engine.program
+    rest = (program.state.variables, batch, jnp.asarray(0), jnp.asarray(0))
+    return program.objective.trace(rest, train=False).is_sum
+
+
+def _batch_size(engine: Engine) -> int:
+    batch = engine.program.batch
+    return batch.train // batch.accumulation

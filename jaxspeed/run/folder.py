@@ -71,6 +71,18 @@ class RunFolder:
                 + "\nChoose another folder, or remove this one."
             )
 
+    def has_begun(self) -> bool:
+        """Whether a run has been here."""
+        return (self.path / WHOSE).exists()
+
+    def differs_in(self, **said: Any) -> bool:
+        """Whether the run that was here said otherwise."""
+        try:
+            before = json.loads((self.path / WHOSE).read_text())
+        except (OSError, json.JSONDecodeError):
+            return False
+        return any(name in before and before[name] != value for name, value in said.items())
+
     def close(self) -> None:
         """Give the folder back."""
         if self._lock is not None:
@@ -84,7 +96,9 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise ConfigError(f"run.output: {self.path} is in use by another process") from None
+            raise ConfigError(
+                f"run.output: {self.path} is in use by another run; wait for it, or close it"
+            ) from None
         except OSError:  # a file system without locks
             pass
         self._lock = lock

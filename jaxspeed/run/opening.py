@@ -14,6 +14,8 @@ from jaxspeed.run.trainer import Trainer
 def show_opening(console: Console, trainer: Trainer) -> None:
     """The table, the collectives of the compiled step, and where things lie."""
     engine, program = trainer.engine, trainer.engine.program
+    if jax.process_index() != 0:
+        console = Console(quiet=True)
     device, table = program.mesh.devices.flat[0], engine.placements
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"

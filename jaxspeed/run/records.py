@@ -109,6 +109,10 @@ class Recorder:
         """The held-out loss, in a record of its own, with where the time went so far."""
         self._tell({"step": step, "eval_loss": loss, **self.ledger.as_record()})
 
+    def saved(self, step: int) -> None:
+        """A checkpoint of a step was begun: where the time went until then."""
+        self._tell({"step": step, **self.ledger.as_record()})
+
     def _tell(self, made: dict[str, Any]) -> None:
         try:
             for sink in self.sinks:

@@ -45,7 +45,7 @@ class Source:
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
-            tokenizer_file=kept.read_bytes() if kept.exists() else None,
+            tokenizer_file=kept.read_bytes() if self.folder.has_begun() and kept.exists() else None,
         )
 
     def engine(self) -> Engine:
@@ -87,6 +87,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     whose = {
         "model": config.given.get("model"),
         "data": corpus.fingerprint,
+        "tokenizer": config.data.tokenizer,
+        "vocab_size": config.data.vocab_size,
         "seed": config.run.seed,
         "train_batch_size": source.batch_size(),
     }
@@ -101,7 +103,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     if not checkpointer.is_empty():
         _, reached = restore(engine, checkpointer)
     elif config.run.init_from is not None:
-        _warm_start(engine, Path(config.run.init_from))
+        _warm_start(engine, config.run.init_from)
     recorder = recorder_of(
         engine,
         folder,
@@ -113,7 +115,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, reached)
 
 
-def _warm_start(engine: Engine, folder: Path) -> None:
+def _warm_start(engine: Engine, folder: str) -> None:
     """The weights of another run; what could not be taken over is said."""
     inside = RunFolder(folder).checkpoints
     there = Checkpointer(inside if inside.is_dir() else folder)
@@ -134,7 +136,8 @@ def _with_opening(reached: Reached, took: float) -> dict[str, float]:
 
 def checkpointer_of(source: Source) -> Checkpointer:
     run = source.config.run
-    return Checkpointer(source.folder.checkpoints, keep=run.keep, keep_every=run.keep_every)
+    folder = run.checkpoints or source.folder.checkpoints
+    return Checkpointer(folder, keep=run.keep, keep_every=run.keep_every)
 
 
 def restore(

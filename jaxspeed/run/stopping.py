@@ -1,5 +1,6 @@
 """A run that is asked to stop: by SIGTERM (a scheduler), by SIGINT (Ctrl-C)."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -29,8 +30,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
+        if self.signal is not None:  # the second: as if nobody had asked to be told
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
 
     def agreed(self, step: int) -> bool:

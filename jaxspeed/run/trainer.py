@@ -1,5 +1,7 @@
 """The loop over steps of one run."""
 
+import functools
+import logging
 import math
 from collections import deque
 from dataclasses import asdict, dataclass, field
@@ -11,11 +13,13 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
-from jaxspeed.errors import RunError
+from jaxspeed.errors import CheckpointError, RunError
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import Recorder
 from jaxspeed.run.stopping import StopRequest
+
+log = logging.getLogger("jaxspeed")
 
 # After how many steps a step's metrics are read. A fixed number, so that all processes decide the
 # same at the same step; large enough that the devices are not waited for.
@@ -39,7 +43,6 @@ class Pending(NamedTuple):
 
     step: int
     metrics: Any
-    batch: Any
     tokens: int  # that the run has seen by then
 
 
@@ -62,32 +65,47 @@ class Trainer:
         self._pending: deque[Pending] = deque()
         self._bad_in_a_row = 0
         self._saved = self.reached.step  # the step of the newest checkpoint; 0 needs none
-        self._profiling = False
+        self._profiling = self._diverged = False
+        self._stop = StopRequest()
 
     def run(self) -> Reached:
         """All steps that remain; at the end an evaluation and a checkpoint."""
-        run = self.config.run
-        every = run.checkpoint_every or min(max(self.steps // 10, 1), 1000)
-        with StopRequest() as stop, self.recorder, self._feeder() as feeder:
-            while self.reached.step < self.steps:
-                self._step(feeder)
-                step = self.reached.step
-                if stop.agreed(step):
-                    self.stopped_by = stop.signal.name if stop.signal else "another process"
-                    break
-                if run.eval_every and step % run.eval_every == 0 and step < self.steps:
-                    self._evaluate()
-                if step % every == 0 and step < self.steps:
-                    self._save()
-            self._read_all()
-            if self._profiling:
-                self._end_profile()
-            if self.stopped_by is None and self.reached.eval_step != self.reached.step:
-                self._evaluate()
+        with StopRequest() as self._stop, self.recorder, self._feeder() as feeder:
+            try:
+                while not self._asked_to_stop():
+                    if self._evaluation_is_due():
+                        self._evaluate()
+                    if self._checkpoint_is_due():
+                        self._save()
+                    if self.reached.step >= self.steps:
+                        break
+                    self._step(feeder)
+                self._read_all()
+                if self._profiling:
+                    self._end_profile()
+            except BaseException:
+                self._keep_what_is_done()
+                raise
             self._save()
             with self.recorder.phase("checkpoint"):
                 self.checkpointer.wait()
         return self.reached
+
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.reached.step, self.config.run.eval_every
+        if step == 0 or self.reached.eval_step == step:
+            return False
+        return step >= self.steps or (every is not None and step % every == 0)
+
+    def _checkpoint_is_due(self) -> bool:
+        tenth = min(max(self.steps // 10, 1), 1000)
+        return self.reached.step % (self.config.run.checkpoint_every or tenth) == 0
+
+    def _asked_to_stop(self) -> bool:
+        if self.stopped_by is None and self._stop.agreed(self.reached.step):
+            signal = self._stop.signal
+            self.stopped_by = signal.name if signal else "another process"
+        return self.stopped_by is not None
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -101,7 +119,7 @@ class Trainer:
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
         self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
-        self._pending.append(Pending(step, metrics, batch, self.reached.tokens))
+        self._pending.append(Pending(step, metrics, self.reached.tokens))
         if len(self._pending) > LAG:
             self._read(1)
         if self._profiling and step >= self._last_profiled:
@@ -123,21 +141,25 @@ class Trainer:
         with self.recorder.phase("compute"):
             values = jax.device_get([step.metrics for step in steps])
         pace = self.recorder.arrived(count, self._tokens_a_step)
-        for (step, _, batch, tokens), metrics in zip(steps, values, strict=True):
+        for (step, _, tokens), metrics in zip(steps, values, strict=True):
             numbers = {name: float(x) for name, x in metrics.items()}
             self.recorder.record(step, numbers, tokens, pace)
             self.reached.train_loss = numbers["loss"]
             bad = bool(numbers["skipped"]) or not math.isfinite(numbers["loss"])
             self._bad_in_a_row = self._bad_in_a_row + 1 if bad else 0
             if self._bad_in_a_row >= self.config.run.max_skipped:
-                self._give_up(step, batch)
+                self._give_up(step)
 
     def _read_all(self) -> None:
         if self._pending:
             self._read(len(self._pending))
 
-    def _give_up(self, step: int, batch: Any) -> None:
+    def _give_up(self, step: int) -> None:
+        self._diverged = True
         with self.recorder.phase("other"):
+            size = self.engine.program.batch.train
+            read = functools.partial(self.corpus.train.batch, step - 1, size)
+            batch = placer(self.engine.program.batch_shardings, size)(read)
             diagnosis = self.engine.diagnose(batch)
         self.checkpointer.wait()
         newest = self.checkpointer.latest()
@@ -155,7 +177,10 @@ class Trainer:
             return
         self._read_all()
         with self.recorder.phase("evaluate"):
-            found = evaluate(self.engine, held_out, self.config.run.eval_batches)
+            most = self.config.run.eval_batches
+            found = evaluate(self.engine, held_out, most, self._asked_to_stop)
+        if found is None:
+            return
         self.reached.eval_loss, self.reached.eval_step = found["eval_loss"], self.reached.step
         self.recorder.evaluated(self.reached.step, found["eval_loss"])
 
@@ -166,6 +191,10 @@ class Trainer:
         self._read_all()  # so that no record of a step before it is missing
         self.reached.seconds = self.recorder.seconds
         with self.recorder.phase("checkpoint"):
+            try:
+                self.checkpointer.wait()
+            except CheckpointError as error:  # of the save before: the state of now is good
+                log.warning("the checkpoint before could not be saved: %s", error)
             self.checkpointer.save(
                 self.engine.program,
                 self.engine.state,
@@ -173,6 +202,19 @@ class Trainer:
                 files=self.files,
             )
         self._saved = self.reached.step
+        self.recorder.saved(self.reached.step)
+
+    def _keep_what_is_done(self) -> None:
+        """Something went wrong, but not with the steps before: they are saved, where that can be.
+
+        With several processes the others do not know of it, and a save needs them all.
+        """
+        try:
+            if jax.process_count() == 1 and not self._diverged:
+                self._save()
+            self.checkpointer.wait()
+        except Exception as error:
+            log.warning("step %d could not be saved: %s", self.reached.step, error)
 
     @property
     def _tokens_a_step(self) -> int:
@@ -186,6 +228,11 @@ class Trainer:
         place = placer(program.batch_shardings, size)
         step = self.reached.step
         return Feeder(self.corpus.train, size, place, start_step=step, prefetch=data.prefetch)
+
+    def close(self) -> None:
+        """Gives the run's folder back."""
+        self.checkpointer.close()
+        self.folder.close()
 
     def example(self) -> Any:
         """The shapes of a batch."""

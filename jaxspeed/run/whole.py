@@ -1,5 +1,6 @@
 """Whole commands: train, evaluate, sample and check what a config says."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from jaxspeed.run.sampling import sample_text
 from jaxspeed.run.start import Source, checkpointer_of, open_run, restore, source_of
 from jaxspeed.run.trainer import Trainer
 
+log = logging.getLogger("jaxspeed")
+
 
 def train(
     config: Config | Mapping[str, Any] | str | Path,
@@ -29,7 +32,10 @@ def train(
     the engine, how far the run is, and the folder that its files are in.
     """
     trainer = open_run(source_of(config, model, loss_fn, optimizer))
-    trainer.run()
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
     return trainer
 
 
@@ -38,7 +44,7 @@ def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
     engine, corpus, step, tag = _restored(source, tag)
     if corpus.held_out is None:
         raise DataError("data.held_out: 0, so no samples are held out to evaluate on")
-    found = evaluate(engine, corpus.held_out, source.config.run.eval_batches)
+    found = evaluate(engine, corpus.held_out, source.config.run.eval_batches) or {}
     return {"step": step, "checkpoint": tag, **found, "unigram_entropy": corpus.unigram_entropy}
 
 
@@ -67,9 +73,15 @@ def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str
     checkpointer = checkpointer_of(source)
     tags = [info.tag for info in checkpointer.list() if info.ok]
     if not tags:
-        raise ConfigError(f"{source.folder.checkpoints} holds no checkpoint; train first")
+        raise ConfigError(f"{checkpointer.folder} holds no checkpoint; train first")
     if tag is not None and tag not in tags:
-        raise ConfigError(f"no checkpoint {tag} in {source.folder.checkpoints}: {', '.join(tags)}")
+        raise ConfigError(f"no checkpoint {tag} in {checkpointer.folder}: {', '.join(tags)}")
     corpus, engine = source.corpus(), source.engine()
+    if source.folder.differs_in(data=corpus.fingerprint):
+        log.warning(
+            "the data is not what the run in %s was trained on: what is held out here may have "
+            "been trained on there",
+            source.folder.path,
+        )
     found, reached = restore(engine, checkpointer, tag)
     return engine, corpus, reached.step, found

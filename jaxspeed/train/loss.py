@@ -25,6 +25,20 @@ OWN_METRICS = (  # of the step, which a loss's metrics must not hide
     "loss_scale",
     "skipped",
     "skipped_steps",
+    "step",  # these and the rest are the run's
+    "eval_loss",
+    "tokens",
+    "samples",
+    "tokens_per_second",
+    "samples_per_second",
+    "step_seconds",
+    "data_seconds",
+    "compile_seconds",
+    "model_flops_per_second",
+    "mfu",
+    "mfu_formula",
+    "bytes_in_use",
+    "peak_bytes",
 )
 
 

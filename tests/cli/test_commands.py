@@ -122,9 +122,12 @@ def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
 
 def test_checkpoints_are_listed_verified_and_found_out(trained, tmp_path):
     _, folder, _ = trained
-    listed = json.loads(jaxspeed("checkpoint", "list", folder, "--json").stdout)
-    assert "step-00000008" in [info["tag"] for info in listed]
+    listed_before = json.loads(jaxspeed("checkpoint", "list", folder, "--json").stdout)
+    assert "step-00000008" in [info["tag"] for info in listed_before]
     assert jaxspeed("checkpoint", "verify", folder).returncode == 0
+    assert "embed/table" in jaxspeed("checkpoint", "show", folder).stdout
+    shown = json.loads(jaxspeed("checkpoint", "show", folder, "--json").stdout)
+    assert shown["leaves"]["params/embed/table"]["shape"] == [256, 16]
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", folder, copy], check=True)
     tag = copy / "checkpoints" / "step-00000008"
@@ -133,6 +136,12 @@ def test_checkpoints_are_listed_verified_and_found_out(trained, tmp_path):
     found = jaxspeed("checkpoint", "verify", copy)
     assert found.returncode == 1
     assert largest.name in found.stdout
+    (copy / "checkpoints" / "step-00000099.writing").mkdir()  # of a save that was killed
+    listed = jaxspeed("checkpoint", "list", copy).stdout
+    assert "its save was cut short" in listed and "1970" not in listed
+    other = next(info["tag"] for info in listed_before if info["tag"] != tag.name)
+    assert jaxspeed("checkpoint", "verify", copy, "--tag", other).returncode == 0
+    assert "it is no checkpoint" in jaxspeed("checkpoint", "verify", copy).stdout
 
 
 def test_export_writes_what_safetensors_reads(trained, tmp_path):
@@ -164,8 +173,9 @@ def test_report_tells_of_devices_and_extras():
 
 def test_tokens_are_written_once_and_read_by_training(trained, tmp_path):
     config, _, _ = trained
-    done = jaxspeed("data", "tokenize", config, tmp_path / "tokens")
+    done = jaxspeed("data", "tokenize", config, tmp_path / "tokens", "--json")
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["documents"] > 0
     words = ["--set", "data.source=tokens", "--set", f"data.path={tmp_path / 'tokens'}"]
     words += ["--output", tmp_path / "run", "--set", "run.steps=2"]
     assert jaxspeed("train", config, *words).returncode == 0
@@ -182,6 +192,8 @@ MISTAKES = {
         "vocabulary has 100",
     ),
     "batch too large": (["train", "CONFIG", "--set", "train_batch_size=100000"], "100,000"),
+    "no such folder": (["checkpoint", "list", "/nowhere"], "no such folder"),
+    "no such tag there": (["checkpoint", "show", "RUN", "--tag", "best"], "has no checkpoint best"),
     "no run yet": (["sample", "CONFIG", "--set", "run.output=/tmp/none"], "holds no checkpoint"),
     "no such tag": (["eval", "CONFIG", "--tag", "best"], "best"),
     "unwritable folder": (["train", "CONFIG", "--output", "/proc/run"], "/proc/run"),
@@ -192,8 +204,8 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message_and_no_traceback(trained, name):
     words, hint = MISTAKES[name]
-    config, _, _ = trained
-    done = jaxspeed(*(config if word == "CONFIG" else word for word in words))
+    config, folder, _ = trained
+    done = jaxspeed(*({"CONFIG": config, "RUN": folder}.get(word, word) for word in words))
     assert done.returncode == 2, done.stderr
     assert hint in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1

@@ -300,6 +300,7 @@ BAD = {
         "data.mixture",
         "into the mixture",
     ),
+    "a URL for metrics": ({"run": {"output": "gs://b/x"}}, "run.output", "run.checkpoints"),
     "nothing to train on": ({"data": {"held_out": 1.0}}, "data.held_out", "less than 1"),
 }  # fmt: skip
 

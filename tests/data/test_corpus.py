@@ -163,7 +163,7 @@ def test_a_run_that_is_continued_has_its_own_tokenizer(folder, tmp_path, monkeyp
 def test_tokens_from_files_are_the_tokens_of_the_text(folder, tmp_path):
     data = text(folder, tokenizer="bpe", vocab_size=300)
     summary = tokenize(Data(**data), tmp_path / "tokens")
-    assert "60 documents" in summary
+    assert summary.documents == 60 and "60 documents" in str(summary)
     direct = opened(data)
     read = opened({"source": "tokens", "path": str(tmp_path / "tokens")})
     assert isinstance(read.train.parts[0].parts[0].stream.tokens, np.memmap)

@@ -14,7 +14,7 @@ from jaxspeed.observe.metrics.names import NAMES
 from jaxspeed.observe.metrics.peaks import peak_flops
 from jaxspeed.observe.metrics.picture import draw_loss
 from jaxspeed.observe.metrics.progress import Progress
-from jaxspeed.observe.metrics.records import read_records
+from jaxspeed.observe.metrics.records import from_json, read_records
 from jaxspeed.observe.metrics.sinks import (
     RECORDS,
     CsvSink,
@@ -39,6 +39,7 @@ __all__ = [
     "TensorBoardSink",
     "WandbSink",
     "draw_loss",
+    "from_json",
     "language_flops",
     "peak_flops",
     "read_records",
