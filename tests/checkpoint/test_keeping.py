@@ -5,7 +5,7 @@ import os
 import pytest
 
 import jaxspeed
-from jaxspeed.checkpoint import Checkpointer, show, verify
+from jaxspeed.checkpoint import Checkpointer, header, show, verify
 from tests.checkpoint import states
 
 
@@ -98,3 +98,20 @@ def test_a_missing_tag_is_answered_with_those_that_are_there(engine, tmp_path):
             jaxspeed.CheckpointError, match=r"no checkpoint 'step-7'.*step-00000001"
         ):
             ask()
+
+
+def test_a_clock_that_is_set_back_makes_no_checkpoint_older(engine, tmp_path, monkeypatch):
+    clock = iter(range(1_000_000, 0, -1000))
+    monkeypatch.setattr(header.time, "time", lambda: float(next(clock)))
+    save_steps(engine, Checkpointer(tmp_path, keep=2), 4)
+    assert tags(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+def test_what_cannot_be_removed_fails_no_save(engine, tmp_path, monkeypatch, caplog):
+    def busy(*_):
+        raise OSError("device or resource busy")
+
+    monkeypatch.setattr("jaxspeed.checkpoint.stores.LocalStore.remove", busy)
+    save_steps(engine, Checkpointer(tmp_path, keep=1), 2)
+    assert tags(tmp_path) == ["step-00000001", "step-00000002"]
+    assert "cannot be removed: device or resource busy" in caplog.text
