@@ -73,6 +73,15 @@ def test_a_plain_deepspeed_config_trains_ones_own_model():
     assert falls(engine, batch(32), 10)
 
 
+def test_a_plain_deepspeed_config_trains_a_family_named_beside_it(tmp_path):
+    """As docs/running.md has it."""
+    run = {"steps": 2, "devices": "cpu:8", "output": str(tmp_path), "sample_tokens": 0}
+    given = jaxspeed.Config.load(CONFIGS["ds_config.json"]).given
+    model = {"family": "gpt2", "preset": "tiny"}
+    reached = train(given | {"model": model, "run": run | {"eval_batches": 1}}).reached
+    assert reached.step == 2 and np.isfinite([reached.train_loss, reached.eval_loss]).all()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_key_of_a_config_is_refused(name):
     rows = jaxspeed.explain_config(CONFIGS[name])
