@@ -151,7 +151,7 @@ def test_metrics_are_averaged_as_the_loss_is():
 
     def with_metrics(model, batch):
         total, weight = weighted_error(model, batch)
-        return total, weight, {"first": batch["x"][0, 0], "samples": jnp.float32(len(batch["x"]))}
+        return total, weight, {"first": batch["x"][0, 0], "count": jnp.float32(len(batch["x"]))}
 
     case = CASES["pair"]
     metered = type(case)(case.model, with_metrics, vectors, case.plain)
@@ -164,5 +164,5 @@ def test_metrics_are_averaged_as_the_loss_is():
     weights = [part["weight"].sum() for part in parts]
     first = sum(w * part["x"][0, 0] for w, part in zip(weights, parts)) / sum(weights)
     np.testing.assert_allclose(metrics["first"], first, rtol=1e-5)
-    assert float(metrics["samples"]) == len(parts[0]["x"])
+    assert float(metrics["count"]) == len(parts[0]["x"])
     assert float(metrics["weight"]) == sum(weights)
