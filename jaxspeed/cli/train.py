@@ -3,7 +3,10 @@
 import argparse
 import json
 import shlex
+import shutil
 import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
@@ -41,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _again(given: argparse.Namespace, trainer: Trainer) -> str:
     """The command that continues this run; one that is done goes on when it has more steps."""
-    words = ["jaxspeed", "train", given.config]
+    words = [*_program(), "train", given.config]
     for word in ("output", "devices"):
         if getattr(given, word):
             words += [f"--{word}", getattr(given, word)]
@@ -51,3 +54,13 @@ def _again(given: argparse.Namespace, trainer: Trainer) -> str:
         overrides.append(f"run.steps={steps}")
     words += [part for one in overrides for part in ("--set", one)]
     return shlex.join(words)
+
+
+def _program() -> list[str]:
+    """How this command was called, so that what is printed can be typed again."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return ["python", "-m", "jaxspeed"]
+    if called.name == "jaxspeed" and shutil.which("jaxspeed") is None:  # of a venv not activated
+        return [str(called)]
+    return ["jaxspeed"]
