@@ -57,14 +57,14 @@ class Engine:
         placed = self._place(batch, "train_batch", self.program.batch.train)
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)
-        self._pace.sent(metrics)
+        self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
         """The loss of a batch in evaluation mode; as many samples as the ranks can share evenly."""
         metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
-        self._pace.sent(metrics)
+        self._pace.sent(metrics["loss"])
         return metrics
 
     @property

@@ -22,10 +22,10 @@ class Pace:
         self._bounded = device.platform == "cpu"
         self._in_flight: deque[Any] = deque()
 
-    def sent(self, results: Any) -> None:
-        """One more call was dispatched, which will make these arrays."""
+    def sent(self, result: Any) -> None:
+        """One more call was dispatched, which will make this array, among others."""
         if not self._bounded:
             return
-        self._in_flight.append(results)
+        self._in_flight.append(result)
         if len(self._in_flight) > MOST_IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
