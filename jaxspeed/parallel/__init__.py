@@ -1,0 +1,1 @@
+"""How compute crosses devices: tensor parallelism (`tensor/`)."""
