@@ -18,6 +18,7 @@ class Classes:
     def __init__(self) -> None:
         self._parent: list[Node] = []
         self._sizes: list[set[int]] = []
+        self._own: list[int] = []
 
     def new(self, shape: Sequence[int]) -> Nodes:
         """Fresh nodes for the dims of a variable of this shape."""
@@ -28,6 +29,7 @@ class Classes:
             return None
         self._parent.append(len(self._parent))
         self._sizes.append({size})
+        self._own.append(size)
         return len(self._parent) - 1
 
     def of(self, node: Node) -> Node:
@@ -52,6 +54,10 @@ class Classes:
 
     def same(self, a: Node | None, b: Node | None) -> bool:
         return a is not None and b is not None and self.of(a) == self.of(b)
+
+    def own_size(self, node: Node) -> int:
+        """The size of this very dim."""
+        return self._own[node]
 
     def sizes(self, node: Node) -> frozenset[int]:
         """The sizes of all dims of a node's class: [768] and [12, 64] share one by reshape."""

@@ -36,7 +36,7 @@ class Frame:
     jaxpr: Any
     times: int  # how often it runs in one pass: the trips of the scans around it
     nodes: dict[Any, Nodes] = field(default_factory=dict)
-    # Which parameters a variable was made from, if it was made from nothing else.
+    # Which parameters a variable was made from, if from nothing else; constants from none.
     weights: dict[Any, frozenset[str]] = field(default_factory=dict)
     inner: dict[int, list["Frame"]] = field(default_factory=dict)  # by an equation's position
 
@@ -46,8 +46,12 @@ class Frame:
         return (None,) * len(getattr(atom.aval, "shape", ()))
 
     def sources(self, atom: Any) -> frozenset[str]:
-        """The parameters that this was made from; empty for what depends on the batch."""
+        """The parameters that this was made from; none for what depends on the batch."""
         return self.weights.get(atom, frozenset()) if is_var(atom) else frozenset()
+
+    def is_weight(self, atom: Any) -> bool:
+        """Whether this depends on parameters and constants alone."""
+        return not is_var(atom) or atom in self.weights
 
     def walk(self) -> Iterator["Frame"]:
         """This frame and all within it."""
@@ -110,7 +114,7 @@ def _walk(
 
     for position, eqn in enumerate(jaxpr.eqns):
         given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
-        mixed = None if any(m is None for m in made) else frozenset().union(*made)
+        mixed = _together(made)
         calls = _calls(eqn, given, made)
         if calls is None:
             outs, from_ = results(eqn, given, classes), [mixed] * len(eqn.outvars)
@@ -118,7 +122,7 @@ def _walk(
             outs, from_ = _through(frame, position, eqn, calls, classes)
         for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):
             frame.nodes[v], origin[v] = nodes, made_from
-    frame.weights = {v: made_from for v, made_from in origin.items() if made_from}
+    frame.weights = {v: made_from for v, made_from in origin.items() if made_from is not None}
     return [frame.of(v) for v in jaxpr.outvars], [of(v) for v in jaxpr.outvars]
 
 
@@ -169,7 +173,7 @@ def _through(
     for other, other_made in others:
         for a, b in zip(outs, other, strict=True):
             classes.tie_all(a, b)
-        made = [None if x is None or y is None else x | y for x, y in zip(made, other_made)]
+        made = [_together(pair) for pair in zip(made, other_made, strict=True)]
     if loops:
         for a, b in zip(outs[:carry], calls[0].operands[consts:], strict=False):
             classes.tie_all(a, b)
@@ -181,6 +185,16 @@ def _through(
             ),
         ]
     return outs, made
+
+
+def _together(origins: Iterable[Origin]) -> Origin:
+    """What is made from all of these is made from what they are."""
+    found: frozenset[str] = frozenset()
+    for origin in origins:
+        if origin is None:
+            return None
+        found |= origin
+    return found
 
 
 def _loop_parts(eqn: Any) -> tuple[int, int]:

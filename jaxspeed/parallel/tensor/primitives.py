@@ -1,8 +1,8 @@
 """What each operation says of the dims of its operands and results.
 
 A rule ties the nodes of its operands and gives those of its results. Where an operation needs a
-whole dim, or mixes along it, the rule ties nothing and the dim ends there: the compiler has to bring
-the parts together if it is cut. An operation without a rule ties nothing.
+whole dim, or mixes along it, the rule ties nothing and the dim ends there: the compiler has to
+bring the parts together if it is cut. An operation without a rule ties nothing.
 """
 
 import math
@@ -36,7 +36,7 @@ def _untied(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[Nodes
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Equal shapes in and out, dims of size 1 and scalars aside, and no name that says otherwise."""
+    """Equal shapes in and out, but for scalars and dims of size 1, by no other name."""
     if eqn.primitive.name in MIXING or not eqn.outvars:
         return False
     shapes = {_shape(v) for v in eqn.outvars}
