@@ -72,7 +72,8 @@ class Row:
     """The placements of one leaf, a role each; None where the role is not stored."""
 
     leaf: Leaf
-    stored_shape: tuple[int, ...]  # the leaf's shape, padded where no dim divides
+    model_shape: tuple[int, ...]  # the leaf's shape, padded where a model axis does not divide it
+    stored_shape: tuple[int, ...]  # that, padded where ZeRO's cut does not divide it
     read: Placement  # as layers see it: gathered over data
     param: Placement | None
     master: Placement | None
@@ -105,4 +106,20 @@ class Row:
 
     def shape(self, placement: Placement) -> tuple[int, ...]:
         """The shape that this placement stores: padded only where it is cut."""
-        return self.leaf.shape if placement.spec == self.read.spec else self.stored_shape
+        return self.model_shape if placement.spec == self.read.spec else self.stored_shape
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The source's shape without the padding of model axes, as a unit is given it.
+
+        Layers see logical dims, cut unevenly; only the dim that is gathered has its padding.
+        """
+        specs = zip(_entries(self.read.spec, self.leaf), _entries(self.source.spec, self.leaf))
+        return tuple(
+            size if read == source else self.stored_shape[dim]
+            for dim, (size, (read, source)) in enumerate(zip(self.leaf.shape, specs, strict=True))
+        )
+
+
+def _entries(spec: PartitionSpec, leaf: Leaf) -> list[Any]:
+    return [*spec, *([None] * (len(leaf.shape) - len(spec)))]

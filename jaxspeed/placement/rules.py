@@ -1,10 +1,14 @@
 """From the names of a leaf's dims to the mesh axes that cut them: the model axes of its spec."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jaxspeed.placement.zero import ways
+from jaxspeed.errors import PlacementError
+from jaxspeed.placement.rows import Leaf
 
 # Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) stays whole.
 LOGICAL_RULES: Mapping[str, str] = {
@@ -17,14 +21,104 @@ LOGICAL_RULES: Mapping[str, str] = {
     "tensor": "tensor",  # models that name the mesh axis itself
 }
 
+# What becomes of a dim that its axis does not divide. The rows of a vocabulary are padded; key and
+# value heads are few, and every device has all of them; layers are the pipeline's business. What
+# is not here is refused.
+PADDED = ("vocab",)
+LEFT_WHOLE = ("kv_heads", "layers")
 
-def model_spec(
+
+class Misfit(NamedTuple):
+    """A dim that must be cut and that its axis does not divide."""
+
+    axis: str
+    name: str
+    size: int
+
+
+class ModelCut(NamedTuple):
+    """How the model axes cut a leaf."""
+
+    spec: PartitionSpec
+    stored_shape: tuple[int, ...]  # padded where the axis does not divide a dim that may be
+    note: str  # what is left whole although it has a name
+    misfits: tuple[Misfit, ...]
+
+
+def model_cut(
     shape: Sequence[int], names: Sequence[str | None], axis_sizes: Mapping[str, int]
-) -> PartitionSpec:
-    """The spec that a leaf's logical names give it: each axis once, on a dim that it divides."""
-    entries: list[str | None] = []
-    for size, name in zip(shape, [*names, *([None] * (len(shape) - len(names)))], strict=True):
+) -> ModelCut:
+    """What a leaf's logical names say: each axis once, on the first dim that it divides.
+
+    Where it divides none, on the first one that may be padded.
+    """
+    entries: list[str | None] = [None] * len(shape)
+    stored = list(shape)
+    notes: list[str] = []
+    misfits: list[Misfit] = []
+    of_axis: dict[str, list[int]] = {}
+    for dim, name in enumerate(names[: len(shape)]):
         axis = LOGICAL_RULES.get(name or "")
-        fits = axis and axis not in entries and axis_sizes[axis] > 1
-        entries.append(axis if fits and size % ways(axis, axis_sizes) == 0 else None)
-    return PartitionSpec(*entries)
+        if axis and axis_sizes[axis] > 1:
+            of_axis.setdefault(axis, []).append(dim)
+    for axis, dims in of_axis.items():
+        parts = axis_sizes[axis]
+        fitting = [d for d in dims if shape[d] % parts == 0]
+        fitting = fitting or [d for d in dims if names[d] in PADDED]
+        bad = [d for d in dims if names[d] not in LEFT_WHOLE]
+        if fitting:
+            entries[fitting[0]] = axis
+            stored[fitting[0]] = -(-shape[fitting[0]] // parts) * parts
+        elif bad:
+            misfits += [Misfit(axis, names[d] or "", shape[d]) for d in bad]
+        else:
+            notes += [f"whole: {shape[d]} {names[d]} over {axis} {parts}" for d in dims]
+    return ModelCut(PartitionSpec(*entries), tuple(stored), ", ".join(notes), tuple(misfits))
+
+
+def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> None:
+    """PlacementError that tells every dim that its axis must divide and does not."""
+    found: dict[Misfit, list[str]] = {}
+    for leaf in leaves:
+        for misfit in model_cut(leaf.shape, leaf.names, axis_sizes).misfits:
+            found.setdefault(misfit, []).append(leaf.path)
+    if not found:
+        return
+    lines = [
+        f"{m.size} {m.name} cannot be cut {axis_sizes[m.axis]} ways: {_like_paths(paths)}"
+        for m, paths in found.items()
+    ]
+    for axis in dict.fromkeys(misfit.axis for misfit in found):
+        lines.append(_advice(axis, axis_sizes[axis], _degrees(leaves, axis, axis_sizes)))
+    raise PlacementError("mesh: " + "\n".join(lines))
+
+
+def _degrees(leaves: Sequence[Leaf], axis: str, axis_sizes: Mapping[str, int]) -> list[int]:
+    """The sizes of an axis that fit every leaf."""
+    named = [leaf for leaf in leaves if any(LOGICAL_RULES.get(n or "") == axis for n in leaf.names)]
+    alike = {(leaf.shape, leaf.names): leaf for leaf in named}.values()
+    sizes = {n for leaf in alike for n in leaf.shape}
+    candidates = {d for n in sizes for d in range(1, math.isqrt(n) + 1) if n % d == 0}
+    candidates |= {n // d for n in sizes for d in candidates if n % d == 0}
+    return [
+        size
+        for size in sorted(candidates)
+        if not any(model_cut(x.shape, x.names, {**axis_sizes, axis: size}).misfits for x in alike)
+    ]
+
+
+def _advice(axis: str, size: int, works: Sequence[int]) -> str:
+    below = [n for n in works if n < size][-1:]
+    above = [n for n in works if n > size][:1]
+    nearest = " and ".join(map(str, below + above))
+    return (
+        f"degrees of {axis} that work for this model: {', '.join(map(str, works))}; "
+        f"nearest to {size}: {nearest}"
+    )
+
+
+def _like_paths(paths: Sequence[str], most: int = 4) -> str:
+    """Paths, those of equal layers told once: blocks/*/mlp/up/kernel."""
+    alike = dict.fromkeys(re.sub(r"(?<=/)\d+(?=/)|^\d+(?=/)", "*", path) for path in paths)
+    told = ", ".join(list(alike)[:most])
+    return told if len(alike) <= most else f"{told} and {len(alike) - most} more"

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.placement import show
 from jaxspeed.placement.rows import AS_MADE, ROLES, Leaf, Placement, Precision, Row
-from jaxspeed.placement.rules import model_spec
+from jaxspeed.placement.rules import model_cut, refuse_misfits
 from jaxspeed.placement.zero import cut_leaf, ways
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
@@ -96,6 +96,8 @@ def build_table(
     persistence_threshold: int = 0,
 ) -> PlacementTable:
     """The table for these leaves: what the ZeRO stage and the precision mean for each."""
+    leaves = list(leaves)
+    refuse_misfits(leaves, mesh.shape)
     device = device_memory_kind(mesh)
     rows = {
         leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device)
@@ -115,20 +117,20 @@ def device_memory_kind(mesh: Mesh) -> str:
 def _row(
     leaf: Leaf, mesh: Mesh, stage: int, precision: Precision, threshold: int, memory: str
 ) -> Row:
-    whole = model_spec(leaf.shape, leaf.names, mesh.shape)
-    cut = cut_leaf(leaf.shape, whole, leaf.names, mesh.shape)
-    note = ""
+    model = model_cut(leaf.shape, leaf.names, mesh.shape)
+    whole = model.spec
+    cut = cut_leaf(model.stored_shape, whole, leaf.names, mesh.shape)
+    notes = [model.note]
     if stage == 3 and math.prod(leaf.shape) < threshold:
-        stage, note = 2, f"whole: fewer than {threshold:,} elements"
+        stage = 2
+        notes.append(f"whole: fewer than {threshold:,} elements")
     if cut is None or stage == 0:
-        stored, cut_spec = leaf.shape, whole
+        stored, cut_spec = model.stored_shape, whole
     else:
         stored, cut_spec = cut.stored_shape, cut.spec
-    if stored != leaf.shape:
-        dim = next(d for d, (a, b) in enumerate(zip(leaf.shape, stored)) if a != b)
-        note = ", ".join(
-            filter(None, (note, f"dim {dim} padded {leaf.shape[dim]} -> {stored[dim]}"))
-        )
+    sizes = enumerate(zip(leaf.shape, stored, strict=True))
+    notes += [f"dim {dim} padded {a} -> {b}" for dim, (a, b) in sizes if a != b]
+    note = ", ".join(filter(None, notes))
 
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
@@ -139,11 +141,13 @@ def _row(
     read = at(whole, compute)
     if not leaf.trainable:
         frozen = at(cut_spec if stage == 3 else whole, compute)
-        return Row(leaf, stored, read, frozen, None, None, None, note or "frozen")
+        return Row(
+            leaf, model.stored_shape, stored, read, frozen, None, None, None, note or "frozen"
+        )
     kept = at(cut_spec if stage >= 1 else whole, leaf.dtype) if mixed else None
     param = read if stage < 3 else None if mixed else at(cut_spec, compute)
     grad_dtype = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
     grad = at(cut_spec if stage >= 2 else whole, grad_dtype)
     opt_dtype = precision.opt or (kept or param or read).dtype
     opt = at(cut_spec if stage >= 1 else whole, opt_dtype)
-    return Row(leaf, stored, read, param, kept, grad, opt, note)
+    return Row(leaf, model.stored_shape, stored, read, param, kept, grad, opt, note)

@@ -21,7 +21,7 @@ from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_slice
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
-from jaxspeed.train.state import Arrays
+from jaxspeed.train.state import Arrays, unpad
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Objective:
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
+        sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
         if not any(row.gathered for row in self.table):
             return self._direct(sources, variables, batch, step, micro, train)
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
