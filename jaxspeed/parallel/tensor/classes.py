@@ -52,6 +52,11 @@ class Classes:
         for x, y in zip(a, b, strict=True):
             self.tie(x, y)
 
+    def in_whole(self, node: Node | None, parts: int) -> None:
+        """The dim is of so many parts, none of which can be cut."""
+        if node is not None:
+            self._sizes[self.of(node)].add(parts)
+
     def same(self, a: Node | None, b: Node | None) -> bool:
         return a is not None and b is not None and self.of(a) == self.of(b)
 

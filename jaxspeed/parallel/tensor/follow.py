@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.parallel.tensor.classes import Classes, Nodes
+from jaxspeed.parallel.tensor.classes import Classes, Node, Nodes
 from jaxspeed.parallel.tensor.primitives import results
 from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
 from jaxspeed.placement.units.slicing import consts_and_carry
@@ -39,6 +39,10 @@ class Frame:
     # Which parameters a variable was made from, if from nothing else; constants from none.
     weights: dict[Any, frozenset[str]] = field(default_factory=dict)
     inner: dict[int, list["Frame"]] = field(default_factory=dict)  # by an equation's position
+    # By an equation's position, for plain operations: (operand, dim) of what does not go on in its
+    # results, and (result, dim) of what was in none of its operands.
+    ended: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    began: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def of(self, atom: Any) -> Nodes:
         if is_var(atom):
@@ -68,6 +72,7 @@ class Followed:
     classes: Classes
     top: Frame
     parameters: Mapping[str, Nodes]
+    samples: Node | None = None  # of the first dims of the batch
 
     def frames(self) -> Iterator[Frame]:
         return self.top.walk()
@@ -84,16 +89,29 @@ def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ())
     operands = [classes.new(_shape(v)) for v in jaxpr.invars]
     made_from = [frozenset({paths[v]}) if v in paths else None for v in jaxpr.invars]
     by_var = dict(zip(jaxpr.invars, operands, strict=True))
-    samples = [by_var[v][0] for v in batch if by_var.get(v)]
+    samples = [nodes[0] for v in batch if (nodes := by_var.get(v)) and nodes[0] is not None]
     for node in samples[1:]:
         classes.tie(samples[0], node)
     _walk(frame, operands, made_from, classes)
     nodes = {path: by_var[v] for path, v in parameters.items()}
-    return Followed(classes, frame, nodes)
+    return Followed(classes, frame, nodes, samples[0] if samples else None)
 
 
 def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
+
+
+def _missing(
+    these: Sequence[Nodes], those: Sequence[Nodes], classes: Classes
+) -> list[tuple[int, int]]:
+    """(variable, dim) of each of these nodes whose class is in none of those."""
+    there = {classes.of(node) for nodes in those for node in nodes if node is not None}
+    return [
+        (i, dim)
+        for i, nodes in enumerate(these)
+        for dim, node in enumerate(nodes)
+        if node is not None and classes.of(node) not in there
+    ]
 
 
 Origin = frozenset[str] | None  # None: it depends on more than parameters
@@ -118,6 +136,10 @@ def _walk(
         calls = _calls(eqn, given, made)
         if calls is None:
             outs, from_ = results(eqn, given, classes), [mixed] * len(eqn.outvars)
+            if ended := _missing(given, outs, classes):
+                frame.ended[position] = ended
+            if began := _missing(outs, given, classes):
+                frame.began[position] = began
         else:
             outs, from_ = _through(frame, position, eqn, calls, classes)
         for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):

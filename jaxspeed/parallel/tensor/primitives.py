@@ -60,7 +60,9 @@ def _elementwise(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[
 
 # Equal shapes in and out, and yet no element by element.
 MIXING = {"fft", "cholesky", "triangular_solve", "eigh", "lu", "qr", "svd", "shard_map"}
-MIXING |= {"pallas_call", "all_gather", "all_to_all", "ppermute"}
+MIXING |= {"pallas_call", "all_gather", "all_to_all", "ppermute", "custom_linear_solve"}
+MIXING |= {"schur", "hessenberg", "tridiagonal", "tridiagonal_solve", "householder_product"}
+MIXING |= {"pure_callback", "io_callback", "ffi_call", "custom_partitioning"}
 
 
 def _but(eqn: Any, operands: Sequence[Nodes], classes: Classes, dims: Sequence[int]) -> list[Nodes]:
@@ -154,6 +156,12 @@ def _whole_dims_stay(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> l
     return outs
 
 
+def _pad(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[Nodes]:
+    """Padding moves a dim's indices, even where it keeps the size."""
+    config = eqn.params["padding_config"]
+    return _but(eqn, operands[:1], classes, [d for d, x in enumerate(config) if any(x)])
+
+
 def _concatenate(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[Nodes]:
     out = classes.new(_shape(eqn.outvars[0]))
     for nodes in operands:
@@ -196,7 +204,8 @@ def _dot(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[Nodes]:
 def _convolution(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[Nodes]:
     """Batch goes through, input features are summed over, output features are the kernel's.
 
-    A depthwise kernel has one output feature (or several) for each of the input's.
+    A depthwise kernel has one output feature (or several) for each of the input's. Of groups of
+    features, each device has to have whole ones.
     """
     image, kernel = operands
     numbers = eqn.params["dimension_numbers"]
@@ -205,10 +214,12 @@ def _convolution(eqn: Any, operands: Sequence[Nodes], classes: Classes) -> list[
         return [tuple(out)]
     out[numbers.out_spec[0]] = image[numbers.lhs_spec[0]]
     out[numbers.out_spec[1]] = kernel[numbers.rhs_spec[0]]
-    if eqn.params["feature_group_count"] == 1:
+    groups = eqn.params["feature_group_count"]
+    if groups == 1:
         classes.tie(image[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])
     else:
         classes.tie(image[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[0]])
+        classes.in_whole(kernel[numbers.rhs_spec[0]], groups)
     return [tuple(out)]
 
 
@@ -262,9 +273,8 @@ RULES: dict[str, Rule] = {
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    **dict.fromkeys(
-        ("slice", "dynamic_slice", "dynamic_update_slice", "pad", "split"), _whole_dims_stay
-    ),
+    **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "split"), _whole_dims_stay),
+    "pad": _pad,
     "concatenate": _concatenate,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
