@@ -6,6 +6,7 @@ with each unit gathering its own parameters.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
+from jaxspeed.parallel.tensor import AS_WHOLE, Style, dims_cut_over, with_crossings
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -34,13 +36,14 @@ class Objective:
     compute_dtype: Any
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
+    style: Style = AS_WHOLE  # of what crosses the tensor axis
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
         sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
-        if not any(row.gathered for row in self.table):
+        if not (self.cut_over_tensor or any(row.gathered for row in self.table)):
             return self._direct(sources, variables, batch, step, micro, train)
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
         program = self.trace(rest, train)
@@ -51,8 +54,26 @@ class Objective:
         }
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
         way = Way(program.units, self._samples(batch))
-        outs = run_sliced(program.closed.jaxpr, program.closed.consts, args, storage, way)
+        outs = run_sliced(self._crossed(program), program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
+
+    @functools.cached_property
+    def cut_over_tensor(self) -> bool:
+        """Whether layers read any parameter cut over the tensor axis."""
+        specs = {row.path: row.read.spec for row in self.table}
+        return self.table.mesh.shape["tensor"] > 1 and bool(dims_cut_over("tensor", specs))
+
+    def _crossed(self, program: "Traced") -> Any:
+        """A traced loss with what it exchanges over the tensor axis written into it."""
+        paths = [row.path for row in self.table]
+        return with_crossings(
+            program.closed.jaxpr,
+            dict(zip(paths, program.parameters, strict=True)),
+            program.batch,
+            {row.path: row.read.spec for row in self.table},
+            self.table.mesh,
+            self.style,
+        )
 
     def _direct(
         self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
@@ -98,8 +119,11 @@ class Objective:
 
         closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
         parameters = closed.jaxpr.invars[: len(params)]
+        # After them come (variables, batch, step, micro), each with its leaves.
+        first = len(params) + len(jax.tree.leaves(rest[0]))
+        batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(rest[1]))]
         units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
-        return Traced(closed, parameters, jax.tree.structure(shape), units, is_sum)
+        return Traced(closed, parameters, batch, jax.tree.structure(shape), units, is_sum)
 
     def _samples(self, batch: Any) -> int | None:
         """How many samples a batch has, where the ranks can share them evenly."""
@@ -129,6 +153,7 @@ class Traced:
 
     closed: Any
     parameters: Sequence[Any]  # its variables that are parameters
+    batch: Sequence[Any]  # ... and those that are arrays of the batch
     out_tree: Any
     units: Units
     is_sum: bool  # the loss function returned (sum, weight)

@@ -7,7 +7,7 @@ a part of the sum then, and the parts have to be added (Shoeybi et al., arXiv:19
 operators f and g). All else goes on as it is cut.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from jaxspeed.parallel.tensor.classes import Node
 from jaxspeed.parallel.tensor.follow import Followed, Frame
 from jaxspeed.placement.units.jaxprs import is_var
 
-SUMMING = ("dot_general", "conv_general_dilated", "gather")
+PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class Cut:
 
     def leaves(self, frame: Frame, eqn: Any) -> bool:
         """Whether an operation leaves the cut: its result is a sum over devices."""
+        name = eqn.primitive.name
+        looks_up = name == "gather" and frame.is_weight(eqn.invars[0])
         return (
-            eqn.primitive.name in SUMMING
+            (name in PRODUCTS or looks_up)
             and self.dim(frame, eqn.outvars[0]) is None
             and any(self.dim(frame, v) is not None for v in eqn.invars)
         )
@@ -127,7 +129,7 @@ def _is_activation(frame: Frame, atom: Any) -> bool:
     )
 
 
-def dims_cut_over(axis: str, specs: Mapping[str, Sequence[Any]]) -> dict[str, int]:
+def dims_cut_over(axis: str, specs: Mapping[str, Iterable[Any]]) -> dict[str, int]:
     """{path: the dim that `axis` cuts} from PartitionSpecs."""
     return {
         path: dim
