@@ -3,7 +3,17 @@
 from jaxspeed.config.batch import Batch
 from jaxspeed.config.config import Config, load_config
 from jaxspeed.config.explain import explain_config
+from jaxspeed.config.layer_specs import LayerSpec
 from jaxspeed.config.patterns import match
 from jaxspeed.config.verdicts import Row, Verdict
 
-__all__ = ["Batch", "Config", "Row", "Verdict", "explain_config", "load_config", "match"]
+__all__ = [
+    "Batch",
+    "Config",
+    "LayerSpec",
+    "Row",
+    "Verdict",
+    "explain_config",
+    "load_config",
+    "match",
+]

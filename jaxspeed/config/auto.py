@@ -18,7 +18,12 @@ LEAVE_OUT = object()
 """The value of an "auto" that the config's other keys, or the default, say as well."""
 
 # Here "auto" is a word of the schema itself.
-ITS_OWN_WORD = {"parallel.gradient_reduction", "pipeline.stages"}
+ITS_OWN_WORD = {
+    "parallel.gradient_reduction",
+    "parallel.tensor_overlap",
+    "parallel.infer_tensor_cuts",
+    "pipeline.stages",
+}
 
 
 def _number(path: str, factor: int = 1) -> Callable[[Tree], Any]:

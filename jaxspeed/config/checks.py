@@ -20,6 +20,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _optimizer(settings)
     yield from _schedule(settings)
     yield from _gradients(settings)
+    yield from _tensor(settings)
     yield from _model(settings)
     yield from _data(settings)
     yield from _run(settings)
@@ -134,6 +135,19 @@ def _gradients(settings: Settings) -> Iterator[Problem]:
         works = "Needs a stage that shards: 1, 2 or 3."
         about = ("zero_optimization.stage",)
         yield Problem("zero_optimization.mics_shard_size", "a shard size at stage 0", works, about)
+
+
+def _tensor(settings: Settings) -> Iterator[Problem]:
+    parallel, key = settings.parallel, "parallel.sequence_parallel_activations"
+    overlap = parallel.tensor_overlap
+    if overlap.startswith("ring") and not parallel.sequence_parallel_activations:
+        found = f'"{overlap}" without sequence-parallel activations'
+        works = f'It steps their gathers and scatters: set {key}, or write "auto".'
+        yield Problem("parallel.tensor_overlap", found, works, (key,))
+    if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
+        found = 'true, while parallel.tensor_overlap is "none"'
+        works = "Both say the same thing: remove one."
+        yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
 
 
 def _model(settings: Settings) -> Iterator[Problem]:

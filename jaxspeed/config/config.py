@@ -10,6 +10,7 @@ from pydantic import PrivateAttr
 from jaxspeed.config.batch import Batch, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.json_schema import json_schema
+from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_words
 from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.schema import Settings
@@ -87,6 +88,18 @@ class Config(Settings):
         if self.bf16.enabled:
             return "bf16"
         return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Which weights are cut over tensor and how; the first that covers one counts."""
+        return layer_specs_from_words(self)[0]
+
+    @property
+    def tensor_overlap(self) -> Literal["auto", "none", "ring", "ring_both_ways"]:
+        """How the tensor axis's collectives overlap with products, by every word for it."""
+        said = self.parallel.tensor_overlap
+        steps = self.parallel.sequence_parallel_activations
+        return "ring" if said == "auto" and steps and self.tensor_parallel.tp_overlap_comm else said
 
     def batch(self, data_parallel_size: int) -> Batch:
         """The batch triple for so many data ranks, mesh.replica x mesh.data.

@@ -9,7 +9,6 @@ from jaxspeed.config.types import (
     LARGEST,
     Flag,
     Natural,
-    Opaque,
     Pattern,
     Section,
     Text,
@@ -46,6 +45,9 @@ class Mesh(Section):
     tensor: AxisSize = 1
 
 
+Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeValidator(lower)]
+
+
 class Parallel(Section):
     """What DeepSpeed has no word for."""
 
@@ -55,15 +57,9 @@ class Parallel(Section):
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
     ] = "auto"
-
-
-class TensorParallel(Section):
-    """DeepSpeed's AutoTP."""
-
-    autotp_size: Natural = 0
-    preset_model: Text | None = None
-    partition_config: Opaque | None = None
-    tp_overlap_comm: Flag = False
+    sequence_parallel_activations: Flag = False
+    tensor_overlap: Overlap = "auto"
+    infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = "auto"
 
 
 def _stages(value: Any) -> Any:

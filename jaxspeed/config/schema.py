@@ -8,11 +8,11 @@ from jaxspeed.config.parallelism import (
     Mesh,
     Parallel,
     Pipeline,
-    TensorParallel,
 )
 from jaxspeed.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from jaxspeed.config.running import Checkpoint, Elasticity, Model, Run
 from jaxspeed.config.schedules import Scheduler
+from jaxspeed.config.tensor import TensorParallel
 from jaxspeed.config.types import (
     Count,
     Dtype,

@@ -1,6 +1,6 @@
 """What becomes of each key: the form of a row of the vocabulary, and how one is judged."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +12,8 @@ class Entry:
     """One row of the vocabulary.
 
     `off` holds the values by which a refused key asks for nothing, and is then accepted. `when`
-    names a switch and the values of it under which the key says anything at all.
+    names a switch and the values of it under which the key says anything at all, `unless` one and
+    the values under which it says nothing.
     """
 
     path: str
@@ -21,6 +22,7 @@ class Entry:
     off: tuple[Any, ...] = ()
     when: tuple[str, tuple[Any, ...]] | None = None
     off_if: Callable[[Any], bool] | None = None
+    unless: tuple[str, tuple[Any, ...]] | None = None
 
     def is_off(self, value: Any) -> bool:
         """Whether this value asks for nothing."""
@@ -46,10 +48,14 @@ def rows(
     sentences: dict[str, str],
     *,
     when: tuple[str, tuple[Any, ...]] | None = None,
+    unless: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Iterable[Entry]:
     """Rows of one section and verdict, a sentence each."""
     prefix = f"{section}." if section else ""
-    return [Entry(prefix + key, verdict, text, when=when) for key, text in sentences.items()]
+    return [
+        Entry(prefix + key, verdict, text, when=when, unless=unless)
+        for key, text in sentences.items()
+    ]
 
 
 def alike(
@@ -90,13 +96,22 @@ def is_switched_off(section: Any) -> bool:
 
 def judge(entry: Entry, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, str]:
     """The verdict on a key that holds `value`; `read` gives other keys' values by path."""
-    if entry.when is not None:
-        switch, needed = entry.when
-        if read(switch) not in needed:
+    for switch, is_idle in _switches(entry):
+        if is_idle(read(switch)):
             return "harmless", f"Says nothing while {switch} is {shown(read(switch))}."
     if entry.verdict == "refused" and entry.is_off(value):
         return "harmless", f"Asks for nothing here. Otherwise refused: {entry.sentence}"
     return entry.verdict, entry.sentence
+
+
+def _switches(entry: Entry) -> Iterator[tuple[str, Callable[[Any], bool]]]:
+    """The keys that decide whether this one says anything, each with when it does not."""
+    if entry.when is not None:
+        switch, needed = entry.when
+        yield switch, lambda value: value not in needed
+    if entry.unless is not None:
+        switch, idle = entry.unless
+        yield switch, lambda value: value in idle
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,8 @@
 """The whole vocabulary: one row a key, one verdict a row, true of today's code."""
 
 from jaxspeed.config.verdicts import Entry
-from jaxspeed.config.words_system import OWN, PARALLELISM, REPORTS, UNBUILT, ZERO
+from jaxspeed.config.words_parallelism import PARALLELISM
+from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.words_training import TRAINING
 
 VOCABULARY: dict[str, Entry] = {

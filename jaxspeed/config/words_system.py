@@ -1,4 +1,4 @@
-"""Verdicts on ZeRO, parallelism, memory, reports and what is not built."""
+"""Verdicts on ZeRO, reports, what is not built, and the own sections."""
 
 from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
 
@@ -108,70 +108,6 @@ ZERO: tuple[Entry, ...] = (
         "harmless",
         "Any optimizer works at any stage.",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-    ),
-)
-
-_NO_REMAT = "Recomputation from the config is not built; use nnx.remat in the model."
-_UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
-
-PARALLELISM: tuple[Entry, ...] = (
-    *rows(
-        "mesh",
-        "honoured",
-        {
-            "replica": "Copies of the sharded state; a data axis for the batch.",
-            "data": "The batch is cut over it, and ZeRO shards over it.",
-            "tensor": "Weights are cut over it, by the model's logical axes or path patterns.",
-        },
-    ),
-    *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("pipe", "seq", "expert")],
-    *rows(
-        "parallel",
-        "honoured",
-        {
-            "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
-            "by default they are found.",
-            "full_precision": "Parameters that are never cast, as path patterns.",
-            "logical_axes": "Names of the dims of parameters that their model gives none, by path "
-            'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
-            "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
-            '(stages 0 and 1), every "micro_batch", or "auto".',
-        },
-    ),
-    Entry("data_parallel_size", "honoured", "The size of mesh.replica x mesh.data."),
-    refused("sequence_parallel_size", "The seq axis is not built; remove it or write 1.", 1, None),
-    Entry("tensor_parallel.autotp_size", "honoured", "The size of mesh.tensor; 0 says nothing."),
-    refused(
-        "tensor_parallel.preset_model",
-        "Presets name torch modules; models here say their logical axes themselves.",
-        None,
-    ),
-    refused(
-        "tensor_parallel.partition_config",
-        "Row and column rules by pattern are not built; models say their logical axes in Flax "
-        "metadata.",
-        None,
-        {},
-    ),
-    Entry("tensor_parallel.tp_overlap_comm", "harmless", "XLA overlaps collectives and compute."),
-    refused_section("expert_parallel", "The expert axis is not built; remove it."),
-    Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
-    refused("pipeline.stages", "Pipelines are not built; remove it or write 1.", "auto", 1),
-    *alike(
-        "pipeline",
-        "harmless",
-        "Says nothing while there is one pipeline stage; more are refused until they are built.",
-        "partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
-    ),
-    *[
-        refused(f"activation_checkpointing.{key}", _NO_REMAT, None, False, 0)
-        for key in ("partition_activations", "cpu_checkpointing", "number_checkpoints")
-    ],
-    *alike(
-        "activation_checkpointing",
-        "harmless",
-        "A knob of DeepSpeed's runtime; XLA plans the buffers.",
-        "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     ),
 )
 

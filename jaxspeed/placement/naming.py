@@ -24,8 +24,13 @@ def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> N
         if not any(match(pattern, path) for path in paths):
             raise ConfigError(
                 f"{key}: {pattern!r} covers no parameter of this model; it has, for example: "
-                + ", ".join(paths[:EXAMPLES])
+                + examples(paths)
             )
+
+
+def examples(paths: Sequence[str]) -> str:
+    """A few of the paths."""
+    return ", ".join(paths[:EXAMPLES])
 
 
 def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:

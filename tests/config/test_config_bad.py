@@ -20,6 +20,10 @@ def zero(**keys):
     return {"zero_optimization": keys}
 
 
+def specs(words):
+    return {"tensor_parallel": {"partition_config": {"layer_specs": words}}}
+
+
 BAD = {
     # Unknown keys.
     "misspelt key": (
@@ -54,6 +58,92 @@ BAD = {
     "a fraction of a sample": ({"train_batch_size": 8.5}, "train_batch_size", "Write 8."),
     "null for a number": ({"gradient_clipping": None}, "gradient_clipping", "Remove the key"),
     "flag for a section": ({"fp16": True}, "fp16", 'Write {"enabled": true}'),
+    "specs that are a word": (
+        specs("column"),
+        "tensor_parallel.partition_config.layer_specs",
+        "a mapping from path patterns",
+    ),
+    "unknown word of a spec": (
+        specs({"up": "colunm"}),
+        "tensor_parallel.partition_config.layer_specs.up",
+        'Did you mean "column"?',
+    ),
+    "unknown key of a spec": (
+        specs({"up": {"type": "row", "dims": 0}}),
+        "tensor_parallel.partition_config.layer_specs.up.dims",
+        'Did you mean "dim"?',
+    ),
+    "spec without a word": (
+        specs({"up": {"dim": 0}}),
+        "tensor_parallel.partition_config.layer_specs.up.type",
+        "Needs a value",
+    ),
+    "dim of what is whole": (
+        specs({"up": {"type": "replicated", "dim": 0}}),
+        "tensor_parallel.partition_config.layer_specs.up.dim",
+        "no dim that is cut",
+    ),
+    "regex for a path pattern": (
+        specs({r".*\.[qk]_proj\.weight$": "column"}),
+        r"tensor_parallel.partition_config.layer_specs..*\.[qk]_proj\.weight$",
+        'a path pattern: "q_proj" and "k_proj"',
+    ),
+    "torch's path for a path pattern": (
+        specs({"mlp.up": "column"}),
+        "tensor_parallel.partition_config.layer_specs.mlp.up",
+        "'mlp/up'",
+    ),
+    "DeepSpeed's spec without patterns": (
+        specs([{"partition_type": "row"}]),
+        "tensor_parallel.partition_config.layer_specs.0.patterns",
+        "Needs a value",
+    ),
+    "DeepSpeed's spec with our word": (
+        specs([{"patterns": ["up"], "partition_type": "vocabulary"}]),
+        "tensor_parallel.partition_config.layer_specs.0.partition_type",
+        'one of "column", "row", "skip"',
+    ),
+    "DeepSpeed's spec with a misspelt key": (
+        specs([{"patterns": ["up"], "partition_typ": "row"}]),
+        "tensor_parallel.partition_config.layer_specs.0.partition_typ",
+        'Did you mean "partition_type"?',
+    ),
+    "a regex that no pattern says": (
+        specs([{"patterns": [r".*\.(?!lm_head)\w*proj$"]}]),
+        "tensor_parallel.partition_config.layer_specs.0.patterns.0",
+        'Write path patterns instead, such as "',
+    ),
+    "fused weights": (
+        specs([{"patterns": [r".*\.qkv_proj\.weight$"], "shape": [[8, 2, 2], -1]}]),
+        "tensor_parallel.partition_config.layer_specs.0.shape",
+        "one weight each",
+    ),
+    "torch's other dim": (
+        specs([{"patterns": ["up"], "partition_type": "column", "partition_dim": 1}]),
+        "tensor_parallel.partition_config.layer_specs.0.partition_dim",
+        "dims of a torch weight",
+    ),
+    "specs of several models": (
+        specs([{"patterns": ["up"], "model_types": ["llama"]}]),
+        "tensor_parallel.partition_config.layer_specs.0.model_types",
+        "one model",
+    ),
+    "misspelt key of partition_config": (
+        {"tensor_parallel": {"partition_config": {"layer_spec": {}}}},
+        "tensor_parallel.partition_config.layer_spec",
+        'Did you mean "layer_specs"?',
+    ),
+    "misspelt preset": (
+        {"tensor_parallel": {"preset_model": "lama"}},
+        "tensor_parallel.preset_model",
+        'Needs one of gpt2, llama, vit, or of gpt3, llama2, llama3, mistral, qwen2. Did you mean '
+        '"llama"?',
+    ),
+    "preset that is not built": (
+        {"tensor_parallel": {"preset_model": "mixtral"}},
+        "tensor_parallel.preset_model",
+        "There is none for mixtral: the expert axis is not built.",
+    ),
     "old ZeRO flag": ({"zero_optimization": True}, "zero_optimization", "a mapping of keys"),
     "text for a list": (
         {"parallel": {"units": "blocks/*"}},
@@ -199,6 +289,21 @@ BAD = {
         {"parallel": {"gradient_reduction": "step"}, **zero(stage=2)},
         "parallel.gradient_reduction",
         'write "micro_batch" or "auto"',
+    ),
+    "a ring without cut activations": (
+        {"parallel": {"tensor_overlap": "ring"}},
+        "parallel.tensor_overlap",
+        "set parallel.sequence_parallel_activations",
+    ),
+    "a ring both ways without cut activations": (
+        {"parallel": {"tensor_overlap": "ring_both_ways"}},
+        "parallel.tensor_overlap",
+        'or write "auto"',
+    ),
+    "overlap said twice": (
+        {"parallel": {"tensor_overlap": "none"}, "tensor_parallel": {"tp_overlap_comm": True}},
+        "tensor_parallel.tp_overlap_comm",
+        "remove one",
     ),
     "coupled AdamW": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "adam_w_mode": False}}},

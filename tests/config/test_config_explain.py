@@ -1,6 +1,7 @@
 """`explain_config`: one row a key, good or bad."""
 
 from jaxspeed.config import Config, explain_config
+from jaxspeed.config.tree import given_leaves
 
 
 def rows_of(config, **keywords):
@@ -40,6 +41,44 @@ def test_a_key_whose_switch_is_off_says_nothing():
     assert rows_of({"fp16": {"enabled": True, "loss_scale": 128}})["fp16.loss_scale"].verdict == (
         "honoured"
     )
+
+
+TENSOR = {
+    "parallel": {
+        "sequence_parallel_activations": True,
+        "tensor_overlap": "ring",
+        "infer_tensor_cuts": "never",
+    },
+    "tensor_parallel": {
+        "preset_model": "llama",
+        "partition_config": {"layer_specs": {"up": "column"}, "use_default_specs": True},
+        "tp_overlap_comm": True,
+    },
+}
+
+
+def test_words_for_the_tensor_axis_say_nothing_while_it_is_one_device():
+    leaves = [path for path, _ in given_leaves(TENSOR)]
+    alone = rows_of(TENSOR)
+    assert {alone[path].verdict for path in leaves} == {"harmless"}
+    assert {alone[path].sentence for path in leaves} == {"Says nothing while mesh.tensor is 1."}
+    for size in ({"mesh": {"tensor": 2}}, {"mesh": {"tensor": -1}}):
+        cut = rows_of(TENSOR | size)
+        assert {path for path in leaves if cut[path].verdict != "honoured"} == {
+            "tensor_parallel.tp_overlap_comm"
+        }
+    by_other_word = TENSOR | {
+        "tensor_parallel": TENSOR["tensor_parallel"] | {"autotp_size": 4},
+    }
+    assert rows_of(by_other_word)["parallel.tensor_overlap"].verdict == "honoured"
+
+
+def test_a_preset_that_custom_specs_replace_says_nothing():
+    partition = {"layer_specs": {"up": "column"}, "use_default_specs": False}
+    section = {"autotp_size": 2, "preset_model": "llama", "partition_config": partition}
+    row = rows_of({"tensor_parallel": section})["tensor_parallel.preset_model"]
+    assert row.verdict == "harmless"
+    assert "use_default_specs is false" in row.sentence
 
 
 def test_an_auto_says_what_it_became():

@@ -98,6 +98,53 @@ SAMPLES = {
         },
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
     },
+    "AutoTP with custom patterns": {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+        "tensor_parallel": {
+            "autotp_size": 4,
+            "preset_model": "llama",
+            "tp_overlap_comm": True,
+            "partition_config": {
+                "use_default_specs": False,
+                "layer_specs": [
+                    {
+                        "patterns": [".*\\.o_proj\\.weight$", ".*\\.down_proj\\.weight$"],
+                        "partition_type": "row",
+                    },
+                    {"patterns": [".*\\.[qkv]_proj\\.weight$"], "partition_type": "column"},
+                    {
+                        "patterns": [".*\\.(up|gate)_proj$"],
+                        "shape": [-1, -1],
+                        "partition_dim": 0,
+                        "gather_output": True,
+                    },
+                    {"patterns": [".*\\.router$"], "partition_type": "skip"},
+                ],
+            },
+        },
+    },
+    "tensor parallel in the own words": {
+        "mesh": {"tensor": 2},
+        "tensor_parallel": {
+            "preset_model": "GPT-2",
+            "partition_config": {
+                "layer_specs": {
+                    "**/enc/proj": "column",
+                    "dec/out": {"type": "row", "dim": 0},
+                    "tokens": "vocabulary",
+                    "router": "replicated",
+                }
+            },
+        },
+        "parallel": {
+            "sequence_parallel_activations": True,
+            "tensor_overlap": "ring_both_ways",
+            "infer_tensor_cuts": "never",
+            "logical_axes": {"head/kernel": ["embed", None]},
+        },
+    },
     "with the own sections": {
         "train_batch_size": 32,
         "optimizer": {
@@ -187,7 +234,11 @@ def number(value):
 CHECKS = {
     "type": is_type,
     "properties": properties,
-    "additionalProperties": lambda schema, value: schema["additionalProperties"] in (True, False),
+    "additionalProperties": lambda schema, value: (
+        not isinstance(schema["additionalProperties"], dict)
+        or not isinstance(value, dict)
+        or all(valid(schema["additionalProperties"], item) for item in value.values())
+    ),
     "patternProperties": lambda schema, value: schema["patternProperties"] == {"^_": {}},
     "required": lambda schema, value: (
         not isinstance(value, dict) or {*schema["required"]} <= {*value}
@@ -239,6 +290,9 @@ def test_the_json_schema_accepts_what_loads(name):
         {"optimizer": {"type": "Adam", "params": {"beta": 1}}},
         {"parallel": {"units": "blocks"}},
         {"gradient_clipping": "auto"},
+        {"tensor_parallel": {"partition_config": {"layer_specs": "column"}}},
+        {"tensor_parallel": {"partition_config": {"layer_specs": {"up": "colunm"}}}},
+        {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": ["up"]}]}}},
     ],
 )
 def test_the_json_schema_refuses_what_does_not_load(tree):

@@ -9,10 +9,12 @@ import pytest
 
 import jaxspeed.config
 from jaxspeed.config import Config, explain_config
+from jaxspeed.config.tensor import PartitionConfig
 from jaxspeed.config.tree import read, schema_leaves
 from jaxspeed.config.verdicts import judge
 from jaxspeed.config.vocabulary import VOCABULARY
-from jaxspeed.config.words_system import OWN, PARALLELISM, REPORTS, UNBUILT, ZERO
+from jaxspeed.config.words_parallelism import PARALLELISM
+from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.words_training import TRAINING
 from jaxspeed.errors import ConfigError
 
@@ -95,6 +97,7 @@ DEEPSPEED = {
     "tensor_parallel.autotp_size": 0,
     "tensor_parallel.preset_model": None,
     "tensor_parallel.partition_config": None,
+    "tensor_parallel.tp_overlap_comm": False,
     "sequence_parallel_size": None,
     "data_parallel_size": None,
     "checkpoint.tag_validation": "Warn",
@@ -153,8 +156,7 @@ ASKING = {
     "mesh.seq": 2,
     "mesh.expert": -1,
     "sequence_parallel_size": 2,
-    "tensor_parallel.preset_model": "llama",
-    "tensor_parallel.partition_config": {"layer_specs": []},
+    "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel": {"enabled": True},
     "pipeline.stages": 2,
     "activation_checkpointing.number_checkpoints": 4,
@@ -186,6 +188,24 @@ def test_no_key_has_two_verdicts():
 
 def test_every_row_has_a_sentence():
     assert all(entry.sentence.rstrip().endswith(".") for entry in VOCABULARY.values())
+
+
+# AutoTPConfig and TPLayerSpec of deepspeed/module_inject/autotp_config.py.
+PARTITION = {
+    "layer_specs": [],
+    "use_default_specs": True,
+    "strict_mode": False,
+    "tp_size": 1,
+    "embedding_partition_dim": 1,
+    "lm_head_patterns": ["lm_head", "embed_out"],
+}
+
+
+def test_partition_config_has_deepspeeds_keys_and_defaults():
+    assert Config(tensor_parallel={"partition_config": {}}).tensor_parallel.partition_config == (
+        PartitionConfig(**PARTITION)
+    )
+    assert list(PartitionConfig.model_fields) == list(PARTITION)
 
 
 @pytest.mark.parametrize("path", DEEPSPEED)

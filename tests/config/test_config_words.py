@@ -224,9 +224,16 @@ def test_auto_takes_what_the_config_knows():
 
 def test_auto_is_a_word_of_its_own_where_the_schema_says_so():
     config = load_config(
-        {"parallel": {"gradient_reduction": "auto"}, "pipeline": {"stages": "auto"}}
+        {
+            "parallel": dict.fromkeys(
+                ("gradient_reduction", "tensor_overlap", "infer_tensor_cuts"), "auto"
+            ),
+            "pipeline": {"stages": "auto"},
+        }
     )
     assert config.parallel.gradient_reduction == "auto"
+    assert config.parallel.tensor_overlap == "auto"
+    assert config.parallel.infer_tensor_cuts == "auto"
 
 
 @pytest.mark.parametrize(

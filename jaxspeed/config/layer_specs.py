@@ -1,0 +1,188 @@
+"""Which weights the tensor axis cuts how: every word of a config for it, as one list."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from jaxspeed.config.patterns import pattern_problem
+from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.tensor import TorchSpec, WordAt
+from jaxspeed.config.tensor_presets import ALIASES, PRESETS, UNBUILT, canonical_preset
+from jaxspeed.config.torch_names import example_pattern, looks_like_regex, path_patterns
+from jaxspeed.config.types import Section
+from jaxspeed.config.verdicts import shown
+
+SPECS = "tensor_parallel.partition_config.layer_specs"
+PRESET = "tensor_parallel.preset_model"
+FROM_TORCH = {"column": "column", "row": "row", "skip": "replicated"}
+TORCH_DIM = {"column": 0, "row": 1}  # of a torch weight, [out, in]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """How the parameters that a pattern covers are cut over the tensor axis.
+
+    `column` cuts what a product makes, `row` what it sums over, `vocabulary` the rows of an
+    embedding or the columns of a head; `replicated` keeps them whole.
+    """
+
+    pattern: str
+    type: Literal["column", "row", "vocabulary", "replicated"]
+    dim: int | None = None  # the dim that is cut, where it was said
+    logical_name: str | None = None  # of the dim that is cut, where it has one of its own
+    key: str = SPECS  # where in the config it stands,
+    text: str = ""  # and as what: several patterns may come of one regex or preset
+
+    @property
+    def name(self) -> str:
+        """The logical name that the dim gets, by which placement/rules.py cuts it."""
+        return self.logical_name or ("vocab" if self.type == "vocabulary" else "tensor")
+
+    @property
+    def said(self) -> str:
+        """As the user wrote it."""
+        return shown(self.text or self.pattern)
+
+    @property
+    def by_preset(self) -> bool:
+        return self.key == PRESET
+
+
+def layer_specs_from_words(settings: Settings) -> tuple[tuple[LayerSpec, ...], list[Problem]]:
+    """The specs in the order in which they win, and what is wrong with the words for them.
+
+    As in DeepSpeed: those of partition_config first, then the preset's, unless use_default_specs
+    is false.
+    """
+    words = settings.tensor_parallel
+    partition = words.partition_config
+    specs: list[LayerSpec] = []
+    problems: list[Problem] = []
+    if partition is not None:
+        given = partition.layer_specs
+        read = _from_mapping(given) if isinstance(given, dict) else _from_list(given)
+        for item in read:
+            (problems if isinstance(item, Problem) else specs).append(item)  # type: ignore[arg-type]
+    if words.preset_model is not None:
+        preset = canonical_preset(words.preset_model)
+        if preset is None:
+            problems.append(_unknown_preset(words.preset_model))
+        elif partition is None or partition.use_default_specs:
+            specs += [
+                LayerSpec(pattern, type, None, name, PRESET, words.preset_model)  # type: ignore[arg-type]
+                for pattern, type, name in PRESETS[preset]
+            ]
+    return tuple(specs), problems
+
+
+def _from_mapping(given: Mapping[str, Any]) -> Iterator[LayerSpec | Problem]:
+    """{path pattern: word}, or {path pattern: {"type": word, "dim": k}}."""
+    for pattern, value in given.items():
+        path = f"{SPECS}.{pattern}"
+        if wrong := _wrong_pattern(pattern):
+            yield Problem(path, f"the pattern {shown(pattern)}", f"Needs {wrong}.")
+            continue
+        tree = value if isinstance(value, dict) else {"type": value}
+        word, problems = _checked(WordAt, tree, path)
+        if not isinstance(value, dict):
+            problems = [replace(problem, path=path) for problem in problems]
+        yield from problems
+        if word is None:
+            continue
+        if word.type == "replicated" and word.dim is not None:
+            yield Problem(
+                f"{path}.dim", str(word.dim), "What is replicated has no dim that is cut."
+            )
+            continue
+        yield LayerSpec(pattern, word.type, word.dim)
+
+
+def _wrong_pattern(pattern: str) -> str | None:
+    if not looks_like_regex(pattern):
+        return pattern_problem(pattern)
+    patterns = path_patterns(pattern) or [example_pattern(pattern)]
+    return f"a path pattern: {' and '.join(map(shown, patterns))}"
+
+
+def _from_list(given: Iterable[Any]) -> Iterator[LayerSpec | Problem]:
+    """DeepSpeed's form: [{"patterns": [regex, ...], "partition_type": word}]."""
+    for number, item in enumerate(given):
+        path = f"{SPECS}.{number}"
+        spec, problems = _checked(TorchSpec, item, path)
+        problems += [] if spec is None else _only_in_torch(spec, path)
+        yield from problems
+        if spec is None or problems:
+            continue
+        for i, regex in enumerate(spec.patterns):
+            key, patterns = f"{path}.patterns.{i}", _of_regex(regex)
+            if isinstance(patterns, str):
+                yield Problem(key, f"the regex {shown(regex)}", patterns)
+                continue
+            word: Any = FROM_TORCH[spec.partition_type]
+            yield from (LayerSpec(pattern, word, key=key, text=regex) for pattern in patterns)
+
+
+def _of_regex(regex: str) -> list[str] | str:
+    """The path patterns that a regex comes to, or what would work."""
+    if "/" in regex and not looks_like_regex(regex):
+        wrong = pattern_problem(regex)
+        return [regex] if wrong is None else f"Needs {wrong}."
+    patterns = path_patterns(regex)
+    if patterns is not None:
+        return patterns
+    return (
+        "It has no simple form as a path pattern. Write path patterns instead, such as "
+        f'"{example_pattern(regex)}", in which "*" is anything within a name and "**" any number '
+        "of names."
+    )
+
+
+def _only_in_torch(spec: TorchSpec, path: str) -> list[Problem]:
+    """What speaks of torch's weights, or of DeepSpeed's way to hold them."""
+    problems = []
+    flat = isinstance(spec.shape, list) and all(size == -1 for size in spec.shape)
+    if spec.shape is not None and not flat:
+        works = (
+            "A fused weight would be cut in contiguous parts, which do not hold the same share of "
+            "each part of it: give the model one weight each, and remove the key."
+        )
+        problems.append(Problem(f"{path}.shape", shown(spec.shape), works))
+    if spec.partition_dim not in (None, TORCH_DIM.get(spec.partition_type, spec.partition_dim)):
+        works = (
+            f'It counts the dims of a torch weight, of which "{spec.partition_type}" cuts '
+            f"{TORCH_DIM[spec.partition_type]}. Remove it, or write layer_specs as a mapping, in "
+            'which {"type": "column", "dim": 1} counts those of the array here.'
+        )
+        problems.append(Problem(f"{path}.partition_dim", str(spec.partition_dim), works))
+    if spec.model_types is not None:
+        works = "A config is for one model: keep the specs that are meant, and remove the key."
+        problems.append(Problem(f"{path}.model_types", shown(spec.model_types), works))
+    return problems
+
+
+def _checked(model: type[Section], tree: Any, path: str) -> tuple[Any, list[Problem]]:
+    try:
+        return model.model_validate(tree), []
+    except ValidationError as error:
+        siblings = list(model.model_fields)
+        problems = [
+            replace(problem, path=problem.path.removesuffix("."))
+            for item in error.errors()
+            for problem in [from_pydantic(item, f"{path}.", siblings)]
+        ]
+        return None, list({problem.path: problem for problem in problems}.values())
+
+
+def _unknown_preset(name: str) -> Problem:
+    works = f"Needs one of {', '.join(PRESETS)}, or of {', '.join(ALIASES)}."
+    why = UNBUILT.get(name.lower(), "")
+    near = did_you_mean(name, [*PRESETS, *ALIASES])
+    hint = f"There is none for {name.lower()}: {why}." if why else near
+    rest = (
+        f"Otherwise name the weights in {SPECS}, or neither: the model's logical axes are taken, "
+        "or what to cut is inferred from the traced program."
+    )
+    return Problem(PRESET, shown(name), " ".join(filter(None, (works, hint, rest))))

@@ -1,0 +1,114 @@
+"""Verdicts on the mesh, on what spreads a model over it, and on recomputation."""
+
+from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
+
+# With one device on the axis there is nothing to cut.
+ONE_PART = ("mesh.tensor", (1,))
+
+_NO_REMAT = "Recomputation from the config is not built; use nnx.remat in the model."
+_UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
+
+PARALLELISM: tuple[Entry, ...] = (
+    *rows(
+        "mesh",
+        "honoured",
+        {
+            "replica": "Copies of the sharded state; a data axis for the batch.",
+            "data": "The batch is cut over it, and ZeRO shards over it.",
+            "tensor": "Weights are cut over it: by layer_specs or a preset, by the model's logical "
+            "axes, or as is inferred.",
+        },
+    ),
+    *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("pipe", "seq", "expert")],
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
+            "by default they are found.",
+            "full_precision": "Parameters that are never cast, as path patterns.",
+            "logical_axes": "Names of the dims of parameters that their model gives none, by path "
+            'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
+            "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
+            '(stages 0 and 1), every "micro_batch", or "auto".',
+        },
+    ),
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "sequence_parallel_activations": "Between products that the tensor axis cuts, "
+            "activations are cut along the sequence over it.",
+            "tensor_overlap": 'How its collectives overlap with products: "ring" breaks them into '
+            'steps, "ring_both_ways" in both directions, "none" does not; "auto" is what compiles '
+            "best for the platform.",
+            "infer_tensor_cuts": '"auto" infers from the traced program what to cut, where neither '
+            'the model nor the config names it; "never" leaves it whole.',
+        },
+        unless=ONE_PART,
+    ),
+    Entry("data_parallel_size", "honoured", "The size of mesh.replica x mesh.data."),
+    refused("sequence_parallel_size", "The seq axis is not built; remove it or write 1.", 1, None),
+    Entry("tensor_parallel.autotp_size", "honoured", "The size of mesh.tensor; 0 says nothing."),
+    Entry(
+        "tensor_parallel.preset_model",
+        "honoured",
+        "Cuts the modules of a family by their usual names: gpt2, llama or vit.",
+        when=("tensor_parallel.partition_config.use_default_specs", (True, None)),
+        unless=ONE_PART,
+    ),
+    *rows(
+        "tensor_parallel.partition_config",
+        "honoured",
+        {
+            "layer_specs": "Which weights are cut how: a mapping from path patterns to column, "
+            "row, vocabulary or replicated, or DeepSpeed's list. The first that covers a weight "
+            "counts, before what the model says.",
+            "use_default_specs": "The preset's specs follow layer_specs; false leaves them out.",
+        },
+        unless=ONE_PART,
+    ),
+    refused(
+        "tensor_parallel.partition_config.strict_mode",
+        "Not built: the placement table shows what is left whole; remove it.",
+        False,
+    ),
+    *rows(
+        "tensor_parallel.partition_config",
+        "harmless",
+        {
+            "tp_size": "DeepSpeed overwrites it with tensor_parallel.autotp_size, which counts "
+            "here too.",
+            "embedding_partition_dim": "DeepSpeed does not read it; the word vocabulary in "
+            "layer_specs cuts an embedding.",
+            "lm_head_patterns": "Arrays are global: a head needs no layer of its own. The word "
+            "vocabulary in layer_specs cuts it.",
+        },
+    ),
+    Entry(
+        "tensor_parallel.tp_overlap_comm",
+        "approximated",
+        'With parallel.sequence_parallel_activations as parallel.tensor_overlap "ring"; without '
+        "it XLA overlaps what it can, with it or without.",
+        unless=ONE_PART,
+    ),
+    refused_section("expert_parallel", "The expert axis is not built; remove it."),
+    Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
+    refused("pipeline.stages", "Pipelines are not built; remove it or write 1.", "auto", 1),
+    *alike(
+        "pipeline",
+        "harmless",
+        "Says nothing while there is one pipeline stage; more are refused until they are built.",
+        "partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
+    ),
+    *[
+        refused(f"activation_checkpointing.{key}", _NO_REMAT, None, False, 0)
+        for key in ("partition_activations", "cpu_checkpointing", "number_checkpoints")
+    ],
+    *alike(
+        "activation_checkpointing",
+        "harmless",
+        "A knob of DeepSpeed's runtime; XLA plans the buffers.",
+        "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+    ),
+)
