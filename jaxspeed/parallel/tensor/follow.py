@@ -185,7 +185,7 @@ def _through(
     found = []
     frames = frame.inner[position] = [Frame(c.jaxpr, frame.times * c.times) for c in calls]
     loops = eqn.primitive.name in ("scan", "while")
-    consts, carry = _loop_parts(eqn) if loops else (0, 0)
+    consts, carry = loop_parts(eqn) if loops else (0, 0)
     for call, inner in zip(calls, frames, strict=True):
         origins = list(call.origins)
         if loops:  # what is carried is of the batch, whatever it started from
@@ -219,7 +219,7 @@ def _together(origins: Iterable[Origin]) -> Origin:
     return found
 
 
-def _loop_parts(eqn: Any) -> tuple[int, int]:
+def loop_parts(eqn: Any) -> tuple[int, int]:
     """(how many constants, how many carried values) a loop's body has."""
     if eqn.primitive.name == "scan":
         return consts_and_carry(eqn)
