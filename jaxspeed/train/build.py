@@ -9,6 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
+from jaxspeed.parallel.tensor import Style
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns, with_names
 from jaxspeed.placement.rows import Leaf, Placement
@@ -59,6 +60,7 @@ def build_program(
         compute_dtype(config),
         tuple(config.parallel.units),
         DTYPES[wire] if wire else None,
+        Style(config.parallel.sequence_parallel_activations),
     )
     update = Update(
         table,

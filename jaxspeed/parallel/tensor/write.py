@@ -5,29 +5,20 @@ that a unit's equations stay together and ZeRO 3 can slice the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxspeed.parallel.tensor.crossings import Cut, dims_cut_over
 from jaxspeed.parallel.tensor.follow import CALLS, Frame, follow
 from jaxspeed.parallel.tensor.moves import Between, columns, enter, leave
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
+from jaxspeed.parallel.tensor.sides import AXIS, Sides, Style
+from jaxspeed.parallel.tensor.splice import Spliced
+from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.units.jaxprs import is_var
-
-AXIS = "tensor"
-
-
-@dataclass(frozen=True)
-class Style:
-    """How activations live between the cuts."""
-
-    sequence_parallel: bool = False
-
-
-AS_WHOLE = Style()
 
 
 def with_crossings(
@@ -49,51 +40,7 @@ def with_crossings(
     followed = follow(jaxpr, parameters, batch)
     samples = next((followed.top.nodes[v][0] for v in batch if v.aval.shape), None)
     cut = Cut(followed, dims, mesh.shape[AXIS], samples)
-    return Writer(cut, _in_context(mesh), style)(followed.top)
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Writes the crossings of a program whose parameters are cut over `tensor`."""
-
-    cut: Cut
-    mesh: Any  # of the trace's context
-    style: Style
-
-    def __call__(self, frame: Frame) -> Any:
-        """The function of a frame with its crossings in it."""
-        return _Rewriting(self, frame).run()
-
-    def between(self, frame: Frame, atom: Any) -> Between:
-        """How an activation that is not cut lives at a crossing."""
-        entries: list[Any] = [
-            self._samples(size) if self.cut.is_samples(node) else None
-            for node, size in zip(frame.of(atom), atom.aval.shape, strict=True)
-        ]
-        whole = NamedSharding(self.mesh, PartitionSpec(*entries))
-        dim = self.cut.sequence_dim(frame, atom) if self.style.sequence_parallel else None
-        if dim is None:
-            return Between(whole, whole)
-        entries[dim] = AXIS
-        return Between(whole, NamedSharding(self.mesh, PartitionSpec(*entries)))
-
-    def _samples(self, size: int) -> Any:
-        """The data axes that cut the samples here: none that is manual, or does not divide."""
-        free = free_axes(self.mesh)
-        axes = tuple(axis for axis in DATA_AXES if axis in free)
-        ways = 1
-        for axis in axes:
-            ways *= free[axis]
-        return axes if ways > 1 and size % ways == 0 else None
-
-
-def free_axes(mesh: Any) -> dict[str, int]:
-    """The axes of a mesh that are left to the compiler, with their sizes."""
-    return {
-        name: size
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
-        if kind is AxisType.Auto
-    }
+    return _Writing(Sides(cut, _in_context(mesh), style), followed.top).run()
 
 
 def _in_context(mesh: Mesh) -> Any:
@@ -102,11 +49,11 @@ def _in_context(mesh: Mesh) -> Any:
     return mesh if context.empty else context
 
 
-class _Rewriting:
+class _Writing:
     """One function under way."""
 
-    def __init__(self, writer: Writer, frame: Frame) -> None:
-        self.writer, self.frame, self.jaxpr = writer, frame, frame.jaxpr
+    def __init__(self, sides: Sides, frame: Frame) -> None:
+        self.sides, self.frame, self.jaxpr = sides, frame, frame.jaxpr
         self.eqns: list[Any] = []
         self.entered: dict[Any, Any] = {}  # an activation -> itself as it enters the cut
         self.done: set[int] = set()  # positions that are written already
@@ -131,10 +78,10 @@ class _Rewriting:
             self._write_plain(eqn)
 
     def _write_plain(self, eqn: Any) -> None:
-        cut, frame = self.writer.cut, self.frame
+        cut, frame = self.sides.cut, self.frame
         entering = {eqn.invars[i] for i in cut.enters(frame, eqn)}
         for v in entering - self.entered.keys():
-            move = _Traced.of(enter(self.writer.between(frame, v)), [v])
+            move = Spliced.of(enter(self.sides.between(frame, v)), [v])
             self.eqns += move.eqns([v], move.outs, eqn)
             self.entered[v] = move.outs[0]
         if entering:
@@ -143,9 +90,15 @@ class _Rewriting:
         if not cut.leaves(frame, eqn):
             self.eqns.append(eqn)
             return
-        # The sum gets a variable of its own; what has left keeps the one that others read.
         (out,) = eqn.outvars
-        move = _Traced.of(leave(self.writer.between(frame, out)), [out])
+        if (ring := self.sides.ring(self.frame, out)) and (row := self._row_of(eqn)):
+            side, product = row
+            operands = [eqn.invars[side], eqn.invars[1 - side]]
+            multiply = Spliced.of(partial(ring_row, product=product, **ring), operands)
+            self.eqns += multiply.eqns(operands, [out], eqn)
+            return
+        # The sum gets a variable of its own; what has left keeps the one that others read.
+        move = Spliced.of(leave(self.sides.between(frame, out)), [out])
         self.eqns.append(eqn.replace(outvars=move.ins))
         self.eqns += move.eqns(move.ins, [out], eqn)
 
@@ -153,12 +106,12 @@ class _Rewriting:
 
     def _groups(self) -> dict[int, list[int]]:
         """The products by which one activation, cut along its sequence, enters: by their first."""
-        cut, frame = self.writer.cut, self.frame
+        cut, frame = self.sides.cut, self.frame
         found: dict[Any, list[int]] = {}
         for position, eqn in enumerate(self.jaxpr.eqns):
             if eqn.primitive.name == "dot_general" and (at := cut.enters(frame, eqn)):
                 x = eqn.invars[at[0]]
-                between = self.writer.between(frame, x)
+                between = self.sides.between(frame, x)
                 if between.kept != between.whole and frame.is_weight(eqn.invars[1 - at[0]]):
                     found.setdefault(x, []).append(position)
         return {positions[0]: positions for positions in found.values()}
@@ -166,13 +119,19 @@ class _Rewriting:
     def _write_columns(self, positions: Sequence[int]) -> None:
         eqns = [self.jaxpr.eqns[p] for p in positions]
         self.done.update(positions)
-        sides = [self.writer.cut.enters(self.frame, eqn)[0] for eqn in eqns]
+        sides = [self.sides.cut.enters(self.frame, eqn)[0] for eqn in eqns]
         weights = [eqn.invars[1 - side] for eqn, side in zip(eqns, sides, strict=True)]
         for w in weights:
             self._hoist(w)
         x = eqns[0].invars[sides[0]]
-        products = [_product(eqn, side) for eqn, side in zip(eqns, sides, strict=True)]
-        new = _Traced.of(columns(products, self.writer.between(self.frame, x)), [x, *weights])
+        pairs = list(zip(eqns, sides, strict=True))
+        between = self.sides.between(self.frame, x)
+        if ring := self.sides.ring(self.frame, x):
+            products = [self._product(*pair) for pair in pairs]
+            function: Any = partial(around_ring, products, between, ring)
+        else:
+            function = columns([bound(*pair) for pair in pairs], between)
+        new = Spliced.of(function, [x, *weights])
         self.eqns += new.eqns([x, *weights], [eqn.outvars[0] for eqn in eqns], eqns[0])
 
     def _hoist(self, weight: Any) -> None:
@@ -183,10 +142,35 @@ class _Rewriting:
                 self._hoist(v)
             self._write(position)
 
+    # -- products around a ring ---------------------------------------------------------------
+
+    def _row_of(self, eqn: Any) -> tuple[int, Product] | None:
+        """A product that leaves the cut by a weight: the activation's place, and its dims."""
+        weights = [self.frame.is_weight(v) for v in eqn.invars]
+        if eqn.primitive.name != "dot_general" or sorted(weights) != [False, True]:
+            return None
+        side = weights.index(False)
+        x, weight = eqn.invars[side], eqn.invars[1 - side]
+        dims = [self.sides.cut.dim(self.frame, v) for v in (x, weight)]
+        if None in dims or self.sides.cut.sequence_dim(self.frame, x) is None:
+            return None
+        return side, self._product(eqn, side)
+
+    def _product(self, eqn: Any, side: int) -> Product:
+        """A product of the activation that is its operand `side` and a weight that is cut."""
+        cut, frame = self.sides.cut, self.frame
+        x, weight, y = eqn.invars[side], eqn.invars[1 - side], eqn.outvars[0]
+        x_seq, y_seq = cut.sequence_dim(frame, x), cut.sequence_dim(frame, y)
+        w_cut = cut.dim(frame, weight)
+        assert x_seq is not None and y_seq is not None and w_cut is not None
+        return Product(
+            bound(eqn, side), x_seq, y_seq, w_cut, x_cut=cut.dim(frame, x), y_cut=cut.dim(frame, y)
+        )
+
     # -- functions within ---------------------------------------------------------------------
 
     def _nested(self, position: int, eqn: Any) -> Any:
-        written = {id(f.jaxpr): self.writer(f) for f in self.frame.inner[position]}
+        written = {id(f.jaxpr): _Writing(self.sides, f).run() for f in self.frame.inner[position]}
 
         def new(closed: Any) -> Any:
             jaxpr = getattr(closed, "jaxpr", closed)
@@ -202,46 +186,20 @@ class _Rewriting:
         return eqn.replace(params=params)
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A function that was traced on its own, to be put among other equations."""
-
-    jaxpr: Any
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], like: Sequence[Any]) -> "_Traced":
-        """Traced on arrays like these variables."""
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in like]
-        return cls(jax.make_jaxpr(function)(*shapes).jaxpr)
-
-    @property
-    def ins(self) -> list[Any]:
-        return list(self.jaxpr.invars)
-
-    @property
-    def outs(self) -> list[Any]:
-        return list(self.jaxpr.outvars)
-
-    def eqns(self, ins: Sequence[Any], outs: Sequence[Any], like: Any) -> list[Any]:
-        """Its equations from and to these variables, under the name of the equation `like`."""
-        names = dict(zip((*self.ins, *self.outs), (*ins, *outs), strict=True))
-
-        def named(atoms: Sequence[Any]) -> list[Any]:
-            return [names.get(v, v) if is_var(v) else v for v in atoms]
-
-        return [
-            e.replace(
-                invars=named(e.invars), outvars=named(e.outvars), source_info=like.source_info
-            )
-            for e in self.jaxpr.eqns
-        ]
-
-
 # Functions with a derivative of their own: what is written into one pass would miss the other.
 OPAQUE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-def _product(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def around_ring(
+    products: Sequence[Product], at: Between, ring: Mapping[str, Any], x: jax.Array, *weights: Any
+) -> list[jax.Array]:
+    """Products of one activation, gathered around a ring; only its cut form is kept."""
+    return ring_columns(constrain(x, at.kept, "tensor.ring"), weights, products, **ring)
+
+
+def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A product as a function of the activation, which is its operand `side`, and the weight."""
+
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         operands = (x, weight) if side == 0 else (weight, x)
         return eqn.primitive.bind(*operands, **eqn.params)

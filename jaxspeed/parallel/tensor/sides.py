@@ -1,0 +1,74 @@
+"""How an activation lives on the two sides of a crossing, as the config asks for it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxspeed.parallel.tensor.crossings import Cut
+from jaxspeed.parallel.tensor.follow import Frame
+from jaxspeed.parallel.tensor.moves import Between
+from jaxspeed.placement.mesh import DATA_AXES
+
+AXIS = "tensor"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How activations live between the cuts."""
+
+    sequence_parallel: bool = False
+    # Collective matmul instead of one collective, where activations are cut along the sequence.
+    overlap: Literal["none", "ring", "ring_both_ways"] = "none"
+
+
+AS_WHOLE = Style()
+
+
+@dataclass(frozen=True)
+class Sides:
+    """How the activations of a program live on the two sides of its crossings."""
+
+    cut: Cut
+    mesh: Any  # of the trace's context
+    style: Style
+
+    def between(self, frame: Frame, atom: Any) -> Between:
+        """How an activation that is not cut lives at a crossing."""
+        entries: list[Any] = [
+            self._samples(size) if self.cut.is_samples(node) else None
+            for node, size in zip(frame.of(atom), atom.aval.shape, strict=True)
+        ]
+        whole = NamedSharding(self.mesh, PartitionSpec(*entries))
+        dim = self.cut.sequence_dim(frame, atom) if self.style.sequence_parallel else None
+        if dim is None:
+            return Between(whole, whole)
+        entries[dim] = AXIS
+        return Between(whole, NamedSharding(self.mesh, PartitionSpec(*entries)))
+
+    def ring(self, frame: Frame, atom: Any) -> dict[str, Any]:
+        """How the collective of an activation goes round a ring; empty where it does not."""
+        dim = self.cut.sequence_dim(frame, atom)
+        if self.style.overlap == "none" or not self.style.sequence_parallel or dim is None:
+            return {}
+        length, ways = atom.aval.shape[dim], self.cut.ways
+        both_ways = self.style.overlap == "ring_both_ways" and length % (2 * ways) == 0
+        return {"axis": AXIS, "both_ways": both_ways} if length % ways == 0 else {}
+
+    def _samples(self, size: int) -> Any:
+        """The data axes that cut the samples here: none that is manual, or does not divide."""
+        free = free_axes(self.mesh)
+        axes = tuple(axis for axis in DATA_AXES if axis in free)
+        ways = 1
+        for axis in axes:
+            ways *= free[axis]
+        return axes if ways > 1 and size % ways == 0 else None
+
+
+def free_axes(mesh: Any) -> dict[str, int]:
+    """The axes of a mesh that are left to the compiler, with their sizes."""
+    return {
+        name: size
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
+        if kind is AxisType.Auto
+    }

@@ -1,0 +1,44 @@
+"""Putting a function among the equations of a traced program."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxspeed.placement.units.jaxprs import is_var
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """A function that was traced on its own, to be put among other equations."""
+
+    jaxpr: Any
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], like: Sequence[Any]) -> "Spliced":
+        """Traced on arrays like these variables."""
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in like]
+        return cls(jax.make_jaxpr(function)(*shapes).jaxpr)
+
+    @property
+    def ins(self) -> list[Any]:
+        return list(self.jaxpr.invars)
+
+    @property
+    def outs(self) -> list[Any]:
+        return list(self.jaxpr.outvars)
+
+    def eqns(self, ins: Sequence[Any], outs: Sequence[Any], like: Any) -> list[Any]:
+        """Its equations from and to these variables, under the name of the equation `like`."""
+        names = dict(zip((*self.ins, *self.outs), (*ins, *outs), strict=True))
+
+        def named(atoms: Sequence[Any]) -> list[Any]:
+            return [names.get(v, v) if is_var(v) else v for v in atoms]
+
+        return [
+            e.replace(
+                invars=named(e.invars), outvars=named(e.outvars), source_info=like.source_info
+            )
+            for e in self.jaxpr.eqns
+        ]
