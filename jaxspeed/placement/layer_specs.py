@@ -188,7 +188,7 @@ class _Cutter:
             return None
         for other in self._modules[_module(leaf)]:
             speaks_of_it = spec.dim is None or self._chosen[other.path] == spec
-            if speaks_of_it and not self._may_be_bias(other) and _without_inputs(other, leaf):
+            if speaks_of_it and _without_inputs(other, leaf):
                 return other
         return None
 

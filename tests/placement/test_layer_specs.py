@@ -86,6 +86,7 @@ def test_names_that_the_model_gives_shift_the_dim(word, names, shape, dim):
         ("column", Use((2,), (1,)), (4, 32, 8), 1),  # stacked, and [out, in] as torch has it
         ("row", Use((2,), (1,)), (4, 32, 8), 2),
         ("vocabulary", Use((1,), (0,)), (8, 64), 0),  # a tied head, of more features than tokens
+        ("vocabulary", Use((0,), (1,)), (64, 8), 1),
     ],
 )
 def test_the_traced_program_tells_the_dim_whatever_the_shape(word, use, shape, dim):
@@ -110,11 +111,29 @@ def test_the_bias_of_a_column_is_cut_where_its_kernels_outputs_are(kernel, use, 
     assert names_of(leaves, {"q": "column"}, {"q/kernel": use})["q/bias"] == cut
 
 
-def test_the_bias_of_a_row_is_whole():
-    leaves = [leaf("o/kernel", 4, 16, 8), leaf("o/bias", 8)]
-    assert names_of(leaves, {"o": {"type": "row", "dim": 0}}) == {
-        "o/kernel": ("tensor", None, None),
-        "o/bias": (None,),
+def test_the_bias_of_a_row_is_whole_though_the_dim_that_is_cut_has_its_size():
+    leaves = [leaf("o/kernel", 8, 8), leaf("o/bias", 8)]
+    for word in ("row", {"type": "row", "dim": 0}):
+        assert names_of(leaves, {"o": word}) == {
+            "o/kernel": ("tensor", None),
+            "o/bias": (None,),
+        }
+
+
+def test_a_bias_is_cut_where_the_said_dim_is_though_another_has_its_size():
+    leaves = [leaf("torch/weight", 8, 8), leaf("torch/bias", 8)]  # [out, in]
+    assert names_of(leaves, {"torch": {"type": "column", "dim": 0}}) == {
+        "torch/weight": ("tensor", None),
+        "torch/bias": ("tensor",),
+    }
+
+
+def test_a_dim_that_was_said_of_a_bias_alone_is_the_biass():
+    leaves = [leaf("q/kernel", 8, 4, 16), leaf("q/bias", 4, 16)]
+    specs = {"q/bias": {"type": "column", "dim": 1}, "q": {"type": "column", "dim": 2}}
+    assert names_of(leaves, specs) == {
+        "q/kernel": (None, None, "tensor"),
+        "q/bias": (None, "tensor"),
     }
 
 
@@ -159,6 +178,11 @@ def test_a_name_by_which_the_model_cuts_the_same_dim_stays():
     """Key and value heads that the axis does not divide stay whole, by their name."""
     k = leaf("k/kernel", 8, 1, 16, names=("embed", "kv_heads", "head_dim"))
     assert names_of([k], {"k": "column"})["k/kernel"] == k.names
+
+
+def test_a_vocabulary_may_be_padded_whatever_the_model_calls_it():
+    head = leaf("head/kernel", 8, 101, names=("embed", "tensor"))
+    assert names_of([head], {"head": "vocabulary"})["head/kernel"] == ("embed", "vocab")
 
 
 def test_what_no_spec_covers_is_as_the_model_made_it():
@@ -232,6 +256,12 @@ def test_a_spec_that_cannot_be_followed_is_refused_with_what_would_work(name):
 def test_all_problems_come_in_one_error():
     with pytest.raises(ConfigError, match="3 problems"):
         names_of(BLOCKS, {"query": "column", "key": "row", "value": "column"})
+
+
+def test_a_bias_does_not_repeat_its_kernels_problem():
+    leaves = [leaf("query/kernel", 8, 4, 16), leaf("query/bias", 4, 16)]
+    with pytest.raises(ConfigError, match=r"1 problem.*\n.*covers query/kernel of shape"):
+        names_of(leaves, {"query": "column"})
 
 
 def test_one_name_of_a_regex_is_enough():
@@ -311,13 +341,13 @@ def test_a_preset_cuts_what_the_familys_own_names_cut(family, traced):
     named = named_by_specs(bare, specs, uses_of(model, heads) if traced else None)
 
     mesh = build_mesh({"tensor": 2}, jax.devices()[:2])
-    ours = {row.path: padded(row) for row in build_table(named, mesh)}
-    theirs = {row.path: padded(row) for row in build_table(leaves, mesh)}
+    ours = {row.path: entries_of(row) for row in build_table(named, mesh)}
+    theirs = {row.path: entries_of(row) for row in build_table(leaves, mesh)}
     assert ours == theirs
     assert sum("tensor" in entries for entries in ours.values()) >= 6
 
 
-def padded(row):
+def entries_of(row):
     """The entries of a spec, one a dim."""
     spec = tuple(row.read.spec)
     return spec + (None,) * (len(row.leaf.shape) - len(spec))
