@@ -14,7 +14,8 @@ other's transpose, and that is the backward pass with respect to x and h.
 The functions are global views, manual over the ring's axis alone. What is saved for the backward
 pass is what they were given: x cut along the sequence, never gathered. A weight's gradient is one
 product with the gathered array, outside of the ring: taken a chunk at a time, its sum over the data
-axes would be communicated T times.
+axes would be communicated T times. What it needs gathered goes round with the rest: dy is in the
+gather ring already, and x goes round against the accumulator, on the links' other direction.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from jaxspeed.placement.constrain import constrain
 
 
 @dataclass(frozen=True)
@@ -168,27 +166,30 @@ def _columns_backward(
     x, weights = saved
     x_seq = products[0].x_seq
 
-    def of_device(dys: list[Array], weights: list[Array]) -> Array:
+    def of_device(chunk: Array, dys: list[Array], weights: list[Array]) -> tuple[Array, Array]:
         def sum_of_products(start: Array, length: int) -> Array:
-            like = _resized(x, {x_seq: length})
+            like = _resized(chunk, {x_seq: length})
             parts = (
                 _wrt_x(p, like, w, _part(dy, start, length, p.y_seq))
                 for p, w, dy in zip(products, weights, dys)
             )
             return functools.reduce(jnp.add, parts)
 
-        return _scatter_ring(sum_of_products, x.shape[x_seq], x_seq, ring)
+        # Else XLA gathers x in the forward pass already, and keeps it (seen on TPU, jax 0.10.2).
+        chunk, dys = lax.optimization_barrier((chunk, dys))
+        (whole,) = _gather_ring(chunk, x_seq, [_itself], [x_seq], ring, direction=-1)
+        return _scatter_ring(sum_of_products, whole.shape[x_seq], x_seq, ring), whole
 
-    dx = _on_ring(
+    dx, x = _on_ring(
         of_device,
         ring,
         (
+            _cut(x, x_seq, ring),
             [_cut(dy, p.y_cut, ring) for p, dy in zip(products, dys)],
             _weights_cut(products, weights, ring),
         ),
-        _cut(x, x_seq, ring),
-    )(dys, weights)
-    x = _whole(x, x_seq)
+        (_cut(x, x_seq, ring), P()),
+    )(x, dys, weights)
     return dx, [_wrt_w(p, x, w, dy) for p, w, dy in zip(products, weights, dys)]
 
 
@@ -225,21 +226,21 @@ def _row_backward(
     assert product.x_cut is not None
     own = {product.x_cut: h.shape[product.x_cut] // ring.size}
 
-    def of_device(dy: Array, weight: Array) -> Array:
+    def of_device(dy: Array, weight: Array) -> list[Array]:
         def multiply(part: Array) -> Array:
             like = _resized(h, {**own, product.x_seq: part.shape[product.y_seq]})
             return _wrt_x(product, like, weight, part)
 
-        (dh,) = _gather_ring(dy, product.y_seq, [multiply], [product.x_seq], ring)
-        return dh
+        seqs = [product.x_seq, product.y_seq]
+        return _gather_ring(dy, product.y_seq, [multiply, _itself], seqs, ring)
 
-    dh = _on_ring(
+    dh, dy = _on_ring(
         of_device,
         ring,
         (_cut(dy, product.y_seq, ring), _cut(weight, product.w_cut, ring)),
-        _cut(h, product.x_cut, ring),
+        [_cut(h, product.x_cut, ring), P()],
     )(dy, weight)
-    return dh, _wrt_w(product, h, weight, _whole(dy, product.y_seq))
+    return dh, _wrt_w(product, h, weight, dy)
 
 
 _row.defvjp(_row_forward, _row_backward)
@@ -247,6 +248,10 @@ _row.defvjp(_row_forward, _row_backward)
 
 def _times(product: Product, w: Array, x: Array) -> Array:
     return product.bind(x, w)
+
+
+def _itself(x: Array) -> Array:
+    return x
 
 
 def _wrt_x(product: Product, like: Any, w: Array, dy: Array) -> Array:
@@ -271,10 +276,11 @@ class _Lane(NamedTuple):
     length: int
 
 
-def _lanes(length: int, ring: _Ring) -> list[_Lane]:
+def _lanes(length: int, ring: _Ring, direction: int = 1) -> list[_Lane]:
     if not ring.both_ways:
-        return [_Lane(1, 0, length)]
-    return [_Lane(1, 0, length // 2), _Lane(-1, length // 2, length // 2)]
+        return [_Lane(direction, 0, length)]
+    half = length // 2
+    return [_Lane(direction, 0, half), _Lane(-direction, half, half)]
 
 
 def _gather_ring(
@@ -283,6 +289,7 @@ def _gather_ring(
     multiply: Sequence[Callable[[Array], Array]],
     seqs: Sequence[int],
     ring: _Ring,
+    direction: int = 1,
 ) -> list[Array]:
     """[m(x) for m in multiply], x being the chunks of all devices along its dim `seq`.
 
@@ -290,7 +297,7 @@ def _gather_ring(
     sequence is dim seqs[i] of the i-th result.
     """
     length = chunk.shape[seq]
-    lanes = _lanes(length, ring)
+    lanes = _lanes(length, ring, direction)
     held = [lax.slice_in_dim(chunk, a.start, a.start + a.length, axis=seq) for a in lanes]
     results: list[Array] = []
     for step in range(ring.size):
@@ -365,7 +372,7 @@ def _on_ring(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={ring.axis},
-        check_vma=False,  # no derivative is taken through it, and nothing comes out replicated
+        check_vma=False,  # no derivative is taken through it; what is gathered comes out replicated
     )
 
 
@@ -377,13 +384,6 @@ def _cut(x: Any, dim: int | None, ring: _Ring) -> P:
 
 def _weights_cut(products: Sequence[Product], weights: Sequence[Array], ring: _Ring) -> list[P]:
     return [_cut(w, p.w_cut, ring) for p, w in zip(products, weights)]
-
-
-def _whole(x: Array, dim: int) -> Array:
-    """x gathered along `dim`, its other dims as they are."""
-    spec = P(*(None if d == dim else P.UNCONSTRAINED for d in range(x.ndim)))
-    mesh = jax.sharding.get_abstract_mesh()
-    return constrain(x, NamedSharding(mesh, spec), "ring.whole")
 
 
 def _resized(x: Any, lengths: dict[int, int]) -> jax.ShapeDtypeStruct:
