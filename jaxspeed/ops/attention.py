@@ -10,6 +10,9 @@
 
 The choice is `jax.lax.platform_dependent`'s: a program traced on a machine without accelerators and
 lowered for a TPU gets the TPU's kernel. What a kernel cannot take goes to `plain`.
+
+Where the mesh has a tensor axis that divides the query heads, its devices share them, whatever the
+number of key heads (`key_heads.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from jax import lax
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cudnn, splash
+from jaxspeed.ops.axes import tensor_parts
+from jaxspeed.ops.key_heads import copies_of, repeated
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 
@@ -71,7 +76,11 @@ def attention(
     def by_cudnn(q, k, v, segments):
         return over_batch_and_heads(cudnn.attend, q, k, v, segments, mask=mask, scale=scale)
 
+    parts = tensor_parts()
+    copies = copies_of(q.shape[2], k.shape[2], parts) or 1
+
     def by_plain(q, k, v, segments):
+        k, v = (repeated(x, copies, parts) for x in (k, v))
         return plain(q, k, v, segments, mask=mask, scale=scale)
 
     if implementation is not None:

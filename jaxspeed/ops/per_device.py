@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.ops.axes import TENSOR, free_axes
+from jaxspeed.ops.key_heads import copies_of, repeated
 from jaxspeed.ops.mask import Segments
 
 BATCH_AXES = ("replica", "data")
-HEAD_AXIS = "tensor"
 
 
 def over_batch_and_heads(
@@ -27,17 +26,12 @@ def over_batch_and_heads(
 ) -> jax.Array:
     """`kernel(q, k, v, segments, **options)` on each device of the mesh in the trace's context.
 
-    The batch is cut over `BATCH_AXES` and the heads over `HEAD_AXIS`, as far as they divide;
+    The batch is cut over `BATCH_AXES` and the heads over `tensor`, as far as they divide;
     everything else is whole on each device. Axes that are manual already, inside a `shard_map`, are
     left alone: there the arrays are this device's part of them.
     """
     kernel = functools.partial(kernel, **options)
-    mesh = jax.sharding.get_abstract_mesh()
-    free = {
-        name: size
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
-        if kind is not AxisType.Manual
-    }
+    free = free_axes()
     if not free:
         return kernel(q, k, v, segments)
 
@@ -47,13 +41,11 @@ def over_batch_and_heads(
         if free.get(name, 1) > 1 and q.shape[0] % parts == 0:
             batch_axes += (name,)
 
-    heads, kv_heads = q.shape[2], k.shape[2]
-    head_parts = free.get(HEAD_AXIS, 1)
-    copies = head_parts // math.gcd(head_parts, kv_heads)  # of each key head, so that they divide
-    head_axis = None
-    if head_parts > 1 and heads % (kv_heads * copies) == 0:
-        head_axis = HEAD_AXIS
-        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v)) if copies > 1 else (k, v)
+    parts = free.get(TENSOR, 1)
+    copies = copies_of(q.shape[2], k.shape[2], parts)
+    head_axis = TENSOR if parts > 1 and copies else None
+    if head_axis:
+        k, v = (repeated(x, copies, parts) for x in (k, v))
 
     part = P(batch_axes or None, None, head_axis)
     return jax.shard_map(

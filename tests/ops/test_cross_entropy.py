@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cross_entropy, linear_cross_entropy
-from jaxspeed.ops.cross_entropy import AUTO_CHUNK, chunks_of
+from jaxspeed.ops.vocabulary import AUTO_CHUNK, chunks_of
 
 IGNORED = -100
 
@@ -47,9 +47,9 @@ def problem(vocab, embed=12, batch=3, seq=5, seed=0, dtype=np.float32):
     return hidden, weight, bias, targets
 
 
-def assert_near(found, wanted, tolerance=1e-6):
+def assert_near(found, wanted, tolerance=1e-6, scale=1e-30):
     error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
-    assert error <= tolerance * max(np.linalg.norm(wanted), 1e-30), error
+    assert error <= tolerance * max(np.linalg.norm(wanted), scale), error
 
 
 @settings(max_examples=15, deadline=None)
@@ -84,7 +84,7 @@ def test_any_chunking_equals_the_formula(vocab, chunk, z_loss, label_smoothing, 
     assert count == wanted_count
     assert_near(total, wanted_total)
     for x, y in zip(gradients, wanted):
-        assert_near(x, y)
+        assert_near(x, y, scale=1)  # sums over tokens of numbers of order one, which may cancel
 
 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2, "label_smoothing": 0.1}])

@@ -27,6 +27,11 @@ class Stored:
     trainable: bool = True
 
     @property
+    def entries(self) -> list[Any]:
+        """Over what each dim is cut as layers read it."""
+        return _entries(self.gathered.spec, len(self.shape))
+
+    @property
     def cut_dim(self) -> int | None:
         """The dim on which the stored array is cut more finely than layers read it."""
         specs = [_entries(s.spec, len(self.shape)) for s in (self.gathered, self.cut)]

@@ -6,9 +6,11 @@ padded) array and how its result is stored; an operation that touches the cut di
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspeed.placement.units.stored import Stored
+from jaxspeed.placement.zero import ways
 
 VIEWS = ("slice", "dynamic_slice", "squeeze", "transpose", "reshape", "pad")
 
@@ -64,15 +66,43 @@ def _reshape(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
     """Dims before the cut one may be folded or split as long as the rest stays as it is."""
     old, new = stored.shape, eqn.params["new_sizes"]
     tail = len(old) - cut
-    entries = stored.gathered.spec
-    if eqn.params["dimensions"] is not None or tuple(new[-tail:]) != tuple(old[cut:]):
-        return None
-    if len(new) < tail or math.prod(new[:-tail]) != math.prod(old[:cut]) or any(entries[:cut]):
-        return None
     front = len(new) - tail
-    dims = [None] * front + list(range(cut, len(old)))
+    if eqn.params["dimensions"] is not None or tuple(new[front:]) != tuple(old[cut:]):
+        return None
+    mesh_sizes = stored.gathered.mesh.shape
+    parts = [ways(entry, mesh_sizes) for entry in stored.entries[:cut]]
+    dims = _places(old[:cut], new[:front], parts)
+    if dims is None:
+        return None
     params = {**eqn.params, "new_sizes": (*new[:front], *real[cut:])}
-    return params, stored.moved(tuple(new), dims)
+    return params, stored.moved(tuple(new), [*dims, *range(cut, len(old))])
+
+
+def _places(
+    old: Sequence[int], new: Sequence[int], parts: Sequence[int]
+) -> list[int | None] | None:
+    """For each dim of a reshaped array the dim whose cut it takes over; None where it takes none.
+
+    `parts` is into how many each old dim is cut. Dims that were split or folded together stay cut
+    as they were if it is the outermost of them that is cut. None if nothing says how.
+    """
+    if math.prod(old) != math.prod(new):
+        return None
+    dims: list[int | None] = [None] * len(new)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, place, a, b = i, j, old[i], new[j]
+        i, j = i + 1, j + 1
+        while a != b:  # the smallest groups of dims that hold equally many
+            if a < b:
+                a, i = a * old[i], i + 1
+            else:
+                b, j = b * new[j], j + 1
+        outer, *inner = parts[first:i]
+        if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:
+            return None
+        dims[place] = first if outer > 1 else None
+    return dims
 
 
 def _same_dims(stored: Stored, eqn: Any) -> Stored:

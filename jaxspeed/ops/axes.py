@@ -1,0 +1,31 @@
+"""The axes of the mesh in the trace's context that an operation may cut its arrays over."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspeed.placement.constrain import constrain
+
+TENSOR = "tensor"
+
+
+def free_axes() -> dict[str, int]:
+    """{axis: size} without those that are manual already, inside a `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in kinds if kind is not AxisType.Manual}
+
+
+def tensor_parts() -> int:
+    """How many devices share the work on one sample; 1 where the context has no such axis."""
+    return free_axes().get(TENSOR, 1)
+
+
+def over_tensor(x: jax.Array, dim: int, site: str) -> jax.Array:
+    """`x` with one dim cut over the tensor axis, and the others as the compiler finds them."""
+    entries = [P.UNCONSTRAINED] * x.ndim
+    entries[dim] = TENSOR
+    mesh = jax.sharding.get_abstract_mesh()
+    return constrain(x, NamedSharding(mesh, P(*entries)), site)
