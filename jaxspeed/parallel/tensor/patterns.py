@@ -77,7 +77,7 @@ def _spec_for(
     path: str, leaves: Sequence[Leaf], cuts: Wanted, uses: Mapping[str, Use]
 ) -> LayerSpec:
     """The widest pattern, and its word, that is true of all that it covers."""
-    for pattern in _patterns(path):
+    for pattern in _patterns(path, [leaf.path for leaf in leaves]):
         covered = {leaf.path for leaf in leaves if match(pattern, leaf.path)}
         modules = {_module(path) for path in covered}  # a bias is seen with its kernel
         around = [leaf for leaf in leaves if _module(leaf.path) in modules]
@@ -88,14 +88,17 @@ def _spec_for(
     return LayerSpec(path, _word_of(path, cuts[path], uses), cuts[path].dim)
 
 
-def _patterns(path: str) -> Iterator[str]:
-    """The module's, then the parameter's own; each with as many numbers left open as there are."""
+def _patterns(path: str, paths: Sequence[str]) -> Iterator[str]:
+    """The module's, then the parameter's own; each with as many numbers left open as tell more."""
     *module, _ = path.split("/")
     for segments in filter(None, (module, path.split("/"))):
         numbered = [i for i, segment in enumerate(segments) if _NUMBERED.match(segment)]
+        by_reach: dict[tuple[str, ...], str] = {}
         for count in range(len(numbered), -1, -1):
             opened = numbered[:count]
-            yield "/".join(_open(s) if i in opened else s for i, s in enumerate(segments))
+            pattern = "/".join(_open(s) if i in opened else s for i, s in enumerate(segments))
+            by_reach[tuple(p for p in paths if match(pattern, p))] = pattern
+        yield from by_reach.values()
 
 
 def _open(segment: str) -> str:

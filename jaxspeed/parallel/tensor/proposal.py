@@ -75,7 +75,8 @@ class Proposal:
     def __rich__(self) -> Group:
         kept = json.dumps(self.config, indent=2)
         return under(
-            self._table(),
+            Text(f"tensor {self.tensor}: {self.share:.0%} of the products' weights are cut"),
+            *([self._table()] if self.cuts else []),
             *(Text(f" {line}") for line in self._lines()),
             *([Text(), Text(" to keep it, in the config:"), Text(kept)] if self.cuts else []),
         )
@@ -84,8 +85,7 @@ class Proposal:
         return as_text(self, width=100)
 
     def _table(self) -> Table:
-        title = f"tensor {self.tensor}: {self.share:.0%} of the products' weights are cut"
-        shown = Table(title=title, title_justify="left", box=None)
+        shown = Table(box=None)
         for name in ("parameters", "cut as", "shape", "a device"):
             shown.add_column(name, overflow="fold")
         left = dict(self.cuts)
@@ -109,7 +109,8 @@ class Proposal:
         sums = together(self.messages)
         for (kind, backward), (count, elements) in sorted(sums.items(), key=lambda kv: kv[0][1]):
             when = "backward" if backward else "forward"
-            yield f"{when}: {count} {kind}s of {_count(elements)} elements in all"
+            what = kind if count == 1 else f"{kind}s"
+            yield f"{when}: {count} {what} of {_count(elements)} elements in all"
         shapes = {leaf.path: leaf.shape for leaf in self.leaves}
         by_reason: dict[tuple[str, str, tuple[int, ...]], None] = {}
         for shown, paths in alike(list(self.whole)).items():
@@ -120,7 +121,7 @@ class Proposal:
         others = [x for x in self.leaves if x.path not in self.cuts and x.path not in self.whole]
         if others:
             size = _count(sum(math.prod(x.shape) for x in others))
-            yield f"whole, in no product, along dims that are whole: {len(others)} others, {size} elements"
+            yield f"whole, in no product, along whole dims: {len(others)} more, {size} elements"
 
 
 def _count(n: int) -> str:
