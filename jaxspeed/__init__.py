@@ -15,7 +15,7 @@ from jaxspeed.errors import (
 )
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.placement.units import unit
-from jaxspeed.train import TrainState, micro_batch_key
+from jaxspeed.train import TrainState, micro_batch_key, propose_tensor_cuts
 
 __all__ = [
     "BatchError",
@@ -37,6 +37,7 @@ __all__ = [
     "explain_config",
     "initialize",
     "micro_batch_key",
+    "propose_tensor_cuts",
     "simulate",
     "unit",
 ]

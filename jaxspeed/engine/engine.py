@@ -240,6 +240,10 @@ def initialize(
     engine = Engine(program, state)
     if loaded.dump_state:
         log.info("config: %s\n%s", loaded.given, program.table)
+        if program.proposal is not None:
+            log.info(
+                "mesh.tensor: the cuts were inferred from the traced loss\n%s", program.proposal
+            )
     return engine
 
 

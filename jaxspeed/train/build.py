@@ -11,7 +11,7 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.parallel.tensor import Style
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.placement.naming import check_patterns, with_names
+from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Placement
 from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
 from jaxspeed.train.gradients import Gradients
@@ -21,6 +21,7 @@ from jaxspeed.train.optimizer import optimizer_of
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
 from jaxspeed.train.state import OptLayout, native_tree
+from jaxspeed.train.tensor_cuts import with_tensor_names
 from jaxspeed.train.update import Update
 
 
@@ -47,7 +48,8 @@ def build_program(
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
     )
-    leaves = _named_leaves(config, adapted)
+    _check_patterns(config, adapted)
+    leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
     chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
     table = _table_of(config, mesh, leaves)
     layout = _layout_of(table, adapted, chosen.transform)
@@ -77,11 +79,12 @@ def build_program(
         Gradients(objective, batch.accumulation, config.parallel.gradient_reduction),
         update,
         Source(model, optimizer, example_batch, trainable),
+        proposal,
     )
 
 
-def _named_leaves(config: Config, model: Model) -> tuple[Leaf, ...]:
-    """The model's parameters with the config's names; every pattern of the config covers one."""
+def _check_patterns(config: Config, model: Model) -> None:
+    """Every pattern of the config covers a parameter."""
     if not any(leaf.trainable for leaf in model.leaves):
         raise ModelError(
             f"the model has no trained parameters ({len(model.leaves)} floating ones, all frozen)"
@@ -92,7 +95,6 @@ def _named_leaves(config: Config, model: Model) -> tuple[Leaf, ...]:
     check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
     groups = config.optimizer.groups if config.optimizer else []
     check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
-    return with_names(model.leaves, config.parallel.logical_axes)
 
 
 def _table_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> PlacementTable:

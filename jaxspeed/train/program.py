@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.optim import ema, loss_scale
+from jaxspeed.parallel.tensor import Proposal
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.batches import check_arrays, check_shared_evenly, check_train_batch
@@ -49,6 +50,7 @@ class Program:
     gradients: Gradients
     update: Update
     source: Source
+    proposal: Proposal | None = None  # of what the tensor axis cuts, where it was inferred
 
     @property
     def table(self) -> PlacementTable:
