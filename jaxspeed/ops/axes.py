@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +27,7 @@ def tensor_parts() -> int:
 
 def over_tensor(x: jax.Array, dim: int, site: str) -> jax.Array:
     """`x` with one dim cut over the tensor axis, and the others as the compiler finds them."""
-    entries = [P.UNCONSTRAINED] * x.ndim
+    entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
     entries[dim] = TENSOR
     mesh = jax.sharding.get_abstract_mesh()
     return constrain(x, NamedSharding(mesh, P(*entries)), site)

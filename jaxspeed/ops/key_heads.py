@@ -15,7 +15,7 @@ from jaxspeed.ops.axes import over_tensor
 
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:
-    """How often each key head is there when `parts` devices share all heads evenly; 0: they cannot."""
+    """How often each key head is there where `parts` devices share all heads; 0: they cannot."""
     copies = parts // math.gcd(parts, kv_heads)
     return copies if heads % (kv_heads * copies) == 0 else 0
 

@@ -130,7 +130,7 @@ def sums_over_vocabulary(
 
 
 def _in_chunks(x: jax.Array, parts: int, rows: int, n_chunks: int, chunk: int) -> jax.Array:
-    """x [vocab, ...] as [n_chunks, chunk, ...], or [n_chunks, parts, chunk, ...], padded with zeros.
+    """x [vocab, ...] as [n_chunks, chunk, ...] or [n_chunks, parts, chunk, ...], padded by zeros.
 
     Each step leaves the rows of a part where they are, and under ZeRO 3 the array as it is stored.
     """

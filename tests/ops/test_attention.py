@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
@@ -15,8 +15,8 @@ from jaxspeed.ops.attention import plain
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from tests.ops.attention_reference import attention_and_gradients, seen
+from tests.ops.meshes import simulated_mesh
 
-AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 # Unit roundoff u. Fp32: 256-term sums and exp cost a few u each, 16 u in all. Narrow types round
 # the shares, the scaled query, the scores' gradient and the result, each by at most u: 4 u.
 TOLERANCE = {"float32": 16 * 2.0**-24, "bfloat16": 4 * 2.0**-9, "float16": 4 * 2.0**-11}
@@ -133,12 +133,6 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
 @pytest.mark.parametrize("kwargs", [{"seq": 200}, {"seq": 64}, {"dtype": "float16"}])
 def test_what_splash_cannot_take_goes_to_the_plain_kernel(kwargs):
     assert kernel_calls("tpu", **kwargs) == 0
-
-
-def simulated_mesh(**sizes):
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # What is cut over what: (mesh axes, batch, heads, key heads).
