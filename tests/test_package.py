@@ -95,3 +95,9 @@ def test_importing_jaxspeed_starts_no_device_and_imports_no_model():
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
+
+
+def test_importing_leaves_the_users_logging_alone():
+    """A handler on the root logger would make their own `logging.basicConfig` do nothing."""
+    program = "import logging, jaxspeed; assert not logging.root.handlers, logging.root.handlers"
+    subprocess.run([sys.executable, "-c", program], check=True)

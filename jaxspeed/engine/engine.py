@@ -240,10 +240,8 @@ def initialize(
     engine = Engine(program, state)
     if loaded.dump_state:
         log.info("config: %s\n%s", loaded.given, program.table)
-        if program.proposal is not None:
-            log.info(
-                "mesh.tensor: the cuts were inferred from the traced loss\n%s", program.proposal
-            )
+    if program.proposal is not None:
+        log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
     return engine
 
 

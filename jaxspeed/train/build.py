@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
-from jaxspeed.parallel.tensor import Style
+from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Placement
@@ -62,7 +62,7 @@ def build_program(
         compute_dtype(config),
         tuple(config.parallel.units),
         DTYPES[wire] if wire else None,
-        Style(config.parallel.sequence_parallel_activations),
+        _style_of(config, mesh),
     )
     update = Update(
         table,
@@ -119,6 +119,14 @@ def _layout_of(
     }
     abstract = jax.eval_shape(transform.init, native_tree(model, trained))
     return OptLayout.of(table, abstract, device_memory_kind(table.mesh))
+
+
+def _style_of(config: Config, mesh: Mesh) -> Style:
+    """How activations cross the tensor axis."""
+    overlap = config.tensor_overlap
+    if overlap == "auto":
+        overlap = best_overlap(mesh.devices.flat[0].platform)
+    return Style(config.parallel.sequence_parallel_activations, overlap)
 
 
 def _extra_rows(mesh: Mesh, variables: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jaxspeed.parallel.tensor.follow import Followed, follow
 from jaxspeed.parallel.tensor.products import uses_of
 from jaxspeed.parallel.tensor.proposal import Proposal
 from jaxspeed.parallel.tensor.propose import propose
-from jaxspeed.parallel.tensor.sides import AS_WHOLE, Style
+from jaxspeed.parallel.tensor.sides import AS_WHOLE, Style, best_overlap
 from jaxspeed.parallel.tensor.write import with_crossings
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Followed",
     "Proposal",
     "Style",
+    "best_overlap",
     "dims_cut_over",
     "follow",
     "propose",

@@ -13,16 +13,25 @@ from jaxspeed.placement.mesh import DATA_AXES
 AXIS = "tensor"
 
 
+Overlap = Literal["none", "ring", "ring_both_ways"]
+
+
 @dataclass(frozen=True)
 class Style:
     """How activations live between the cuts."""
 
     sequence_parallel: bool = False
     # Collective matmul instead of one collective, where activations are cut along the sequence.
-    overlap: Literal["none", "ring", "ring_both_ways"] = "none"
+    overlap: Overlap = "none"
 
 
 AS_WHOLE = Style()
+
+
+def best_overlap(platform: str) -> Overlap:
+    """What `auto` stands for on a platform."""
+    del platform
+    return "none"
 
 
 @dataclass(frozen=True)
