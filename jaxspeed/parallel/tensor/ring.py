@@ -313,7 +313,9 @@ def _gather_ring(
                 lax.dynamic_update_slice_in_dim(y, part, start, dim)
                 for y, part, dim in zip(results, parts, seqs)
             ]
-        held = arriving
+        # Step by step, or XLA may send all chunks round first (seen on TPU, jax 0.10.2). It costs
+        # no time: a chunk that came sooner could not be sent on sooner than it is multiplied.
+        held, results = lax.optimization_barrier((arriving, results))
     return results
 
 
