@@ -329,7 +329,8 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(3 * WIDTH)(nn.LayerNorm()(x))))
+        h = nn.Dense(3 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(nn.relu(h))
 
 
 class LinenDecoder(nn.Module):

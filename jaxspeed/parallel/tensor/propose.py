@@ -32,7 +32,7 @@ No candidates, each with its reason told for the weights that stay whole:
 - the samples of the batch, which the data axes cut;
 - what T does not divide, in any of the shapes that it is folded or split into (12 heads), but for
   a vocabulary, which is padded;
-- a dim along which what a weight makes is split into pieces: each device's part of a fused
+- a dim along which what a weight makes is split into parts: each device's part of a fused
   [query, key, value] is not its part of each. One weight each can be cut;
 - a dim that two activations are multiplied along, as attention's scores are along head_dim: each
   device would hold a part of every score, and what that costs grows with the sequence;
@@ -195,10 +195,7 @@ def _refusal(
     if classes.same(cls, program.followed.samples):
         return "is the batch's"
     if pieces := program.costs.pieces.get(cls):
-        return (
-            f"is split into {pieces} after the product (a fused projection); "
-            "one weight each would be cut"
-        )
+        return f"is split into {pieces} parts further on: one weight for each could be cut"
     if len({path for path, _ in held}) < len(held):
         return "is both what it reads and what it adds to: no pair of products"
     if cls in program.scores:
@@ -247,8 +244,8 @@ def _why(
         if candidate.refused:
             refused.append(f"dim {dim} ({size}) {candidate.refused}")
         elif worth[cls] <= 0:
-            other.append(f"dim {dim} ({size}) would cost more to add up than the weights are worth")
+            other.append(f"dim {dim} ({size}) would send more than its weights are worth")
         else:
-            other.append(f"dim {dim} ({size}) meets what is cut otherwise")
+            other.append(f"dim {dim} ({size}) shares weights with dims that are cut")
     reasons = dict.fromkeys([*refused, *other])
     return "; ".join(reasons) or f"no dim of it can be cut {tensor} ways"
