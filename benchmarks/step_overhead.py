@@ -2,8 +2,9 @@
 
     python benchmarks/step_overhead.py [--pairs 40] [--json]
 
-Four cases: one device; eight simulated devices with everything whole on each (stage 0); the same
-with four micro-batches; and with the state cut (stage 3 against FSDP as `jax.jit` gives it). Each
+Five cases: one device; eight simulated devices with everything whole on each (stage 0); the same
+with four micro-batches; with the state cut (stage 3 against FSDP as `jax.jit` gives it); and with
+weights cut in two over a tensor axis (against shardings written by hand on the same mesh). Each
 pair times both steps one after the other, which goes first by turns, on the same batch; what is
 quoted is the median of the ratios engine / reference with a bootstrap's upper 95% bound.
 """
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     devices: int
     stage: int
     accumulation: int = 1
+    tensor: int = 1
 
 
 CASES = (
@@ -52,6 +54,7 @@ CASES = (
     Case("8 devices, stage 0", 8, 0),
     Case("8 devices, stage 0, 4 micro-batches", 8, 0, 4),
     Case("8 devices, stage 3", 8, 3),
+    Case("8 devices, tensor 2", 8, 0, tensor=2),
 )
 
 
@@ -73,6 +76,7 @@ def engine_runner(case: Case, built: Any, batch: Any) -> Runner:
             "gradient_clipping": CLIP,
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": {"stage": case.stage},
+            "mesh": {"tensor": case.tensor},
             "run": {"compilation_cache": False},
         },
         devices=jax.devices()[: case.devices],
@@ -88,12 +92,18 @@ def reference_runner(case: Case, built: Any, batch: Any) -> Runner:
     if case.devices == 1:
         state, step = reference.single_device(built.factory, built.loss, tx, case.accumulation)
         placed = jax.device_put(batch, devices[0])
+    elif case.tensor > 1:
+        state, step, at = reference.tensor_parallel(
+            built.factory, built.loss, tx, devices, case.tensor
+        )
+        placed = jax.device_put(batch, at)
     else:
         state, step, at = reference.data_parallel(
             built.factory, built.loss, tx, devices, case.accumulation, case.stage == 3
         )
         placed = jax.device_put(batch, at)
-    mesh = jax.make_mesh((case.devices,), ("data",), devices=devices)
+    shape = (case.devices // case.tensor, case.tensor)
+    mesh = jax.make_mesh(shape, ("data", "tensor"), devices=devices)
     compiled = report(step.lower(state, placed).compile(), mesh)  # type: ignore[attr-defined]
     held = [state]
 
