@@ -9,16 +9,19 @@ the three forms of `parallel.tensor_overlap`, and walks the schedule of the comp
 - `async` and `sync` collectives over the tensor axis. Asynchronous are pairs of `-start` and
   `-done`, and collectives that XLA:TPU spreads over a chain of fusions.
 - `covered`: the products that are scheduled while one or more is under way, in Tflop.
-- `ms comm.`, `ms exposed`: a model, not a measurement. Products run at the chip's peak, what is
-  communicated over the axis takes bytes / bandwidth (a permute one direction of a link, all else
-  both), one at a time in each direction; everything else is free. Exposed is the time in which
-  products wait.
+- `ms exposed`: a model, not a measurement: the time in which products wait for what crosses the
+  tensor axis. Products run at the chip's peak and nothing else takes time. A permute goes by the
+  shortest way, x before y before z, without wrap-around, and each link carries one thing at a time
+  in each direction; any other collective takes all links of its group, two of them at once for
+  each device. `laid out` is for the mesh as `jax.make_mesh` lays it out, where neighbours on the
+  tensor axis may be two links apart; `in a ring`, the same schedule with them next to each other.
 
 Gradients' all-reduces over `data` are the same in all forms, and are left out.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -184,20 +187,22 @@ class Overlap:
     synchronous: int = 0
     product_flops: float = 0.0
     covered_flops: float = 0.0
-    communicated_bytes: float = 0.0  # over one link, in the busier direction of each collective
-    communication_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    exposed_in_a_ring_seconds: float = 0.0
     temp_bytes: int = 0
     compile_seconds: float = 0.0
     kinds: dict[str, int] = field(default_factory=dict)
+
+
+Link = tuple[tuple[int, ...], tuple[int, ...]]  # from one chip to the next one
 
 
 class Transfer(NamedTuple):
     """One collective over the tensor axis."""
 
     kind: str
-    bytes: float  # over one link
-    directions: tuple[int, ...]  # of the links that it uses
+    bytes: float  # over each link that it takes, once
+    links: dict[Link, int]  # how many times; empty for all links there are
 
 
 def read_schedule(hlo_text: str, mesh: Mesh, chip: Chip) -> Overlap:
@@ -205,16 +210,20 @@ def read_schedule(hlo_text: str, mesh: Mesh, chip: Chip) -> Overlap:
     module = parse(hlo_text)
     flops = functools.cache(functools.partial(flops_of, module))
     result, clock = Overlap(), 0.0
-    free = {1: 0.0, -1: 0.0}  # when each direction of the links is free
+    free: dict[Link, float] = {}  # when each link is free
+    everything = 0.0  # when all of them are
     under_way: dict[str, float] = {}  # when each arrives
 
     def begin(name: str, transfer: Transfer) -> None:
+        nonlocal everything
         seconds = transfer.bytes / chip.link
-        arrives = max(clock, *(free[d] for d in transfer.directions)) + seconds
-        free.update(dict.fromkeys(transfer.directions, arrives))
+        if transfer.links:
+            for link, times in transfer.links.items():
+                free[link] = max(clock, everything, free.get(link, 0.0)) + times * seconds
+            arrives = max(free[link] for link in transfer.links)
+        else:
+            arrives = everything = max(clock, everything, *free.values(), 0.0) + seconds
         under_way[name] = arrives
-        result.communication_seconds += seconds
-        result.communicated_bytes += transfer.bytes
         result.kinds[transfer.kind] = result.kinds.get(transfer.kind, 0) + 1
 
     def wait(name: str) -> None:
@@ -263,7 +272,7 @@ def flops_of(module: Module, name: str, computation: str) -> float:
     )
 
 
-class Link(NamedTuple):
+class Part(NamedTuple):
     """A fusion of a chain that XLA:TPU spreads one collective over."""
 
     channel: str
@@ -271,10 +280,10 @@ class Link(NamedTuple):
     last: bool
 
 
-def chain_of(module: Module, instruction: Instruction) -> Link | None:
+def chain_of(module: Module, instruction: Instruction) -> Part | None:
     for _, inside in contents(module, instruction):
         if "async_collective_fusion_config" in inside.attributes and inside.opcode in KINDS:
-            return Link(
+            return Part(
                 f"channel {inside.attribute('channel_id')}",
                 instruction.name.startswith("async-collective-start"),
                 instruction.name.startswith("async-collective-done"),
@@ -297,15 +306,42 @@ def transfer_of(
         size = mesh.shape["tensor"]
         given = sum(shape.bytes for value in where.operands(inside) for shape in value.arrays)
         if kind == "collective-permute":
-            source, target = pairs[0]
-            forwards = (target - source) % size == 1  # tensor is the mesh's last axis
-            return Transfer(kind, given, (1,) if forwards else (-1,))
+            return Transfer(kind, given, loads(pairs, mesh))
         rounds = {"all-gather": size - 1, "all-reduce": 2 * (size - 1) / size}
         if kind == "all-reduce" and is_scattered(where, inside, instruction):
             kind = "reduce-scatter"
         share = rounds.get(kind, (size - 1) / size)
-        return Transfer(kind, given * share / 2, (1, -1))
+        return Transfer(kind, given * share / 2, {})
     return None
+
+
+def loads(pairs: Sequence[Sequence[int]], mesh: Mesh) -> dict[Link, int]:
+    """How many messages of a permute each link carries: one dim after the other, no wrap-around."""
+    found: dict[Link, int] = {}
+    chips = [tuple(device.coords) for device in mesh.devices.flat]
+    for source, target in pairs:
+        at, end = chips[source], chips[target]
+        for dim in range(len(at)):
+            while at[dim] != end[dim]:
+                step = 1 if end[dim] > at[dim] else -1
+                after = (*at[:dim], at[dim] + step, *at[dim + 1 :])
+                found[at, after] = found.get((at, after), 0) + 1
+                at = after
+    return found
+
+
+def in_a_ring(mesh: Mesh) -> Mesh:
+    """The mesh with the devices of each tensor group in the order with the fewest links around."""
+
+    def around(order: Sequence[Any]) -> int:
+        chips = [device.coords for device in (*order, order[0])]
+        return sum(abs(a - b) for p, q in itertools.pairwise(chips) for a, b in zip(p, q))
+
+    grid = mesh.devices.copy()
+    for row in grid.reshape(-1, grid.shape[-1]):
+        first, *others = row
+        row[:] = min(((first, *rest) for rest in itertools.permutations(others)), key=around)
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def is_scattered(where: Computation, inside: Instruction, instruction: Instruction) -> bool:
@@ -325,7 +361,9 @@ def contents(module: Module, instruction: Instruction) -> Iterator[tuple[Computa
 # -- the table ------------------------------------------------------------------------------------
 
 
-def measure(topology: str, tensor: int, form: str, layers: int) -> Overlap:
+def measure(
+    topology: str, tensor: int, form: str, layers: int, options: Mapping[str, str]
+) -> Overlap:
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -333,9 +371,11 @@ def measure(topology: str, tensor: int, form: str, layers: int) -> Overlap:
     axes = ("data", "tensor")
     mesh = jax.make_mesh(shape, axes, devices=devices, axis_types=(AxisType.Auto,) * 2)
     start = time.perf_counter()
-    compiled = lowered(mesh, FORMS[form], layers).lower().compile()
+    compiled = lowered(mesh, FORMS[form], layers).lower().compile(dict(options))
     seconds = time.perf_counter() - start
-    result = read_schedule(compiled.as_text(), mesh, CHIPS[topology.split(":")[0]])
+    chip, text = CHIPS[topology.split(":")[0]], compiled.as_text()
+    result = read_schedule(text, mesh, chip)
+    result.exposed_in_a_ring_seconds = read_schedule(text, in_a_ring(mesh), chip).exposed_seconds
     result.temp_bytes = compiled.memory_analysis().temp_size_in_bytes
     result.compile_seconds = seconds
     return result
@@ -343,7 +383,8 @@ def measure(topology: str, tensor: int, form: str, layers: int) -> Overlap:
 
 HEADER = (
     f"{'target':<12}{'form':<16}{'async':>6}{'sync':>6}{'Tflop':>8}{'covered':>9}"
-    f"{'ms comm.':>10}{'ms exposed':>12}{'temp MB':>9}{'compile s':>11}  collectives over tensor"
+    f"{'ms exposed: laid out':>22}{'in a ring':>11}{'temp MB':>9}{'compile s':>11}"
+    "  collectives over tensor"
 )
 
 
@@ -352,7 +393,7 @@ def row_of(target: str, form: str, found: Overlap) -> str:
     return (
         f"{target:<12}{form:<16}{found.asynchronous:>6}{found.synchronous:>6}"
         f"{found.product_flops / 1e12:>8.2f}{found.covered_flops / 1e12:>9.2f}"
-        f"{found.communication_seconds * 1e3:>10.2f}{found.exposed_seconds * 1e3:>12.2f}"
+        f"{found.exposed_seconds * 1e3:>22.2f}{found.exposed_in_a_ring_seconds * 1e3:>11.2f}"
         f"{found.temp_bytes / 1e6:>9.0f}{found.compile_seconds:>11.1f}  {kinds}"
     )
 
@@ -363,14 +404,16 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=4)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--option", nargs="*", default=[], help="of the compiler, as name=value")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    options = dict(option.split("=", 1) for option in args.option)
     found: list[dict[str, Any]] = []
     if not args.json:
         print(HEADER)
     for topology in args.topologies:
         for form in args.forms:
-            one = measure(topology, args.tensor, form, args.layers)
+            one = measure(topology, args.tensor, form, args.layers, options)
             found.append({"topology": topology, "form": form, **asdict(one)})
             if not args.json:
                 print(row_of(topology, form, one), flush=True)
