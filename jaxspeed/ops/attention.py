@@ -76,11 +76,10 @@ def attention(
     def by_cudnn(q, k, v, segments):
         return over_batch_and_heads(cudnn.attend, q, k, v, segments, mask=mask, scale=scale)
 
-    parts = tensor_parts()
-    copies = copies_of(q.shape[2], k.shape[2], parts) or 1
+    copies = copies_of(q.shape[2], k.shape[2], tensor_parts()) or 1
 
     def by_plain(q, k, v, segments):
-        k, v = (repeated(x, copies, parts) for x in (k, v))
+        k, v = (repeated(x, copies) for x in (k, v))
         return plain(q, k, v, segments, mask=mask, scale=scale)
 
     if implementation is not None:

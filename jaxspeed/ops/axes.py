@@ -8,8 +8,6 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.placement.constrain import constrain
-
 TENSOR = "tensor"
 
 
@@ -25,9 +23,8 @@ def tensor_parts() -> int:
     return free_axes().get(TENSOR, 1)
 
 
-def over_tensor(x: jax.Array, dim: int, site: str) -> jax.Array:
-    """`x` with one dim cut over the tensor axis, and the others as the compiler finds them."""
-    entries: list[Any] = [P.UNCONSTRAINED] * x.ndim
+def over_tensor(ndim: int, dim: int) -> NamedSharding:
+    """One dim cut over the tensor axis, and the others as the compiler finds them."""
+    entries: list[Any] = [P.UNCONSTRAINED] * ndim
     entries[dim] = TENSOR
-    mesh = jax.sharding.get_abstract_mesh()
-    return constrain(x, NamedSharding(mesh, P(*entries)), site)
+    return NamedSharding(jax.sharding.get_abstract_mesh(), P(*entries))

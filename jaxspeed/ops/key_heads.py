@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
-
-from jaxspeed.ops.axes import over_tensor
+import numpy as np
 
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:
@@ -20,18 +18,14 @@ def copies_of(heads: int, kv_heads: int, parts: int) -> int:
     return copies if heads % (kv_heads * copies) == 0 else 0
 
 
-def repeated(x: jax.Array, copies: int, parts: int) -> jax.Array:
+def repeated(x: jax.Array, copies: int) -> jax.Array:
     """Keys or values [batch, seq, kv_heads, head_dim] with each head `copies` times in a row.
 
-    The result is cut over the tensor axis of `parts` devices. Each picks its own heads, written as
-    a batch over the devices: of a plain `jnp.repeat` the compiler would cut the heads as finely as
-    they go, and gather them for the copies. The gradient of x is then one all-reduce.
+    As a lookup, whose result the compiler cuts over devices: each picks its own heads of x, and the
+    gradient of x is one all-reduce. Of a plain `jnp.repeat`, which is a broadcast and a reshape, it
+    would cut the heads of x as finely as they go, and gather them for the copies.
     """
     if copies == 1:
         return x
-    batch, seq, kv_heads, head_dim = x.shape
-    own = kv_heads * copies // parts  # heads of one device
-    read = (jnp.arange(kv_heads * copies) // copies).reshape(parts, own)
-    on_each = over_tensor(jnp.broadcast_to(x, (parts, *x.shape)), 0, "attention.key_heads")
-    picked = jax.vmap(lambda x, heads: x[:, :, heads])(on_each, read)
-    return jnp.moveaxis(picked, 0, 2).reshape(batch, seq, kv_heads * copies, head_dim)
+    heads = np.arange(x.shape[2] * copies) // copies
+    return x.at[:, :, heads].get(mode="promise_in_bounds", indices_are_sorted=True)

@@ -45,7 +45,7 @@ def over_batch_and_heads(
     copies = copies_of(q.shape[2], k.shape[2], parts)
     head_axis = TENSOR if parts > 1 and copies else None
     if head_axis:
-        k, v = (repeated(x, copies, parts) for x in (k, v))
+        k, v = (repeated(x, copies) for x in (k, v))
 
     part = P(batch_axes or None, None, head_axis)
     return jax.shard_map(

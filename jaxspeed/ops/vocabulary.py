@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.axes import over_tensor
+from jaxspeed.placement.constrain import constrain
 
 AUTO_CHUNK = (
     8192  # columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU
@@ -95,7 +96,7 @@ def sums_over_vocabulary(
         own = (targets >= first) & (targets < first + rows)
         targets = jnp.where(own, targets - first, -1)
         hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
-        hidden = over_tensor(hidden, 0, "vocabulary.parts")
+        hidden = constrain(hidden, over_tensor(hidden.ndim, 0), "vocabulary.parts")
     operand_dtype = hidden.dtype
     # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
     wide_hidden = hidden.astype(dtype)
