@@ -9,6 +9,7 @@ import itertools
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,10 +19,11 @@ from jaxspeed.models import gpt2, llama, vit
 
 from jaxspeed.config import Config, match
 from jaxspeed.observe.collectives import collectives
-from jaxspeed.parallel.tensor import propose, uses_of
+from jaxspeed.parallel.tensor import follow, propose, uses_of
 from jaxspeed.parallel.tensor.choose import best_set
 from jaxspeed.parallel.tensor.products import products
-from jaxspeed.placement.layer_specs import named_by_specs
+from jaxspeed.placement.layer_specs import Use, named_by_specs
+from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import model_cut
 from tests.parallel import foreign_models as models
 from tests.parallel.inferring import mesh, traced
@@ -183,12 +185,13 @@ def test_the_patterns_for_the_config_say_the_same(program, name, tensor):
     assert {leaf.path: leaf.names for leaf in named if any(leaf.names)} == found.names
 
 
-def test_patterns_are_as_few_as_the_kinds_of_modules(program):
-    assert proposal_of(program("jitted")).layer_specs == {
-        **{f"blocks/*/attn/{w}": "column" for w in "qkv"},
-        "blocks/*/attn/o": "row",
-        "blocks/*/mlp/widen": "column",
-        "blocks/*/mlp/narrow": "row",
+@pytest.mark.parametrize("name, block", [("jitted", "blocks/*"), ("stacked and scanned", "blocks")])
+def test_patterns_are_as_few_as_the_kinds_of_modules(program, name, block):
+    assert proposal_of(program(name)).layer_specs == {
+        **{f"{block}/attn/{w}": "column" for w in "qkv"},
+        f"{block}/attn/o": "row",
+        f"{block}/mlp/widen": "column",
+        f"{block}/mlp/narrow": "row",
         "tok": "vocabulary",
     }
 
@@ -305,6 +308,62 @@ def test_memory_that_all_decoder_layers_read_is_summed_once_for_keys_and_values(
     columns = [m.elements for m in found.messages if m.why == "column"]
     encoder, cross = 2 * 2, 2
     assert columns.count(encoded) == encoder + cross
+
+
+def of_function(loss, parameters, inputs):
+    """(followed, leaves) of a loss of parameters and inputs whose first dim is samples."""
+    shapes = {**parameters, **inputs}
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
+    jaxpr = jax.make_jaxpr(loss)(*given).jaxpr
+    variables = dict(zip(parameters, jaxpr.invars, strict=False))
+    leaves = [Leaf(path, shape, jnp.float32) for path, shape in parameters.items()]
+    return follow(jaxpr, variables, jaxpr.invars[len(parameters) :]), leaves
+
+
+def test_casts_of_one_array_are_one_array_whose_gradient_is_summed_once():
+    """Each layer of a mixed-precision model casts its own input."""
+
+    def loss(embed, q, k, o, x):
+        h = x @ embed
+        a, b = (h.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) for w in (q, k))
+        return ((jnp.tanh(a) * b) @ o).sum()
+
+    shapes = {"embed": (3, 16), "q": (16, 64), "k": (16, 64), "o": (64, 16)}
+    found = propose(*of_function(loss, shapes, {"x": (8, 3)}), tensor=4)
+    assert dims(found) == {"q": 1, "k": 1, "o": 0}
+    assert [m.elements for m in found.messages if m.why == "column"] == [8 * 16]
+
+
+def test_what_is_read_from_the_batch_has_no_gradient_to_sum(program):
+    found = proposal_of(program("tower of 4"))
+    assert [m.elements for m in found.messages if m.backward] == [models.BATCH * 40]
+
+
+def test_a_dim_of_samples_is_left_to_the_data_axis():
+    """A parameter for each sample: its product's rows are the batch's."""
+    shapes = {"memory": (8, 63), "w": (63, 5)}
+    followed, leaves = of_function(lambda m, w, x: (m @ w + x).sum(), shapes, {"x": (8, 5)})
+    found = propose(followed, leaves, tensor=4)
+    assert not found.cuts and "dim 0 (8) is the batch's" in found.whole["memory"]
+
+
+@pytest.mark.parametrize(
+    "name, path, use",
+    [
+        ("stacked and scanned", "blocks/mlp/widen/kernel", Use((1,), (2,))),
+        ("convolutions and attention", "convs/0/widen/kernel", Use((2,), (3,))),
+        ("convolutions and attention", "convs/0/depthwise/kernel", Use((), ())),
+        ("encoder-decoder", "decoder/0/own/out/kernel", Use((0, 1), (2,))),
+        ("encoder-decoder, one table", "source/embedding", Use((1,), (0,))),
+        ("residual of single products", "steps/0/kernel", Use((0,), (1,))),  # one class, two dims
+    ],
+)
+def test_how_a_parameter_stands_in_its_products(program, name, path, use):
+    assert uses_of(program(name).followed)[path] == use
+
+
+def test_a_table_that_is_only_looked_up_is_in_no_product(program):
+    assert "source/embedding" not in uses_of(program("encoder-decoder").followed)
 
 
 # -- what is told ---------------------------------------------------------------------------------
