@@ -19,8 +19,6 @@ from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.show import as_text, scaled_text
 from jaxspeed.placement.show import together as under
 
-KEY = "tensor_parallel.partition_config.layer_specs"
-
 
 @dataclass(frozen=True)
 class Proposal:
