@@ -93,8 +93,7 @@ def sums_over_vocabulary(
     if parts > 1:  # from here on everything has a leading dim of parts
         first = rows * jnp.arange(parts).reshape(parts, *[1] * targets.ndim)
         real_rows = jnp.clip(vocab - first, 0, rows)[..., None]
-        own = (targets >= first) & (targets < first + rows)
-        targets = jnp.where(own, targets - first, -1)
+        targets = targets - first  # of another part: outside, or in padding, whose logits are 0
         hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
         hidden = constrain(hidden, over_tensor(hidden.ndim, 0), "vocabulary.parts")
     operand_dtype = hidden.dtype
