@@ -40,7 +40,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.observe.collectives import KINDS
-from jaxspeed.observe.cost import _flops as own_flops
+from jaxspeed.observe.cost import own_flops
 from jaxspeed.observe.groups import axes_of, replica_groups, source_target_pairs
 from jaxspeed.observe.hlo import Computation, Instruction, Module, parse
 from jaxspeed.observe.loops import Site

@@ -52,7 +52,7 @@ def cost(hlo_text: str) -> Cost:
     flops = accessed = 0
     uncounted: dict[str, None] = {}
     for site in walk(module):
-        own = _flops(site)
+        own = own_flops(site)
         if own is None:
             uncounted[_target(site.instruction)] = None
         flops += (own or 0) * site.runs
@@ -61,7 +61,7 @@ def cost(hlo_text: str) -> Cost:
     return Cost(flops, accessed, tuple(uncounted))
 
 
-def _flops(site: Site) -> int | None:
+def own_flops(site: Site) -> int | None:
     """Flops of one run; None where the instruction does not tell."""
     instruction = site.instruction
     if instruction.opcode == "dot":

@@ -15,7 +15,7 @@ import pytest
 
 import jaxspeed
 from tests.support.topology import run_on_topology
-from tests.system import stacks
+from tests.system import cut_blocks, stacks
 from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
 from tests.system.tpu import FEW_ROWS
 
@@ -23,8 +23,11 @@ MATRIX = WIDTH * WIDTH
 # Its loss can be told from the traced program alone (tests/placement/test_units_gathers.py): for
 # all compilers that were tried, the argument's own sharding and the barrier say the same.
 TRACED_ONLY = {"unit.cut"}
-# What is dropped where devices share the work on a sample: test_shared_vocabulary.py.
-ELSEWHERE = {"vocabulary.parts"}
+# The same of tests/parallel/test_crossings.py.
+TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
+# What is dropped where devices share the work on a sample: test_shared_vocabulary.py and
+# test_tensor_collectives.py.
+ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 
 
 @pytest.fixture(scope="module")

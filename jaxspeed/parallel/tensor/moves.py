@@ -25,17 +25,17 @@ class Between:
 
 
 def enter(at: Between) -> Callable[[jax.Array], jax.Array]:
-    """An activation on its way into the cut."""
+    """An activation on its way into the cut: what is cut says already that it is needed whole."""
 
     @jax.custom_vjp
     def entering(x: jax.Array) -> jax.Array:
-        return constrain(x, at.whole, "tensor.enter")
+        return x
 
     def forward(x: jax.Array) -> tuple[jax.Array, None]:
-        return entering(x), None
+        return x, None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        return (constrain(gradient, at.kept, "tensor.enter.backward"),)
+        return (constrain(gradient, at.kept, "tensor.enter"),)
 
     entering.defvjp(forward, backward)
     return entering
@@ -46,7 +46,9 @@ def leave(at: Between) -> Callable[[jax.Array], jax.Array]:
 
     @jax.custom_vjp
     def leaving(y: jax.Array) -> jax.Array:
-        return constrain(y, at.kept, "tensor.leave")
+        # First as a sum that is whole: cut at once, a lookup's ids would be cut with it, and moved.
+        y = constrain(y, at.whole, "tensor.leave")
+        return constrain(y, at.kept, "tensor.leave.kept")
 
     def forward(y: jax.Array) -> tuple[jax.Array, None]:
         return leaving(y), None
@@ -80,11 +82,9 @@ def columns(products: Products, at: Between) -> Callable[..., list[jax.Array]]:
         x, weights = kept
         # Tied, or the compiler keeps what the forward pass gathered.
         x, gradients = jax.lax.optimization_barrier((x, gradients))
-        x = constrain(x, at.kept, "tensor.columns.kept.backward")
-        whole = constrain(x, at.whole, "tensor.columns.again")
         to_x, to_weights = [], []
         for product, w, gradient in zip(products, weights, gradients, strict=True):
-            _, pull = jax.vjp(product, whole, w)
+            _, pull = jax.vjp(product, x, w)
             for_x, for_w = pull(gradient)
             to_x.append(for_x)
             to_weights.append(for_w)

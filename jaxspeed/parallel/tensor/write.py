@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 
 from jaxspeed.parallel.tensor.crossings import Cut, dims_cut_over
 from jaxspeed.parallel.tensor.follow import CALLS, Frame, follow
-from jaxspeed.parallel.tensor.moves import Between, columns, enter, leave
+from jaxspeed.parallel.tensor.moves import columns, enter, leave
 from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
 from jaxspeed.parallel.tensor.sides import AXIS, Sides, Style
 from jaxspeed.parallel.tensor.splice import Spliced
-from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.units.jaxprs import is_var
 
 
@@ -125,12 +124,11 @@ class _Writing:
             self._hoist(w)
         x = eqns[0].invars[sides[0]]
         pairs = list(zip(eqns, sides, strict=True))
-        between = self.sides.between(self.frame, x)
         if ring := self.sides.ring(self.frame, x):
             products = [self._product(*pair) for pair in pairs]
-            function: Any = partial(around_ring, products, between, ring)
+            function: Any = lambda x, *weights: ring_columns(x, weights, products, **ring)  # noqa: E731
         else:
-            function = columns([bound(*pair) for pair in pairs], between)
+            function = columns([bound(*pair) for pair in pairs], self.sides.between(self.frame, x))
         new = Spliced.of(function, [x, *weights])
         self.eqns += new.eqns([x, *weights], [eqn.outvars[0] for eqn in eqns], eqns[0])
 
@@ -188,13 +186,6 @@ class _Writing:
 
 # Functions with a derivative of their own: what is written into one pass would miss the other.
 OPAQUE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-
-
-def around_ring(
-    products: Sequence[Product], at: Between, ring: Mapping[str, Any], x: jax.Array, *weights: Any
-) -> list[jax.Array]:
-    """Products of one activation, gathered around a ring; only its cut form is kept."""
-    return ring_columns(constrain(x, at.kept, "tensor.ring"), weights, products, **ring)
 
 
 def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:

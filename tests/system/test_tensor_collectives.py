@@ -1,0 +1,154 @@
+"""What the tensor axis exchanges, and what a device holds: read from TPU programs.
+
+Shoeybi et al. (arXiv:1909.08053) count two all-reduces of one activation forward and two backward
+in a transformer block. With activations cut along the sequence between them (Korthikanti et al.,
+arXiv:2205.05198) each is an all-gather and a reduce-scatter, and the backward pass gathers once
+more what it multiplies gradients with, because only the cut form was kept.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.topology import run_on_topology
+from tests.system import cut_blocks
+from tests.system.cut_blocks import ACTIVATION, CASES, EMBED, LAYERS, SEQ
+from tests.system.measured import collectives_of
+
+WHOLE = {("all-reduce", "forward"): 2, ("all-reduce", "backward"): 2}
+CUT = {
+    ("all-gather", "forward"): 2,
+    ("reduce-scatter", "forward"): 2,
+    ("all-gather", "backward"): 2 + 2,
+    ("reduce-scatter", "backward"): 2,
+}
+# Outside of the blocks: the vocabulary's lookup and the head.
+ENDS_WHOLE = {("all-reduce", "forward"): 1, ("all-reduce", "backward"): 1}
+ENDS_CUT = {
+    ("reduce-scatter", "forward"): 1,  # of what was looked up
+    ("all-gather", "forward"): 1,  # for the head
+    ("reduce-scatter", "backward"): 1,
+    ("all-gather", "backward"): 1,
+}
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Any]:
+    return run_on_topology("tests.system.cut_blocks:blocks", "v5e:2x4")
+
+
+def crossings(found: dict[str, Any], activation: int = ACTIVATION) -> Counter[Any]:
+    """{(kind, pass): how often it runs}, of what moves whole activations over the tensor axis.
+
+    What is as large and is no such activation counts under its own size.
+    """
+    counted: Counter[Any] = Counter()
+    for c in collectives_of(found):
+        if "tensor" in c.axis and c.elements >= activation / 8:
+            way = "backward" if "transpose" in c.op_name else "forward"
+            is_one = c.axis == ("tensor",) and c.elements == activation
+            counted[(c.kind, way) if is_one else (c.kind, way, c.elements)] += c.runs
+    return counted
+
+
+def small(found: dict[str, Any]) -> list[Any]:
+    """What else crosses the axis."""
+    return [c for c in collectives_of(found) if "tensor" in c.axis and c.elements < ACTIVATION / 8]
+
+
+def expected(block: dict[Any, int], ends: dict[Any, int]) -> Counter[Any]:
+    return Counter({k: LAYERS * n for k, n in block.items()}) + Counter(ends)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "whole" in name and "vit" not in name])
+def test_a_block_all_reduces_twice_in_each_pass(programs, name):
+    assert crossings(programs[name]) == expected(WHOLE, ENDS_WHOLE)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "cut" in name])
+def test_with_sequence_parallel_activations_they_are_gathers_and_scatters(programs, name):
+    assert crossings(programs[name]) == expected(CUT, ENDS_CUT)
+
+
+def test_a_vision_transformer_has_no_vocabulary_and_exchanges_in_its_blocks_alone(programs):
+    found = [c for c in collectives_of(programs["vit, whole"]) if "tensor" in c.axis]
+    big = [c for c in found if c.elements > ACTIVATION / 8]
+    assert sum(c.runs for c in big) == 4 * LAYERS
+    assert {c.kind for c in big} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "vit" not in name])
+def test_what_else_crosses_is_as_small_as_a_norm_or_a_tokens_sums(programs, name):
+    tokens = ACTIVATION // EMBED
+    norms_and_biases = EMBED * (5 * LAYERS + 2)  # at most, combined into one
+    for c in small(programs[name]):
+        assert c.elements <= max(2 * tokens, norms_and_biases), c
+        assert c.kind == "all-reduce", c
+
+
+def test_a_ring_sends_chunks_and_gathers_nothing_in_a_block(programs):
+    found = collectives_of(programs["llama, ring"])
+    ways = 4
+    sent = [c for c in found if c.kind == "collective-permute"]
+    # Forward two gather rings and two scatter rings of 3 steps; backward the same, with the two
+    # gathers for the weights' gradients going round as well.
+    assert sum(c.runs for c in sent) == LAYERS * (4 + 4 + 2) * (ways - 1)
+    assert {c.elements for c in sent} == {ACTIVATION // ways}
+    whole = [c for c in found if "tensor" in c.axis and c.elements >= ACTIVATION]
+    assert sum(c.runs for c in whole) == sum(ENDS_CUT.values())
+
+
+# -- each constraint is needed --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dropped() -> dict[str, Any]:
+    return run_on_topology("tests.system.cut_blocks:dropped", "v5e:2x4")
+
+
+def is_right(site: str, found: dict[str, Any]) -> bool:
+    if site == "tensor.enter":  # else the last norm's gradient is made of parts of the sequence
+        tokens = ACTIVATION // EMBED
+        return all(c.elements in (tokens, 2 * tokens) and c.dtype == "f32" for c in small(found))
+    activation = ACTIVATION
+    if site == "tensor.columns":
+        activation = cut_blocks.WIDE_MICRO * SEQ * cut_blocks.NARROW["hidden_size"]
+    return crossings(found, activation) == expected(CUT, ENDS_CUT)
+
+
+@pytest.mark.parametrize("site", cut_blocks.DROPPED)
+def test_a_crossing_that_is_not_written_is_missed(dropped, site):
+    assert is_right(site, dropped[site]["kept"])
+    assert not is_right(site, dropped[site]["dropped"])
+
+
+# -- what a device holds --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def held() -> dict[str, Any]:
+    return run_on_topology("tests.system.cut_blocks:held", "v5e:2x4")
+
+
+def test_a_device_stores_its_part_of_each_blocks_weights(held):
+    """Kernels and the biases of what they give by 1/T; norms and the biases of sums are whole."""
+    for path, (stored, shape) in held["weights"].items():
+        size = 1
+        for n in shape:
+            size *= n
+        is_whole = "norm" in path or path.endswith(("o_proj/bias", "down/bias"))
+        assert stored == (size if is_whole else size / 4), path
+
+
+def test_a_device_keeps_its_part_of_a_blocks_activations(held):
+    """Bytes that one layer more takes, on 4 tensor ranks against 1, the batch of a rank equal."""
+    one = held["one layer more, tensor 1"]
+    cut = held["one layer more, tensor 4, cut"]
+    whole = held["one layer more, tensor 4, whole"]
+    assert cut <= 1.05 * one / 4
+    assert whole >= 1.5 * cut  # what sequence-parallel activations are for
+
+
+def test_sizes_are_large_enough_for_activations_to_weigh(held):
+    assert held["one layer more, tensor 1"] > 4 * cut_blocks.HELD_WEIGHTS
