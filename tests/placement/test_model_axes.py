@@ -87,16 +87,16 @@ def test_key_heads_that_do_not_divide_are_whole_on_each_device_and_the_row_says_
 
 
 def test_all_dims_that_do_not_divide_are_refused_in_one_error_with_the_degrees_that_work():
-    block = {"q": {"embed": 48, "heads": 12, "head_dim": 4}, "up": {"embed": 48, "mlp": 84}}
+    block = {"q": {"embed": 72, "heads": 36, "head_dim": 2}, "up": {"embed": 72, "mlp": 60}}
     leaves = [leaf(f"blocks/{i}/{n}", **dims) for i in range(3) for n, dims in block.items()]
-    leaves.append(leaf("last/up", embed=48, mlp=96))
+    leaves.append(leaf("last/up", embed=72, mlp=96))
     with pytest.raises(PlacementError) as caught:
         table(leaves, {"tensor": 8, "data": 1})
     text = str(caught.value)
-    assert "12 heads cannot be cut 8 ways: blocks/*/q\n" in text
-    assert "84 mlp cannot be cut 8 ways: blocks/*/up\n" in text
+    assert "36 heads cannot be cut 8 ways: blocks/*/q\n" in text
+    assert "60 mlp cannot be cut 8 ways: blocks/*/up\n" in text
     assert "last/up" not in text
-    # The divisors of 12, 84 and 96.
+    # What divides 36, 60 and 96.
     assert "that work for this model: 1, 2, 3, 4, 6, 12; nearest to 8: 6 and 12" in text
 
 
