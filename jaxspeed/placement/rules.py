@@ -85,12 +85,18 @@ def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> Non
     if not found:
         return
     lines = [
-        f"{m.size} {m.name} cannot be cut {axis_sizes[m.axis]} ways: {_like_paths(paths)}"
+        f"{_told(m)} cannot be cut {axis_sizes[m.axis]} ways: {_like_paths(paths)}"
         for m, paths in found.items()
     ]
     for axis in dict.fromkeys(misfit.axis for misfit in found):
         lines.append(_advice(axis, axis_sizes[axis], _degrees(leaves, axis, axis_sizes)))
     raise PlacementError("mesh: " + "\n".join(lines))
+
+
+def _told(misfit: Misfit) -> str:
+    """12 heads, or a dim of 12 where a layer spec or inference names the axis itself."""
+    is_axis = misfit.name == misfit.axis
+    return f"a dim of {misfit.size}" if is_axis else f"{misfit.size} {misfit.name}"
 
 
 def _degrees(leaves: Sequence[Leaf], axis: str, axis_sizes: Mapping[str, int]) -> list[int]:

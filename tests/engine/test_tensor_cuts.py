@@ -1,0 +1,168 @@
+"""A user's model on a tensor axis: inferred, said by layer specs, or refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxspeed
+from jaxspeed.errors import ConfigError, PlacementError
+from tests.parallel import foreign_models as foreign
+
+RATE, STEPS, SEED = 0.1, 10, 3
+MODELS = {
+    "encoder and decoder": lambda: foreign.encoder_decoder(shared=True),
+    "convolutions and attention": foreign.conv_attention,
+    "plain stack": lambda: foreign.tower(24, 32, 16, 40, 8),
+}
+BETWEEN: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "cut": {"sequence_parallel_activations": True, "tensor_overlap": "none"},
+    "ring": {"sequence_parallel_activations": True, "tensor_overlap": "ring"},
+}
+
+
+def config(batch: Any, tensor: int, stage: int = 0, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": len(next(iter(batch.values()))),
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "mesh": {"tensor": tensor, "data": 8 // tensor},
+        "run": {"seed": SEED, "compilation_cache": False},
+        **sections,
+    }
+
+
+def by_hand(model: foreign.Foreign) -> tuple[list[float], dict[str, Any]]:
+    """Plain SGD on one device, without jaxspeed: (losses, parameters)."""
+    graph, params, rest = nnx.split(model.model(nnx.Rngs(SEED)), nnx.Param, ...)
+    tx = optax.sgd(RATE)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            found = model.loss(nnx.merge(graph, params, rest), model.batch)
+            return found[0] / found[1] if isinstance(found, tuple) else found
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(STEPS):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    flat = nnx.to_flat_state(params)
+    return losses, {"/".join(map(str, path)): v.get_value() for path, v in flat}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "stage", "between"),
+    [
+        ("encoder and decoder", 4, 3, "cut"),
+        ("encoder and decoder", 2, 1, "ring"),
+        ("convolutions and attention", 2, 2, "whole"),
+        ("convolutions and attention", 4, 0, "cut"),
+        ("plain stack", 4, 3, "whole"),
+        ("plain stack", 8, 0, "cut"),
+    ],
+)
+def test_a_model_that_says_nothing_trains_as_on_one_device(name, tensor, stage, between):
+    model = MODELS[name]()
+    engine = jaxspeed.initialize(
+        model.model,
+        model.loss,
+        config(model.batch, tensor, stage, parallel=BETWEEN[between]),
+        example_batch=model.batch,
+    )
+    assert engine.program.proposal is not None and engine.program.proposal.cuts
+    losses = [float(engine.train_batch(model.batch)["loss"]) for _ in range(STEPS)]
+    expected, params = by_hand(model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for path, value in engine.parameters.items():
+        np.testing.assert_allclose(value, params[path], rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_the_proposal_is_logged_and_kept_as_layer_specs_cuts_the_same(caplog):
+    model = foreign.encoder_decoder(shared=False)
+    sections = config(model.batch, 4)
+    with caplog.at_level("INFO", "jaxspeed"):
+        inferred = jaxspeed.initialize(model.model, model.loss, sections, example_batch=model.batch)
+    assert "what is cut was inferred" in caplog.text and '"layer_specs"' in caplog.text
+    proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, model.batch, tensor=4)
+    assert str(proposal) in caplog.text
+    said = jaxspeed.initialize(
+        model.model, model.loss, {**sections, **proposal.config}, example_batch=model.batch
+    )
+    assert said.program.proposal is None
+    specs = [{row.path: row.read.spec for row in e.placements} for e in (inferred, said)]
+    assert specs[0] == specs[1]
+
+
+def test_shapes_are_example_enough():
+    model = foreign.tower(24, 32, 16)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.batch)
+    proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
+    assert proposal.cuts
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 12, rngs=rngs)
+        self.down = nnx.Linear(12, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+PAIR = foreign.Foreign(
+    Pair, {"x": np.ones((8, 16), np.float32), "y": np.zeros((8, 16), np.float32)}, foreign.squared
+)
+
+
+def specs(**words: Any) -> dict[str, Any]:
+    return {"tensor_parallel": {"partition_config": {"layer_specs": words}}}
+
+
+def test_layer_specs_need_no_example():
+    engine = jaxspeed.initialize(
+        Pair, PAIR.loss, config(PAIR.batch, 4, **specs(up="column", down="row"))
+    )
+    cut = {row.path: tuple(row.read.spec) for row in engine.placements}
+    assert cut == {
+        "up/kernel": (None, "tensor"),
+        "up/bias": ("tensor",),
+        "down/kernel": ("tensor", None),
+        "down/bias": (None,),
+    }
+    assert engine.check(PAIR.batch).ok
+
+
+def test_without_names_specs_or_an_example_it_is_told_what_to_do():
+    with pytest.raises(ConfigError, match=r"mesh.tensor is 4.*example_batch.*layer_specs"):
+        jaxspeed.initialize(Pair, PAIR.loss, config(PAIR.batch, 4))
+
+
+def test_inference_can_be_left_out():
+    sections = config(PAIR.batch, 4, parallel={"infer_tensor_cuts": "never"})
+    engine = jaxspeed.initialize(Pair, PAIR.loss, sections)
+    assert not any("tensor" in str(row.read.spec) for row in engine.placements)
+
+
+def test_what_does_not_divide_is_refused_with_the_degrees_that_work():
+    with pytest.raises(PlacementError, match=r"(?s)a dim of 12 .* 8 ways: down.*1, 2, 3, 4, 6, 12"):
+        jaxspeed.initialize(
+            Pair, PAIR.loss, config(PAIR.batch, 8, **specs(up="column", down="row"))
+        )
+
+
+def test_a_proposal_for_what_does_not_divide_leaves_it_whole_and_says_so():
+    proposal = jaxspeed.propose_tensor_cuts(Pair, PAIR.loss, PAIR.batch, tensor=5)
+    assert not proposal.cuts
+    assert "left whole" in str(proposal) and "degrees that work" in str(proposal)
