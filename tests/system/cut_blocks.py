@@ -84,8 +84,8 @@ DROPPED: dict[str, dict[str, Any]] = {
 }
 
 
-def blocks(devices: list[jax.Device]) -> dict[str, Any]:
-    return {name: measure(*block_program(devices, **case)) for name, case in CASES.items()}
+def blocks(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
+    return {name: measure(*block_program(devices, **CASES[name])) for name in names}
 
 
 def dropped(devices: list[jax.Device]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def held(devices: list[jax.Device]) -> dict[str, Any]:
         return memory.temp_size_in_bytes
 
     def one_more(tensor: int, **parallel: Any) -> float:
-        return (temp(8, tensor, **parallel) - temp(4, tensor, **parallel)) / 4
+        return (temp(4, tensor, **parallel) - temp(2, tensor, **parallel)) / 2
 
     program, _ = block_program(devices)
     return {

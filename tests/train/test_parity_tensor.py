@@ -104,3 +104,22 @@ def test_tensor_parallel_training_is_training_on_one_device(name, tensor, stage,
     assert_loss_fell(ours)
     assert whole_difference(case, ours, reference) <= 1e-5
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
+
+
+def test_dropout_draws_the_same_numbers_whatever_is_cut():
+    case = family("gpt2", language, zero=("k_proj/bias",), dropout=0.1, **TEXT)
+    mesh = {"data": 2, "tensor": 4}
+    ours = run(case, 2, ACCUMULATION, "sgd", steps=3, mesh=mesh, parallel=BETWEEN["cut"])
+    reference = plain(case, ACCUMULATION, "sgd", ranks=2, steps=3)
+    assert_losses_equal(ours, reference, 1e-5)
+    assert whole_difference(case, ours, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("between", ["cut", "ring"])
+def test_in_bf16_a_step_agrees_with_the_step_on_one_device(between):
+    case = CASES["llama, 4 key heads"]
+    mesh = {"data": 2, "tensor": 4}
+    sections = {"mesh": mesh, "parallel": BETWEEN[between], "bf16": {"enabled": True}}
+    ours = run(case, 3, ACCUMULATION, "sgd", steps=0, **sections)
+    report = ours.engine.check(case.batches(ACCUMULATION)[0])
+    assert report.ok, str(report)
