@@ -118,11 +118,11 @@ class Proposal:
             yield f"left whole: {shown} [{_sizes(shape)}]: {reason}"
         others = [x for x in self.leaves if x.path not in self.cuts and x.path not in self.whole]
         if others:
-            size = sum(math.prod(x.shape) for x in others)
-            elements = "element" if size == 1 else "elements"
+            number = sum(math.prod(x.shape) for x in others)
+            elements = "element" if number == 1 else "elements"
             yield (
                 f"whole, in no product, along whole dims: {len(others)} more, "
-                f"{_count(size)} {elements}"
+                f"{_count(number)} {elements}"
             )
 
 

@@ -63,6 +63,12 @@ def run_piece(
         full = [*read(tied), *inputs]
         passes[:] = [_Passes(fn, active, full, count)]
         outs, kept = passes[0].forward(full)
+        # An input as it came, not as it was tied: in a scan, what is the same for all steps is then
+        # kept once, and not once a step.
+        kept = [
+            args[i] if i is not None else x
+            for i, x in zip(passes[0].inputs_kept, kept, strict=True)
+        ]
         return outs, (args[:count], kept)
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -123,6 +129,9 @@ class _Passes:
         residuals = jaxpr.outvars[self.out_count :]
         from_weights = _depends_only_on(jaxpr, self.weight_vars)
         self.again = [is_var(v) and v in from_weights for v in residuals]
+        place = {v: i for i, v in enumerate(jaxpr.invars)}
+        of_kept = [v for v, again in zip(residuals, self.again, strict=True) if not again]
+        self.inputs_kept = [place.get(v) if is_var(v) else None for v in of_kept]
         self.recompute = _slice_of(closed, self.weight_vars, residuals, self.again)
 
     def forward(self, args: list[Any]) -> tuple[list[Any], list[Any]]:
