@@ -103,7 +103,7 @@ HELD_WEIGHTS = 2 * (4 * EMBED * EMBED + 2 * EMBED * MLP)  # bf16 bytes of one la
 
 
 def held(devices: list[jax.Device]) -> dict[str, Any]:
-    """Stored weights by path as (elements a device, shape); bytes that one layer more takes."""
+    """Bytes that one layer more takes."""
 
     def temp(layers: int, tensor: int, **parallel: Any) -> int:
         program, batch = block_program(
@@ -116,14 +116,8 @@ def held(devices: list[jax.Device]) -> dict[str, Any]:
     def one_more(tensor: int, **parallel: Any) -> float:
         return (temp(4, tensor, **parallel) - temp(2, tensor, **parallel)) / 2
 
-    program, _ = block_program(devices)
     return {
-        "weights": {
-            path: (math.prod(x.sharding.shard_shape(x.shape)), x.shape)
-            for path, x in program.state.sources(program.table).items()
-            if path.startswith("blocks/")
-        },
-        "one layer more, tensor 1": one_more(1),
-        "one layer more, tensor 4, whole": one_more(4),
-        "one layer more, tensor 4, cut": one_more(4, **CUT),
+        "tensor 1": one_more(1),
+        "tensor 4, whole": one_more(4),
+        "tensor 4, cut": one_more(4, **CUT),
     }

@@ -119,10 +119,10 @@ class Proposal:
         others = [x for x in self.leaves if x.path not in self.cuts and x.path not in self.whole]
         if others:
             number = sum(math.prod(x.shape) for x in others)
-            elements = "element" if number == 1 else "elements"
+            unit = "element" if number == 1 else "elements"
             yield (
                 f"whole, in no product, along whole dims: {len(others)} more, "
-                f"{_count(number)} {elements}"
+                f"{_count(number)} {unit}"
             )
 
 
