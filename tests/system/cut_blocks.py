@@ -1,6 +1,5 @@
 """What the blocks of the families compile to when the tensor axis cuts them, for a TPU."""
 
-import math
 from typing import Any
 
 import jax
