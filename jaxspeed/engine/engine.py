@@ -20,6 +20,7 @@ from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.observe import CompiledReport, report
+from jaxspeed.parallel.tensor import dims_cut_over
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Metrics, Program
@@ -242,6 +243,13 @@ def initialize(
         log.info("config: %s\n%s", loaded.given, program.table)
     if program.proposal is not None:
         log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
+    ways = program.mesh.shape["tensor"]
+    if ways > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
+        log.warning(
+            "mesh.tensor is %d, and no parameter is cut over it: every one of these devices does "
+            "the same work",
+            ways,
+        )
     return engine
 
 

@@ -154,7 +154,7 @@ class _Cutter:
         use = self._use(leaf)
         dims = () if use is None else use.free if spec.type == "column" else use.contracted
         if not dims:
-            raise _no_dim(spec)
+            raise _no_dim(spec, self._uses is not None)
         return dims[0]
 
     def _use(self, leaf: Leaf) -> Use | None:
@@ -176,7 +176,7 @@ class _Cutter:
             return use.free[0] if use and use.free else leaf.stacked
         sizes = leaf.shape[leaf.stacked :]
         if sizes.count(max(sizes)) > 1:
-            raise _no_dim(spec)
+            raise _no_dim(spec, self._uses is not None)
         return leaf.stacked + sizes.index(max(sizes))
 
     def _kernel_beside(self, leaf: Leaf, spec: LayerSpec) -> Leaf | None:
@@ -232,11 +232,12 @@ def _said_dim(leaf: Leaf, dim: int) -> int:
     return dim % rank
 
 
-def _no_dim(spec: LayerSpec) -> _Untold:
+def _no_dim(spec: LayerSpec, traced: bool) -> _Untold:
+    what = "Neither the traced program nor the shape tells" if traced else "The shape does not tell"
+    or_else = ", or pass an example_batch, so that it is seen in the traced program"
     return _Untold(
-        "The shape does not tell which dim that is. Write it in layer_specs, "
-        f'{{"{spec.pattern}": {{"type": "{spec.type}", "dim": k}}}}, or pass an example_batch, so '
-        "that it is seen in the traced program."
+        f"{what} which dim that is. Write it in layer_specs, "
+        f'{{"{spec.pattern}": {{"type": "{spec.type}", "dim": k}}}}{"" if traced else or_else}.'
     )
 
 

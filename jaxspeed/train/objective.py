@@ -6,7 +6,6 @@ with each unit gathering its own parameters.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
-from jaxspeed.parallel.tensor import AS_WHOLE, Style, dims_cut_over, with_crossings
+from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -43,7 +42,7 @@ class Objective:
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
         sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
-        if not (self.cut_over_tensor or any(row.gathered for row in self.table)):
+        if self.table.mesh.shape["tensor"] == 1 and not any(row.gathered for row in self.table):
             return self._direct(sources, variables, batch, step, micro, train)
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
         program = self.trace(rest, train)
@@ -57,12 +56,6 @@ class Objective:
         outs = run_sliced(self._crossed(program), program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
 
-    @functools.cached_property
-    def cut_over_tensor(self) -> bool:
-        """Whether layers read any parameter cut over the tensor axis."""
-        specs = {row.path: row.read.spec for row in self.table}
-        return self.table.mesh.shape["tensor"] > 1 and bool(dims_cut_over("tensor", specs))
-
     def _crossed(self, program: "Traced") -> Any:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
@@ -73,6 +66,7 @@ class Objective:
             {row.path: row.read.spec for row in self.table},
             self.table.mesh,
             self.style,
+            program.units.of,
         )
 
     def _direct(

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed.errors import ConfigError, PlacementError
+from jaxspeed.parallel.tensor.write import warn_that_nothing_is_a_sequence
 from tests.parallel import foreign_models as foreign
 
 RATE, STEPS, SEED = 0.1, 10, 3
@@ -149,10 +150,11 @@ def test_without_names_specs_or_an_example_it_is_told_what_to_do():
         jaxspeed.initialize(Pair, PAIR.loss, config(PAIR.batch, 4))
 
 
-def test_inference_can_be_left_out():
+def test_inference_can_be_left_out(caplog):
     sections = config(PAIR.batch, 4, parallel={"infer_tensor_cuts": "never"})
     engine = jaxspeed.initialize(Pair, PAIR.loss, sections)
     assert not any("tensor" in str(row.read.spec) for row in engine.placements)
+    assert "no parameter is cut over it" in caplog.text
 
 
 def test_what_does_not_divide_is_refused_with_the_degrees_that_work():
@@ -166,3 +168,102 @@ def test_a_proposal_for_what_does_not_divide_leaves_it_whole_and_says_so():
     proposal = jaxspeed.propose_tensor_cuts(Pair, PAIR.loss, PAIR.batch, tensor=5)
     assert not proposal.cuts
     assert "left whole" in str(proposal) and "degrees that work" in str(proposal)
+
+
+# -- what a compiler, or we, could get wrong ------------------------------------------------------
+
+
+class Depthwise(nnx.Module):
+    """A depthwise kernel beside a pair; nobody cuts the kernel."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dw = nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.up(self.dw(x))))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "accumulation"), [(2, 0, 1), (4, 0, 2), (4, 3, 1), (8, 1, 1)]
+)
+@pytest.mark.parametrize("words", [{"up": "column", "down": "row"}, {"dw": "replicated"}])
+def test_the_gradient_of_a_depthwise_kernel_that_is_whole_is_right(
+    tensor, stage, accumulation, words
+):
+    """XLA alone makes it as many times too large as the tensor axis has devices."""
+    batch = {"x": foreign.numbers(4, 4, 16), "y": foreign.numbers(4, 4, 16)}
+    engine = jaxspeed.initialize(
+        Depthwise,
+        foreign.squared,
+        config(batch, tensor, stage, gradient_accumulation_steps=accumulation, **specs(**words)),
+    )
+    report = engine.check(batch)
+    assert report.ok, str(report)
+
+
+class OddHead(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Embed(65, 16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+        self.head = nnx.Linear(16, 65, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.table(tokens)
+        return self.head(x + self.down(jnp.tanh(self.up(x))))
+
+
+@pytest.mark.parametrize("overlap", ["none", "ring"])
+def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
+    batch = {"tokens": foreign.tokens(9)}
+    between = {"sequence_parallel_activations": True, "tensor_overlap": overlap}
+    engine = jaxspeed.initialize(
+        OddHead,
+        foreign.next_token,
+        config(batch, 4, 2, parallel=between),
+        example_batch=batch,
+    )
+    assert "head/kernel" in engine.program.proposal.cuts
+    assert engine.check(batch).ok
+
+
+class Joined(nnx.Module):
+    """Two views of each sample, one after the other."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, views: jax.Array) -> jax.Array:
+        x = jnp.concatenate([views[:, 0], views[:, 1]])
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def test_samples_that_are_joined_stay_cut_over_the_data_axes():
+    batch = {"x": foreign.numbers(2, 16)}
+    flops = {}
+    for tensor in (1, 4):
+        engine = jaxspeed.initialize(
+            Joined,
+            lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+            config(batch, tensor),
+            example_batch=batch,
+        )
+        flops[tensor] = engine.compiled(batch).flops
+        assert engine.check(batch).ok
+    assert flops[4] <= 1.05 * flops[1]
+
+
+def test_activations_without_a_sequence_are_told():
+    warn_that_nothing_is_a_sequence.cache_clear()
+    parallel = {"sequence_parallel_activations": True}
+    engine = jaxspeed.initialize(
+        Pair, PAIR.loss, config(PAIR.batch, 4, parallel=parallel), example_batch=PAIR.batch
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("jaxspeed.parallel.tensor.write.log.warning", told.append)
+        engine.eval_batch(PAIR.batch)
+    assert len(told) == 1 and "sequence_parallel_activations does nothing" in told[0]

@@ -1,5 +1,6 @@
 """How an activation lives on the two sides of a crossing, as the config asks for it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,10 +49,14 @@ class Sides:
 
     def between(self, frame: Frame, atom: Any) -> Between:
         """How an activation that is not cut lives at a crossing."""
+        nodes, shape = frame.of(atom), atom.aval.shape
         entries: list[Any] = [
-            self._samples(size) if self.cut.is_samples(node) else None
-            for node, size in zip(frame.of(atom), atom.aval.shape, strict=True)
+            self.samples(size) if self.cut.is_samples(node) else None
+            for node, size in zip(nodes, shape, strict=True)
         ]
+        if entries and not any(map(self.cut.is_samples, nodes)):
+            # Samples that were joined or split on the way: the compiler knows where they are.
+            entries[0] = PartitionSpec.UNCONSTRAINED
         whole = NamedSharding(self.mesh, PartitionSpec(*entries))
         dim = self.cut.sequence_dim(frame, atom) if self.style.sequence_parallel else None
         if dim is None:
@@ -68,20 +73,14 @@ class Sides:
         both_ways = self.style.overlap == "ring_both_ways" and length % (2 * ways) == 0
         return {"axis": AXIS, "both_ways": both_ways} if length % ways == 0 else {}
 
-    def _samples(self, size: int) -> Any:
+    def samples(self, size: int) -> Any:
         """The data axes that cut the samples here: none that is manual, or does not divide."""
-        free = free_axes(self.mesh)
+        free = self.free_axes()
         axes = tuple(axis for axis in DATA_AXES if axis in free)
-        ways = 1
-        for axis in axes:
-            ways *= free[axis]
+        ways = math.prod(free[axis] for axis in axes)
         return axes if ways > 1 and size % ways == 0 else None
 
-
-def free_axes(mesh: Any) -> dict[str, int]:
-    """The axes of a mesh that are left to the compiler, with their sizes."""
-    return {
-        name: size
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
-        if kind is AxisType.Auto
-    }
+    def free_axes(self) -> dict[str, int]:
+        """The axes of the mesh that are left to the compiler, with their sizes."""
+        kinds = zip(self.mesh.axis_names, self.mesh.axis_sizes, self.mesh.axis_types, strict=True)
+        return {name: size for name, size, kind in kinds if kind is AxisType.Auto}

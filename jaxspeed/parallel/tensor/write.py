@@ -4,6 +4,8 @@ Equations are replaced one by one, each new one under the name of the one that i
 that a unit's equations stay together and ZeRO 3 can slice the result.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +15,17 @@ from jax.sharding import Mesh
 
 from jaxspeed.parallel.tensor.crossings import Cut, dims_cut_over
 from jaxspeed.parallel.tensor.follow import CALLS, Frame, follow
+from jaxspeed.parallel.tensor.grouped import each_on_its_own, is_grouped
 from jaxspeed.parallel.tensor.moves import columns, enter, leave
 from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
 from jaxspeed.parallel.tensor.sides import AXIS, Sides, Style
 from jaxspeed.parallel.tensor.splice import Spliced
 from jaxspeed.placement.units.jaxprs import is_var
+
+log = logging.getLogger("jaxspeed")
+
+# Functions with a derivative of their own: what is written into one pass would miss the other.
+OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def with_crossings(
@@ -27,19 +35,31 @@ def with_crossings(
     specs: Mapping[str, Any],
     mesh: Mesh,
     style: Style,
+    unit_of: Callable[[Any], Any] = lambda eqn: None,
 ) -> Any:
     """A traced program with its crossings in it.
 
     `parameters` are its variables by path, cut as `specs` say; `batch` those whose first dims are
-    samples. A program none of whose parameters is cut over the axis stays as it is.
+    samples. `unit_of` tells the unit of an equation: the products of one activation in two units
+    are not written as one.
     """
-    dims = dims_cut_over(AXIS, specs)
-    if mesh.shape[AXIS] == 1 or not dims:
+    if mesh.shape[AXIS] == 1:
         return jaxpr
     followed = follow(jaxpr, parameters, batch)
-    samples = next((followed.top.nodes[v][0] for v in batch if v.aval.shape), None)
-    cut = Cut(followed, dims, mesh.shape[AXIS], samples)
-    return _Writing(Sides(cut, _in_context(mesh), style), followed.top).run()
+    cut = Cut(followed, dims_cut_over(AXIS, specs), mesh.shape[AXIS], followed.samples)
+    if style.sequence_parallel and cut.dims and not cut.sequences:
+        warn_that_nothing_is_a_sequence()
+    return _Writing(Sides(cut, _in_context(mesh), style), followed.top, unit_of).run()
+
+
+@functools.cache
+def warn_that_nothing_is_a_sequence() -> None:
+    """Once: the loss is traced several times."""
+    log.warning(
+        "parallel.sequence_parallel_activations does nothing for this model: what leaves its cut "
+        "products has no dim between samples and features, as [batch, sequence, features] has "
+        "(samples and sequence folded into one dim cannot be cut apart)"
+    )
 
 
 def _in_context(mesh: Mesh) -> Any:
@@ -51,8 +71,8 @@ def _in_context(mesh: Mesh) -> Any:
 class _Writing:
     """One function under way."""
 
-    def __init__(self, sides: Sides, frame: Frame) -> None:
-        self.sides, self.frame, self.jaxpr = sides, frame, frame.jaxpr
+    def __init__(self, sides: Sides, frame: Frame, unit_of: Callable[[Any], Any]) -> None:
+        self.sides, self.frame, self.jaxpr, self.unit_of = sides, frame, frame.jaxpr, unit_of
         self.eqns: list[Any] = []
         self.entered: dict[Any, Any] = {}  # an activation -> itself as it enters the cut
         self.done: set[int] = set()  # positions that are written already
@@ -69,10 +89,12 @@ class _Writing:
             return
         self.done.add(position)
         eqn = self.jaxpr.eqns[position]
-        if position in self.frame.inner and eqn.primitive.name not in OPAQUE_CALLS:
+        if position in self.frame.inner and eqn.primitive.name not in OWN_DERIVATIVE:
             self.eqns.append(self._nested(position, eqn))
         elif position in self.groups:
             self._write_columns(self.groups[position])
+        elif is_grouped(eqn) and self.sides.cut.dim(self.frame, eqn.outvars[0]) is None:
+            self._write_grouped(eqn)
         else:
             self._write_plain(eqn)
 
@@ -101,18 +123,29 @@ class _Writing:
         self.eqns.append(eqn.replace(outvars=move.ins))
         self.eqns += move.eqns(move.ins, [out], eqn)
 
+    def _write_grouped(self, eqn: Any) -> None:
+        image = eqn.invars[0]
+        dim = eqn.params["dimension_numbers"].lhs_spec[0]
+        is_samples = self.sides.cut.is_samples(self.frame.of(image)[dim])
+        samples = self.sides.samples(image.aval.shape[dim]) if is_samples else None
+        alone = Spliced.of(each_on_its_own(eqn, samples, {*self.sides.free_axes()}), eqn.invars)
+        self.eqns += alone.eqns(eqn.invars, eqn.outvars, eqn)
+
     # -- products of one activation -----------------------------------------------------------
 
     def _groups(self) -> dict[int, list[int]]:
-        """The products by which one activation, cut along its sequence, enters: by their first."""
+        """The products by which one activation, cut along its sequence, enters: by their first.
+
+        Those of one unit, so that ZeRO 3 gathers no other unit's weights for them.
+        """
         cut, frame = self.sides.cut, self.frame
-        found: dict[Any, list[int]] = {}
+        found: dict[tuple[Any, Any], list[int]] = {}
         for position, eqn in enumerate(self.jaxpr.eqns):
             if eqn.primitive.name == "dot_general" and (at := cut.enters(frame, eqn)):
                 x = eqn.invars[at[0]]
                 between = self.sides.between(frame, x)
                 if between.kept != between.whole and frame.is_weight(eqn.invars[1 - at[0]]):
-                    found.setdefault(x, []).append(position)
+                    found.setdefault((x, self.unit_of(eqn)), []).append(position)
         return {positions[0]: positions for positions in found.values()}
 
     def _write_columns(self, positions: Sequence[int]) -> None:
@@ -124,7 +157,8 @@ class _Writing:
             self._hoist(w)
         x = eqns[0].invars[sides[0]]
         pairs = list(zip(eqns, sides, strict=True))
-        if ring := self.sides.ring(self.frame, x):
+        ring = self.sides.ring(self.frame, x)
+        if ring and all(self._is_cut_evenly(w) for w in weights):
             products = [self._product(*pair) for pair in pairs]
             function: Any = lambda x, *weights: ring_columns(x, weights, products, **ring)  # noqa: E731
         else:
@@ -152,7 +186,14 @@ class _Writing:
         dims = [self.sides.cut.dim(self.frame, v) for v in (x, weight)]
         if None in dims or self.sides.cut.sequence_dim(self.frame, x) is None:
             return None
+        if not self._is_cut_evenly(weight):
+            return None
         return side, self._product(eqn, side)
+
+    def _is_cut_evenly(self, weight: Any) -> bool:
+        """Not so a padded vocabulary: layers see it without its padding."""
+        dim = self.sides.cut.dim(self.frame, weight)
+        return dim is not None and weight.aval.shape[dim] % self.sides.cut.ways == 0
 
     def _product(self, eqn: Any, side: int) -> Product:
         """A product of the activation that is its operand `side` and a weight that is cut."""
@@ -168,7 +209,10 @@ class _Writing:
     # -- functions within ---------------------------------------------------------------------
 
     def _nested(self, position: int, eqn: Any) -> Any:
-        written = {id(f.jaxpr): _Writing(self.sides, f).run() for f in self.frame.inner[position]}
+        written = {
+            id(f.jaxpr): _Writing(self.sides, f, self.unit_of).run()
+            for f in self.frame.inner[position]
+        }
 
         def new(closed: Any) -> Any:
             jaxpr = getattr(closed, "jaxpr", closed)
@@ -182,10 +226,6 @@ class _Writing:
             key = {"scan": "jaxpr", "while": "body_jaxpr"}.get(name) or CALLS[name]
             params[key] = new(params[key])
         return eqn.replace(params=params)
-
-
-# Functions with a derivative of their own: what is written into one pass would miss the other.
-OPAQUE_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
