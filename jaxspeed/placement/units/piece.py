@@ -129,7 +129,7 @@ class _Passes:
         residuals = jaxpr.outvars[self.out_count :]
         from_weights = _depends_only_on(jaxpr, self.weight_vars)
         self.again = [is_var(v) and v in from_weights for v in residuals]
-        place = {v: i for i, v in enumerate(jaxpr.invars)}
+        place = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
         of_kept = [v for v, again in zip(residuals, self.again, strict=True) if not again]
         self.inputs_kept = [place.get(v) if is_var(v) else None for v in of_kept]
         self.recompute = _slice_of(closed, self.weight_vars, residuals, self.again)
