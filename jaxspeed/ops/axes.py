@@ -11,9 +11,12 @@ from jax.sharding import PartitionSpec as P
 TENSOR = "tensor"
 
 
-def free_axes() -> dict[str, int]:
-    """{axis: size} without those that are manual already, inside a `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
+def free_axes(mesh: Any = None) -> dict[str, int]:
+    """{axis: size} without those that are manual already, inside a `shard_map`.
+
+    Of the mesh in the trace's context, if none is given.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in kinds if kind is not AxisType.Manual}
 

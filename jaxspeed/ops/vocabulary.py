@@ -23,9 +23,8 @@ from jaxspeed.errors import ModelError
 from jaxspeed.ops.axes import over_tensor
 from jaxspeed.placement.constrain import constrain
 
-AUTO_CHUNK = (
-    8192  # columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU
-)
+# Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
+AUTO_CHUNK = 8192
 LANES = 128  # a padded chunk is a multiple of this, the width of a TPU register
 
 

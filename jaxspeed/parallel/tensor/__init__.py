@@ -3,8 +3,8 @@
 A parameter's row says which of its dims is cut over `tensor`. From there dims are followed through
 the traced program (`follow`, by the rules of `primitives`, into `classes`); where an activation
 enters or leaves the cut (`crossings`) a collective is due, and is written into the program
-(`write`, `sides`, `moves`), or is broken into the steps of a
-ring beside the product that it feeds (`ring`).
+(`write`, `sides`, `moves`), or is broken into the steps of a ring beside the product that it feeds
+(`ring`).
 
 Where nothing says what is cut, it is inferred: which product feeds which (`products`), what each
 cut would send (`costs`), and which set of cuts is best (`propose`).

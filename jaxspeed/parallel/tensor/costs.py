@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxspeed.parallel.tensor.classes import Node
+from jaxspeed.parallel.tensor.crossings import PRODUCTS
 from jaxspeed.parallel.tensor.follow import Followed, Frame
 from jaxspeed.parallel.tensor.primitives import MIXING, RULES
 from jaxspeed.parallel.tensor.products import Product
 from jaxspeed.parallel.tensor.reading import Reading, shape_of
 
-PRODUCTS = ("dot_general", "conv_general_dilated")
 PIECES = ("slice", "dynamic_slice", "split", "gather")
 
 

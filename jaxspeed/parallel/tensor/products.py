@@ -4,7 +4,6 @@ A product is a `dot_general`, a convolution or a lookup in a table. A lookup is 
 ids, as one-hot rows, with the table: it sums over the dims that are indexed.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,7 +29,6 @@ class Product:
         convolution.
       free: dims of one operand and of the result.
       result: the result's shape.
-      flops: of one run, forward.
       times: how often it runs in one pass.
     """
 
@@ -40,7 +38,6 @@ class Product:
     shared: tuple[Dims, Dims]
     free: tuple[Dims, Dims]
     result: tuple[int, ...]
-    flops: int
     times: int
 
     def classes(self, role: Role, operand: int) -> frozenset[Node]:
@@ -117,7 +114,6 @@ def _dot(reading: Reading, frame: Frame, eqn: Any) -> Product:
             _others(len(rhs.shape), contracted[1], shared[1]),
         ),
         result,
-        2 * math.prod(result) * math.prod(lhs.shape[d] for d in contracted[0]),
         frame.times,
     )
 
@@ -131,14 +127,11 @@ def _convolution(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
     samples, features = numbers.lhs_spec[:2]
     outputs, inputs = numbers.rhs_spec[:2]
     result = shape_of(eqn.outvars[0])
-    flops = 2 * math.prod(result) * (kernel.elements // kernel.shape[outputs])
     sides: tuple[Dims, Dims] = ((features,), (inputs if groups == 1 else outputs,))
     none: tuple[Dims, Dims] = ((), ())
     contracted, shared = (sides, none) if groups == 1 else (none, sides)
     free: tuple[Dims, Dims] = ((samples,), (outputs,) if groups == 1 else ())
-    return Product(
-        "convolution", (image, kernel), contracted, shared, free, result, flops, frame.times
-    )
+    return Product("convolution", (image, kernel), contracted, shared, free, result, frame.times)
 
 
 def _lookup(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
@@ -156,7 +149,7 @@ def _lookup(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
     )
     free = whole, _others(len(ids.shape) - 1, shared[1])
     result = shape_of(eqn.outvars[0])
-    return Product("lookup", (table, ids), (indexed, ()), shared, free, result, 0, frame.times)
+    return Product("lookup", (table, ids), (indexed, ()), shared, free, result, frame.times)
 
 
 _RULES = {"dot_general": _dot, "conv_general_dilated": _convolution, "gather": _lookup}

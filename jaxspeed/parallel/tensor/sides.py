@@ -4,15 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.ops.axes import TENSOR, free_axes
 from jaxspeed.parallel.tensor.crossings import Cut
 from jaxspeed.parallel.tensor.follow import Frame
 from jaxspeed.parallel.tensor.moves import Between
 from jaxspeed.placement.mesh import DATA_AXES
-
-AXIS = "tensor"
-
 
 Overlap = Literal["none", "ring", "ring_both_ways"]
 
@@ -61,7 +59,7 @@ class Sides:
         dim = self.cut.sequence_dim(frame, atom) if self.style.sequence_parallel else None
         if dim is None:
             return Between(whole, whole)
-        entries[dim] = AXIS
+        entries[dim] = TENSOR
         return Between(whole, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
     def ring(self, frame: Frame, atom: Any) -> dict[str, Any]:
@@ -71,16 +69,11 @@ class Sides:
             return {}
         length, ways = atom.aval.shape[dim], self.cut.ways
         both_ways = self.style.overlap == "ring_both_ways" and length % (2 * ways) == 0
-        return {"axis": AXIS, "both_ways": both_ways} if length % ways == 0 else {}
+        return {"axis": TENSOR, "both_ways": both_ways} if length % ways == 0 else {}
 
     def samples(self, size: int) -> Any:
         """The data axes that cut the samples here: none that is manual, or does not divide."""
-        free = self.free_axes()
+        free = free_axes(self.mesh)
         axes = tuple(axis for axis in DATA_AXES if axis in free)
         ways = math.prod(free[axis] for axis in axes)
         return axes if ways > 1 and size % ways == 0 else None
-
-    def free_axes(self) -> dict[str, int]:
-        """The axes of the mesh that are left to the compiler, with their sizes."""
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_sizes, self.mesh.axis_types, strict=True)
-        return {name: size for name, size, kind in kinds if kind is AxisType.Auto}

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxspeed.ops.axes import TENSOR, free_axes
 from jaxspeed.parallel.tensor.crossings import Cut, dims_cut_over
 from jaxspeed.parallel.tensor.follow import CALLS, Frame, follow
 from jaxspeed.parallel.tensor.grouped import each_on_its_own, is_grouped
 from jaxspeed.parallel.tensor.moves import columns, enter, leave
 from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
-from jaxspeed.parallel.tensor.sides import AXIS, Sides, Style
+from jaxspeed.parallel.tensor.sides import Sides, Style
 from jaxspeed.parallel.tensor.splice import Spliced
 from jaxspeed.placement.units.jaxprs import is_var
 
@@ -43,10 +44,10 @@ def with_crossings(
     samples. `unit_of` tells the unit of an equation: the products of one activation in two units
     are not written as one.
     """
-    if mesh.shape[AXIS] == 1:
+    if mesh.shape[TENSOR] == 1:
         return jaxpr
     followed = follow(jaxpr, parameters, batch)
-    cut = Cut(followed, dims_cut_over(AXIS, specs), mesh.shape[AXIS], followed.samples)
+    cut = Cut(followed, dims_cut_over(TENSOR, specs), mesh.shape[TENSOR], followed.samples)
     if style.sequence_parallel and cut.dims and not cut.sequences:
         warn_that_nothing_is_a_sequence()
     return _Writing(Sides(cut, _in_context(mesh), style), followed.top, unit_of).run()
@@ -128,7 +129,7 @@ class _Writing:
         dim = eqn.params["dimension_numbers"].lhs_spec[0]
         is_samples = self.sides.cut.is_samples(self.frame.of(image)[dim])
         samples = self.sides.samples(image.aval.shape[dim]) if is_samples else None
-        alone = Spliced.of(each_on_its_own(eqn, samples, {*self.sides.free_axes()}), eqn.invars)
+        alone = Spliced.of(each_on_its_own(eqn, samples, {*free_axes(self.sides.mesh)}), eqn.invars)
         self.eqns += alone.eqns(eqn.invars, eqn.outvars, eqn)
 
     # -- products of one activation -----------------------------------------------------------
