@@ -59,6 +59,7 @@ class Objective:
     def _crossed(self, program: "Traced") -> Any:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
+        in_units = any(row.gathered for row in self.table)
         return with_crossings(
             program.closed.jaxpr,
             dict(zip(paths, program.parameters, strict=True)),
@@ -66,7 +67,7 @@ class Objective:
             {row.path: row.read.spec for row in self.table},
             self.table.mesh,
             self.style,
-            program.units.of,
+            program.units.of if in_units else lambda eqn: None,
         )
 
     def _direct(

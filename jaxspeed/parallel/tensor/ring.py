@@ -113,6 +113,7 @@ def ring_row(
 class _Ring(NamedTuple):
     axis: str
     both_ways: bool
+    rank: Any = None  # of the device, in per-device code
 
     @property
     def size(self) -> int:
@@ -138,7 +139,7 @@ def _columns(
 ) -> list[Array]:
     x_seq = products[0].x_seq
 
-    def of_device(chunk: Array, weights: list[Array]) -> list[Array]:
+    def of_device(ring: _Ring, chunk: Array, weights: list[Array]) -> list[Array]:
         multiply = [functools.partial(_times, p, w) for p, w in zip(products, weights)]
         return _gather_ring(chunk, x_seq, multiply, [p.y_seq for p in products], ring)
 
@@ -166,7 +167,9 @@ def _columns_backward(
     x, weights = saved
     x_seq = products[0].x_seq
 
-    def of_device(chunk: Array, dys: list[Array], weights: list[Array]) -> tuple[Array, Array]:
+    def of_device(
+        ring: _Ring, chunk: Array, dys: list[Array], weights: list[Array]
+    ) -> tuple[Array, Array]:
         def sum_of_products(start: Array, length: int) -> Array:
             like = _resized(chunk, {x_seq: length})
             parts = (
@@ -198,7 +201,7 @@ _columns.defvjp(_columns_forward, _columns_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _row(product: Product, ring: _Ring, h: Array, weight: Array) -> Array:
-    def of_device(h: Array, weight: Array) -> Array:
+    def of_device(ring: _Ring, h: Array, weight: Array) -> Array:
         def multiply(start: Array, length: int) -> Array:
             return product.bind(_part(h, start, length, product.x_seq), weight)
 
@@ -226,7 +229,7 @@ def _row_backward(
     assert product.x_cut is not None
     own = {product.x_cut: h.shape[product.x_cut] // ring.size}
 
-    def of_device(dy: Array, weight: Array) -> list[Array]:
+    def of_device(ring: _Ring, dy: Array, weight: Array) -> list[Array]:
         def multiply(part: Array) -> Array:
             like = _resized(h, {**own, product.x_seq: part.shape[product.y_seq]})
             return _wrt_x(product, like, weight, part)
@@ -356,7 +359,7 @@ def _send(x: Array, lane: _Lane, ring: _Ring) -> Array:
 
 def _neighbour(hops: int, ring: _Ring) -> Array:
     """The device so many hops further on; at least 0, so that no sign has to be mended."""
-    return lax.rem(lax.axis_index(ring.axis) + hops % ring.size, ring.size)
+    return lax.rem(ring.rank + hops % ring.size, ring.size)
 
 
 def _part(x: Array, start: Array, length: int, dim: int) -> Array:
@@ -369,13 +372,19 @@ def _part(x: Array, start: Array, length: int, dim: int) -> Array:
 def _on_ring(
     of_device: Callable[..., Any], ring: _Ring, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    return jax.shard_map(
-        of_device,
-        in_specs=in_specs,
+    """`of_device(ring with the device's rank, *arguments)` on each device.
+
+    The rank comes in as an array. `lax.axis_index` is a PartitionId where other axes are automatic,
+    and XLA refuses one that it moved out of the manual region (jax 0.10.2, CPU).
+    """
+    run = jax.shard_map(
+        lambda rank, *args: of_device(ring._replace(rank=rank[0]), *args),
+        in_specs=(P(ring.axis), *in_specs),
         out_specs=out_specs,
         axis_names={ring.axis},
         check_vma=False,  # no derivative is taken through it; what is gathered comes out replicated
     )
+    return lambda *args: run(jnp.arange(ring.size), *args)
 
 
 def _cut(x: Any, dim: int | None, ring: _Ring) -> P:
