@@ -7,7 +7,7 @@ WORKERS ?= 2
 
 # What `make test-newest` runs: everything that touches jax's and flax's inner parts. The whole
 # suite twice would not fit the time that CI has.
-NEWEST_TESTS = $(addprefix tests/,checkpoint cli data engine models observe ops optim parallel placement run train)
+NEWEST_TESTS = $(addprefix tests/,checkpoint cli engine models observe ops parallel placement train)
 NEWEST_VENV ?= .venv-newest
 NEWEST_PYTHON ?= python3.12
 

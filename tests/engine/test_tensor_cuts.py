@@ -69,9 +69,9 @@ def by_hand(model: foreign.Foreign) -> tuple[list[float], dict[str, Any]]:
         ("encoder and decoder", 4, 3, "cut"),
         ("encoder and decoder", 2, 1, "ring"),
         ("convolutions and attention", 2, 2, "whole"),
-        ("convolutions and attention", 4, 0, "cut"),
+        pytest.param("convolutions and attention", 4, 0, "cut", marks=pytest.mark.full),
         ("plain stack", 4, 3, "whole"),
-        ("plain stack", 8, 0, "cut"),
+        pytest.param("plain stack", 8, 0, "cut", marks=pytest.mark.full),
     ],
 )
 def test_a_model_that_says_nothing_trains_as_on_one_device(name, tensor, stage, between):
@@ -186,7 +186,8 @@ class Depthwise(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "stage", "accumulation"), [(2, 0, 1), (4, 0, 2), (4, 3, 1), (8, 1, 1)]
+    ("tensor", "stage", "accumulation"),
+    [(4, 0, 2), (4, 3, 1), pytest.param(2, 0, 1, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("words", [{"up": "column", "down": "row"}, {"dw": "replicated"}])
 def test_the_gradient_of_a_depthwise_kernel_that_is_whole_is_right(

@@ -2,7 +2,7 @@
 
 Every model with 8 heads x tensor 2, 4, 8 x ZeRO stages 0 to 3, activations between the cuts whole
 or cut along the sequence, in one collective or around a ring. In the points that are not marked
-`full` nearly every pair of settings meets.
+`full` every value of each setting is there.
 """
 
 import functools
@@ -57,9 +57,8 @@ BETWEEN = {
 TENSOR, STAGES = (2, 4, 8), (0, 1, 2, 3)
 # (model, tensor, stage, activations between the cuts), by their numbers.
 COVERING = {
-    *((0, 2, 2, 2), (0, 4, 1, 1), (1, 8, 2, 1), (1, 4, 3, 2), (2, 4, 0, 1), (2, 2, 3, 0)),
-    *((3, 4, 2, 0), (3, 8, 3, 2), (4, 2, 0, 2), (4, 8, 1, 0), (5, 2, 1, 1), (5, 8, 0, 0)),
-    (0, 2, 3, 3),
+    *((0, 2, 2, 2), (1, 4, 3, 1), (2, 2, 3, 0), (3, 8, 1, 2), (4, 8, 0, 1), (5, 4, 2, 0)),
+    (0, 4, 1, 3),
 }
 
 
@@ -115,7 +114,7 @@ def test_dropout_draws_the_same_numbers_whatever_is_cut():
     assert whole_difference(case, ours, reference) <= 1e-5
 
 
-@pytest.mark.parametrize("between", ["cut", "ring"])
+@pytest.mark.parametrize("between", [pytest.param("cut", marks=pytest.mark.full), "ring"])
 def test_in_bf16_a_step_agrees_with_the_step_on_one_device(between):
     case = CASES["llama, 4 key heads"]
     mesh = {"data": 2, "tensor": 4}
