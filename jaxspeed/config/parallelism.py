@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import (
@@ -46,6 +46,9 @@ class Mesh(Section):
 
 
 Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeValidator(lower)]
+Schedule = Annotated[Literal["1f1b", "gpipe", "interleaved"], BeforeValidator(lower)]
+Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(whole)]
+Recompute = Annotated[Literal["stage", "layers", "save"], BeforeValidator(lower)]
 
 
 class Parallel(Section):
@@ -60,6 +63,10 @@ class Parallel(Section):
     sequence_parallel_activations: Flag = False
     tensor_overlap: Overlap = "auto"
     infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = "auto"
+    pipeline_schedule: Schedule = "1f1b"
+    pipeline_chunks: Chunks = 2
+    pipeline_recompute: Recompute = "stage"
+    pipeline_gather: Annotated[Literal["tick", "step"], BeforeValidator(lower)] = "tick"
 
 
 def _stages(value: Any) -> Any:
@@ -72,12 +79,28 @@ def _stages(value: Any) -> Any:
 
 Stages = Annotated[Any, BeforeValidator(_stages, json_schema_input_type=int | Literal["auto"])]
 
+PARTITIONS = ("best", "uniform", "parameters", "flops")
+_BY_TYPE = "type:"
+
+
+def _partition(value: Any) -> Any:
+    word = lower(value)
+    if word in PARTITIONS:
+        return word
+    if isinstance(word, str) and word.startswith(_BY_TYPE) and len(word) > len(_BY_TYPE):
+        return _BY_TYPE + value[len(_BY_TYPE) :]
+    needs = f'one of {", ".join(PARTITIONS)}, or "type:" and a regex; all cut the blocks evenly'
+    raise PydanticCustomError("partition", "{needs}", {"needs": needs})
+
+
+Partition = Annotated[str, BeforeValidator(_partition)]
+
 
 class Pipeline(Section):
     """Pipeline parallelism."""
 
     stages: Stages = "auto"
-    partition: Text = "best"
+    partition: Partition = "best"
     seed_layers: Flag = False
     activation_checkpoint_interval: Natural = 0
     pipe_partitioned: Flag = True

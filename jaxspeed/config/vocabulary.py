@@ -2,11 +2,13 @@
 
 from jaxspeed.config.verdicts import Entry
 from jaxspeed.config.words_parallelism import PARALLELISM
+from jaxspeed.config.words_pipeline import PIPELINE
 from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.words_training import TRAINING
 
 VOCABULARY: dict[str, Entry] = {
-    entry.path: entry for entry in (*TRAINING, *ZERO, *PARALLELISM, *REPORTS, *UNBUILT, *OWN)
+    entry.path: entry
+    for entry in (*TRAINING, *ZERO, *PARALLELISM, *PIPELINE, *REPORTS, *UNBUILT, *OWN)
 }
 
 

@@ -13,13 +13,15 @@ PARALLELISM: tuple[Entry, ...] = (
         "mesh",
         "honoured",
         {
+            "pipe": "The model's repeated blocks are cut into so many stages, which the "
+            "micro-batches of a step pass one after another.",
             "replica": "Copies of the sharded state; a data axis for the batch.",
             "data": "The batch is cut over it, and ZeRO shards over it.",
             "tensor": "Weights are cut over it: by layer_specs or a preset, by the model's logical "
             "axes, or as is inferred.",
         },
     ),
-    *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("pipe", "seq", "expert")],
+    *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("seq", "expert")],
     *rows(
         "parallel",
         "honoured",
@@ -94,13 +96,6 @@ PARALLELISM: tuple[Entry, ...] = (
     ),
     refused_section("expert_parallel", "The expert axis is not built; remove it."),
     Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
-    refused("pipeline.stages", "Pipelines are not built; remove it or write 1.", "auto", 1),
-    *alike(
-        "pipeline",
-        "harmless",
-        "Says nothing while there is one pipeline stage; more are refused until they are built.",
-        "partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
-    ),
     *[
         refused(f"activation_checkpointing.{key}", _NO_REMAT, None, False, 0)
         for key in ("partition_activations", "cpu_checkpointing", "number_checkpoints")

@@ -361,9 +361,8 @@ BAD = {
     "auto batch alone": ({"train_batch_size": "auto"}, "train_batch_size", "which nothing"),
     "auto format": ({"bf16": {"enabled": "auto"}}, "bf16.enabled", "fp16.enabled true"),
     # Asked for and not built.
-    "pipeline axis": ({"mesh": {"pipe": 2}}, "mesh.pipe", "This axis is not built"),
+    "expert axis": ({"mesh": {"expert": 2}}, "mesh.expert", "This axis is not built"),
     "sequence axis": ({"sequence_parallel_size": 2}, "sequence_parallel_size", "not built"),
-    "pipeline stages": ({"pipeline": {"stages": 4}}, "pipeline.stages", "not built"),
     "offload": (
         zero(stage=2, offload_optimizer={"device": "cpu"}),
         "zero_optimization.offload_optimizer.device",
@@ -431,7 +430,7 @@ def test_all_problems_come_in_one_error():
         "fp16": {"enabled": True, "enabeld": True},
         "bf16": {"enabled": True},
         "optimizer": {"type": "Adam", "params": {"lr": -1, "beta": 1}},
-        "mesh": {"pipe": 2},
+        "mesh": {"seq": 2},
         "gradient_clipping": "auto",
     }
     with pytest.raises(ConfigError) as caught:
@@ -443,7 +442,7 @@ def test_all_problems_come_in_one_error():
         "fp16.enabeld",
         "optimizer.params.lr",
         "optimizer.params.beta",
-        "mesh.pipe",
+        "mesh.seq",
         "gradient_clipping",
     }
 

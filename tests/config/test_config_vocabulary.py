@@ -14,6 +14,7 @@ from jaxspeed.config.tree import read, schema_leaves
 from jaxspeed.config.verdicts import judge
 from jaxspeed.config.vocabulary import VOCABULARY
 from jaxspeed.config.words_parallelism import PARALLELISM
+from jaxspeed.config.words_pipeline import PIPELINE
 from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.words_training import TRAINING
 from jaxspeed.errors import ConfigError
@@ -152,13 +153,11 @@ ASKING = {
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "zero_optimization.offload_param.device": "nvme",
     "zero_optimization.offload_optimizer.device": "cpu",
-    "mesh.pipe": 2,
     "mesh.seq": 2,
     "mesh.expert": -1,
     "sequence_parallel_size": 2,
     "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel": {"enabled": True},
-    "pipeline.stages": 2,
     "activation_checkpointing.number_checkpoints": 4,
     "checkpoint.parallel_write": {"pipeline_stage": True},
     "sparse_attention": {"mode": "fixed"},
@@ -182,7 +181,7 @@ def test_every_leaf_of_the_schema_has_a_verdict_and_every_verdict_a_leaf():
 
 
 def test_no_key_has_two_verdicts():
-    rows = [*TRAINING, *ZERO, *PARALLELISM, *REPORTS, *UNBUILT, *OWN]
+    rows = [*TRAINING, *ZERO, *PARALLELISM, *PIPELINE, *REPORTS, *UNBUILT, *OWN]
     assert len(rows) == len(VOCABULARY)
 
 
