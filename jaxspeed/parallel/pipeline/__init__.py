@@ -4,6 +4,7 @@ A `schedule` says which chunk of which micro-batch each stage computes in each t
 are the runs of ticks that one compiled loop body serves; `gantt` draws it as text.
 """
 
+from jaxspeed.parallel.pipeline.gantt import gantt
 from jaxspeed.parallel.pipeline.phases import Phase, Repeat, phases
 from jaxspeed.parallel.pipeline.schedule import (
     SCHEDULES,
@@ -20,6 +21,7 @@ __all__ = [
     "Schedule",
     "Work",
     "forward_only",
+    "gantt",
     "phases",
     "schedule",
 ]
