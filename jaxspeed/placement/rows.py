@@ -28,7 +28,7 @@ class Leaf:
     @property
     def stacked(self) -> int:
         """How many leading dims stack layers."""
-        return sum(1 for name in self.names[:1] if name == "layers")
+        return sum(1 for name in self.names[:1] if name in ("layers", "stages"))
 
     @property
     def matrix_inputs(self) -> int | None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -12,7 +12,7 @@ from jaxspeed.placement.rows import Leaf
 
 # Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) stays whole.
 LOGICAL_RULES: Mapping[str, str] = {
-    "layers": "pipe",
+    "stages": "pipe",  # the layers of the stack that is cut into stages
     "experts": "expert",
     "vocab": "tensor",
     "heads": "tensor",
@@ -21,11 +21,14 @@ LOGICAL_RULES: Mapping[str, str] = {
     "tensor": "tensor",  # models that name the mesh axis itself
 }
 
-# What becomes of a dim that its axis does not divide. The rows of a vocabulary are padded; key and
-# value heads are few, and every device has all of them; layers are the pipeline's business. What
-# is not here is refused.
-PADDED = ("vocab",)
-LEFT_WHOLE = ("kv_heads", "layers")
+# Dims that the pipe axis cuts beside their own axis: all stages share the embedding and the head.
+SHARED_BY_STAGES = ("vocab",)
+
+# What becomes of a dim that its axes do not divide. The rows of a vocabulary are padded, and layers
+# with ones that do nothing; key and value heads are few, and every device has all of them. What is
+# not here is refused.
+PADDED = ("vocab", "stages")
+LEFT_WHOLE = ("kv_heads",)
 
 
 class Misfit(NamedTuple):
@@ -52,7 +55,7 @@ def model_cut(
 
     Where it divides none, on the first one that may be padded.
     """
-    entries: list[str | None] = [None] * len(shape)
+    entries: list[Any] = [None] * len(shape)
     stored = list(shape)
     notes: list[str] = []
     misfits: list[Misfit] = []
@@ -61,14 +64,20 @@ def model_cut(
         axis = LOGICAL_RULES.get(name or "")
         if axis and axis_sizes[axis] > 1:
             of_axis.setdefault(axis, []).append(dim)
+        elif name in SHARED_BY_STAGES and axis_sizes["pipe"] > 1:
+            of_axis.setdefault("pipe", []).append(dim)
     for axis, dims in of_axis.items():
         parts = axis_sizes[axis]
         fitting = [d for d in dims if shape[d] % parts == 0]
         fitting = fitting or [d for d in dims if names[d] in PADDED]
         bad = [d for d in dims if names[d] not in LEFT_WHOLE]
         if fitting:
-            entries[fitting[0]] = axis
-            stored[fitting[0]] = -(-shape[fitting[0]] // parts) * parts
+            dim = fitting[0]
+            axes = (axis,)
+            if names[dim] in SHARED_BY_STAGES and axis != "pipe" and axis_sizes["pipe"] > 1:
+                axes, parts = ("pipe", axis), parts * axis_sizes["pipe"]
+            entries[dim] = axes if len(axes) > 1 else axis
+            stored[dim] = -(-shape[dim] // parts) * parts
         elif bad:
             misfits += [Misfit(axis, names[d] or "", shape[d]) for d in bad]
         else:

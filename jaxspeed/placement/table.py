@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.placement import show
 from jaxspeed.placement.rows import AS_MADE, ROLES, Leaf, Placement, Precision, Row
 from jaxspeed.placement.rules import model_cut, refuse_misfits
+from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.zero import cut_leaf, ways
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
@@ -34,6 +35,7 @@ class PlacementTable:
     rows: Mapping[str, Row]
     opt_leaves: Mapping[str, StateLeaf] = field(default_factory=dict)
     extra: Mapping[str, StateLeaf] = field(default_factory=dict)
+    stack: Stack | None = None  # the blocks that the pipe axis cuts
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -94,6 +96,7 @@ def build_table(
     stage: int = 0,
     precision: Precision = AS_MADE,
     persistence_threshold: int = 0,
+    stack: Stack | None = None,
 ) -> PlacementTable:
     """The table for these leaves: what the ZeRO stage and the precision mean for each."""
     leaves = list(leaves)
@@ -103,7 +106,7 @@ def build_table(
         leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device)
         for leaf in leaves
     }
-    return PlacementTable(mesh, stage, rows)
+    return PlacementTable(mesh, stage, rows, stack=stack)
 
 
 def device_memory_kind(mesh: Mesh) -> str:

@@ -7,17 +7,19 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.config import Config
+from jaxspeed.config import Config, match
 from jaxspeed.errors import ModelError
 from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Placement
+from jaxspeed.placement.stacks import Stack, find_stack, with_stages
 from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.model import Model, adapt_model
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import optimizer_of
+from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
 from jaxspeed.train.state import OptLayout, native_tree
@@ -50,8 +52,10 @@ def build_program(
     )
     _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
+    stack = _stack_of(config, mesh, leaves)
+    leaves = with_stages(leaves, stack) if stack else leaves
     chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
-    table = _table_of(config, mesh, leaves)
+    table = _table_of(config, mesh, leaves, stack)
     layout = _layout_of(table, adapted, chosen.transform)
     table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables))
     wire = config.communication_data_type
@@ -76,7 +80,12 @@ def build_program(
         config,
         batch,
         objective,
-        Gradients(objective, batch.accumulation, config.parallel.gradient_reduction),
+        Gradients(
+            objective,
+            batch.accumulation,
+            config.parallel.gradient_reduction,
+            _pipeline_of(config, objective),
+        ),
         update,
         Source(model, optimizer, example_batch, trainable),
         proposal,
@@ -97,7 +106,16 @@ def _check_patterns(config: Config, model: Model) -> None:
     check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
 
 
-def _table_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> PlacementTable:
+def _stack_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> Stack | None:
+    """The blocks that the pipe axis cuts."""
+    if mesh.shape["pipe"] == 1:
+        return None
+    return find_stack(leaves, config.parallel.units, match)
+
+
+def _table_of(
+    config: Config, mesh: Mesh, leaves: Sequence[Leaf], stack: Stack | None
+) -> PlacementTable:
     zero = config.zero_optimization
     return build_table(
         leaves,
@@ -105,6 +123,21 @@ def _table_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> PlacementTa
         stage=zero.stage,
         precision=precision_of(config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
+        stack=stack,
+    )
+
+
+def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:
+    if objective.table.mesh.shape["pipe"] == 1:
+        return None
+    parallel = config.parallel
+    name = parallel.pipeline_schedule
+    return Pipeline(
+        objective,
+        name,
+        parallel.pipeline_chunks if name == "interleaved" else 1,
+        config.pipeline_recompute,
+        parallel.pipeline_gather,
     )
 
 

@@ -9,7 +9,7 @@ micro-batches nor large weights leave the range of a 16-bit accumulator.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,11 @@ from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective
+from jaxspeed.train.pipeline import Pipeline, Sums
 from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
 Reduction = Literal["step", "micro_batch"]
-
-
-class Sums(NamedTuple):
-    """What micro-batches add up to."""
-
-    grads: Arrays  # weighted mean so far, times the loss scale
-    total: jax.Array
-    weight: jax.Array
-    metrics: dict[str, jax.Array]  # weighted mean so far
 
 
 @dataclass(frozen=True)
@@ -43,6 +35,7 @@ class Gradients:
     objective: Objective
     accumulation: int
     wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
+    pipeline: Pipeline | None = None  # where the mesh has stages
 
     @property
     def table(self) -> PlacementTable:
@@ -51,7 +44,7 @@ class Gradients:
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
     ) -> tuple[Sums, Arrays]:
-        if self.accumulation == 1:
+        if self.accumulation == 1 and not self.pipeline:
             sums, variables = self._micro(sources, variables, batch, step, 0, scale)
             return sums, variables
         if self.reduction(variables, batch, step)[0] == "step":
@@ -111,6 +104,10 @@ class Gradients:
         placed: bool,
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators."""
+        if self.pipeline:
+            with jax.named_scope(MICRO_BATCHES):
+                sums = self.pipeline.gradients(sources, variables, micro, step, scale, placed)
+            return sums, variables
 
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]

@@ -47,12 +47,12 @@ class Objective:
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
         program = self.trace(rest, train)
         storage = {
-            var: self._stored(row)
+            var: self.stored(row)
             for var, row in zip(program.parameters, self.table, strict=True)
             if row.gathered
         }
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
-        way = Way(program.units, self._samples(batch))
+        way = Way(program.units, self.samples(batch))
         outs = run_sliced(self._crossed(program), program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
 
@@ -120,7 +120,7 @@ class Objective:
         units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
         return Traced(closed, parameters, batch, jax.tree.structure(shape), units, is_sum)
 
-    def _samples(self, batch: Any) -> int | None:
+    def samples(self, batch: Any) -> int | None:
         """How many samples a batch has, where the ranks can share them evenly."""
         sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         size = sizes.pop() if len(sizes) == 1 else None
@@ -131,7 +131,7 @@ class Objective:
             return x
         return x.astype(self.compute_dtype)
 
-    def _stored(self, row: Row) -> Stored:
+    def stored(self, row: Row) -> Stored:
         return Stored(
             row.leaf.shape,
             row.read.dtype,

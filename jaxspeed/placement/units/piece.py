@@ -49,7 +49,7 @@ def run_piece(
     count = len(weights)
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
-    passes: list[_Passes] = []  # what the forward pass found out, for the backward pass
+    passes: list[Passes] = []  # what the forward pass found out, for the backward pass
 
     def read(shards: Sequence[Any]) -> list[Any]:
         return [s.read(w) for s, w in zip(stored, shards, strict=True)]
@@ -61,7 +61,7 @@ def run_piece(
     def forward(*args: Any) -> tuple[list[Any], Any]:
         tied, inputs = tie(args[:count], args[count:])
         full = [*read(tied), *inputs]
-        passes[:] = [_Passes(fn, active, full, count)]
+        passes[:] = [Passes(fn, active, full, count)]
         outs, kept = passes[0].forward(full)
         # An input as it came, not as it was tied: in a scan, what is the same for all steps is then
         # kept once, and not once a step.
@@ -96,7 +96,7 @@ def _present(values: Sequence[Any]) -> list[Any]:
     return [v for v in values if v is not None]
 
 
-class _Passes:
+class Passes:
     """The two passes of a function, with what depends on its weights alone left out of between.
 
     `forward(args)` gives the outputs and what is kept; `backward(whole weights, kept, cotangents)`
