@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
-from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_problem
+from jaxspeed.config.batch import batch_problem, said_of
+from jaxspeed.config.batch_words import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.data import Corpus
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
+from jaxspeed.config.pipelines import pipeline_problems, stages_of
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schedules import SCHEDULERS
 from jaxspeed.config.schema import Settings
@@ -21,6 +23,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _schedule(settings)
     yield from _gradients(settings)
     yield from _tensor(settings)
+    yield from pipeline_problems(settings)
     yield from _model(settings)
     yield from _data(settings)
     yield from _run(settings)
@@ -49,12 +52,9 @@ def _precision(settings: Settings) -> Iterator[Problem]:
 def _batch(settings: Settings) -> Iterator[Problem]:
     if settings.elasticity.enabled:
         return
-    problem = batch_problem(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
-        data_ranks(settings.mesh),
-    )
+    # With a number of stages that only the devices tell, the batch is checked when they are known.
+    stages = stages_of(settings, max(settings.mesh.pipe, 1))
+    problem = batch_problem(said_of(settings, data_ranks(settings.mesh), stages))
     if problem:
         yield problem
 

@@ -7,11 +7,12 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr
 
-from jaxspeed.config.batch import Batch, solve_batch
+from jaxspeed.config.batch import Batch, said_of, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.json_schema import json_schema
 from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_words
 from jaxspeed.config.load import Examined, examine
+from jaxspeed.config.pipelines import stages_of
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.schema import Settings
 
@@ -101,21 +102,30 @@ class Config(Settings):
         steps = self.parallel.sequence_parallel_activations
         return "ring" if said == "auto" and steps and self.tensor_parallel.tp_overlap_comm else said
 
-    def batch(self, data_parallel_size: int) -> Batch:
-        """The batch triple for so many data ranks, mesh.replica x mesh.data.
+    @property
+    def pipeline_recompute(self) -> Literal["stage", "layers", "save"]:
+        """What the backward pass of a pipeline stage makes again, by every word for it."""
+        return self.parallel.pipeline_recompute
+
+    def batch(self, data_parallel_size: int, pipe: int | None = None) -> Batch:
+        """The batch triple for so many data ranks and pipeline stages.
+
+        Args:
+          data_parallel_size: mesh.replica x mesh.data.
+          pipe: the stages; where the config says how many, they need not be passed.
 
         Raises:
           ConfigError: with the equation and the nearest values with which it would hold.
         """
-        if self.elasticity.enabled:
-            solved: Batch | Problem = solve_elastic(self.elasticity, data_parallel_size)
+        count = self.mesh.pipe if pipe is None else pipe
+        solved: Batch | Problem
+        if count == -1:
+            works = "The batch depends on the number of stages: say it, or pass it as `pipe`."
+            solved = Problem("mesh.pipe", "-1", works)
+        elif self.elasticity.enabled:
+            solved = solve_elastic(self.elasticity, data_parallel_size, stages_of(self, count))
         else:
-            solved = solve_batch(
-                self.train_batch_size,
-                self.train_micro_batch_size_per_gpu,
-                self.gradient_accumulation_steps,
-                data_parallel_size,
-            )
+            solved = solve_batch(said_of(self, data_parallel_size, stages_of(self, count)))
         if isinstance(solved, Problem):
             raise config_error([solved], "the config")
         return solved

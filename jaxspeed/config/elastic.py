@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxspeed.config.batch import Batch
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.running import Elasticity
+from jaxspeed.config.stages import Stages
 
 # DeepSpeed's list of highly composite numbers ends here.
 _LARGEST_FACTOR = 720_720
@@ -42,8 +43,8 @@ def elastic_table(elasticity: Elasticity) -> ElasticTable:
     return best
 
 
-def solve_elastic(elasticity: Elasticity, ranks: int) -> Batch | Problem:
-    """The triple for so many data ranks: the largest micro-batch size that divides."""
+def solve_elastic(elasticity: Elasticity, ranks: int, stages: Stages) -> Batch | Problem:
+    """The triple for so many data ranks: the largest micro-batch size that fills the stages."""
     table = elastic_table(elasticity)
     if ranks not in table.counts:
         below = [count for count in table.counts if count < ranks][-1:]
@@ -55,7 +56,16 @@ def solve_elastic(elasticity: Elasticity, ranks: int) -> Batch | Problem:
             f"Would work: {near}, of the {len(table.counts)} sizes in the table.",
         )
     per_rank = table.train // ranks
-    micro = max(size for size in elasticity.micro_batch_sizes if per_rank % size == 0)
+    sizes = [size for size in elasticity.micro_batch_sizes if per_rank % size == 0]
+    filling = [size for size in sizes if stages.take(per_rank // size)]
+    if not filling:
+        counts = " or ".join(str(per_rank // size) for size in sorted(sizes, reverse=True))
+        return Problem(
+            "elasticity.micro_batch_sizes",
+            f"{sizes}, which make {counts} micro-batches for {stages.count} pipeline stages",
+            f"Needs {stages.needed}: add smaller sizes, or take fewer stages.",
+        )
+    micro = max(filling)
     return Batch(table.train, micro, per_rank // micro)
 
 

@@ -221,7 +221,7 @@ BAD_MESHES = {
     "null": ({"data": None}, ConfigError, "mesh.data: found null"),
     "a list": ([1, 2], ConfigError, "mesh: found the list"),
     "an unknown axis": ({"dta": 2}, ConfigError, 'Did you mean "data"'),
-    "pipe": ({"pipe": 2}, ConfigError, "mesh.pipe: found 2. Refused"),
+    "stages that do not divide": ({"pipe": 3}, PlacementError, "multiple of 3 devices"),
     "seq": ({"seq": 2}, ConfigError, "mesh.seq: found 2. Refused"),
     "expert": ({"expert": 2}, ConfigError, "mesh.expert: found 2. Refused"),
 }
@@ -238,6 +238,13 @@ def test_a_batch_triple_that_does_not_hold_says_the_equation_with_the_device_cou
     triple = {"train_batch_size": 12, "gradient_accumulation_steps": 1}
     with pytest.raises(ConfigError, match=r"12 = .* 1 x .* 1 x data-parallel size 8"):
         start(config=triple)
+
+
+def test_too_few_micro_batches_for_a_pipeline_say_how_many_would_do():
+    few = {"mesh": {"pipe": 4}, "gradient_accumulation_steps": 2}
+    message = r"2 micro-batches for 4 pipeline stages.* gradient_accumulation_steps 4"
+    with pytest.raises(ConfigError, match=message):
+        start(config=few)
 
 
 def test_numpy_arrays_do_as_parameters_of_a_pair():
