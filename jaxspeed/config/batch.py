@@ -49,8 +49,7 @@ def solve_batch(said: Said) -> Batch | Problem:
     if train is None:
         made = made or stages.unsaid
         train = (said.micro or 1) * made * (said.ranks or 1)
-    fits = train == said.known if said.micro and said.accumulation else train % said.known == 0
-    if not fits:
+    if not said.holds:
         return misfit(said, train)
     made = made or (train // said.known if said.micro else stages.cut(train // said.known))
     if not stages.take(made):

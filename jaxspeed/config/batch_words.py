@@ -32,6 +32,14 @@ class Said:
         """What the train batch is a multiple of."""
         return self.per_rank * (self.ranks or 1)
 
+    @property
+    def holds(self) -> bool:
+        """Whether the equation does, for some value of what is not said."""
+        if self.train is None:
+            return True
+        exact = self.micro and self.accumulation
+        return self.train == self.known if exact else self.train % self.known == 0
+
     def __str__(self) -> str:
         numbers = (self.train, self.micro, self.accumulation, self.ranks)
         train, micro, accumulation, ranks = ("?" if n is None else str(n) for n in numbers)
@@ -100,7 +108,7 @@ def unfilled(said: Said, made: int) -> Problem:
         batches = "1 micro-batch" if made == 1 else f"{made} micro-batches"
         found = f"{most}{batches} for {stages.count} pipeline stages, by {said}"
     else:
-        found = f"{said}, which has no such number up to {stages.unsaid} of equal micro-batches"
+        found = f"{said}, which no {stages.count} to {stages.unsaid} equal micro-batches divide"
     return Problem(
         ACCUMULATION if said.accumulation else TRAIN,
         found,
@@ -131,7 +139,7 @@ def _ways_to_fill(said: Said, made: int) -> Iterator[str]:
             totals = _either(n * ranks for n in stages.near(samples, stages.count))
             raised = f"{ACCUMULATION} {stages.count} with " if said.accumulation else ""
             yield f"{raised}{TRAIN} {totals}"
-    if stages.interleaved and made >= stages.count:
+    if stages.interleaved and made >= stages.count and said.holds:
         yield f'{SCHEDULE} "1f1b"'
 
 

@@ -174,6 +174,31 @@ BAD = {
         "scheduler.params.warmup_num_steps",
         "at least 1",
     ),
+    "no stages": (
+        {"pipeline": {"stages": 0}},
+        "pipeline.stages",
+        'at least 1, or "auto" for mesh.pipe',
+    ),
+    "one chunk": (
+        {"parallel": {"pipeline_schedule": "interleaved", "pipeline_chunks": 1}},
+        "parallel.pipeline_chunks",
+        "at least 2",
+    ),
+    "unknown pipeline schedule": (
+        {"parallel": {"pipeline_schedule": "interleave"}},
+        "parallel.pipeline_schedule",
+        'Did you mean "interleaved"?',
+    ),
+    "unknown partition": (
+        {"pipeline": {"partition": "profile"}},
+        "pipeline.partition",
+        'Needs one of best, uniform, parameters, flops, or "type:" and a regex',
+    ),
+    "a partition by no type": (
+        {"pipeline": {"partition": "type:"}},
+        "pipeline.partition",
+        'or "type:" and a regex',
+    ),
     "no devices": ({"mesh": {"data": 0}}, "mesh.data", "at least 1, or -1"),
     "negative devices": ({"mesh": {"tensor": -2}}, "mesh.tensor", "at least 1, or -1"),
     "zero window": ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window", "at least 1"),
@@ -304,6 +329,42 @@ BAD = {
         {"parallel": {"tensor_overlap": "none"}, "tensor_parallel": {"tp_overlap_comm": True}},
         "tensor_parallel.tp_overlap_comm",
         "remove one",
+    ),
+    "stages said twice": (
+        {"mesh": {"pipe": 2}, "pipeline": {"stages": 4}},
+        "pipeline.stages",
+        "found 4, while mesh.pipe is 2",
+    ),
+    "recomputation said twice": (
+        {
+            "parallel": {"pipeline_recompute": "save"},
+            "pipeline": {"activation_checkpoint_interval": 2},
+        },
+        "pipeline.activation_checkpoint_interval",
+        'found 2, while parallel.pipeline_recompute is "save"',
+    ),
+    "recomputation said twice, by its default": (
+        {
+            "parallel": {"pipeline_recompute": "stage"},
+            "pipeline": {"activation_checkpoint_interval": 1},
+        },
+        "pipeline.activation_checkpoint_interval",
+        'asks for parallel.pipeline_recompute "layers"',
+    ),
+    "chunks of a schedule that has none": (
+        {"parallel": {"pipeline_schedule": "gpipe", "pipeline_chunks": 4}},
+        "parallel.pipeline_chunks",
+        'found 4 with parallel.pipeline_schedule "gpipe". Only parallel.pipeline_schedule '
+        '"interleaved" has chunks',
+    ),
+    "too few micro-batches": (
+        {
+            "mesh": {"pipe": 4},
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+        },
+        "gradient_accumulation_steps",
+        "Would work: gradient_accumulation_steps 4.",
     ),
     "coupled AdamW": (
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "adam_w_mode": False}}},

@@ -145,6 +145,30 @@ SAMPLES = {
             "logical_axes": {"head/kernel": ["embed", None]},
         },
     },
+    "pipeline parallel": {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 16,
+        "zero_optimization": {"stage": 1},
+        "pipeline": {
+            "stages": 4,
+            "partition": "type:Block",
+            "seed_layers": True,
+            "activation_checkpoint_interval": 1,
+            "pipe_partitioned": True,
+            "grad_partitioned": False,
+        },
+    },
+    "pipeline parallel in the own words": {
+        "train_batch_size": 64,
+        "zero_optimization": {"stage": 3},
+        "mesh": {"pipe": 4, "tensor": 2},
+        "parallel": {
+            "pipeline_schedule": "interleaved",
+            "pipeline_chunks": 3,
+            "pipeline_recompute": "save",
+            "pipeline_gather": "step",
+        },
+    },
     "with the own sections": {
         "train_batch_size": 32,
         "optimizer": {
@@ -290,6 +314,9 @@ def test_the_json_schema_accepts_what_loads(name):
         {"optimizer": {"type": "Adam", "params": {"beta": 1}}},
         {"parallel": {"units": "blocks"}},
         {"gradient_clipping": "auto"},
+        {"parallel": {"pipeline_chunks": 1}},
+        {"parallel": {"pipeline_recompute": "none"}},
+        {"pipeline": {"stages": "all"}},
         {"tensor_parallel": {"partition_config": {"layer_specs": "column"}}},
         {"tensor_parallel": {"partition_config": {"layer_specs": {"up": "colunm"}}}},
         {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": ["up"]}]}}},
