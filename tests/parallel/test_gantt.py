@@ -11,7 +11,7 @@ from jaxspeed.parallel.pipeline.schedule import Schedule, forward_only, schedule
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Schedule:
-    stages, turns, chunks = (draw(st.integers(1, most)) for most in (12, 40, 5))
+    stages, turns, chunks = (draw(st.integers(1, most)) for most in (12, 12, 5))
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "forward"]))
     if name == "forward":
         return forward_only(stages, turns, chunks)

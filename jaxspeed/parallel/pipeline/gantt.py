@@ -71,15 +71,16 @@ def _ruler(part: range, cell: int) -> str:
 
 def _cells(schedule: Schedule, work: Work, stage: int, part: range, cell: int) -> str:
     """A stage's row for one direction; a chunk's mark stands before its first micro-batch."""
+    anywhere = work.busy.any(axis=1)
     text = ""
     marked = None
     for tick in part:
-        if work.busy[tick, stage]:
+        if work.micro[tick, stage] >= 0:
             micro, chunk = int(work.micro[tick, stage]), int(work.chunk[tick, stage])
             label = str(micro) if chunk == marked else f"{_mark(schedule, chunk)}{micro}"
             marked = chunk
         else:
-            label = _IDLE if work.busy[tick].any() else ""
+            label = _IDLE if anywhere[tick] else ""
             marked = None
         text += label.rjust(cell)
     return text
