@@ -16,6 +16,7 @@ from jaxspeed.errors import (
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.placement.units import unit
 from jaxspeed.train import TrainState, micro_batch_key, propose_tensor_cuts
+from jaxspeed.train.model import LayerSpec, PipelineModule, TiedLayerSpec
 
 __all__ = [
     "BatchError",
@@ -27,12 +28,15 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "JaxspeedError",
+    "LayerSpec",
     "ModelError",
     "OutOfMemoryError",
+    "PipelineModule",
     "Placement",
     "PlacementError",
     "PlacementTable",
     "RunError",
+    "TiedLayerSpec",
     "TrainState",
     "explain_config",
     "initialize",

@@ -206,10 +206,10 @@ def initialize(
     """An engine with a freshly initialised state, each array made straight into its shards.
 
     Args:
-      model: a factory of an `nnx.Module` (lambda rngs: ...), a Linen module, or a pair
-        (init, apply); left out when the config names a model.
+      model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
+        a pair (init, apply); left out when the config names a model.
       loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
-        dict of metrics; left out for a family's own loss.
+        dict of metrics; left out for a family's own loss and for a PipelineModule's.
       config: a path to JSON or YAML, a dict, or a Config.
       optimizer: any Optax transformation, in place of the config's.
       devices: which devices to use; all of them by default.

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.train.model import PipelineModule
 
 Loss = Callable[[Any, Any], Any]
 
@@ -26,6 +27,13 @@ def resolve_model(
             raise ConfigError(
                 "model: given twice, to initialize(model=...) and in the config; leave one out"
             )
+        if isinstance(model, PipelineModule) and model.loss_fn is not None:
+            if loss_fn is not None:
+                raise ModelError(
+                    "loss_fn: given twice, to PipelineModule(..., loss_fn=...) and to "
+                    "initialize(loss_fn=...); leave one out"
+                )
+            return model, model.batch_loss
         if loss_fn is None:
             raise ModelError("loss_fn is missing: initialize(model=..., loss_fn=...)")
         return model, loss_fn

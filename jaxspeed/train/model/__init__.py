@@ -6,5 +6,7 @@ them what the user's loss function is given.
 
 from jaxspeed.train.model.adapt import adapt_model
 from jaxspeed.train.model.face import Model
+from jaxspeed.train.model.layer_list import LayerSpec, TiedLayerSpec
+from jaxspeed.train.model.pipeline_module import PipelineModule
 
-__all__ = ["Model", "adapt_model"]
+__all__ = ["LayerSpec", "Model", "PipelineModule", "TiedLayerSpec", "adapt_model"]

@@ -40,7 +40,7 @@ class NnxModel:
                 path,
                 tuple(v.shape),
                 v.dtype,
-                _names(v),
+                dim_names(v),
                 trainable(path, v),
                 full_precision(path) or bool(v.get_metadata().get("full_precision")),
             )
@@ -62,13 +62,13 @@ class NnxModel:
                 f"the model factory returned a {type(module).__name__}; it must return an "
                 "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
             )
-        _keep_arrays(module)
+        keep_arrays(module)
         return module
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         with nnx.use_eager_sharding(False):
             state = nnx.split(self._build(seed))[1]
-        values = {_path(keys): _value(v) for keys, v in nnx.to_flat_state(state)}
+        values = {_path(keys): value_of(v) for keys, v in nnx.to_flat_state(state)}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -101,7 +101,7 @@ class NnxModel:
         """What the loss changed; random streams are made anew each time and are not carried."""
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
         return {
-            path: _value(after[path])
+            path: value_of(after[path])
             for path in self.variables
             if path in after and not issubclass(type(self._kinds[path][1]), nnx.RngState)
         }
@@ -125,12 +125,12 @@ def _path(keys: tuple[Any, ...]) -> str:
     return "/".join(map(str, keys))
 
 
-def _value(leaf: Any) -> Any:
+def value_of(leaf: Any) -> Any:
     """Of a Variable, or of an array that a module keeps as it is."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _keep_arrays(module: nnx.Module) -> None:
+def keep_arrays(module: nnx.Module) -> None:
     """Have every array of a module be data, and everything that is data be an array of numbers.
 
     Flax knows arrays that modules keep without a Variable by their type, and while shapes are being
@@ -167,7 +167,7 @@ def _is_parameter(variable: Any) -> bool:
     return isinstance(variable, nnx.Param) and is_floating(variable)
 
 
-def _names(variable: Any) -> tuple[str | None, ...]:
+def dim_names(variable: Any) -> tuple[str | None, ...]:
     metadata = variable.get_metadata()
     names = next((metadata[key] for key in NAME_KEYS if metadata.get(key) is not None), ())
     names = getattr(names, "spec", names)
