@@ -81,7 +81,6 @@ def _cells(schedule: Schedule, work: Work, stage: int, part: range, cell: int) -
             marked = chunk
         else:
             label = _IDLE if anywhere[tick] else ""
-            marked = None
         text += label.rjust(cell)
     return text
 
