@@ -71,7 +71,7 @@ def _ruler(part: range, cell: int) -> str:
 
 def _cells(schedule: Schedule, work: Work, stage: int, part: range, cell: int) -> str:
     """A stage's row for one direction; a chunk's mark stands before its first micro-batch."""
-    anywhere = work.busy.any(axis=1)
+    anywhere = work.micro.max(axis=1) >= 0
     text = ""
     marked = None
     for tick in part:
