@@ -21,7 +21,7 @@ from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective
-from jaxspeed.train.pipeline import Pipeline, Sums
+from jaxspeed.train.pipeline import Pipeline, Sums, micro_batches
 from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
@@ -50,7 +50,7 @@ class Gradients:
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)
-        micro = jax.tree.map(lambda x: self._split(x, ranks), batch)
+        micro = micro_batches(batch, self.accumulation, ranks)
         return self._accumulate(sources, variables, micro, step, scale, placed=True)
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
@@ -159,7 +159,7 @@ class Gradients:
         """Partial gradients of each data rank, summed over the ranks after the loop."""
 
         def local(sources: Arrays, batch: Any) -> Any:
-            micro = jax.tree.map(lambda x: self._split(x, 1), batch)
+            micro = micro_batches(batch, self.accumulation, 1)
             sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
 
@@ -187,16 +187,6 @@ class Gradients:
             weight,
             jax.tree.map(mean, parts.metrics),
         )
-
-    def _split(self, x: jax.Array, ranks: int) -> jax.Array:
-        """[batch, ...] as [accumulation, batch / accumulation, ...].
-
-        Micro-batch i is the i-th slice of each rank's own part, so nothing crosses devices.
-        """
-        if not x.shape:
-            return jnp.broadcast_to(x, (self.accumulation,))
-        parts = x.reshape(ranks, self.accumulation, -1, *x.shape[1:])
-        return jnp.moveaxis(parts, 0, 1).reshape(self.accumulation, -1, *x.shape[1:])
 
 
 def batch_specs(batch: Any) -> Any:

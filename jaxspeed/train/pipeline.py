@@ -26,20 +26,35 @@ from jaxspeed.parallel.pipeline.lanes import (
     read_slot,
     write_slot,
 )
+from jaxspeed.parallel.pipeline.opened import read_by
 from jaxspeed.parallel.pipeline.parts import Parts, parts_of
 from jaxspeed.parallel.pipeline.phases import Phase, phases
 from jaxspeed.parallel.pipeline.schedule import Schedule, forward_only, schedule
 from jaxspeed.parallel.tensor import with_crossings
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.units import Stored, Way, run_sliced
-from jaxspeed.placement.units.jaxprs import as_function, is_var
 from jaxspeed.placement.units.piece import Passes
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective, Traced
 from jaxspeed.train.state import Arrays, pad, unpad
 
 Values = list[Any]
+
+
+def micro_batches(batch: Any, count: int, ranks: int) -> Any:
+    """A batch [samples, ...] as [count, samples / count, ...].
+
+    Micro-batch i is the i-th slice of each of the `ranks`' own part, so nothing crosses devices.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        if not x.shape:
+            return jnp.broadcast_to(x, (count,))
+        parts = x.reshape(ranks, count, -1, *x.shape[1:])
+        return jnp.moveaxis(parts, 0, 1).reshape(count, -1, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,21 @@ class Pipeline:
         way = _Step(self, sources, variables, micro, step, True)
         return _Training(way, scale, placed).run(self.schedule(count))
 
-    def evaluate(self, sources: Arrays, variables: Arrays, micro: Any, step: Any) -> Loss:
-        """The loss of micro-batches [micro-batches, ...] in evaluation mode."""
-        count = jax.tree.leaves(micro)[0].shape[0]
-        way = _Step(self, sources, variables, micro, step, False)
+    def evaluate(self, sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Loss:
+        """The loss of a batch in evaluation mode, in as many micro-batches as fill the stages.
+
+        One that is no sum over samples, or that draws random numbers, is left whole.
+        """
+        whole = micro_batches(batch, 1, 1)
+        way = _Step(self, sources, variables, whole, step, False)
+        ranks = data_parallel_size(self.objective.table.mesh)
+        count = 1
+        if way.program.is_sum and not way.program.draws_random_numbers and way.samples:
+            share = way.samples // ranks
+            count = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)
+        if count > 1:
+            parts = micro_batches(batch, count, ranks)
+            way = _Step(self, sources, variables, parts, step, False)
         return _evaluated(way, forward_only(self.stages, count, self.chunks))
 
 
@@ -126,14 +152,8 @@ class _Step:
         variables = dict(zip(paths, self.program.parameters, strict=True))
         assert self.table.stack is not None
         self.outer = {p: v for p, v in variables.items() if p not in self.table.stack.paths}
-        first_place = len(self.parts.constants)
-        self.names = {  # of what the blocks read of the stack, by place
-            r.place: paths[r.place - first_place] for r in self.parts.reads if r is not None
-        }
-        self.weights = {
-            place: self.arrangement.weights(name, self.sources)
-            for place, name in self.names.items()
-        }
+        self.names = self.parts.names
+        self.weights = {name: self.arrangement.weights(name, self.sources) for name in self.names}
 
     def _traced(self) -> tuple[Traced, Parts]:
         """The loss as the context traces it: inside a lane, kernels find `pipe` taken."""
@@ -149,9 +169,10 @@ class _Step:
         rest = (jax.tree.map(shape, self.variables), first, index, index)
         program = self.objective.trace(rest, self.train)
         assert self.table.stack is not None
-        paths = self.table.stack.paths
         rows = zip(self.table, program.parameters, strict=True)
-        stack = {v: row.path for row, v in rows if row.path in paths}
+        variables = {row.path: v for row, v in rows}
+        leaves = self.table.stack.leaves
+        stack = {name: [variables[p] for p in paths] for name, paths in leaves.items()}
         return program, parts_of(program.closed, stack)
 
     @property
@@ -195,7 +216,7 @@ class _Step:
 
     def _run_outer(self, jaxpr: Any, inputs: Values, carry: Values) -> Values:
         shared = self._shares_vocabulary(jaxpr)
-        read = _read_by(jaxpr)
+        read = read_by(jaxpr)
         pairs = list(zip(jaxpr.invars, [*inputs, *carry], strict=True))
         if not shared:
             batch = set(self.program.batch)
@@ -215,7 +236,9 @@ class _Step:
         batch = [v for v in self.program.batch if v in read]
         moving = [v for v in jaxpr.invars if v not in self.index]
         specs = {path: self.table[path].read.spec for path in outer}
-        crossed = self._crossed(jaxpr, outer, [*batch, *moving], specs, self.program.units.of if storage else None)
+        crossed = self._crossed(
+            jaxpr, outer, [*batch, *moving], specs, self.program.units.of if storage else None
+        )
         way = Way(self.program.units, self.samples)
         return run_sliced(crossed, (), [x for _, x in kept], storage, way)
 
@@ -228,7 +251,7 @@ class _Step:
 
     def _shares_vocabulary(self, jaxpr: Any) -> bool:
         """Whether a parameter that it reads is cut over the stages."""
-        read = _read_by(jaxpr)
+        read = read_by(jaxpr)
         return any(
             PIPE in _axes(entry)
             for path, v in self.outer.items()
@@ -262,9 +285,7 @@ class _Step:
         batch = {self.index[v] for v in self.program.batch}
         values = self.inputs(jnp.zeros((), jnp.int32), self.outer_sources)
         micro = len(values) - 1
-        return {
-            i: values[i] for i in self.parts.context_reads if i not in batch and i != micro
-        }
+        return {i: values[i] for i in self.parts.context_reads if i not in batch and i != micro}
 
     @cached_property
     def context_batch(self) -> dict[int, Any]:
@@ -284,7 +305,7 @@ class _Step:
         }
 
     def stage_arguments(
-        self, weights: Mapping[int, Any], every: Any, stage: Any, now: Now, carry: Values
+        self, weights: Mapping[str, Any], every: Any, stage: Any, now: Now, carry: Values
     ) -> Values:
         """The arguments of the stage's program: weights, context, first layer, carry."""
         context, of_batch = every
@@ -312,15 +333,14 @@ class _Step:
         recompute = self.pipeline.recompute == "layers"
 
         def run(weights: Values, context: Values, first: Any, carry: Values) -> Values:
-            by_place = dict(zip(self.names, weights, strict=True))
+            named = dict(zip(self.names, weights, strict=True))
             padded = self.arrangement.padded
             return parts.stage(
-                rows, by_place, context, first, carry, padded=padded, recompute=recompute
+                rows, named, context, first, carry, padded=padded, recompute=recompute
             )
 
         own = {
-            place: self.arrangement.stored(name, mesh, self.objective.wire)
-            for place, name in self.names.items()
+            name: self.arrangement.stored(name, mesh, self.objective.wire) for name in self.names
         }
         shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in own.values()]
         context = [_like(parts.inputs[i]) for i in reads]
@@ -328,18 +348,18 @@ class _Step:
         closed = jax.make_jaxpr(run)(shapes, context, number, parts.carry)
         invars = closed.jaxpr.invars
         n = len(own)
-        stack = dict(zip(self.names.values(), invars, strict=False))
+        stack = dict(zip(self.names, invars, strict=False))
         places = {self.index[v]: path for path, v in self.outer.items()}
         of_context = dict(zip(reads, invars[n : n + len(reads)], strict=True))
         shared = {places[i]: v for i, v in of_context.items() if i in places}
         storage = {}
-        for v, (place, name) in zip(invars, self.names.items(), strict=False):
-            if self.arrangement.row(name).gathered and not self.gathered_once:
-                storage[v] = own[place]
+        for name, v in stack.items():
+            if own[name].gathered != own[name].cut or own[name].dtype != self.weights[name].dtype:
+                storage[v] = own[name]
         for path, v in shared.items():
             if self.table[path].gathered:
                 storage[v] = _without_pipe(self.objective.stored(self.table[path]), mesh)
-        specs = {name: own[place].gathered.spec for place, name in self.names.items()}
+        specs = {name: own[name].gathered.spec for name in self.names}
         specs |= {path: _no_pipe(self.table[path].read.spec) for path in shared}
         batch = [of_context[i] for i in self.context_batch]
         carry = invars[n + len(reads) + 1 :]
@@ -385,9 +405,7 @@ def _evaluated(way: _Step, table: Schedule) -> Loss:
             end = from_one(y, stage == stages - 1) if phase.head else []
             return hand_on(y, stages, 1), end
 
-        ahead, end = on_stages(
-            lane, stages, (row.forward, way.weights, ahead), (entry, way.every)
-        )
+        ahead, end = on_stages(lane, stages, (row.forward, way.weights, ahead), (entry, way.every))
         if phase.head:
             loss = way.after(row.leaving, outer, end)
             seen = _add_up(seen, loss)
@@ -438,7 +456,7 @@ class _Training:
         weight = flow.loss.weight
         factor = jnp.where(weight > 0, flow.unit / weight, 0)
         grads = dict(flow.outer)
-        for name, grad in zip(self._trained.values(), flow.stack, strict=True):
+        for name, grad in zip(self._trained, flow.stack, strict=True):
             grads |= way.arrangement.gradients(name, grad)
         for path, grad in zip(way.shared_paths.values(), flow.shared, strict=True):
             grads[path] = grads[path] + self._place(path, grad.sum(0))
@@ -450,10 +468,10 @@ class _Training:
         return Sums(grads, flow.loss.total, weight, flow.loss.metrics)
 
     @property
-    def _trained(self) -> dict[int, str]:
-        """The stack's parameters that have gradients, by place."""
+    def _trained(self) -> list[str]:
+        """The stack's parameters that have gradients."""
         own = self.way.arrangement
-        return {i: name for i, name in self.way.names.items() if own.row(name).leaf.trainable}
+        return [name for name in self.way.names if own.row(name).leaf.trainable]
 
     def _start(self, table: Schedule) -> Flow:
         way, own = self.way, self.way.arrangement
@@ -479,7 +497,7 @@ class _Training:
             self._slots(table),
             [way.carry_leaf(c) for c in carry],
             [way.carry_leaf(c) for c in moving],
-            [stack(name) for name in self._trained.values()],
+            [stack(name) for name in self._trained],
             [
                 jnp.zeros((way.stages, *outer[path].shape), way.table[path].grad.dtype)
                 for path in way.shared_paths.values()
@@ -561,7 +579,7 @@ class _Training:
             first = way.first_layer(stage, now)
             stack = [
                 self._added(name, total, now.chunk, next(grads), factor, busy, first)
-                for name, total in zip(self._trained.values(), stack, strict=True)
+                for name, total in zip(self._trained, stack, strict=True)
             ]
             shared = [
                 total + jnp.where(busy, _wide(next(grads), total) * factor, 0).astype(total.dtype)
@@ -582,11 +600,11 @@ class _Training:
     def _active(self) -> list[bool]:
         """Which arguments of the stage have gradients."""
         way = self.way
-        weights = [i in self._trained for i in way.names]
+        weights = [name in self._trained for name in way.names]
         context = [i in way.shared_paths for i in way.parts.context_reads]
         return [*weights, *context, False, *map(_inexact, way.parts.carry)]
 
-    def _chunks(self, weights: Mapping[int, Any], now: Now) -> Values:
+    def _chunks(self, weights: Mapping[str, Any], now: Now) -> Values:
         return [jax.lax.dynamic_index_in_dim(w, now.chunk, 0, False) for w in weights.values()]
 
     def _added(
@@ -661,7 +679,7 @@ class _Training:
         return flow._replace(outer={**flow.outer, **added})
 
     def _trained_in(self, jaxpr: Any) -> list[str]:
-        read = _read_by(jaxpr)
+        read = read_by(jaxpr)
         return [
             path
             for path, v in self.way.outer.items()
@@ -715,12 +733,6 @@ def _inexact(x: Any) -> bool:
 
 def _wide(x: jax.Array, like: Any) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, like.dtype))
-
-
-def _read_by(jaxpr: Any) -> set[Any]:
-    """The variables that a program's equations and results read."""
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
-    return read | {v for v in jaxpr.outvars if is_var(v)}
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.model import Model
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import Optimizer
+from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.train.update import Update
 
@@ -67,6 +68,11 @@ class Program:
     @property
     def optimizer(self) -> Optimizer:
         return self.update.optimizer
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """How the blocks are run over the stages of the mesh, where it has several."""
+        return self.gradients.pipeline
 
     @property
     def layout(self) -> OptLayout:
@@ -182,7 +188,10 @@ class Program:
 
         def evaluate(state: TrainState, batch: Any) -> Metrics:
             sources = state.sources(self.table)
-            loss, _ = self.objective(sources, state.variables, batch, state.step, 0, False)
+            if self.pipeline:
+                loss = self.pipeline.evaluate(sources, state.variables, batch, state.step)
+            else:
+                loss, _ = self.objective(sources, state.variables, batch, state.step, 0, False)
             mean = jnp.where(loss.weight > 0, loss.total / loss.weight, 0)
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 
