@@ -86,5 +86,6 @@ def _restaged(program: Program, stage: int) -> PlacementTable:
         stage=stage,
         precision=precision_of(program.config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
+        stack=program.table.stack,
     )
     return table.with_state(program.layout.over(table).places, program.table.extra)

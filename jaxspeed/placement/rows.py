@@ -6,6 +6,7 @@
 `opt`     the optimizer's moments
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +73,8 @@ class Row:
     """The placements of one leaf, a role each; None where the role is not stored."""
 
     leaf: Leaf
-    model_shape: tuple[int, ...]  # the leaf's shape, padded where a model axis does not divide it
-    stored_shape: tuple[int, ...]  # that, padded where ZeRO's cut does not divide it
-    read: Placement  # as layers see it: gathered over data
+    shapes: Mapping[PartitionSpec, tuple[int, ...]]  # what is stored so: padded where it is cut
+    read: Placement  # as layers see it: gathered over data, and over pipe where that cuts storage
     param: Placement | None
     master: Placement | None
     grad: Placement | None
@@ -106,7 +106,7 @@ class Row:
 
     def shape(self, placement: Placement) -> tuple[int, ...]:
         """The shape that this placement stores: padded only where it is cut."""
-        return self.model_shape if placement.spec == self.read.spec else self.stored_shape
+        return self.shapes[placement.spec]
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -114,11 +114,10 @@ class Row:
 
         Layers see logical dims, cut unevenly; only the dim that is gathered has its padding.
         """
-        specs = zip(_entries(self.read.spec, self.leaf), _entries(self.source.spec, self.leaf))
-        return tuple(
-            size if read == source else self.stored_shape[dim]
-            for dim, (size, (read, source)) in enumerate(zip(self.leaf.shape, specs, strict=True))
-        )
+        read, source = (_entries(p.spec, self.leaf) for p in (self.read, self.source))
+        stored = self.shape(self.source)
+        sizes = zip(self.leaf.shape, stored, read, source, strict=True)
+        return tuple(size if r == s else padded for size, padded, r, s in sizes)
 
 
 def _entries(spec: PartitionSpec, leaf: Leaf) -> list[Any]:

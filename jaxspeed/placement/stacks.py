@@ -2,6 +2,9 @@
 
 They are stacked already, with a first dim named `layers`, or they are the like members of a list:
 `blocks/0/mlp/up/kernel`, `blocks/1/mlp/up/kernel`, ...
+
+The stages hold a stack as it is stored where it is stacked and each stage has neighbouring layers:
+its first dim is cut. Any other is stored cut over pipe on another dim of each parameter.
 """
 
 import math
@@ -11,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from jaxspeed.errors import PlacementError
 from jaxspeed.placement.rows import Leaf
 
 STAGES = "stages"  # the name of a first dim that stacks layers and that the pipe axis cuts
@@ -19,15 +25,21 @@ _NUMBER = re.compile(r"^(.*?)(\d+)$")  # of a path's component: 3, Block_3
 
 @dataclass(frozen=True)
 class Stack:
-    """The repeated blocks: for each parameter of a block one path that is stacked, or one a layer."""
+    """The repeated blocks: for each parameter of a block a path that is stacked, or one a layer."""
 
     layers: int
     leaves: Mapping[str, tuple[str, ...]]
+    chunks: int = 1  # runs of neighbouring layers that a stage has
 
     @property
     def stacked(self) -> bool:
         """Whether the model itself stacks them."""
         return all(len(paths) == 1 for paths in self.leaves.values())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the stages hold it as it is stored, its first dim cut."""
+        return self.stacked and self.chunks == 1
 
     @property
     def paths(self) -> frozenset[str]:
@@ -44,18 +56,41 @@ def find_stack(
     `patterns` are the config's units: of lists only those whose members one of them covers.
     """
     found = [*_stacked(leaves), *_listed(leaves, patterns, match)]
-    sizes = {leaf.path: math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves}
+    sizes = {leaf.path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves}
     return max(found, key=lambda s: sum(sizes[p] for p in s.paths), default=None)
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
-    """The leaves, with the layers of the stack named as what the pipe axis cuts."""
-    if not stack.stacked:
+    """The leaves, with the layers of a stack that stages hold in place named as what pipe cuts."""
+    if not stack.in_place:
         return tuple(leaves)
     own = stack.paths
     return tuple(
         replace(leaf, names=(STAGES, *leaf.names[1:])) if leaf.path in own else leaf
         for leaf in leaves
+    )
+
+
+def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
+    """PlacementError where a model has no stack, or fewer layers than stages have chunks."""
+    if stack is None:
+        raise PlacementError(
+            f"mesh.pipe: {stages} stages share a model's repeated blocks, and none were found. "
+            'What is needed: blocks stacked along a first dim with the logical name "layers", a '
+            "list of two or more blocks with equal parameters, parallel.units patterns that name "
+            "the members of such a list, or a jaxspeed.PipelineModule"
+        )
+    layers = stack.layers
+    if stages * chunks <= layers:
+        return
+    what = f"{stages} stages" if chunks == 1 else f"{stages} stages with {chunks} chunks each"
+    works = [f"mesh.pipe up to {layers // chunks}"] if layers >= 2 * chunks else []
+    if chunks > 1 and stages <= layers:
+        works.append(f"parallel.pipeline_chunks up to {layers // stages}")
+    raise PlacementError(
+        f"mesh.pipe: {what} need {stages * chunks} layers, and the blocks of this model "
+        f"({next(iter(stack.leaves))}, ...) are {layers}. "
+        + (f"What works: {', or '.join(works)}" if works else "They cannot be shared so")
     )
 
 
@@ -114,7 +149,7 @@ def _listed(
 
 def _kind(block: Mapping[str, Leaf]) -> Any:
     return sorted(
-        (inner, leaf.shape, str(leaf.dtype), leaf.trainable, leaf.full_precision)
+        (inner, leaf.shape, str(leaf.dtype), leaf.names, leaf.trainable, leaf.full_precision)
         for inner, leaf in block.items()
     )
 

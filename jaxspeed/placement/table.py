@@ -16,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.placement import show
 from jaxspeed.placement.rows import AS_MADE, ROLES, Leaf, Placement, Precision, Row
-from jaxspeed.placement.rules import model_cut, refuse_misfits
+from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.zero import cut_leaf, ways
+from jaxspeed.placement.zero import Cut, cut_leaf, ways
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
 
+PIPE = "pipe"
 WIDTH = 120  # of the table as text
 
 
@@ -103,7 +104,7 @@ def build_table(
     refuse_misfits(leaves, mesh.shape)
     device = device_memory_kind(mesh)
     rows = {
-        leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device)
+        leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device, stack)
         for leaf in leaves
     }
     return PlacementTable(mesh, stage, rows, stack=stack)
@@ -118,19 +119,25 @@ def device_memory_kind(mesh: Mesh) -> str:
 
 
 def _row(
-    leaf: Leaf, mesh: Mesh, stage: int, precision: Precision, threshold: int, memory: str
+    leaf: Leaf,
+    mesh: Mesh,
+    stage: int,
+    precision: Precision,
+    threshold: int,
+    memory: str,
+    stack: Stack | None,
 ) -> Row:
     model = model_cut(leaf.shape, leaf.names, mesh.shape)
-    whole = model.spec
-    cut = cut_leaf(model.stored_shape, whole, leaf.names, mesh.shape)
     notes = [model.note]
     if stage == 3 and math.prod(leaf.shape) < threshold:
         stage = 2
         notes.append(f"whole: fewer than {threshold:,} elements")
-    if cut is None or stage == 0:
-        stored, cut_spec = model.stored_shape, whole
-    else:
-        stored, cut_spec = cut.stored_shape, cut.spec
+    kept, cut = _cuts(leaf, model, mesh, stack)
+    if PIPE in _axes(kept.spec) - _axes(model.spec):
+        notes.append("cut over pipe for storage")
+    shapes = {model.spec: model.stored_shape, kept.spec: kept.stored_shape}
+    shapes |= {cut.spec: cut.stored_shape} if stage else {}
+    stored = cut.stored_shape if stage else kept.stored_shape
     sizes = enumerate(zip(leaf.shape, stored, strict=True))
     notes += [f"dim {dim} padded {a} -> {b}" for dim, (a, b) in sizes if a != b]
     note = ", ".join(filter(None, notes))
@@ -138,19 +145,40 @@ def _row(
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
-    def at(spec: PartitionSpec, dtype: Any) -> Placement:
+    def at(from_stage: int, dtype: Any) -> Placement:
+        """Cut over data from this stage on."""
+        spec = cut.spec if stage >= from_stage else kept.spec
         return Placement(spec, memory, jnp.dtype(dtype))
 
-    read = at(whole, compute)
+    read = Placement(model.spec, memory, jnp.dtype(compute))
     if not leaf.trainable:
-        frozen = at(cut_spec if stage == 3 else whole, compute)
-        return Row(
-            leaf, model.stored_shape, stored, read, frozen, None, None, None, note or "frozen"
-        )
-    kept = at(cut_spec if stage >= 1 else whole, leaf.dtype) if mixed else None
-    param = read if stage < 3 else None if mixed else at(cut_spec, compute)
-    grad_dtype = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
-    grad = at(cut_spec if stage >= 2 else whole, grad_dtype)
-    opt_dtype = precision.opt or (kept or param or read).dtype
-    opt = at(cut_spec if stage >= 1 else whole, opt_dtype)
-    return Row(leaf, model.stored_shape, stored, read, param, kept, grad, opt, note)
+        return Row(leaf, shapes, read, at(3, compute), None, None, None, note or "frozen")
+    master = at(1, leaf.dtype) if mixed else None
+    param = None if mixed and stage == 3 else at(3, compute)
+    grad = at(2, precision.grad or jnp.promote_types(leaf.dtype, jnp.float32))
+    opt = at(1, precision.opt or (master or param or read).dtype)
+    return Row(leaf, shapes, read, param, master, grad, opt, note)
+
+
+def _cuts(leaf: Leaf, model: ModelCut, mesh: Mesh, stack: Stack | None) -> tuple[Cut, Cut]:
+    """How a leaf is stored: without ZeRO, and with its cut.
+
+    Of a stack, the dim of the layers is not ZeRO's to cut. Where the stages do not hold it as it is
+    stored, pipe cuts another dim. The parts that data makes are cut again by pipe, so that what
+    the stages exchange (`parallel/pipeline/arrange.py`) leaves them as they are.
+    """
+    names, sizes = leaf.names, mesh.shape
+    kept = Cut(model.spec, model.stored_shape)
+    if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
+        return kept, cut_leaf(kept.stored_shape, kept.spec, names, sizes) or kept
+    first = 1 if stack.stacked else 0
+    inner = None if stack.in_place else PIPE
+    if not stack.in_place:
+        kept = cut_leaf(kept.stored_shape, kept.spec, names, sizes, PIPE, first=first) or kept
+    cut = cut_leaf(kept.stored_shape, kept.spec, names, sizes, first=first, inner=inner)
+    return kept, cut or kept
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    """All mesh axes of a spec."""
+    return {axis for entry in spec for axis in ([entry] if isinstance(entry, str) else entry or ())}

@@ -1,4 +1,7 @@
-"""ZeRO: on which dim a leaf is cut over `data`, and what is padded so that it can be."""
+"""ZeRO: on which dim a leaf is cut over `data`, and what is padded so that it can be.
+
+The pipe axis cuts so too what its stages do not hold as it is stored (`placement/stacks.py`).
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +21,7 @@ TILE = (8, 256)
 
 
 class Cut(NamedTuple):
-    """Where a leaf is cut: its spec with the data axis in it, and the shape that is stored."""
+    """Where a leaf is cut: its spec with the new axis in it, and the shape that is stored."""
 
     spec: PartitionSpec
     stored_shape: tuple[int, ...]
@@ -30,30 +33,40 @@ def cut_leaf(
     names: Sequence[str | None],
     axis_sizes: Mapping[str, int],
     axis: str = "data",
+    *,
+    first: int = 0,
+    inner: str | None = None,
 ) -> Cut | None:
     """Add `axis` to a leaf's spec on the dim that divides best; None when nothing can be cut.
 
     The best dim is the one whose padding adds least; among equals one that no axis cuts yet, then
     one that is not the last and is cut into whole tiles, then the largest. `names` are the leaf's
     logical dims, as far as they are known.
+
+    Args:
+      first: the first dim that may be cut.
+      inner: an axis that cuts the parts of `axis` again, where both cut one dim. They share one
+        only where any other would add more.
     """
-    if axis_sizes[axis] == 1 or not shape or 0 in shape:
+    if axis_sizes[axis] == 1 or len(shape) <= first or 0 in shape:
         return None
     entries = [*spec, *([None] * (len(shape) - len(spec)))]
     names = [*names, *([None] * (len(shape) - len(names)))]
     steps = [axis_sizes[axis] * ways(entry, axis_sizes) for entry in entries]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
-    def cost(dim: int) -> tuple[float, bool, int, int]:
+    def cost(dim: int) -> tuple[float, bool, bool, int, int]:
         growth = stored[dim] / shape[dim] - 1 + RELUCTANCE.get(names[dim] or "", 0.0)
         from_last = len(shape) - 1 - dim
         tile = TILE[1 - from_last] if from_last < 2 else 1
         in_tiles = stored[dim] // steps[dim] % tile == 0
         rank = 2 if not in_tiles else 1 if from_last == 0 else 0
-        return growth, bool(entries[dim]), rank, -shape[dim]
+        return growth, inner in _axes(entries[dim]), bool(entries[dim]), rank, -shape[dim]
 
-    dim = min(range(len(shape)), key=cost)
-    entries[dim] = (*_axes(entries[dim]), axis) if entries[dim] else axis
+    dim = min(range(first, len(shape)), key=cost)
+    outer = [a for a in _axes(entries[dim]) if a != inner]
+    axes = (*outer, axis, *([inner] if inner in _axes(entries[dim]) else []))
+    entries[dim] = axes if len(axes) > 1 else axis
     return Cut(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
 
 

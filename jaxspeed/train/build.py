@@ -1,6 +1,7 @@
 """From a config, a model, a loss and devices to a Program: what is known before arrays exist."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Placement
-from jaxspeed.placement.stacks import Stack, find_stack, with_stages
+from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.model import Model, adapt_model
@@ -108,9 +109,19 @@ def _check_patterns(config: Config, model: Model) -> None:
 
 def _stack_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> Stack | None:
     """The blocks that the pipe axis cuts."""
-    if mesh.shape["pipe"] == 1:
+    stages, chunks = mesh.shape["pipe"], _chunks_of(config)
+    if stages == 1:
         return None
-    return find_stack(leaves, config.parallel.units, match)
+    stack = find_stack(leaves, config.parallel.units, match)
+    refuse_stages(stack, stages, chunks)
+    assert stack is not None
+    return replace(stack, chunks=chunks)
+
+
+def _chunks_of(config: Config) -> int:
+    """Into how many runs of layers the schedule cuts what a stage has."""
+    parallel = config.parallel
+    return parallel.pipeline_chunks if parallel.pipeline_schedule == "interleaved" else 1
 
 
 def _table_of(
@@ -131,11 +142,10 @@ def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:
     if objective.table.mesh.shape["pipe"] == 1:
         return None
     parallel = config.parallel
-    name = parallel.pipeline_schedule
     return Pipeline(
         objective,
-        name,
-        parallel.pipeline_chunks if name == "interleaved" else 1,
+        parallel.pipeline_schedule,
+        _chunks_of(config),
         config.pipeline_recompute,
         parallel.pipeline_gather,
     )

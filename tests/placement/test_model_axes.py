@@ -61,7 +61,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_to_the_next_multiple(stage)
 def test_both_axes_may_pad_the_same_vocabulary():
     """A bias of the head has no other dim: 257 numbers over 4 x 2 devices are 264."""
     row = table([leaf("bias", vocab=257)], {"data": 2, "tensor": 4}, 3)["bias"]
-    assert row.model_shape == (260,) and row.stored_shape == (264,)
+    assert row.shape(row.read) == (260,) and row.shape(row.param) == (264,)
     assert row.param.spec == jax.sharding.PartitionSpec(("tensor", "data"))
 
 
