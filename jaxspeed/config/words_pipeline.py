@@ -14,9 +14,9 @@ PIPELINE: tuple[Entry, ...] = (
             'forward and one backward in turn; "gpipe", all forwards first, which keeps the '
             'inputs of every micro-batch; "interleaved", 1f1b with several chunks of the model a '
             "device, for less waiting.",
-            "pipeline_recompute": "What the backward pass of a stage makes again: all but the "
-            '"stage"\'s input; besides, of each of its "layers" all but the input, which needs '
-            'less memory and one more forward; or nothing, "save".',
+            "pipeline_recompute": 'What the backward pass of a stage makes again: "stage" all but '
+            'its input; "layers" besides one layer at a time, for less memory and one more '
+            'forward; "save" nothing.',
         },
         unless=ONE_STAGE,
     ),
