@@ -12,7 +12,7 @@ from jaxspeed.config.axes import mesh_from_words
 from jaxspeed.config.checks import check
 from jaxspeed.config.layer_specs import layer_specs_from_words
 from jaxspeed.config.pipelines import with_one_recompute
-from jaxspeed.config.problems import Problem, from_pydantic
+from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.reading import apply_override, read_source
 from jaxspeed.config.recipes import complete
 from jaxspeed.config.schema import Settings
@@ -101,9 +101,12 @@ def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
 
 
 def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path cut off at the first list: a list goes as a whole, since its items have no names."""
+    """The path cut off at the first list: a list goes as a whole, since its items have no names.
+
+    Also where Pydantic means the key of a mapping itself.
+    """
     for depth, part in enumerate(where):
-        if isinstance(part, int):
+        if isinstance(part, int) or part == KEY_ITSELF:
             return where[:depth]
     return where
 

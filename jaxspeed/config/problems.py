@@ -79,9 +79,13 @@ _BOUNDS = {
 }
 
 
+# How Pydantic ends a location where it objects to a mapping's key, not to its value.
+KEY_ITSELF = "[key]"
+
+
 def from_pydantic(error: Any, prefix: str = "", siblings: Sequence[str] | None = None) -> Problem:
     """One of Pydantic's error records in our words."""
-    path = prefix + ".".join(str(part) for part in error["loc"])
+    path = prefix + ".".join(str(part) for part in error["loc"] if part != KEY_ITSELF)
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(path, value, siblings)

@@ -150,6 +150,11 @@ BAD = {
         "parallel.units",
         'Write ["blocks/*"].',
     ),
+    "a key that is no pattern": (
+        {"parallel": {"logical_axes": {"up.kernel": ["embed", None]}}},
+        "parallel.logical_axes.up.kernel",
+        "'up/kernel'",
+    ),
     "not a number": ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
     "unknown format": (
         {"communication_data_type": "fp61"},
