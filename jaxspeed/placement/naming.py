@@ -13,7 +13,10 @@ EXAMPLES = 6
 def with_names(
     leaves: Sequence[Leaf], patterns: Mapping[str, Sequence[str | None]]
 ) -> tuple[Leaf, ...]:
-    """The leaves, each with the names of the first pattern that covers it, if it has none yet."""
+    """The leaves, each with the names of the first pattern that covers it, if it has none yet.
+
+    That it stacks layers is no name of its own: a stack may say that of dims without names.
+    """
     check_patterns("parallel.logical_axes", patterns, [leaf.path for leaf in leaves])
     return tuple(_named(leaf, patterns) for leaf in leaves)
 
@@ -34,7 +37,7 @@ def examples(paths: Sequence[str]) -> str:
 
 
 def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:
-    if any(leaf.names):
+    if any(leaf.names[leaf.stacked :]):
         return leaf
     pattern = next((p for p in patterns if match(p, leaf.path)), None)
     if pattern is None:
@@ -45,4 +48,4 @@ def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:
             f"parallel.logical_axes: {pattern!r} gives {len(names)} names to {leaf.path}, which "
             f"has {len(leaf.shape)} dims {leaf.shape}"
         )
-    return replace(leaf, names=names)
+    return replace(leaf, names=(*leaf.names[: leaf.stacked], *names[leaf.stacked :]))

@@ -18,6 +18,15 @@ def test_a_leaf_without_names_takes_those_of_the_first_pattern_that_covers_it() 
     assert [leaf.names for leaf in named] == [("embed", "mlp"), (), ("embed", "vocab")]
 
 
+def test_a_stack_without_other_names_takes_them_and_stays_a_stack() -> None:
+    stacks = (
+        Leaf("blocks/0/kernel", (4, 8, 32), "float32", ("layers", None, None)),
+        Leaf("blocks/1/kernel", (4, 8, 32), "float32", ("layers", "embed", None)),
+    )
+    named = with_names(stacks, {"kernel": [None, "embed", "mlp"]})
+    assert [leaf.names for leaf in named] == [("layers", "embed", "mlp"), stacks[1].names]
+
+
 def test_a_pattern_with_another_number_of_names_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"1 names to blocks/0/up/kernel, which has 2 dims"):
         with_names(LEAVES, {"**/up": ["mlp"]})

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxspeed.models.layers import Linear, normal, stacked
 
+from jaxspeed.placement.units.slicing import consts_and_carry
 from jaxspeed.train.model.repeated_run import Run, find_run, scan_run, stacked_run
 
 DEPTH, WIDTH = 4, 6
@@ -167,9 +168,9 @@ def test_the_scan_is_over_the_stacked_parameters_themselves():
     jaxpr = jax.make_jaxpr(through)(params, x)
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == DEPTH)
     count = len(jax.tree.leaves(params))
-    carried = scan.params["num_consts"] + scan.params["num_carry"]
-    assert set(jaxpr.jaxpr.invars[:count]) <= set(scan.invars[carried:])
-    assert scan.params["num_carry"] == 1
+    consts, carry = consts_and_carry(scan)
+    assert set(jaxpr.jaxpr.invars[:count]) <= set(scan.invars[consts + carry :])
+    assert carry == 1
 
 
 class Halving(nnx.Module):
