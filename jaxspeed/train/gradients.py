@@ -44,9 +44,29 @@ class Gradients:
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
     ) -> tuple[Sums, Arrays]:
-        if self.accumulation == 1 and not self.pipeline:
-            sums, variables = self._micro(sources, variables, batch, step, 0, scale)
-            return sums, variables
+        if self.pipeline:
+            arrangement = self.pipeline.arrangement
+            sources = arrangement.arranged(sources)
+            sums, variables = self._looped(sources, variables, batch, step, scale)
+            return sums._replace(grads=self._every(arrangement.by_path(sums.grads))), variables
+        if self.accumulation == 1:
+            return self._micro(sources, variables, batch, step, 0, scale)
+        return self._looped(sources, variables, batch, step, scale)
+
+    def _every(self, grads: Arrays) -> Arrays:
+        """Zeros for the trained parameters that the loss does not read."""
+        rows = [row for row in self.table if row.leaf.trainable]
+        zeros = {
+            row.path: jnp.zeros(row.shape(row.grad), row.grad.dtype)
+            for row in rows
+            if row.grad and row.path not in grads
+        }
+        return {row.path: (grads | zeros)[row.path] for row in rows}
+
+    def _looped(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
+    ) -> tuple[Sums, Arrays]:
+        """All micro-batches; of a pipeline, the sources and gradients are arranged."""
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)

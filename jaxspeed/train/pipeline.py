@@ -71,13 +71,20 @@ class Pipeline:
     def stages(self) -> int:
         return self.objective.table.mesh.shape[PIPE]
 
+    @property
+    def arrangement(self) -> Arrangement:
+        return Arrangement(self.objective.table, self.chunks)
+
     def schedule(self, micro_batches: int) -> Schedule:
         return schedule(self.name, self.stages, micro_batches, self.chunks)
 
     def gradients(
         self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any, placed: bool
     ) -> "Sums":
-        """Gradients and loss of micro-batches [micro-batches, ...]."""
+        """Gradients and loss of micro-batches [micro-batches, ...].
+
+        `sources` are arranged, and so are the gradients.
+        """
         count = jax.tree.leaves(micro)[0].shape[0]
         way = _Step(self, sources, variables, micro, step, True)
         return _Training(way, scale, placed).run(self.schedule(count))
@@ -88,6 +95,7 @@ class Pipeline:
         One that is no sum over samples, or that draws random numbers, is left whole.
         """
         whole = micro_batches(batch, 1, 1)
+        sources = self.arrangement.arranged(sources)
         way = _Step(self, sources, variables, whole, step, False)
         ranks = data_parallel_size(self.objective.table.mesh)
         count = 1
@@ -132,7 +140,7 @@ class _Step:
     """The parts of one step's program, with the values that they read."""
 
     pipeline: Pipeline
-    sources: Arrays
+    sources: Arrays  # arranged
     variables: Arrays
     micro: Any  # [micro-batches, ...]
     step: Any
@@ -145,7 +153,7 @@ class _Step:
             lambda micro: jax.tree.map(lambda x: objective.cast(x[0]), micro), self.micro
         )
         self.samples = objective.samples(first)
-        self.arrangement = Arrangement(self.table, self.pipeline.chunks)
+        self.arrangement = self.pipeline.arrangement
         self.program, self.parts = self._traced()
         self.index = {v: i for i, v in enumerate(self.parts.inputs)}
         paths = [row.path for row in self.table]
@@ -153,7 +161,7 @@ class _Step:
         assert self.table.stack is not None
         self.outer = {p: v for p, v in variables.items() if p not in self.table.stack.paths}
         self.names = self.parts.names
-        self.weights = {name: self.arrangement.weights(name, self.sources) for name in self.names}
+        self.weights = {name: self.sources[name] for name in self.names}
 
     def _traced(self) -> tuple[Traced, Parts]:
         """The loss as the context traces it: inside a lane, kernels find `pipe` taken."""
@@ -455,16 +463,10 @@ class _Training:
         # From what the first micro-batch weighed, to what all did.
         weight = flow.loss.weight
         factor = jnp.where(weight > 0, flow.unit / weight, 0)
-        grads = dict(flow.outer)
-        for name, grad in zip(self._trained, flow.stack, strict=True):
-            grads |= way.arrangement.gradients(name, grad)
+        grads = {**flow.outer, **dict(zip(self._trained, flow.stack, strict=True))}
         for path, grad in zip(way.shared_paths.values(), flow.shared, strict=True):
             grads[path] = grads[path] + self._place(path, grad.sum(0))
-        for row in way.table:
-            if row.leaf.trainable and row.path not in grads:
-                grads[row.path] = jnp.zeros(row.shape(row.grad), row.grad.dtype)
         grads = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
-        grads = {row.path: grads[row.path] for row in way.table if row.path in grads}
         return Sums(grads, flow.loss.total, weight, flow.loss.metrics)
 
     @property
