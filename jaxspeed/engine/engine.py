@@ -261,4 +261,5 @@ def compiled_report(program: Program, batch: Any) -> CompiledReport:
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     # Within a millisecond nothing was compiled: jax had the program of an earlier call.
-    return report(compiled, program.mesh, seconds if seconds > 1e-3 else None)
+    timed = seconds if seconds > 1e-3 else None
+    return report(compiled, program.mesh, timed, program.pipeline_report(batch))

@@ -13,6 +13,7 @@ from rich.text import Text
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
 from jaxspeed.observe.cost import cost
+from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, scaled_text
 
 
@@ -35,6 +36,7 @@ class CompiledReport:
       compile_seconds: wall time of the compilation, None where it was not timed.
       uncounted: kernels whose flops are not in `flops`.
       unknown_loops: loops of unknown length, counted as if they ran once.
+      pipeline: what its pipeline costs by the schedule; None where the mesh has no stages.
     """
 
     argument_bytes: int
@@ -49,9 +51,15 @@ class CompiledReport:
     compile_seconds: float | None = None
     uncounted: tuple[str, ...] = ()
     unknown_loops: tuple[str, ...] = ()
+    pipeline: PipelineReport | None = None
 
     def __rich__(self) -> Group:
-        return Group(_summary(self), Text(), _collective_table(self.collectives))
+        # A pipeline's loop over micro-batches goes tick by tick.
+        trip = "tick" if self.pipeline else "micro-batch"
+        parts = [_summary(self), _collective_table(self.collectives, trip)]
+        if self.pipeline:
+            parts.insert(1, self.pipeline.costs())
+        return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
         return as_text(self, width=110)
@@ -61,6 +69,7 @@ def report(
     compiled: jax.stages.Compiled,
     mesh: Mesh | AbstractMesh,
     compile_seconds: float | None = None,
+    pipeline: PipelineReport | None = None,
 ) -> CompiledReport:
     """Read a program that was compiled for `mesh`."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -83,6 +92,7 @@ def report(
         compile_seconds=compile_seconds,
         uncounted=counted.uncounted,
         unknown_loops=unknown_loops(text),
+        pipeline=pipeline,
     )
 
 
@@ -108,11 +118,14 @@ def _summary(report: CompiledReport) -> Table:
     return table
 
 
-def _collective_table(found: Iterable[Collective]) -> Table:
-    """Like collectives in one row: how many, how often they run, what a device sends in all."""
+def _collective_table(found: Iterable[Collective], trip: str) -> Table:
+    """Like collectives in one row: how many, how often they run, what a device sends in all.
+
+    `trip` is what one trip of the loop over micro-batches is called.
+    """
     rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
     for one in found:
-        where = "micro-batch" if one.in_accumulation else "step"
+        where = trip if one.in_accumulation else "step"
         rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
     table = Table(title="collectives, per device and step", title_justify="left", box=None)
     for column in ("kind", "axis", "dtype", "each"):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.optim import ema, loss_scale
+from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.parallel.tensor import Proposal
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.table import PlacementTable
@@ -25,6 +26,7 @@ from jaxspeed.train.model import Model
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import Optimizer
 from jaxspeed.train.pipeline import Pipeline
+from jaxspeed.train.pipeline_report import pipeline_report
 from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.train.update import Update
 
@@ -198,6 +200,15 @@ class Program:
         return jax.jit(
             self.in_mesh(evaluate), out_shardings=NamedSharding(self.mesh, PartitionSpec())
         )
+
+    def pipeline_report(self, batch: Any) -> PipelineReport | None:
+        """What the pipeline costs on a batch of these shapes; None where the mesh has no stages."""
+        pipeline, micro_batches = self.gradients.pipeline, self.batch.accumulation
+        if pipeline is None:
+            return None
+        report = self.in_mesh(pipeline_report)
+        made: PipelineReport = report(pipeline, self.model.variables, batch, micro_batches)
+        return made
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function traced with this mesh in its context, where kernels look for it."""
