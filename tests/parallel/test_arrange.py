@@ -129,7 +129,9 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     weights = arranged[name]
     in_place = model.stacked and chunks == 1
     assert weights.dtype == (row.source.dtype if in_place else row.read.dtype)
-    assert {x.data.shape[0] for x in weights.addressable_shards} == {1}
+    exchanged = "pipe" in str(row.source.spec)  # a scalar is whole on every stage
+    if exchanged:
+        assert {x.data.shape[0] for x in weights.addressable_shards} == {1}
     shape = (*expected.shape[:3], *own.source_shape(name))
     np.testing.assert_array_equal(np.asarray(weights, np.float32), padded(expected, shape))
 
@@ -144,7 +146,8 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
             assert found.shape == row.shape(row.grad)
         else:
             assert found.shape == row.shape(row.opt)
-            assert found.sharding.is_equivalent_to(table.sharding(row.opt), found.ndim)
+            at = table.sharding(row.opt)
+            assert not exchanged or found.sharding.is_equivalent_to(at, found.ndim)
         np.testing.assert_array_equal(found, padded(value, found.shape))
     assert back.keys() == {"head"}
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PIPE, PlacementTable
@@ -116,9 +115,9 @@ class Arrangement:
         def exchange(*arrays: jax.Array) -> jax.Array:
             return lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)
 
+        if dim is None:  # every stage has all of it
+            return ordered(*arrays)
         of_stages = self._of_stages(name, row.source)
-        if dim is None:
-            return constrain(ordered(*arrays), self._at(of_stages), "pipeline.arrange")
         return self._on_each_device(exchange, row.source.spec, of_stages)(*arrays)
 
     def _from_stages(self, name: str, gradient: jax.Array) -> Sequence[jax.Array]:
@@ -136,12 +135,9 @@ class Arrangement:
         def exchange(x: jax.Array) -> list[jax.Array]:
             return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
 
-        of_stages = self._of_stages(name, row.opt)
         if dim is None:
-            whole = constrain(
-                gradient, self._at(PartitionSpec(None, *of_stages[1:])), "pipeline.arrange"
-            )
-            return apart(whole)
+            return apart(gradient)
+        of_stages = self._of_stages(name, row.opt)
         return self._on_each_device(exchange, of_stages, row.opt.spec)(gradient)
 
     def _on_each_device(
@@ -172,9 +168,6 @@ class Arrangement:
 
     def _of_stages(self, name: str, placement: Placement) -> PartitionSpec:
         return PartitionSpec(PIPE, None, None, *self.spec(name, placement))
-
-    def _at(self, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(self.table.mesh, spec)
 
     # -- a layer's part of a parameter, [layers, ...] ---------------------------------------------
 
