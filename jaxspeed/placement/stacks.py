@@ -85,8 +85,10 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
         return
     what = f"{stages} stages" if chunks == 1 else f"{stages} stages with {chunks} chunks each"
     works = [f"mesh.pipe up to {layers // chunks}"] if layers >= 2 * chunks else []
-    if chunks > 1 and stages <= layers:
+    if chunks > 1 and layers >= 2 * stages:
         works.append(f"parallel.pipeline_chunks up to {layers // stages}")
+    if chunks > 1 and layers >= stages:
+        works.append("a parallel.pipeline_schedule without chunks")
     raise PlacementError(
         f"mesh.pipe: {what} need {stages * chunks} layers, and the blocks of this model "
         f"({next(iter(stack.leaves))}, ...) are {layers}. "
