@@ -1,8 +1,16 @@
 """Many devices on one CPU, for trying a mesh before there is one."""
 
+import os
+
 import jax
 
 from jaxspeed.errors import JaxspeedError
+
+
+# A device that waits in a collective holds a thread of XLA's CPU client (jax 0.10.2), which has as
+# many as there are cores or devices. Independent collectives of one step wait at once, and where all
+# threads do, for one that has none, the process hangs: a pipeline's messages beside its gathers.
+THREADS_A_DEVICE = 8
 
 
 def simulate(devices: int) -> None:
@@ -13,6 +21,7 @@ def simulate(devices: int) -> None:
     """
     if devices < 1:
         raise JaxspeedError(f"simulate({devices}): at least one device is needed")
+    os.environ.setdefault("NPROC", str(THREADS_A_DEVICE * devices))  # read when the client starts
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
