@@ -76,9 +76,10 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
     if stack is None:
         raise PlacementError(
             f"mesh.pipe: {stages} stages share a model's repeated blocks, and none were found. "
-            'What is needed: blocks stacked along a first dim with the logical name "layers", a '
-            "list of two or more blocks with equal parameters, parallel.units patterns that name "
-            "the members of such a list, or a jaxspeed.PipelineModule"
+            'What is needed: blocks stacked along a first dim with the logical name "layers" '
+            "(parallel.logical_axes gives names), a list of two or more blocks with equal "
+            "parameters, parallel.units patterns that name the members of such a list, or a "
+            "jaxspeed.PipelineModule"
         )
     layers = stack.layers
     if stages * chunks <= layers:
