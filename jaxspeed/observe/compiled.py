@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -63,6 +64,12 @@ class CompiledReport:
 
     def __str__(self) -> str:
         return as_text(self, width=110)
+
+    def figures(self) -> dict[str, Any]:
+        """What was read from the compiled program, as plain numbers and words."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        del own["pipeline"]  # is not of the compiler
+        return {**own, "collectives": [asdict(one) for one in self.collectives]}
 
 
 def report(
@@ -129,9 +136,9 @@ def _collective_table(found: Iterable[Collective], trip: str) -> Table:
         rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
     table = Table(title="collectives, per device and step", title_justify="left", box=None)
     for column in ("kind", "axis", "dtype", "each"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=column != "axis")
     for column in ("in program", "runs", "payload", "sent (ring)"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for key, alike in rows.items():
         table.add_row(
             *key,

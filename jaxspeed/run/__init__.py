@@ -2,15 +2,18 @@
 
 from jaxspeed.run.ending import show_ending
 from jaxspeed.run.opening import show_opening
+from jaxspeed.run.plan import Plan, plan_run
 from jaxspeed.run.start import open_run, source_of
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.run.whole import check_run, evaluate_run, sample_run, train
 
 __all__ = [
+    "Plan",
     "Trainer",
     "check_run",
     "evaluate_run",
     "open_run",
+    "plan_run",
     "sample_run",
     "show_ending",
     "show_opening",

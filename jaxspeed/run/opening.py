@@ -6,9 +6,10 @@ import os
 import jax
 from rich.console import Console
 
-from jaxspeed.engine.memory import device_limit
+from jaxspeed.engine.memory import device_limit, stored_bytes
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
+from jaxspeed.train.program import Program
 
 
 def show_opening(console: Console, trainer: Trainer) -> None:
@@ -16,32 +17,42 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     engine, program = trainer.engine, trainer.engine.program
     if jax.process_index() != 0:
         console = Console(quiet=True)
-    device, table = program.mesh.devices.flat[0], engine.placements
-    parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in table), "").strip()
-    where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
-    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    console.print(
-        f"[bold]{parameters} parameters on {program.mesh.size} devices[/] {where}{processes}, "
-        f"{program.config.compute_dtype}",
-        highlight=False,
-    )
+    console.print(on_what(program), highlight=False)
     console.print(f"data  {trainer.corpus.summary}", highlight=False)
     console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
     console.print()
-    console.print(table)
+    console.print(engine.placements)
     with trainer.recorder.phase("compile"):
         compiled = engine.compiled(trainer.example())
     console.print(compiled)
-    roles = table.bytes_by_role()
-    whole, stored = (sum(pair[i] for pair in roles.values()) for i in (0, 1))
+    console.print(m_against_n(program, compiled.temp_bytes), highlight=False)
+    console.print()
+
+
+def on_what(program: Program) -> str:
+    """How many parameters, on which devices, in which format."""
+    device = program.mesh.devices.flat[0]
+    parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
+    where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return (
+        f"[bold]{parameters} parameters on {program.mesh.size} devices[/] {where}{processes}, "
+        f"{program.config.compute_dtype}"
+    )
+
+
+def m_against_n(program: Program, temp_bytes: int | None = None) -> str:
+    """What the state needs, with temporary values where they are known, and what there is."""
+    whole = sum(whole for whole, _ in program.table.bytes_by_role().values())
     limit = device_limit(program)
     has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(program.mesh.size)
-    console.print(
-        f"M = {bytes_text(whole)} of state in all, {bytes_text(stored)} a device (from the table), "
-        f"and {bytes_text(compiled.temp_bytes)} of temporary values (from the compiler); {has}",
-        highlight=False,
+    temp = ""
+    if temp_bytes is not None:
+        temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
+    return (
+        f"M = {bytes_text(whole)} of state in all, {bytes_text(stored_bytes(program.table))} a "
+        f"device (from the table){temp}; {has}"
     )
-    console.print()
 
 
 def _where(trainer: Trainer) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +30,15 @@ KEPT = {
     "layers": "the rest is made again, a layer at a time: two more forwards",
     "save": "all residuals are kept besides",
 }
+
+
+class Chart(NamedTuple):
+    """A schedule drawn as wide as there is room."""
+
+    schedule: Schedule
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(gantt(self.schedule, max(LEAST, options.max_width)), no_wrap=True)
 
 
 class Gathering(NamedTuple):
@@ -195,6 +204,10 @@ class PipelineReport:
             "moved_sent": self.moved_sent,
         }
 
+    def chart(self) -> "Chart":
+        """The schedule, drawn."""
+        return Chart(self.schedule)
+
     def costs(self) -> Table:
         """A line for each kind of cost."""
         table = Table(
@@ -209,10 +222,8 @@ class PipelineReport:
             table.add_row(name, text)
         return table
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(gantt(self.schedule, max(LEAST, options.max_width)), no_wrap=True)
-        yield Text()
-        yield self.costs()
+    def __rich__(self) -> Group:
+        return Group(self.chart(), Text(), self.costs())
 
     def __str__(self) -> str:
         return as_text(self, WIDTH)

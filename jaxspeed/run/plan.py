@@ -1,0 +1,119 @@
+"""What a config would train, told without making an array of its model."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from rich.console import Group
+from rich.text import Text
+
+from jaxspeed.config.data import Corpus
+from jaxspeed.data import build
+from jaxspeed.engine.cache import enable_compilation_cache
+from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine.family import resolve_model
+from jaxspeed.observe import CompiledReport
+from jaxspeed.parallel.pipeline import PipelineReport
+from jaxspeed.placement import show
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.run.opening import m_against_n, on_what
+from jaxspeed.run.start import Source
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
+
+WIDTH = 80  # of the plan as text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program of a config, and what its step costs; it prints itself."""
+
+    program: Program
+    pipeline: PipelineReport | None  # where the mesh has stages
+    compiled: CompiledReport | None  # where it was compiled
+
+    def __rich__(self) -> Group:
+        program, compiled = self.program, self.compiled
+        axes, roles = self._axes(), program.table.bytes_by_role()
+        parts: list[Any] = [
+            Group(Text.from_markup(on_what(program)), Text(self._batch())),
+            show.totals(program.table.stage, axes, roles),
+            Text(m_against_n(program, compiled.temp_bytes if compiled else None)),
+        ]
+        if self.pipeline:
+            parts.append(self.pipeline.chart() if compiled else self.pipeline)
+        if compiled:
+            parts.append(compiled)
+        return Group(*[each for part in parts for each in (part, Text())][:-1])
+
+    def __str__(self) -> str:
+        return show.as_text(self, WIDTH)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain numbers and words, bytes in bytes."""
+        table, device = self.program.table, self.program.mesh.devices.flat[0]
+        roles = table.bytes_by_role().items()
+        return {
+            "mesh": dict(self.program.mesh.shape),
+            "devices": {
+                "count": self.program.mesh.size,
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "simulated": device.platform == "cpu",
+            },
+            "batch": asdict(self.program.batch),
+            "stage": table.stage,
+            "state": {
+                role: {"bytes": whole, "bytes_per_device": part} for role, (whole, part) in roles
+            },
+            "pipeline": self.pipeline and self.pipeline.figures(),
+            "compiled": self.compiled and self.compiled.figures(),
+        }
+
+    def _axes(self) -> dict[str, int]:
+        return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
+
+    def _batch(self) -> str:
+        batch, ranks = self.program.batch, data_parallel_size(self.program.mesh)
+        return (
+            f"batch  {batch.train} samples: {batch.micro} of a data rank and micro-batch, "
+            f"x {batch.accumulation} micro-batches x {ranks} ranks"
+        )
+
+
+def plan_run(source: Source, *, compiling: bool = True) -> Plan:
+    """The plan of a config on the devices that there are.
+
+    Without `compiling` there are no figures of the compiler.
+    """
+    config = source.config
+    enable_compilation_cache(config)
+    model, loss_fn = resolve_model(config, source.model, source.loss_fn)
+    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+    batch = batch_shapes(source, program.batch.train)
+    program.check_batch(batch, program.batch.train, abstract=True)
+    if not compiling:
+        return Plan(program, program.pipeline_report(batch), None)
+    compiled = compiled_report(program, batch)
+    return Plan(program, compiled.pipeline, compiled)
+
+
+def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a global batch.
+
+    What the model reads tells them, so that no corpus need be here yet; only where the samples are
+    the user's own (or the model is), one is read.
+    """
+    data = source.config.data
+    sources: Sequence[Corpus] = data.mixture or [data]
+    own = any(":" in (each.source or "") for each in sources)
+    if own or source.reads.sample is None:
+        corpus = source.corpus()
+    else:
+        made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0}
+        corpus = build(data.model_copy(update=made), **vars(source.reads), seed=0)
+    first = corpus.train.batch(0, 1)
+    return {
+        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
+    }

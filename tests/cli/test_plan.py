@@ -1,0 +1,152 @@
+"""`jaxspeed plan`: what it says is what training then does, and it makes nothing."""
+
+import contextlib
+import io
+import json
+import subprocess
+from types import SimpleNamespace
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxspeed.cli.main import main
+from jaxspeed.config import load_config
+from jaxspeed.run import plan_run, source_of
+from jaxspeed.run.plan import batch_shapes
+from tests.run import small
+
+# 2 stages, 4 data ranks; XLA:CPU cannot compile a pipeline in bf16.
+STAGES = ("--set", "mesh.pipe=2", "--set", "bf16.enabled=false")
+
+
+def plan(*words):
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        code = main(["plan", *map(str, words)])
+    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("planned"))
+
+
+@pytest.fixture(scope="module")
+def planned(config):
+    """A pipeline's plan as data, compiled."""
+    done = plan(config, "--json", "--devices", "8", *STAGES)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_says_where_it_looked(planned):
+    assert planned["devices"]["count"] == 8 and planned["devices"]["simulated"]
+    assert {axis: n for axis, n in planned["mesh"].items() if n > 1} == {"pipe": 2, "data": 4}
+    assert planned["batch"] == {"train": 16, "micro": 2, "accumulation": 2}
+
+
+def test_the_compiled_step_is_given_the_state_that_the_table_tells_of(planned):
+    """But for the accumulated gradients, which live inside of it, and with the batch."""
+    state = {role: found["bytes_per_device"] for role, found in planned["state"].items()}
+    batch = 2 * (16 // 4) * 17 * 4  # tokens and segment_ids of a data rank
+    given = sum(state.values()) - state["grad"] + batch
+    scalars = 64
+    assert given <= planned["compiled"]["argument_bytes"] <= given + scalars
+
+
+def test_the_schedule_is_there_as_data(planned):
+    pipeline = planned["pipeline"]
+    assert (pipeline["stages"], pipeline["micro_batches"], pipeline["ticks"]) == (2, 2, 4)
+    assert pipeline["bubble"] == pytest.approx(1 / 3)
+
+
+def test_the_compilers_figures_have_the_names_of_the_report(planned):
+    compiled = planned["compiled"]
+    assert all(compiled[f"{name}_bytes"] >= 0 for name in ("temp", "output", "host"))
+    assert compiled["flops"] > 0
+    assert any(one["kind"] == "collective-permute" for one in compiled["collectives"])
+
+
+def test_nothing_is_made(config):
+    before = len(jax.live_arrays())
+    done = plan(config, "--no-compile", *STAGES)
+    assert done.returncode == 0, done.stderr
+    assert len(jax.live_arrays()) == before
+    assert not (config.parent / "run").exists()
+
+
+def test_the_text_has_the_totals_the_chart_and_the_costs(config):
+    shown = plan(config, "--no-compile", *STAGES)
+    assert shown.returncode == 0, shown.stderr
+    for text in ("parameters on 8 devices", "param", "M = ", "stage 1 F", "bubble", "messages"):
+        assert text in shown.stdout, text
+    assert "compiled" not in shown.stdout
+
+
+def test_the_text_of_a_compiled_plan_fits_80_columns(config, planned):
+    overrides = [word for word in STAGES if "=" in word]
+    source = source_of(load_config(config, overrides), name=config)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(plan_run(source))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    kinds = {one["kind"] for one in planned["compiled"]["collectives"]}
+    assert all(any(line.split()[:1] == [kind] for line in lines) for kind in kinds)
+
+
+def test_without_stages_there_is_no_schedule(config):
+    found = json.loads(plan(config, "--no-compile", "--json").stdout)
+    assert found["pipeline"] is None and found["compiled"] is None
+    assert "stage 0" not in plan(config, "--no-compile").stdout
+
+
+def test_no_corpus_need_be_here(config):
+    done = plan(config, "--no-compile", "--set", "data.path=/nowhere/*.txt")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("segments", ["true", "false"])
+def test_the_shapes_are_those_of_the_data(config, segments):
+    source = source_of(load_config(config, [f"data.document_masks={segments}"]), name=config)
+    read = source.corpus().train.batch(0, 16)
+    shapes = batch_shapes(source, 16)
+    assert {k: (x.shape, x.dtype) for k, x in shapes.items()} == {
+        k: (x.shape, x.dtype) for k, x in read.items()
+    }
+
+
+MISTAKES = {
+    "no such config": (["/nowhere/x.yaml"], "no such file"),
+    "unknown key": (["CONFIG", "--set", "mesh.pip=2"], "Did you mean"),
+    "no such devices": (["CONFIG", "--devices", "abacus"], "cpu, gpu or tpu"),
+    "another number of devices": (["CONFIG", "--devices", "3"], "simulate(3)"),
+    "a mesh that does not fit": (["CONFIG", "--set", "mesh.tensor=3"], "multiple of 3"),
+    "too few micro-batches": (["CONFIG", "--set", "mesh.pipe=4"], "Needs at least 4"),
+    "too few layers": (
+        ["CONFIG", "--set", "mesh.pipe=4", "--set", "gradient_accumulation_steps=4"],
+        "mesh.pipe up to 2",
+    ),
+    "no model": (["configs/ds_config.json"], "no model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_no_traceback(config, name):
+    words, hint = MISTAKES[name]
+    done = plan(*(config if word == "CONFIG" else word for word in words))
+    assert done.returncode == 2, done.stderr
+    assert hint in " ".join(done.stderr.split()), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
+
+
+def test_its_reader_may_end_before_it_does(config):
+    line = " ".join(small.command("plan", config, "--no-compile", *STAGES)) + " | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        env=small.environment(),
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "parameters on 8 devices" in done.stdout
