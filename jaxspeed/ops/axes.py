@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -26,8 +27,20 @@ def tensor_parts() -> int:
     return free_axes().get(TENSOR, 1)
 
 
-def over_tensor(ndim: int, dim: int) -> NamedSharding:
-    """One dim cut over the tensor axis, and the others as the compiler finds them."""
+def vocabulary_axes() -> tuple[str, ...]:
+    """The axes whose devices share a vocabulary: the stages of a pipeline do too."""
+    free = free_axes()
+    return tuple(axis for axis in ("pipe", TENSOR) if free.get(axis, 1) > 1)
+
+
+def vocabulary_parts() -> int:
+    """How many devices share a vocabulary."""
+    free = free_axes()
+    return math.prod(free[axis] for axis in vocabulary_axes())
+
+
+def over_vocabulary(ndim: int, dim: int) -> NamedSharding:
+    """One dim cut over the devices that share a vocabulary, the others as the compiler likes."""
     entries: list[Any] = [P.UNCONSTRAINED] * ndim
-    entries[dim] = TENSOR
+    entries[dim] = vocabulary_axes() or None
     return NamedSharding(jax.sharding.get_abstract_mesh(), P(*entries))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops.axes import tensor_parts
+from jaxspeed.ops.axes import vocabulary_parts
 from jaxspeed.ops.vocabulary import chunks_of, logits_of, pick, sums_over_vocabulary
 
 
@@ -95,7 +95,7 @@ def linear_cross_entropy(
             f"hidden {hidden.shape} does not fit targets {targets.shape} and a head of "
             f"{vocab} x {embed}: it should be {(*targets.shape, embed)}"
         )
-    dtype, parts = _accumulator(hidden), tensor_parts()
+    dtype, parts = _accumulator(hidden), vocabulary_parts()
     if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # whole either way
         logits = logits_of(hidden, weight, bias, dtype)
         return cross_entropy(

@@ -5,8 +5,8 @@ The loss of a token with hidden state h needs of its logits l = W h + b only
     lse = log sum_v exp(l_v),   the target's l_y,   and for label smoothing  sum_v l_v
 
 The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
-logits. Where the mesh has a tensor axis of T devices, each has T-th of the rows of W and does this
-for them; the T maxima and sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053,
+logits. Where the mesh has axes that share the vocabulary (tensor, and pipe, whose stages share the
+head), each of their T devices has a T-th of the rows of W and does this for them; the T maxima and sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053,
 section 3). That is written as a batch over a leading dim T, which the mesh cuts, so that nothing
 crosses devices inside the scan, and its gradient of h is summed over the devices once.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops.axes import over_tensor
+from jaxspeed.ops.axes import over_vocabulary
 from jaxspeed.placement.constrain import constrain
 
 # Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
@@ -94,7 +94,7 @@ def sums_over_vocabulary(
         real_rows = jnp.clip(vocab - first, 0, rows)[..., None]
         targets = targets - first  # of another part: outside, or in padding, whose logits are 0
         hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
-        hidden = constrain(hidden, over_tensor(hidden.ndim, 0), "vocabulary.parts")
+        hidden = constrain(hidden, over_vocabulary(hidden.ndim, 0), "vocabulary.parts")
     operand_dtype = hidden.dtype
     # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
     wide_hidden = hidden.astype(dtype)

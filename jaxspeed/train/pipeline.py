@@ -161,7 +161,17 @@ class _Step:
         assert self.table.stack is not None
         self.outer = {p: v for p, v in variables.items() if p not in self.table.stack.paths}
         self.names = self.parts.names
-        self.weights = {name: self.sources[name] for name in self.names}
+        self.weights = {name: self._held(name) for name in self.names}
+
+    def _held(self, name: str) -> jax.Array:
+        """A parameter of the stages as it is while the ticks run."""
+        stored, source = self.arrangement.stored(name, self.table.mesh, None), self.sources[name]
+        if self.pipeline.gather == "tick" or stored.gathered == stored.cut:
+            return source
+        # Once a step: in the layers' dtype, and gathered over data.
+        spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
+        whole = constrain(source.astype(stored.dtype), _context(spec), "pipeline.gather")
+        return whole[(..., *map(slice, stored.shape))]
 
     def _traced(self) -> tuple[Traced, Parts]:
         """The loss as the context traces it: inside a lane, kernels find `pipe` taken."""
@@ -362,7 +372,10 @@ class _Step:
         shared = {places[i]: v for i, v in of_context.items() if i in places}
         storage = {}
         for name, v in stack.items():
-            if own[name].gathered != own[name].cut or own[name].dtype != self.weights[name].dtype:
+            held = self.weights[name]
+            if held.dtype != own[name].dtype or (
+                self.pipeline.gather == "tick" and own[name].gathered != own[name].cut
+            ):
                 storage[v] = own[name]
         for path, v in shared.items():
             if self.table[path].gathered:
@@ -380,10 +393,6 @@ class _Step:
         )
         way = Way(program.units, None)
         return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
-
-    @property
-    def gathered_once(self) -> bool:
-        return self.pipeline.gather == "step"
 
     def entered(self, stage: Any, now: Now, entry: Values, ahead: Values) -> Values:
         """A chunk's input: what `before` gave, or the message of the stage before."""
@@ -456,6 +465,7 @@ class _Training:
     way: _Step
     scale: Any
     placed: bool  # gradients are kept as the table says, not as partial sums
+    passes: Any = None  # of the stage's program
 
     def run(self, table: Schedule) -> Sums:
         way = self.way
@@ -513,7 +523,30 @@ class _Training:
     def _slots(self, table: Schedule) -> Values:
         """Room for what a stage keeps of each micro-batch under way."""
         way = self.way
-        return [way.carry_leaf(c, table.slots) for c in way.parts.carry]
+        if not self._saves:
+            return [way.carry_leaf(c, table.slots) for c in way.parts.carry]
+
+        def kept() -> Any:
+            none = Now(*jnp.zeros((3, way.stages), jnp.int32))
+            x = [way.carry_leaf(c) for c in way.parts.carry]
+
+            def lane(stage: Any, own: Any, every: Any) -> Any:
+                now, weights, x = own
+                return self._run(way.stage_arguments(weights, every, stage, now, x)), ()
+
+            return on_stages(lane, way.stages, (none, way.weights, x), way.every)[0]
+
+        shapes = [x for values in jax.eval_shape(kept) for x in values]
+        return [blank((s.shape[0], table.slots, *s.shape[1:]), s.dtype) for s in shapes]
+
+    @property
+    def _saves(self) -> bool:
+        return self.way.pipeline.recompute == "save"
+
+    def _run(self, args: Values) -> tuple[Values, Values]:
+        """What a chunk gives, and what its derivative needs that is no weight."""
+        self.passes = Passes(self.way.stage, self._active, args, len(self.way.names))
+        return self.passes.forward(args)
 
     def _place(self, path: str, grad: jax.Array) -> jax.Array:
         row = self.way.table[path]
@@ -541,8 +574,13 @@ class _Training:
             now, weights, saved, ahead = own
             entry, context = every
             x = way.entered(stage, now, entry, ahead)
+            args = way.stage_arguments(weights, context, stage, now, x)
+            if self._saves:
+                y, kept = self._run(args)
+                x = [*y, *kept]
+            else:
+                y = way.stage(*args)
             saved = write_slot(saved, now.slot, x, now.micro >= 0)
-            y = way.stage(*way.stage_arguments(weights, context, stage, now, x))
             return (saved, hand_on(y, stages, 1)), ()
 
         own = (row.forward, way.weights, flow.saved, flow.ahead)
@@ -552,15 +590,14 @@ class _Training:
     def _backward(self, phase: Phase, flow: Flow, row: Tick) -> Flow:
         """Each stage takes a chunk back: from its input again, with the gradient it was handed."""
         way, stages = self.way, self.way.stages
-        passes: list[Passes] = []
-        active = self._active
 
         def again(stage: Any, own: Any, every: Any) -> Any:
             now, weights, saved = own
             x = read_slot(saved, now.slot)
-            args = way.stage_arguments(weights, every, stage, now, x)
-            passes[:] = [Passes(way.stage, active, args, len(weights))]
-            y, kept = passes[0].forward(args)
+            if self._saves:
+                y, kept = x[: len(way.parts.carry)], x[len(way.parts.carry) :]
+            else:
+                y, kept = self._run(way.stage_arguments(weights, every, stage, now, x))
             end = from_one(y, stage == stages - 1) if phase.head else []
             return kept, end
 
@@ -575,7 +612,7 @@ class _Training:
             from_head, share = every
             last = way.at_the_end(stage, now)
             ct = [jnp.where(last, a, b) for a, b in zip(from_head, back, strict=True)]
-            grads = iter(passes[0].backward(self._chunks(weights, now), kept, ct))
+            grads = iter(self.passes.backward(self._chunks(weights, now), kept, ct))
             busy = now.micro >= 0
             factor = share[jnp.maximum(now.micro, 0)]
             first = way.first_layer(stage, now)
