@@ -128,9 +128,10 @@ def _listed(
     members: dict[str, dict[int, dict[str, Leaf]]] = defaultdict(lambda: defaultdict(dict))
     for leaf in leaves:
         parts = leaf.path.split("/")
-        for i, part in enumerate(parts[:-1]):
+        for i, part in enumerate(parts):
             numbered = _NUMBER.match(part)
-            if numbered is None:
+            # An array may be the member of a list itself; w1 and w2 are no list.
+            if numbered is None or (i == len(parts) - 1 and not part.isdigit()):
                 continue
             member = "/".join(parts[: i + 1])
             if patterns and not any(match and match(p, member) for p in patterns):
@@ -145,8 +146,9 @@ def _listed(
         if length < 2:
             continue
         run = [blocks[n] for n in numbers[start : start + length]]
-        names = {f"{of_list}*/{inner}": tuple(b[inner].path for b in run) for inner in run[0]}
-        stacks.append(Stack(length, names))
+        names = {inner: f"{of_list}*/{inner}".removesuffix("/") for inner in run[0]}
+        leaves_of = {name: tuple(b[inner].path for b in run) for inner, name in names.items()}
+        stacks.append(Stack(length, leaves_of))
     return stacks
 
 

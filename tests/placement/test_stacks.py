@@ -53,6 +53,12 @@ def test_the_like_members_of_a_list_are_found_by_their_numbers(member):
     assert kernels == tuple(f"{member.format(i)}/up/kernel" for i in range(12))
 
 
+def test_arrays_may_be_a_list_themselves():
+    leaves = [leaf(f"layers/{i}", 8, 8) for i in range(3)]
+    assert find_stack(leaves).leaves == {"layers/*": ("layers/0", "layers/1", "layers/2")}
+    assert find_stack([leaf("mlp/w1", 8, 8), leaf("mlp/w2", 8, 8)]) is None
+
+
 def test_a_member_that_is_other_than_its_neighbours_ends_the_run():
     """Two small blocks, three wide ones: another width, other names or another dtype."""
     wide = [x for i in range(2, 5) for x in block(f"blocks/{i}", 16)]
