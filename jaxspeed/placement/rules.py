@@ -15,6 +15,7 @@ LOGICAL_RULES: Mapping[str, str] = {
     "stages": "pipe",  # the layers of the stack that is cut into stages
     "experts": "expert",
     "vocab": "tensor",
+    "block_vocab": "tensor",  # of a table that each block has for itself
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -27,7 +28,7 @@ SHARED_BY_STAGES = ("vocab",)
 # What becomes of a dim that its axes do not divide. The rows of a vocabulary are padded, and layers
 # with ones that do nothing; key and value heads are few, and every device has all of them. What is
 # not here is refused.
-PADDED = ("vocab", "stages")
+PADDED = ("vocab", "block_vocab", "stages")
 LEFT_WHOLE = ("kv_heads",)
 
 

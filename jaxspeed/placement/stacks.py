@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class Stack:
         """Whether the stages hold it as it is stored, its first dim cut."""
         return self.stacked and self.chunks == 1
 
-    @property
+    @cached_property
     def paths(self) -> frozenset[str]:
         return frozenset(path for paths in self.leaves.values() for path in paths)
 
@@ -61,14 +62,16 @@ def find_stack(
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
-    """The leaves, with the layers of a stack that stages hold in place named as what pipe cuts."""
-    if not stack.in_place:
-        return tuple(leaves)
-    own = stack.paths
-    return tuple(
-        replace(leaf, names=(STAGES, *leaf.names[1:])) if leaf.path in own else leaf
-        for leaf in leaves
-    )
+    """The leaves, with the dims of the stack named as its stages cut them.
+
+    The layers where they lie in place; and a vocabulary of each block is not for all stages.
+    """
+
+    def named(leaf: Leaf) -> Leaf:
+        names = tuple("block_vocab" if name == "vocab" else name for name in leaf.names)
+        return replace(leaf, names=(STAGES, *names[1:]) if stack.in_place else names)
+
+    return tuple(named(leaf) if leaf.path in stack.paths else leaf for leaf in leaves)
 
 
 def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:

@@ -12,7 +12,11 @@ from jax.sharding import PartitionSpec
 # slices the stacked `layers` dim, and one layer is to be gathered at a time; lookups and the
 # chunked cross-entropy walk along `vocab`. So both are cut only where padding would cost more.
 # `head_dim` is the inner part of a matrix's dim, `heads` the outer one, whose cuts are contiguous.
-RELUCTANCE = {"layers": 0.25, "stages": 0.25, "vocab": 0.125, "head_dim": 0.01}
+RELUCTANCE = {
+    **dict.fromkeys(("layers", "stages"), 0.25),
+    **dict.fromkeys(("vocab", "block_vocab"), 0.125),
+    "head_dim": 0.01,
+}
 
 # TPUs keep the last two dims of an array in tiles of 8 x 128. Where a cut ends inside a tile, or
 # leaves an odd number of them along the last dim, XLA reduces a gradient by all-reduce, at twice

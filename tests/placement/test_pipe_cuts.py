@@ -38,6 +38,7 @@ def listed(prefix: str, shapes=SHAPES, names=NAMES) -> list[Leaf]:
     ]
 
 
+MESH = {"pipe": 2, "data": 2, "tensor": 2}
 HEAD = leaf("head", (64, 16), ("mlp", "embed"))
 FORMS = {"chunks": (stacked, 2), "list": (listed, 1), "list in chunks": (listed, 2)}
 
@@ -91,20 +92,20 @@ def test_all_that_is_stored_is_cut_over_pipe_and_the_layers_are_not(form, stage)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_cuts_another_dim_than_pipe_where_it_can(stage):
-    made = table([*stacked("blocks"), HEAD], {"pipe": 2, "data": 2, "tensor": 2}, stage, 2)
+    made = table([*stacked("blocks"), HEAD], MESH, stage, 2)
     spec = made["blocks/kernel"].opt.spec
     assert tuple(spec) == (None, "pipe", ("tensor", "data"))
 
 
 def test_pipe_cuts_the_parts_of_data_again_where_they_share_a_dim():
     """Then what the stages exchange of a data rank's part is no other rank's."""
-    made = table([*listed("blocks"), HEAD], {"pipe": 2, "data": 2, "tensor": 2}, 3)
+    made = table([*listed("blocks"), HEAD], MESH, 3)
     assert tuple(made["blocks/0/bias"].opt.spec) == (("tensor", "data", "pipe"),)
 
 
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    st.sampled_from([{"pipe": 2}, {"pipe": 4, "data": 2}, {"pipe": 2, "data": 2, "tensor": 2}]),
+    st.sampled_from([{"pipe": 2}, {"pipe": 4, "data": 2}, MESH]),
     st.integers(0, 3),
     st.booleans(),
 )
@@ -137,6 +138,19 @@ def test_the_layers_of_another_stack_stay_whole(form):
     leaves = [*make("blocks"), *stacked("small", small, {"kernel": (None, None)})]
     made = table(leaves, {"pipe": 2}, 1, chunks)
     assert all("pipe" not in str(p.spec) for p in placements(made["small/kernel"]).values())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("form", [*FORMS, "neighbours"])
+def test_a_vocabulary_of_each_block_is_its_stages_alone(form, stage):
+    make, chunks = {**FORMS, "neighbours": (stacked, 1)}[form]
+    leaves = make("blocks", {"table": (10, 16)}, {"table": ("vocab", "embed")})
+    made = table([*leaves, leaf("table", (10, 16), ("vocab", "embed"))], MESH, stage, chunks)
+    assert made["table"].read.spec[0] == ("pipe", "tensor")
+    for row in made:
+        if row.path != "table":
+            assert row.read.spec[-2:] == ("tensor", None)
+            assert [*jax.tree.leaves(tuple(row.source.spec))].count("pipe") == 1
 
 
 def test_the_table_tells_why():
