@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.observe.collectives import collectives
@@ -116,7 +116,12 @@ def models(draw):
     return model, mesh, chunks, draw(st.integers(0, 3))
 
 
+# Where the update wants more padding than the gradients have: 5 over pipe, then over data as well.
+PADDED_TWICE = Model(5, {"w": (5,)}, {"w": (None,)}, stacked=False)
+
+
 @given(models())
+@example((PADDED_TWICE, {"pipe": 2, "data": 2, "tensor": 1}, 1, 1))
 @settings(max_examples=25)
 def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     model, mesh, chunks, stage = drawn

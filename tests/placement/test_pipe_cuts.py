@@ -92,9 +92,10 @@ def test_all_that_is_stored_is_cut_over_pipe_and_the_layers_are_not(form, stage)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_cuts_another_dim_than_pipe_where_it_can(stage):
-    made = table([*stacked("blocks"), HEAD], MESH, stage, 2)
-    spec = made["blocks/kernel"].opt.spec
-    assert tuple(spec) == (None, "pipe", ("tensor", "data"))
+    """Even one that tensor cuts: then what is published is gathered over data alone."""
+    kernel = {"down": (64, 16)}
+    made = table([*stacked("blocks", kernel, {"down": ("embed", "mlp")}), HEAD], MESH, stage, 2)
+    assert tuple(made["blocks/down"].opt.spec) == (None, "pipe", ("tensor", "data"))
 
 
 def test_pipe_cuts_the_parts_of_data_again_where_they_share_a_dim():
@@ -147,6 +148,8 @@ def test_a_vocabulary_of_each_block_is_its_stages_alone(form, stage):
     leaves = make("blocks", {"table": (10, 16)}, {"table": ("vocab", "embed")})
     made = table([*leaves, leaf("table", (10, 16), ("vocab", "embed"))], MESH, stage, chunks)
     assert made["table"].read.spec[0] == ("pipe", "tensor")
+    assert made["table"].shape(made["table"].source) == (12, 16)
+    assert made["table"].source_shape == (10, 16)
     for row in made:
         if row.path != "table":
             assert row.read.spec[-2:] == ("tensor", None)
