@@ -128,17 +128,23 @@ def _summary(report: CompiledReport) -> Table:
 def _collective_table(found: Iterable[Collective], trip: str) -> Table:
     """Like collectives in one row: how many, how often they run, what a device sends in all.
 
-    `trip` is what one trip of the loop over micro-batches is called.
+    `trip` is what one trip of the loop over micro-batches is called. In 80 columns axes and trips
+    are broken into lines before a number is cut off.
     """
     rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
     for one in found:
         where = trip if one.in_accumulation else "step"
         rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
     table = Table(title="collectives, per device and step", title_justify="left", box=None)
-    for column in ("kind", "axis", "dtype", "each"):
-        table.add_column(column, no_wrap=column != "axis")
-    for column in ("in program", "runs", "payload", "sent (ring)"):
-        table.add_column(column, justify="right")
+    for column, narrowest in (("kind", None), ("axis", 7), ("dtype", None), ("each", 6)):
+        table.add_column(column, no_wrap=narrowest is None, min_width=narrowest, overflow="fold")
+    for column, narrowest in (
+        ("in program", 7),
+        ("runs", None),
+        ("payload", 7),
+        ("sent (ring)", 7),
+    ):
+        table.add_column(column, justify="right", min_width=narrowest)
     for key, alike in rows.items():
         table.add_row(
             *key,

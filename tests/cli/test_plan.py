@@ -12,6 +12,8 @@ from rich.console import Console
 
 from jaxspeed.cli.main import main
 from jaxspeed.config import load_config
+from jaxspeed.observe import Collective, CompiledReport
+from jaxspeed.placement.show import as_text
 from jaxspeed.run import plan_run, source_of
 from jaxspeed.run.plan import batch_shapes
 from tests.run import small
@@ -87,12 +89,22 @@ def test_the_text_has_the_totals_the_chart_and_the_costs(config):
 def test_the_text_of_a_compiled_plan_fits_80_columns(config, planned):
     overrides = [word for word in STAGES if "=" in word]
     source = source_of(load_config(config, overrides), name=config)
-    console = Console(file=io.StringIO(), width=80)
-    console.print(plan_run(source))
-    lines = console.file.getvalue().splitlines()
+    text = io.StringIO()
+    Console(file=text, width=80).print(plan_run(source))
+    lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
+    assert "…" not in text.getvalue()  # where Rich cuts a cell off
     kinds = {one["kind"] for one in planned["compiled"]["collectives"]}
     assert all(any(line.split()[:1] == [kind] for line in lines) for kind in kinds)
+
+
+def test_a_collective_along_many_axes_fits_80_columns():
+    axes = ("pipe", "replica", "data", "tensor")
+    along = Collective("collective-permute", axes, 8**6, 8**5, "bf16+f32", 1, 16, 999, True, "")
+    report = CompiledReport(*[10**9] * 8, (along,))
+    text = as_text(report, width=80)
+    words = [*axes, "bf16+f32", "999", "262 MB", "(ring)"]
+    assert "…" not in text and all(word in text for word in words), text
 
 
 def test_without_stages_there_is_no_schedule(config):

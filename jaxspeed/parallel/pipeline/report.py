@@ -118,7 +118,8 @@ class PipelineReport:
         """In a step, to and from the embedding and the head, which all stages compute together.
 
         The embedding's output is summed over the stages, and so is the gradient that returns to
-        it; the last stage's output goes to all, and the head's gradients are summed.
+        it; the last stage's output goes to all, and the head's gradients are summed. At the most:
+        where nothing before the blocks is trained, no gradient goes there.
         """
         ends = self.head_ticks * (self.forward_bytes + self.backward_bytes)
         return ends + self.message_bytes
@@ -256,12 +257,12 @@ class PipelineReport:
             ),
             (
                 "embedding",
-                f"in a tick {there} summed over the stages, {again} on the way back",
+                f"in a tick {there} to all stages, {again} of gradient back",
             ),
             (
                 "head, loss",
                 f"in each of their ticks {there} from the last stage to all, {again} of gradient "
-                f"back; with the embedding {bytes_text(self.shared_bytes)} a step",
+                f"back; with the embedding {bytes_text(self.shared_bytes)} a step at the most",
             ),
         ]
         if self.padding:
