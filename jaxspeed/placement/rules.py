@@ -74,7 +74,7 @@ def model_cut(
         bad = [d for d in dims if names[d] not in LEFT_WHOLE]
         if fitting:
             dim = fitting[0]
-            axes = (axis,)
+            axes: tuple[str, ...] = (axis,)
             if names[dim] in SHARED_BY_STAGES and axis != "pipe" and axis_sizes["pipe"] > 1:
                 axes, parts = ("pipe", axis), parts * axis_sizes["pipe"]
             entries[dim] = axes if len(axes) > 1 else axis
