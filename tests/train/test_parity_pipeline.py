@@ -86,10 +86,10 @@ class Point(NamedTuple):
 # Ordered so that points with one reference follow each other. Layers that a stage's share does not
 # divide (5 and 6 over 4, 5 over 2, 10 over 8) are padded.
 COVERING = [
-    Point("gpt2", 8, "gpipe", 2, 0, 4),
+    Point("gpt2", 8, "gpipe", 2, 0, 4, "save"),
     Point("gpt2", 8, "1f1b", 2, 1, 4, "layers"),
     Point("gpt2", 8, "1f1b", 2, 3, 4, "layers", "step"),
-    Point("gpt2", 8, "interleaved", 2, 3, 4, "layers", "tick"),
+    Point("gpt2", 8, "interleaved", 2, 3, 4, "save"),
     Point("gpt2", 8, "1f1b", 2, 3, 4, replica=2),
     Point("gpt2", 8, "1f1b", 4, 0, 4),
     Point("gpt2", 8, "gpipe", 4, 3, 4, "stage", "step"),
@@ -97,23 +97,24 @@ COVERING = [
     Point("gpt2", 8, "interleaved", 2, 2, 4, tensor=2, chunks=4),
     Point("gpt2", 8, "1f1b", 8, 1, 8),
     Point("gpt2", 8, "gpipe", 8, 2, 8, "layers"),
-    Point("gpt2", 8, "interleaved", 4, 2, 8, tensor=2),
+    Point("gpt2", 8, "interleaved", 4, 2, 8, "save", tensor=2),
     Point("gpt2", 16, "interleaved", 8, 3, 8),
     Point("llama", 6, "gpipe", 2, 2, 3, "layers"),
     Point("llama", 6, "1f1b", 2, 0, 3, "layers"),
     Point("llama", 6, "interleaved", 2, 0, 2, chunks=3),
     Point("llama", 6, "1f1b", 2, 3, 3, tensor=2, cut=True),
-    Point("llama", 6, "1f1b", 4, 2, 6, "layers"),
-    Point("llama", 6, "1f1b", 4, 3, 6),
-    Point("llama", 6, "gpipe", 4, 1, 4, tensor=2, cut=True),
+    Point("llama", 6, "1f1b", 4, 2, 6, "save"),
+    Point("llama", 6, "1f1b", 4, 3, 6, "layers"),
+    Point("llama", 6, "gpipe", 4, 1, 4, "save", tensor=2, cut=True),
     Point("llama", 6, "1f1b", 4, 3, 4, "layers", "step", tensor=2),
     Point("llama", 10, "1f1b", 8, 0, 9, "layers"),
     Point("vit", 5, "gpipe", 2, 1, 3, tensor=2),
     Point("vit", 5, "1f1b", 2, 2, 3, tensor=2),
-    Point("vit", 5, "1f1b", 4, 3, 5, "stage", "step"),
+    Point("vit", 5, "1f1b", 4, 3, 5, "save", "step"),
     Point("vit", 5, "gpipe", 4, 0, 5, "layers"),
 ]
 SCHEDULES, PIPE, STAGES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8), (0, 1, 2, 3)
+RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
 DEPTH = {2: 5, 4: 6, 8: 9}
 
 
@@ -128,7 +129,7 @@ def grid():
         layers = 2 * pipe if schedule == "interleaved" else DEPTH[pipe]
         micro = 2 * pipe if schedule == "interleaved" else pipe + 1
         model = ("gpt2", "llama", "vit")[i % 3]
-        recompute, gather = ("stage", "layers")[i % 2], ("tick", "step")[i // 2 % 2]
+        recompute, gather = RECOMPUTES[i // 3 % 3], GATHERS[i // 2 % 2]
         cut = tensor == 2 and model != "vit"
         point = Point(model, layers, schedule, pipe, stage, micro, recompute, gather, tensor, cut)
         yield pytest.param(point, id=point.name, marks=pytest.mark.full)
@@ -160,13 +161,10 @@ def test_the_points_that_always_run_cover_every_pair():
     assert pairs("schedule", "pipe") == {*itertools.product(SCHEDULES, PIPE)}
     assert pairs("pipe", "stage") == {*itertools.product(PIPE, STAGES)}
     assert pairs("schedule", "stage") == {*itertools.product(SCHEDULES, STAGES)}
-    recomputes = ("stage", "layers")
-    assert pairs("stage", "recompute") == {*itertools.product(STAGES, recomputes)}
-    assert pairs("schedule", "recompute") == {*itertools.product(SCHEDULES, recomputes)}
+    assert pairs("stage", "recompute") == {*itertools.product(STAGES, RECOMPUTES)}
+    assert pairs("schedule", "recompute") == {*itertools.product(SCHEDULES, RECOMPUTES)}
     stage3 = [p for p in COVERING if p.stage == 3]
-    assert pairs("gather", "recompute", stage3) == {
-        *itertools.product(("tick", "step"), recomputes)
-    }
+    assert pairs("gather", "recompute", stage3) == {*itertools.product(GATHERS, RECOMPUTES)}
     assert {p.model for p in COVERING} == {"gpt2", "llama", "vit"}
     assert pairs("tensor", "cut") == {(1, False), (2, False), (2, True)}
     one_f_one_b = [p for p in COVERING if p.schedule == "1f1b"]
