@@ -162,46 +162,56 @@ def listed(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> Blocks:
                 "all stages run one program. Blocks of one class with equal settings can be cut; "
                 "blocks that differ by turns can be made one block that holds a turn"
             )
-    results = [members[-1].makes[i] for i in gives]
     _refuse_other_readers(jaxpr, others, members, gives)
-    shared, carry, per_layer, order = [], [], [], ([], [], [])
-    layer_of = {v: (name, i) for name, vs in stack.items() for i, v in enumerate(vs)}
-    handed = [{m.makes[i]: n for n, i in enumerate(gives)} for m in members]
-    made_inside = {v for m in members for e in m.eqns for v in e.outvars}
-    for p, first in enumerate(members[0].reads):
-        atoms = tuple(m.reads[p] for m in members)
-        sources = [handed[k].get(v) for k, v in enumerate(atoms[1:])]
-        if first in layer_of:
-            per_layer.append(Weights(layer_of[first][0]))
-            order[2].append(p)
-        elif all(s is not None and s == sources[0] for s in sources):
-            carry.append((sources[0], first))
-            order[1].append(p)
-        elif all(v is first for v in atoms):
-            shared.append(first)
-            order[0].append(p)
-        elif any(v in made_inside for v in atoms[1:]):
-            raise ModelError(
-                "mesh.pipe: between two blocks something is computed that is no block's part; make "
-                f"it a part of the block ({HINT})"
-            )
-        else:
-            per_layer.append(Rows(atoms))
-            order[2].append(p)
-    carry_order = sorted(range(len(carry)), key=lambda i: carry[i][0])
-    places = [*order[0], *(order[1][i] for i in carry_order), *order[2]]
-    if [carry[i][0] for i in carry_order] != list(range(len(gives))):
+    kinds = _kinds(stack, members, gives)
+    first = members[0].reads
+    carried = sorted((kind, place) for place, kind in kinds.items() if isinstance(kind, int))
+    if [number for number, _ in carried] != list(range(len(gives))):
         raise ModelError("mesh.pipe: a block reads something that the block before does not give")
-    body = bodies[0].replace(invars=[bodies[0].invars[p] for p in places])
+    shared = [place for place, kind in kinds.items() if kind is None]
+    carry = [place for _, place in carried]
+    own = {place: kind for place, kind in kinds.items() if isinstance(kind, (Weights, Rows))}
+    order = [*shared, *carry, *own]
     return Blocks(
         len(members),
-        body,
-        tuple(shared),
-        tuple(carry[i][1] for i in carry_order),
-        tuple(results),
-        tuple(per_layer),
+        bodies[0].replace(invars=[bodies[0].invars[place] for place in order]),
+        tuple(first[place] for place in shared),
+        tuple(first[place] for place in carry),
+        tuple(members[-1].makes[i] for i in gives),
+        tuple(own.values()),
         others,
     )
+
+
+def _kinds(
+    stack: Mapping[str, Sequence[Any]], members: Sequence[_Member], gives: Sequence[int]
+) -> dict[int, Weights | Rows | int | None]:
+    """What each input of a block is: its own, a number of what it is handed, None: all blocks'."""
+    layer_of = {v: (name, i) for name, vs in stack.items() for i, v in enumerate(vs)}
+    handed = [{m.makes[i]: n for n, i in enumerate(gives)} for m in members]
+    inside = {v for m in members for v in m.makes}
+    kinds: dict[int, Weights | Rows | int | None] = {}
+    for place, first in enumerate(members[0].reads):
+        atoms = tuple(m.reads[place] for m in members)
+        number = handed[0].get(atoms[1])
+        if first in layer_of:
+            name = layer_of[first][0]
+            if [layer_of.get(v) for v in atoms] != [(name, i) for i in range(len(atoms))]:
+                raise ModelError(f"mesh.pipe: the blocks do not all read their {name} alike")
+            kinds[place] = Weights(name)
+        elif number is not None and all(
+            given.get(v) == number for given, v in zip(handed, atoms[1:])
+        ):
+            kinds[place] = number
+        elif all(v is first for v in atoms):
+            kinds[place] = None
+        elif inside & set(atoms):
+            raise ModelError(
+                "mesh.pipe: a block reads what an earlier one than the block before it makes"
+            )
+        else:
+            kinds[place] = Rows(atoms)
+    return kinds
 
 
 def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
@@ -210,28 +220,23 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
     layers = len(next(iter(stack.values())))
     outermost: dict[int, tuple[int, int]] = {}  # layer -> (depth, serial) of its call
     for serial, seen in survey(jaxpr, layer_of).items():
-        own = {layer_of[v] for v in seen.reads}
-        if len(own) == 1:
-            (layer,) = own
-            outermost[layer] = min(
-                outermost.get(layer, (len(seen.chain), serial)), (len(seen.chain), serial)
-            )
-    serials = {serial: layer for layer, (_, serial) in outermost.items()}
+        layers_read = {layer_of[v] for v in seen.reads}
+        if len(layers_read) == 1:
+            (layer,) = layers_read
+            call = (len(seen.chain), serial)
+            outermost[layer] = min(outermost.get(layer, call), call)
+    layer_of_call = {serial: layer for layer, (_, serial) in outermost.items()}
     eqns: dict[int, list[Any]] = defaultdict(list)
     for eqn in jaxpr.eqns:
-        named = {
-            serials[c.serial]
-            for c in calls_in(str(eqn.source_info.name_stack))
-            if c.serial in serials
-        }
-        reading = {layer_of[v] for v in eqn.invars if is_var(v) and v in layer_of}
-        layer = named | reading
-        if len(layer) > 1:
+        calls = (c.serial for c in calls_in(str(eqn.source_info.name_stack)))
+        of_eqn = {layer_of_call[serial] for serial in calls if serial in layer_of_call}
+        of_eqn |= {layer_of[v] for v in eqn.invars if is_var(v) and v in layer_of}
+        if len(of_eqn) > 1:
             raise ModelError(
                 f"mesh.pipe: a {eqn.primitive.name} reads the parameters of several blocks at once"
             )
-        if layer:
-            eqns[layer.pop()].append(eqn)
+        if of_eqn:
+            eqns[of_eqn.pop()].append(eqn)
     missing = [i for i in range(layers) if i not in eqns]
     if missing:
         raise ModelError(f"mesh.pipe: the loss does not read block {missing[0]} of {layers}")

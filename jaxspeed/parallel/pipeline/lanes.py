@@ -1,7 +1,7 @@
 """What each device of the `pipe` axis does by itself: its lane of the pipeline.
 
-Arrays that differ from stage to stage have a leading dim of stages, cut over `pipe`. A lane function
-sees its own row of them. Inside, `pipe` is the only manual axis: what data and tensor cut stays the
+Arrays that differ from stage to stage have a leading dim of stages, cut over `pipe`. A lane sees
+its own row of them. Inside, `pipe` is the only manual axis: what data and tensor cut stays the
 compiler's business, and nothing but the messages here crosses stages.
 """
 
@@ -48,7 +48,22 @@ def hand_on(values: Sequence[jax.Array], stages: int, by: int) -> list[jax.Array
 
 def from_one(values: Sequence[jax.Array], is_it: jax.Array) -> list[jax.Array]:
     """One lane's values to all lanes; what the others have may be anything."""
-    return [lax.psum(jnp.where(is_it, x, jnp.zeros_like(x)), PIPE) for x in values]
+    return [_sum(jnp.where(is_it, x, jnp.zeros_like(x))) for x in values]
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Over all lanes. XLA:CPU aborts where it widens a 16-bit sum by itself in a lane ("Invalid
+    binary instruction opcode copy", jax 0.10.2 and 0.12.0)."""
+
+    def widened(x: jax.Array) -> jax.Array:
+        return lax.psum(x.astype(jnp.float32), PIPE).astype(x.dtype)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return lax.psum(x, PIPE)
+
+    if x.dtype.itemsize != 2:
+        return plain(x)
+    return lax.platform_dependent(x, cpu=widened, default=plain)
 
 
 def read_slot(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
