@@ -274,6 +274,17 @@ def unlike(layers, x):
     return jnp.sum(x)
 
 
+@unit
+def short_block(p, x):
+    return x * p["b"]
+
+
+def last_is_short(layers, x):
+    for p in layers[:-1]:
+        x = block(p, x)
+    return jnp.sum(short_block(layers[-1], x))
+
+
 def between(layers, x):
     for p in layers:
         x = jnp.sin(block(p, x))
@@ -312,6 +323,7 @@ def all_at_once(layers, x):
     ("loss", "reason"),
     [
         (unlike, "block 1 of 4 computes something else than block 0"),
+        (last_is_short, "the blocks do not all hand on the same"),
         (between, "what happens between two blocks has to be a part of the block"),
         (every_output, "something that block 0 makes is read elsewhere"),
         (reads_twice, "something that block 0 makes is read elsewhere"),

@@ -14,7 +14,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed.parallel.pipeline import lanes, parts
-from jaxspeed.train import pipeline
+from jaxspeed.train.pipeline import stage, training
 from tests.support import reference
 from tests.train.cases import Case, vectors, weighted_error
 from tests.train.parity import leaf_differences, plain, run
@@ -84,7 +84,7 @@ def poison(monkeypatch):
     def blank(shape, dtype):
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1, dtype)
 
-    monkeypatch.setattr(pipeline, "blank", blank)
+    monkeypatch.setattr(lanes, "blank", blank)
 
 
 @pytest.mark.parametrize("name", POINTS)
@@ -114,7 +114,7 @@ class Multiplying(types.SimpleNamespace):
         return a * mask.astype(jnp.result_type(a)) + b * (~mask).astype(jnp.result_type(a))
 
 
-@pytest.mark.parametrize("module", [pipeline, lanes])
+@pytest.mark.parametrize("module", [training, stage, lanes])
 def test_a_mask_that_multiplies_lets_the_poison_through(module, monkeypatch):
     monkeypatch.setattr(module, "jnp", Multiplying())
     assert not differs("1f1b")
@@ -128,15 +128,15 @@ def test_a_mask_that_multiplies_lets_padded_layers_through(monkeypatch):
 
 
 def test_a_message_that_stays_where_it_is_is_missed(monkeypatch):
-    monkeypatch.setattr(pipeline, "hand_on", lambda values, stages, by: list(values))
+    monkeypatch.setattr(training, "hand_on", lambda values, stages, by: list(values))
     assert differs("1f1b")
 
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
-    real = pipeline.hand_on
+    real = training.hand_on
     monkeypatch.setattr(
-        pipeline,
+        training,
         "hand_on",
         lambda values, stages, by: real(values, stages, -by if by == direction else by),
     )
@@ -144,28 +144,28 @@ def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
 
 
 def test_a_sum_over_all_stages_is_not_one_stages_value(monkeypatch):
-    real = pipeline.from_one
-    monkeypatch.setattr(pipeline, "from_one", lambda values, is_it: real(values, is_it | True))
+    real = training.from_one
+    monkeypatch.setattr(training, "from_one", lambda values, is_it: real(values, is_it | True))
     assert differs("1f1b")
 
 
 def test_idle_stages_must_not_write(monkeypatch):
-    real = pipeline.write_slot
-    monkeypatch.setattr(pipeline, "write_slot", lambda *args: real(*args[:-1], args[-1] | True))
+    real = training.write_slot
+    monkeypatch.setattr(training, "write_slot", lambda *args: real(*args[:-1], args[-1] | True))
     assert differs("1f1b")
 
 
 def test_blocks_know_which_layer_they_are(monkeypatch):
-    monkeypatch.setattr(pipeline._Step, "first_layer", lambda self, stage, now: 0 * stage)
+    monkeypatch.setattr(stage.Stage, "first_layer", lambda self, stage, now: 0 * stage)
     assert differs("1f1b")
 
 
 def test_micro_batches_are_weighed(monkeypatch):
-    real = pipeline._Training._head
+    real = training.Training._leave
 
     def unweighed(self, flow, micro, end):
         flow, back = real(self, flow, micro, end)
         return flow._replace(weights=jnp.ones_like(flow.weights)), back
 
-    monkeypatch.setattr(pipeline._Training, "_head", unweighed)
+    monkeypatch.setattr(training.Training, "_leave", unweighed)
     assert differs("1f1b")

@@ -261,7 +261,7 @@ def _handed_on(members: Sequence[_Member]) -> list[int]:
             "mesh.pipe: the second block reads nothing that the first one makes; what happens "
             f"between two blocks has to be a part of the block ({HINT})"
         )
-    if any(f != found[0] for f in found):
+    if any(f != found[0] for f in found) or found[0][-1] >= len(members[-1].makes):
         raise ModelError("mesh.pipe: the blocks do not all hand on the same")
     return found[0]
 
