@@ -6,10 +6,10 @@ import jax
 
 from jaxspeed.errors import JaxspeedError
 
-
 # A device that waits in a collective holds a thread of XLA's CPU client (jax 0.10.2), which has as
-# many as there are cores or devices. Independent collectives of one step wait at once, and where all
-# threads do, for one that has none, the process hangs: a pipeline's messages beside its gathers.
+# many as there are cores or devices. Independent collectives of one step wait at once, and where
+# all threads wait for a device that has none the process hangs: a pipeline's messages beside its
+# gathers.
 THREADS_A_DEVICE = 8
 
 

@@ -6,9 +6,10 @@ The loss of a token with hidden state h needs of its logits l = W h + b only
 
 The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
 logits. Where the mesh has axes that share the vocabulary (tensor, and pipe, whose stages share the
-head), each of their T devices has a T-th of the rows of W and does this for them; the T maxima and sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053,
-section 3). That is written as a batch over a leading dim T, which the mesh cuts, so that nothing
-crosses devices inside the scan, and its gradient of h is summed over the devices once.
+head), each of their T devices has a T-th of the rows of W and does this for them; the T maxima and
+sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053, section 3). That is written as a
+batch over a leading dim T, which the mesh cuts, so that nothing crosses devices inside the scan,
+and its gradient of h is summed over the devices once.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Source:
 
     def batch_size(self) -> int:
         mesh = build_mesh(self.config.mesh.model_dump(), None)
-        return self.config.batch(data_parallel_size(mesh)).train
+        return self.config.batch(data_parallel_size(mesh), mesh.shape["pipe"]).train
 
 
 def source_of(

@@ -42,7 +42,7 @@ def build_program(
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
-    batch = config.batch(data_parallel_size(mesh))
+    batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(
         model,
         loss_fn,

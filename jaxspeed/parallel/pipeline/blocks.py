@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from jaxspeed.errors import ModelError
@@ -253,7 +254,7 @@ def _member(eqns: list[Any]) -> _Member:
 def _handed_on(members: Sequence[_Member]) -> list[int]:
     """Which of the values that a block makes the next one reads, by their place; for all alike."""
     found = []
-    for member, after in zip(members, members[1:]):
+    for member, after in pairwise(members):
         read = set(after.reads)
         found.append([i for i, v in enumerate(member.makes) if v in read])
     if not found[0]:
