@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline_step.py [--pairs 20] [--schedule 1f1b] [--json]
 
-pipe 4 x data 2 against data 8, on eight simulated devices: one model, one global batch, micro-batches
-of the same size on a device. A stage saves its input and makes the rest again, so the data ranks'
-model recomputes the layers of a stage at a time. Each pair times both steps one after the other,
+pipe 4 x data 2 against data 8, on eight simulated devices: one model, one global batch, as many
+samples of a micro-batch on a device. A stage saves its input and makes the rest again, so the data
+ranks' model recomputes the layers of a stage at a time. Each pair times both steps one after the other,
 which goes first by turns; what is quoted is the median of the ratios pipeline / data, by itself and
 divided by what the bubble costs, (v M + K - 1) / (v M).
 """
@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed import models
-from jaxspeed.models import gpt2
 
 STAGES, RANKS, MICRO_BATCHES, MICRO, SEQ, LAYERS, VOCABULARY = 4, 2, 16, 2, 128, 8, 2048
 SAMPLES = RANKS * MICRO_BATCHES * MICRO
