@@ -7,8 +7,11 @@ marked `full` hold every pair of the settings that could interfere, as a test of
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -169,3 +172,50 @@ def test_the_points_that_always_run_cover_every_pair():
     assert pairs("tensor", "cut") == {(1, False), (2, False), (2, True)}
     one_f_one_b = [p for p in COVERING if p.schedule == "1f1b"]
     assert {p.micro % p.pipe == 0 for p in one_f_one_b} == {True, False}
+
+
+# -- losses that weigh micro-batches differently, and means ---------------------------------------
+
+
+def masked(rng, samples):
+    """Whole micro-batches count nothing, the first one among them: 4 micro-batches, 2 ranks."""
+    batch = language(rng, samples)
+    of_rank = np.arange(samples) % (samples // 2)
+    micro = of_rank // (samples // 8)
+    batch["mask"] = batch["mask"] * np.isin(micro, (1, 3))[:, None].astype(np.int32)
+    return batch
+
+
+def mean_loss(model, batch):
+    """A scalar, whatever the mask says."""
+    logits = model(batch["tokens"][:, :-1])
+    shares = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(shares, batch["tokens"][:, 1:, None], axis=-1))
+
+
+LOSSES = {
+    "nothing counts in some": replace(case_of("gpt2", 5), sample=masked),
+    "a mean": replace(case_of("gpt2", 5), loss=mean_loss),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_weigh_what_the_loss_says(name, schedule):
+    case = LOSSES[name]
+    point = Point("gpt2", 5, schedule, 4, 2, 4)
+    ours = run(case, point.stage, point.micro, "sgd", steps=4, **point.sections)
+    reference = plain(case, point.micro, "sgd", ranks=point.ranks, steps=4)
+    assert_losses_equal(ours, reference, 1e-5)
+    np.testing.assert_allclose(ours.norms, reference.norms, rtol=1e-5)
+    assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_16_bits_a_step_agrees_with_the_step_on_one_device(precision):
+    point = Point("llama", 6, "1f1b", 4, 3, 4, tensor=2, cut=True)
+    case = case_of(point.model, point.layers)
+    sections = {**point.sections, precision: {"enabled": True}}
+    ours = run(case, point.stage, point.micro, "sgd", steps=0, **sections)
+    report = ours.engine.check(case.batches(point.micro)[0])
+    assert report.ok, str(report)
