@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger = logging.getLogger("jaxspeed")
     handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)
     logger.addHandler(handler)
+    logger.propagate = False  # a library may have given the root logger a handler of its own
     try:
         return int(given.run(given) or 0)
     except (RunError, CheckpointError, OutOfMemoryError) as error:
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     finally:
         logger.removeHandler(handler)
+        logger.propagate = True
 
 
 def _say(errors: Console, error: Exception) -> None:

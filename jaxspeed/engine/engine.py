@@ -19,9 +19,8 @@ from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
-from jaxspeed.engine.simulate import warn_of_few_threads
+from jaxspeed.engine.telling import tell
 from jaxspeed.observe import CompiledReport, report
-from jaxspeed.parallel.tensor import dims_cut_over
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Metrics, Program
@@ -239,37 +238,8 @@ def initialize(
         if is_out_of_memory(error):
             raise explain_out_of_memory(program, error) from error
         raise
-    _tell(program)
+    tell(program)
     return Engine(program, state)
-
-
-def _tell(program: Program) -> None:
-    """What a user should know of a program before its first step."""
-    if program.config.dump_state:
-        log.info("config: %s\n%s", program.config.given, program.table)
-    if program.proposal is not None:
-        log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
-    ways = program.mesh.shape["tensor"]
-    if ways > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
-        log.warning(
-            "mesh.tensor is %d, and no parameter is cut over it: every one of these devices does "
-            "the same work",
-            ways,
-        )
-    if program.pipeline:
-        warn_of_few_threads(program.mesh.devices)
-        own = program.pipeline.arrangement
-        room = own.stages * own.chunks * own.rows
-        if own.padded:
-            log.warning(
-                "mesh.pipe: %d layers in chunks of %d: %d of %d are padding, and a step takes %.2f "
-                "of the time that it would if the layers divided evenly",
-                own.layers,
-                own.rows,
-                room - own.layers,
-                room,
-                room / own.layers,
-            )
 
 
 def compiled_report(program: Program, batch: Any) -> CompiledReport:

@@ -82,7 +82,7 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
             'What is needed: blocks stacked along a first dim with the logical name "layers" '
             "(parallel.logical_axes gives names), a list of two or more blocks with equal "
             "parameters, parallel.units patterns that name the members of such a list, or a "
-            "jaxspeed.PipelineModule"
+            "jaxspeed.PipelineModule. Blocks of unlike shapes cannot be stages of one program"
         )
     layers = stack.layers
     if stages * chunks <= layers:
@@ -96,7 +96,7 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
     raise PlacementError(
         f"mesh.pipe: {what} need {stages * chunks} layers, and the blocks of this model "
         f"({next(iter(stack.leaves))}, ...) are {layers}. "
-        + (f"What works: {', or '.join(works)}" if works else "They cannot be shared so")
+        + (f"What works: {', or '.join(works)}" if works else f"With {layers} there is no pipeline")
     )
 
 

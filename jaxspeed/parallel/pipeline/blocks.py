@@ -259,8 +259,9 @@ def _handed_on(members: Sequence[_Member]) -> list[int]:
         found.append([i for i, v in enumerate(member.makes) if v in read])
     if not found[0]:
         raise ModelError(
-            "mesh.pipe: the second block reads nothing that the first one makes; what happens "
-            f"between two blocks has to be a part of the block ({HINT})"
+            "mesh.pipe: block 1 reads nothing that block 0 makes. Blocks have to follow each other "
+            "in the order of their list, and what happens between two of them has to be a part of "
+            f"a block ({HINT})"
         )
     if any(f != found[0] for f in found) or found[0][-1] >= len(members[-1].makes):
         raise ModelError("mesh.pipe: the blocks do not all hand on the same")

@@ -1,0 +1,73 @@
+"""What a user should know of a program before its first step: what was inferred, what is idle."""
+
+import logging
+import math
+
+from jaxspeed.engine.simulate import warn_of_few_threads
+from jaxspeed.parallel.tensor import dims_cut_over
+from jaxspeed.placement.rows import Row
+from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train.program import Program
+
+log = logging.getLogger("jaxspeed")
+
+WORTH_TELLING = 0.1  # a share of the parameters' bytes
+
+
+def tell(program: Program) -> None:
+    """What a user should know of a program before its first step."""
+    if program.config.dump_state:
+        log.info("config: %s\n%s", program.config.given, program.table)
+    if program.proposal is not None:
+        log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
+    ways = program.mesh.shape["tensor"]
+    if ways > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
+        log.warning(
+            "mesh.tensor is %d, and no parameter is cut over it: every one of these devices does "
+            "the same work",
+            ways,
+        )
+    if program.pipeline:
+        warn_of_few_threads(program.mesh.devices)
+        _tell_of_the_outside(program.table)
+        own = program.pipeline.arrangement
+        room = own.stages * own.chunks * own.rows
+        if own.padded:
+            log.warning(
+                "mesh.pipe: %d layers in chunks of %d: %d of %d are padding, and a step takes %.2f "
+                "of the time that it would if the layers divided evenly",
+                own.layers,
+                own.rows,
+                room - own.layers,
+                room,
+                room / own.layers,
+            )
+
+
+def _tell_of_the_outside(table: PlacementTable) -> None:
+    """Which parameters every stage of a pipeline holds and computes with, if they are many."""
+    assert table.stack is not None
+
+    def size(row: Row) -> int:
+        return math.prod(row.leaf.shape) * row.leaf.dtype.itemsize
+
+    whole = [r for r in table if r.path not in table.stack.paths and "pipe" not in _axes(r)]
+    total, outside = sum(map(size, table)), sum(map(size, whole))
+    if outside < WORTH_TELLING * total:
+        return
+    largest = [row.path for row in sorted(whole, key=size, reverse=True)[:3]]
+    log.warning(
+        "mesh.pipe: %.0f%% of the parameters are no part of the %d blocks that the stages share, "
+        "and every stage holds them: %s, ... Where one is a vocabulary, name its dim: "
+        'parallel.logical_axes {"%s": ["vocab", ...]}',
+        100 * outside / total,
+        table.stack.layers,
+        ", ".join(largest),
+        largest[0],
+    )
+
+
+def _axes(row: Row) -> set[str]:
+    """The axes that cut what layers read of a parameter."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in row.read.spec)
+    return {axis for entry in entries for axis in entry if axis}
