@@ -19,7 +19,6 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("NPROC", "64")  # as jaxspeed.simulate sets it, and says why
 
 import jax
 import numpy as np

@@ -12,7 +12,6 @@ DEVICES = "--xla_force_host_platform_device_count"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
-os.environ.setdefault("NPROC", "64")  # as `jaxspeed.simulate` sets it, and says why
 # Without LLVM's optimizer, which is half of a compile and changes no program's meaning: how XLA
 # partitions it is as ever. The tests that read compiled programs switch it on again.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -3,7 +3,6 @@
 import logging
 import math
 
-from jaxspeed.engine.simulate import warn_of_few_threads
 from jaxspeed.parallel.tensor import dims_cut_over
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -28,7 +27,6 @@ def tell(program: Program) -> None:
             ways,
         )
     if program.pipeline:
-        warn_of_few_threads(program.mesh.devices)
         _tell_of_the_outside(program.table)
         own = program.pipeline.arrangement
         room = own.stages * own.chunks * own.rows

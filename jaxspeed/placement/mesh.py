@@ -85,6 +85,11 @@ def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
     return found
 
 
+def simulated(mesh: Mesh) -> bool:
+    """Whether its devices are a CPU's."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def data_parallel_size(mesh: Mesh) -> int:
     """Over how many parts the batch is cut."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)

@@ -72,7 +72,10 @@ class Pipeline:
         return evaluated(parts, self._stage(parts), forward_only(self.stages, count, self.chunks))
 
     def _stage(self, split: Split) -> Stage:
-        return Stage(split, self.chunks, self.recompute == "layers", self.gather == "step")
+        stage = Stage(split, self.chunks, self.recompute == "layers", self.gather == "step")
+        # Made once, here: what the loop over ticks makes first would be made in each tick.
+        _ = split.outer, stage.weights, stage.context
+        return stage
 
 
 def micro_batches(batch: Any, count: int, ranks: int) -> Any:

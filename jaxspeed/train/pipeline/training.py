@@ -29,6 +29,7 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.units.piece import Passes
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.pipeline.evaluation import add_up, no_loss
+from jaxspeed.train.pipeline.in_turn import once_all_there, once_there
 from jaxspeed.train.pipeline.outer import after, before, read_in
 from jaxspeed.train.pipeline.split import Split, Values, inexact
 from jaxspeed.train.pipeline.stage import Stage, in_context
@@ -188,25 +189,28 @@ class Training:
         stage, stages, carried = self.stage, self.split.stages, len(self.split.parts.carry)
 
         def again(number: Any, own: Any, context: Any) -> Any:
-            now, weights, saved = own
+            now, weights, saved, ahead = own
             x = read_slot(saved, now.slot)
             if self.saves:
                 y, kept = x[:carried], x[carried:]
             else:
+                x = once_there(self.split, x, ahead, now.micro)
                 y, kept = self._forward(stage.arguments(number, now, weights, context, x))
             return kept, from_one(y, number == stages - 1) if phase.head else []
 
-        to_read = (row.backward, stage.weights, flow.saved)
+        to_read = (row.backward, stage.weights, flow.saved, flow.ahead)
         kept, end = on_stages(again, stages, to_read, stage.context)
         start: Values = [jnp.zeros(x.shape[1:], x.dtype) for x in flow.back]
         if phase.head:
             flow, start = self._leave(flow, row.leaving, end)
 
         def lane(number: Any, own: Any, every: Any) -> Any:
-            now, weights, kept, back, blocks, shared = own
+            now, weights, kept, ahead, back, blocks, shared = own
             start, share = every
             ends = stage.ends(number, now)
             cotangents = [jnp.where(ends, a, b) for a, b in zip(start, back, strict=True)]
+            handed = [x for x in ahead if inexact(x)]
+            cotangents = once_there(self.split, cotangents, handed, now.micro)
             grads = iter(self.passes.backward(stage.chunk(weights, now), kept, cotangents))
             factor = share[jnp.maximum(now.micro, 0)]
             blocks = [
@@ -219,7 +223,8 @@ class Training:
             return (hand_on(dx, stages, -1), blocks, shared), returned
 
         share = flow.weights / jnp.where(flow.unit > 0, flow.unit, 1)
-        own = (row.backward, stage.weights, kept, flow.back, flow.blocks, flow.shared)
+        messages = (flow.ahead, flow.back)
+        own = (row.backward, stage.weights, kept, *messages, flow.blocks, flow.shared)
         (back, blocks, shared), returned = on_stages(lane, stages, own, (start, share))
         flow = flow._replace(back=back, blocks=blocks, shared=shared)
         return self._return(flow, row.returning, returned, share)
@@ -261,6 +266,7 @@ class Training:
         active = {path: outer[path] for path in read_in(split, split.parts.after)}
         differentiate = jax.grad(scaled, argnums=(0, 1), has_aux=True)
         (grads, start), loss = differentiate(active, [end[i] for i in moving])
+        start = once_all_there(split, start, grads, micro)
         first = jnp.where(loss.weight > 0, loss.weight, 1) * len(flow.weights)
         unit = jnp.where(flow.unit > 0, flow.unit, first)
         flow = flow._replace(
@@ -277,7 +283,7 @@ class Training:
         paths = read_in(split, split.parts.before)
         if not paths:
             return flow
-        number = jnp.maximum(micro, 0)
+        (number,) = once_all_there(split, [jnp.maximum(micro, 0)], returned, micro)
 
         def entry(active: Arrays) -> Values:
             return [x for x in before(split, number, {**outer, **active}) if inexact(x)]

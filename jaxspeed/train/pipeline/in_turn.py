@@ -1,0 +1,42 @@
+"""One after the other, on simulated devices.
+
+XLA:CPU runs independent parts of a program as they come up, on each device in an order of its own
+(jax 0.10.2 to 0.12.0). A loop with collectives in it and a message beside it then wait for each
+other: on one device the loop holds the thread that the message needs, on another the message the
+one that the loop needs. It keeps no barrier, so that only data can put them in order: values are
+selected from what they are to wait for by a number of the table that never says so. Real devices
+run their programs in order, and better overlap what they can.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.placement.mesh import simulated
+from jaxspeed.train.pipeline.split import Split, Values
+
+NEVER = -2  # no micro-batch of a table
+
+
+def once_there(
+    split: Split, values: Sequence[Any], first: Sequence[Any], micro: jax.Array
+) -> Values:
+    """`values`, not before `first` is there, each like the value at its place.
+
+    `micro` is any micro-batch number of the table.
+    """
+    if not simulated(split.table.mesh):
+        return list(values)
+    never = micro == NEVER
+    return [jnp.where(never, f.astype(v.dtype), v) for v, f in zip(values, first, strict=True)]
+
+
+def once_all_there(split: Split, values: Values, first: Any, micro: jax.Array) -> Values:
+    """The same for a tree of floating arrays of any shapes, in the global view."""
+    leaves = jax.tree.leaves(first)
+    if not leaves or not simulated(split.table.mesh):
+        return values
+    total = sum(jnp.sum(x).astype(jnp.float32) for x in leaves)
+    return once_there(split, values, [total] * len(values), micro)
