@@ -4,9 +4,9 @@
 
 pipe 4 x data 2 against data 8, on eight simulated devices: one model, one global batch, as many
 samples of a micro-batch on a device. A stage saves its input and makes the rest again, so the data
-ranks' model recomputes the layers of a stage at a time. Each pair times both steps one after the other,
-which goes first by turns; what is quoted is the median of the ratios pipeline / data, by itself and
-divided by what the bubble costs, (v M + K - 1) / (v M).
+ranks' model recomputes the layers of a stage at a time. Each pair times both steps one after the
+other, which goes first by turns; what is quoted is the median of the ratios pipeline / data, by
+itself and divided by what the bubble costs, (v M + K - 1) / (v M).
 """
 
 import argparse
