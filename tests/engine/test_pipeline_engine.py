@@ -69,7 +69,10 @@ def assert_close(ours, theirs, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("form", NAMES)
-@pytest.mark.parametrize("pipe", ["2", "4", "2, interleaved"])
+@pytest.mark.parametrize(
+    "pipe",
+    ["2, interleaved", *(pytest.param(pipe, marks=pytest.mark.full) for pipe in ("2", "4"))],
+)
 def test_evaluation_is_the_models_own_loss(form, pipe):
     made = engine(form, pipe, stage=3)
     for samples in (8, 24, 40):
@@ -141,7 +144,10 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("form", NAMES)
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    "update",
+    [pytest.param(n, marks=() if n == "muon" else pytest.mark.full) for n in UPDATES],
+)
 def test_an_update_sees_parameters_without_padding(form, update):
     wanted = engine(form, "none", **UPDATES[update])
     losses = after(wanted, 3)
@@ -156,7 +162,7 @@ class Dropping(awkward.Dropout):
         self.blocks = nnx.List([DropoutBlock(rngs) for _ in range(LAYERS)])
 
 
-@pytest.mark.parametrize("pipe", ["2", "4"])
+@pytest.mark.parametrize("pipe", ["2", pytest.param("4", marks=pytest.mark.full)])
 def test_frozen_weights_of_blocks_stay_and_all_else_is_trained_as_ever(pipe):
     groups = [{"pattern": "blocks/*/down/kernel", "frozen": True}]
     more = {"optimizer": {**ADAM, "groups": groups}, "loss": cases.weighted_error}

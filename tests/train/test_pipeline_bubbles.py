@@ -87,7 +87,12 @@ def poison(monkeypatch):
     monkeypatch.setattr(lanes, "blank", blank)
 
 
-@pytest.mark.parametrize("name", POINTS)
+ALWAYS = ("1f1b", "interleaved, padded")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in POINTS]
+)
 def test_what_nothing_was_written_to_changes_no_bit(name, monkeypatch):
     assert not differs(name)
     clean = trained(name)
@@ -114,7 +119,10 @@ class Multiplying(types.SimpleNamespace):
         return a * mask.astype(jnp.result_type(a)) + b * (~mask).astype(jnp.result_type(a))
 
 
-@pytest.mark.parametrize("module", [training, stage, lanes])
+IN_FULL = [pytest.param(module, marks=pytest.mark.full) for module in (stage, lanes)]
+
+
+@pytest.mark.parametrize("module", [training, *IN_FULL])
 def test_a_mask_that_multiplies_lets_the_poison_through(module, monkeypatch):
     monkeypatch.setattr(module, "jnp", Multiplying())
     assert not differs("1f1b")
@@ -122,6 +130,7 @@ def test_a_mask_that_multiplies_lets_the_poison_through(module, monkeypatch):
     assert differs("1f1b")
 
 
+@pytest.mark.full
 def test_a_mask_that_multiplies_lets_padded_layers_through(monkeypatch):
     monkeypatch.setattr(parts, "jnp", Multiplying())
     assert differs("1f1b, padded")
@@ -132,6 +141,7 @@ def test_a_message_that_stays_where_it_is_is_missed(monkeypatch):
     assert differs("1f1b")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
     real = training.hand_on
@@ -143,23 +153,27 @@ def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
     assert differs("1f1b")
 
 
+@pytest.mark.full
 def test_a_sum_over_all_stages_is_not_one_stages_value(monkeypatch):
     real = training.from_one
     monkeypatch.setattr(training, "from_one", lambda values, is_it: real(values, is_it | True))
     assert differs("1f1b")
 
 
+@pytest.mark.full
 def test_idle_stages_must_not_write(monkeypatch):
     real = training.write_slot
     monkeypatch.setattr(training, "write_slot", lambda *args: real(*args[:-1], args[-1] | True))
     assert differs("1f1b")
 
 
+@pytest.mark.full
 def test_blocks_know_which_layer_they_are(monkeypatch):
     monkeypatch.setattr(stage.Stage, "first_layer", lambda self, stage, now: 0 * stage)
     assert differs("1f1b")
 
 
+@pytest.mark.full
 def test_micro_batches_are_weighed(monkeypatch):
     real = training.Training._leave
 
