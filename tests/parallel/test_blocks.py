@@ -10,8 +10,10 @@ import pytest
 
 from jaxspeed import unit
 from jaxspeed.errors import ModelError
-from jaxspeed.parallel.pipeline.blocks import Rows, Weights, listed, scanned
+from jaxspeed.parallel.pipeline.blocks import Rows, Weights
+from jaxspeed.parallel.pipeline.listed import listed
 from jaxspeed.parallel.pipeline.opened import opened
+from jaxspeed.parallel.pipeline.scanned import scanned
 from jaxspeed.placement.units.jaxprs import as_function
 
 WIDTH, LAYERS, SAMPLES = 3, 4, 2
@@ -315,6 +317,37 @@ def side_by_side(layers, x):
     return sum(jnp.sum(block(p, x)) for p in layers)
 
 
+def backwards(layers, x):
+    for p in layers[::-1]:
+        x = block(p, x)
+    return jnp.sum(x)
+
+
+def out_of_order(layers, x):
+    for i in (0, 1, 3, 2):
+        x = block(layers[i], x)
+    return jnp.sum(x)
+
+
+def two_streams(layers, x):
+    y = 2 * x
+    for p, q in zip(layers[::2], layers[1::2], strict=True):
+        x, y = block(p, x), block(q, y)
+    return jnp.sum(x * y)
+
+
+@unit
+def gated_block(p, x, gate):
+    return jnp.tanh(x @ p["w"] + p["b"]) * gate
+
+
+def gated_by_itself(layers, x):
+    x = gated_block(layers[0], x, 2 * x)
+    for p in layers[1:]:
+        x = gated_block(p, x, x)
+    return jnp.sum(x)
+
+
 def all_at_once(layers, x):
     return list_loss(layers, x) + jnp.sum(jnp.stack([p["w"] for p in layers]) ** 2)
 
@@ -323,15 +356,149 @@ def all_at_once(layers, x):
     ("loss", "reason"),
     [
         (unlike, "block 1 of 4 computes something else than block 0"),
-        (last_is_short, "the blocks do not all hand on the same"),
-        (between, "what happens between two blocks has to be a part of the block"),
+        (last_is_short, "block 3 of 4 computes something else than block 0"),
+        (between, "what happens between two of them has to be a part of a block"),
         (every_output, "something that block 0 makes is read elsewhere"),
         (reads_twice, "something that block 0 makes is read elsewhere"),
         (unused, "does not read block 3 of 4"),
-        (side_by_side, "the second block reads nothing that the first one makes"),
+        (side_by_side, "block 1 reads nothing that block 0 makes"),
+        (backwards, "block 0 reads what block 1 makes.* turn the list round"),
+        (out_of_order, "block 2 reads nothing that block 1 makes"),
+        (two_streams, "block 1 reads nothing that block 0 makes"),
+        (gated_by_itself, "the first block is given two things"),
         (all_at_once, "reads the parameters of several blocks at once"),
     ],
 )
 def test_a_list_that_cannot_be_cut_is_refused_with_the_reason(loss, reason):
     with pytest.raises(ModelError, match=f"^mesh.pipe: .*{reason}"):
+        blocks_of_list(loss, X)
+
+
+# -- blocks that differ in numbers ----------------------------------------------------------------
+
+
+def layers_of_list():
+    return [{"w": w, "b": b} for w, b in zip(W, B, strict=True)]
+
+
+def rows_of(found):
+    """[layers] of each input that is not the same for all blocks and no parameter."""
+    made = {e.outvars[0]: e.invars[0].val for e in found.others if e.primitive.name == "copy"}
+    rows = [r for r in found.per_layer if isinstance(r, Rows)]
+    return [np.asarray([made[v] for v in r.atoms]) for r in rows]
+
+
+def run_list(found, carry):
+    rows = iter(rows_of(found))
+    weights = {"w": W, "b": B}
+    own = [weights[r.name] if isinstance(r, Weights) else next(rows) for r in found.per_layer]
+    return applied(found, carry, per_layer=own)
+
+
+def scale(y, x, number):
+    return y * number + x
+
+
+def scaled_plainly(p, x, i):
+    return scale(jnp.tanh(x @ p["w"] + p["b"]), 0.5 * x, i + 0.25)
+
+
+def scaled_in_jits(p, x, i):
+    """A number inside of a jit inside of a jit; the one that all have stays where it is."""
+    y = jnp.tanh(x @ p["w"] + p["b"])
+    inner = jax.jit(lambda y, x: scale(y, 0.5 * x, i + 0.25))
+    return jax.jit(lambda y, x: inner(y, x))(y, x)
+
+
+def scaled_in_checkpoint(p, x, i):
+    return jax.checkpoint(lambda p, x: scaled_in_jits(p, x, i))(p, x)
+
+
+def scaled_twice(p, x, i):
+    """One jit that is called twice shares its variables."""
+    scaled = jax.jit(lambda x: x * (i + 0.25))
+    return scaled(scaled(jnp.tanh(x @ p["w"] + p["b"]))) / (i + 0.25) + 0.5 * x
+
+
+SCALED = (scaled_plainly, scaled_in_jits, scaled_in_checkpoint, scaled_twice)
+
+
+@pytest.mark.parametrize("fn", SCALED)
+def test_a_number_in_which_blocks_differ_is_one_a_layer(fn):
+    def loss(layers, x):
+        for i, p in enumerate(layers):
+            x = unit(lambda p, x, i=i: fn(p, x, i))(p, x)
+        return jnp.sum(x)
+
+    found = blocks_of_list(loss, X)
+    assert found.shared == ()
+    for numbers in rows_of(found):
+        np.testing.assert_allclose(numbers, np.arange(LAYERS) + 0.25)
+    (y,) = run_list(found, [X])
+    np.testing.assert_allclose(jnp.sum(y), loss(layers_of_list(), X), rtol=1e-5)
+
+
+def test_a_number_that_all_blocks_have_stays_in_the_block():
+    found = blocks_of_list(list_loss_with(lambda p, x: block(p, x) * 0.5), X)
+    assert rows_of(found) == [] and "0.5" in str(found.body)
+
+
+def list_loss_with(fn, carry=lambda x: x):
+    def loss(layers, x):
+        for p in layers:
+            x = unit(fn)(p, x)
+        return jnp.sum(x)
+
+    return loss
+
+
+def summing(p, x, total):
+    y = jnp.tanh(x @ p["w"] + p["b"])
+    return y, total + jnp.sum(y) * total + jnp.sum(y)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint, jax.jit])
+def test_a_carry_may_start_from_a_number(wrap):
+    def loss(layers, x):
+        total = 0.5
+        for p in layers:
+            x, total = wrap(unit(summing))(p, x, total)
+        return total + 3 * jnp.sum(x)
+
+    found = blocks_of_list(loss, X)
+    assert sorted(v.aval.shape for v in found.carry) == [(), X.shape]
+    assert found.per_layer and not rows_of(found)
+    copied = [e for e in found.others if e.primitive.name == "copy"]
+    assert [float(e.invars[0].val) for e in copied] == [0.5]
+    assert set(copied[0].outvars) < set(found.carry)
+    outs = run_list(found, [X if v.aval.shape else jnp.float32(0.5) for v in found.carry])
+    shapes = [v.aval.shape for v in found.results]
+    total, x = outs[shapes.index(())], outs[shapes.index(X.shape)]
+    np.testing.assert_allclose(total + 3 * jnp.sum(x), loss(layers_of_list(), X), rtol=1e-5)
+
+
+def test_two_carries_may_start_from_one_array():
+    @unit
+    def step(p, x, rest):
+        return jnp.tanh(x @ p["w"] + p["b"]) + rest, rest * x
+
+    def loss(layers, x):
+        rest = x
+        for p in layers:
+            x, rest = step(p, x, rest)
+        return jnp.sum(x * rest)
+
+    found = blocks_of_list(loss, X)
+    assert len(found.carry) == 2 and found.carry[0] is found.carry[1]
+    x, rest = run_list(found, [X, X])
+    np.testing.assert_allclose(jnp.sum(x * rest), loss(layers_of_list(), X), rtol=1e-4)
+
+
+def test_a_setting_that_is_no_number_to_read_makes_another_computation():
+    def loss(layers, x):
+        for i, p in enumerate(layers):
+            x = unit(lambda p, x, i=i: block(p, x) ** (2 if i == 2 else 3))(p, x)
+        return jnp.sum(x)
+
+    with pytest.raises(ModelError, match="block 2 of 4 computes something else than block 0"):
         blocks_of_list(loss, X)

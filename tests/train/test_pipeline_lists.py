@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed import LayerSpec, ModelError, PipelineModule, TiedLayerSpec
+from jaxspeed import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.support import reference
 from tests.support.awkward.base import WIDTH
 from tests.train.cases import (
@@ -127,9 +127,9 @@ class SharedTableAndHead(SharedTable):
 class PricedBlock(Block):
     """Hands on a price of all samples beside its activations, as routed experts do."""
 
-    def __call__(self, x, price):
+    def __call__(self, x, price, share=0.1):
         y = super().__call__(x)
-        return y, price + 0.1 * jnp.mean((y - x) ** 2)
+        return y, price + share * jnp.mean((y - x) ** 2)
 
 
 class Priced(Net):
@@ -163,6 +163,18 @@ class Weighing(Net):
         for block in self.blocks:
             penalty, x = block(penalty, x)
         return self.head(x), penalty
+
+
+class PricedFromZero(Net):
+    """The price starts from a number, and each block is given a share that is another."""
+
+    block = PricedBlock
+
+    def __call__(self, x):
+        x, price = self.first(x), 0.0
+        for i, block in enumerate(self.blocks):
+            x, price = block(x, price, 0.05 * (i + 1))
+        return self.head(x), price
 
 
 def penalized_error(model, batch):
@@ -201,18 +213,19 @@ class LinenBlock(nn.Module):
 
 class LinenNet(nn.Module):
     rate: float = 0.0
+    block: Any = LinenBlock
 
     @nn.compact
     def __call__(self, x, train: bool):
         x = nn.Dense(WIDTH)(x)
         for i in range(LAYERS):
-            x = LinenBlock(self.rate, name=f"block_{i}")(x, train)
+            x = self.block(self.rate, name=f"block_{i}")(x, train)
         return nn.Dense(WIDTH, name="head")(x)
 
 
-def linen(rate, loss):
+def linen(rate, loss, block=LinenBlock):
     example = vectors(np.random.default_rng(0), 4)
-    net = LinenNet(rate)
+    net = LinenNet(rate, block)
     plain = lambda: reference.LinenReference(net, example["x"])  # noqa: E731
     return Case(net, loss, vectors, plain, example=example)
 
@@ -248,6 +261,14 @@ def pair_apply(params, x):
 def recomputed_pair_apply(params, x):
     for layer in params["layers"]:
         x = jax.checkpoint(pair_layer)(layer, x)
+    return x @ params["head"]
+
+
+def nameless_pair_apply(params, x):
+    half = jaxspeed.unit(lambda layer, x: x + jnp.tanh(x @ layer["up"]) @ layer["down"])
+    whole = jaxspeed.unit(lambda layer, x: half(layer, x) + jnp.mean(layer["bias"]))
+    for layer in params["layers"]:
+        x = whole(layer, x)
     return x @ params["head"]
 
 
@@ -355,11 +376,17 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "a table that all read": (regression(SharedTable, weighted_error), {}),
     "a table that all and the head read": (regression(SharedTableAndHead, squared_error), {}),
     "a price that travels": (regression(Priced, priced_error), {}),
+    "a price from zero": (regression(PricedFromZero, priced_error), {}),
     "penalties that travel": (regression(Weighing, penalized_error), {}),
     "the other of two lists": (regression(TwoLists, weighted_error, rates=(1e-2, 0.02)), ENCODER),
     "linen": (linen(0.0, squared_error), {}),
     "linen that drops": (linen(0.1, weighted_error), {}),
+    "linen that drops, recomputed": (
+        linen(0.1, weighted_error, nn.remat(LinenBlock, static_argnums=2)),
+        {},
+    ),
     "a pair": (pair(pair_apply), {}),
+    "a pair of lambdas": (pair(nameless_pair_apply), {}),
     "a pair, recomputed": (pair(recomputed_pair_apply), {}),
     "layers, tied": (layers_case(tied_module(), next_token, tokens), {}),
     "layers that take turns": (
@@ -369,7 +396,6 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "packed gpt2": (packed_family("gpt2", dropout=0.1), {}),
     "packed llama": (packed_family("llama", num_key_value_heads=1, intermediate_size=24), {}),
 }
-NOT_YET = {"linen that drops": "Linen writes each block's stream into the program as a number"}
 POINTS = [(2, 3), (4, 0), (2, 0), (4, 3)]  # (pipe, stage)
 SCHEDULES = ("interleaved", "1f1b", "gpipe")
 RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
@@ -387,8 +413,6 @@ def grid():
             }
             title = f"{name}-pipe{pipe}-stage{stage}-{'-'.join(words.values())}"
             marks = [] if j < 2 else [pytest.mark.full]
-            if name in NOT_YET:
-                marks.append(pytest.mark.xfail(raises=ModelError, reason=NOT_YET[name]))
             yield pytest.param(name, pipe, stage, words, id=title.replace(" ", "_"), marks=marks)
 
 

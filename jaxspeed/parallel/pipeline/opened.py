@@ -19,10 +19,10 @@ def opened(jaxpr: Any, variables: set[Any]) -> Any:
         )
         if call is None:
             return jaxpr
-        jaxpr = _inlined(jaxpr, at, call)
+        jaxpr = inlined(jaxpr, at, call)
 
 
-def _inlined(jaxpr: Any, at: int, call: Any) -> Any:
+def inlined(jaxpr: Any, at: int, call: Any) -> Any:
     """The program with one call replaced by what it calls."""
     inner, consts = open_jaxpr(call.params["jaxpr"])
     # Traced again: a function that is called twice would have the same variables twice.

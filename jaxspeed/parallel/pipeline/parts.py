@@ -15,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.parallel.pipeline.blocks import Blocks, Rows, Weights, listed, scanned
+from jaxspeed.parallel.pipeline.blocks import Blocks, Rows, Weights
+from jaxspeed.parallel.pipeline.listed import listed
 from jaxspeed.parallel.pipeline.opened import opened, read_by, slice_of
+from jaxspeed.parallel.pipeline.scanned import scanned
 from jaxspeed.placement.units.jaxprs import as_function
 
 

@@ -42,7 +42,9 @@ def calls_in(name_stack: str) -> tuple[Call, ...]:
 
 def scope(kind: str, path: str = "") -> Any:
     """Inside this context every equation carries the name of one call."""
-    return jax.named_scope(f"unit:{next(_serial)}:{kind}:{path.replace('/', '.')}:")
+    kind = re.sub(r"\W", "", kind)  # of a lambda: <lambda>
+    path = re.sub(r"[:()]", "_", path.replace("/", "."))
+    return jax.named_scope(f"unit:{next(_serial)}:{kind}:{path}:")
 
 
 def unit(fn: Function) -> Function:
