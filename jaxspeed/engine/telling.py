@@ -2,9 +2,12 @@
 
 import logging
 import math
+import re
+from collections.abc import Sequence
 
 from jaxspeed.parallel.tensor import dims_cut_over
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
 
@@ -53,15 +56,45 @@ def _tell_of_the_outside(table: PlacementTable) -> None:
     total, outside = sum(map(size, table)), sum(map(size, whole))
     if outside < WORTH_TELLING * total:
         return
-    largest = [row.path for row in sorted(whole, key=size, reverse=True)[:3]]
+    largest = sorted(whole, key=size, reverse=True)
     log.warning(
-        "mesh.pipe: %.0f%% of the parameters are no part of the %d blocks that the stages share, "
-        "and every stage holds them: %s, ... Where one is a vocabulary, name its dim: "
-        'parallel.logical_axes {"%s": ["vocab", ...]}',
+        "mesh.pipe: %.0f%% of the parameters are no part of the %d blocks that the stages share "
+        "(%s), and every stage holds them: %s, ... %s",
         100 * outside / total,
         table.stack.layers,
-        ", ".join(largest),
-        largest[0],
+        _ends(next(iter(table.stack.leaves.values()))),
+        ", ".join(row.path for row in largest[:3]),
+        _way_out(largest, table.stack),
+    )
+
+
+def _ends(paths: Sequence[str]) -> str:
+    """The first and the last block, of the paths of one parameter in each."""
+    if len(paths) == 1:
+        return paths[0]
+    first, last = (path.split("/") for path in (paths[0], paths[-1]))
+    number = next(i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b)
+    return " to ".join("/".join(path[: number + 1]) for path in (first, last))
+
+
+def _way_out(largest: Sequence[Row], stack: Stack) -> str:
+    """What can be done about the largest of the parameters that every stage holds."""
+
+    def of_any_member(path: str) -> str:
+        return re.sub(r"\d+/", "*/", path)
+
+    first = largest[0]
+    kinds = [(of_any_member(row.path), row.leaf.shape) for row in largest]
+    if kinds[0][0] in map(of_any_member, stack.paths):
+        return (
+            "They are in the same list: the stages share its longest run of like blocks, which a "
+            "layer of another kind ends; take that out of the list, or make it a part of each block"
+        )
+    if kinds.count(kinds[0]) > 1:
+        return "They repeat too, and the stages share one list alone: parallel.units names which"
+    return (
+        "Where one is a vocabulary, name its dim: "
+        f'parallel.logical_axes {{"{first.path}": ["vocab", ...]}}'
     )
 
 
