@@ -46,9 +46,11 @@ class Gradients:
     ) -> tuple[Sums, Arrays]:
         if self.pipeline:
             arrangement = self.pipeline.arrangement
-            sources = arrangement.arranged(sources)
+            sources = arrangement.arranged(sources, step)
             sums, variables = self._looped(sources, variables, batch, step, scale)
-            return sums._replace(grads=self._every(arrangement.by_path(sums.grads))), variables
+            return sums._replace(
+                grads=self._every(arrangement.by_path(sums.grads, step))
+            ), variables
         if self.accumulation == 1:
             return self._micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)

@@ -127,7 +127,7 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     model, mesh, chunks, stage = drawn
     own = model.arrangement(mesh, chunks, stage)
     table, row, (name,) = own.table, own.row("w"), own.names()
-    arranged = jax.jit(own.arranged)(sources_of(model, own))
+    arranged = jax.jit(own.arranged)(sources_of(model, own), 0)
     assert arranged.keys() == {"head", name}
 
     expected = as_stages(model.values()[name], mesh["pipe"], chunks)
@@ -142,7 +142,7 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
 
     shape = (*expected.shape[:3], *own.gradient_shape(name))
     gradients = {"head": arranged["head"], name: jnp.asarray(padded(expected, shape))}
-    back = jax.jit(own.by_path)(gradients)
+    back = jax.jit(own.by_path)(gradients, 0)
     values = model.values()[name]
     for path, value in zip(model.paths(name), [values] if model.stacked else values, strict=True):
         row, found = table[path], back.pop(path)
@@ -166,7 +166,8 @@ MESH = {"pipe": 2, "data": 2, "tensor": 2}
 
 
 def crossings(function, own: Arrangement, args: dict[str, jax.ShapeDtypeStruct]):
-    compiled = jax.jit(function).lower(args).compile()
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = jax.jit(function).lower(args, step).compile()
     return collectives(compiled.as_text(), own.table.mesh)
 
 
@@ -199,7 +200,7 @@ def test_weights_cross_as_layers_read_them(model):
     """In bf16, from fp32 masters. (XLA:CPU widens it again: this is what it is asked for.)"""
     model, chunks = model
     own = model.arrangement(MESH, chunks, stage=3)
-    asked = jax.jit(own.arranged).lower(abstract(model, own)).as_text().splitlines()
+    asked = jax.jit(own.arranged).lower(abstract(model, own), 0).as_text().splitlines()
     asked = [line for line in asked if "stablehlo.all_to_all" in line]
     assert len(asked) == len(SHAPES)
     assert all(line.rstrip().endswith("xbf16>") for line in asked)

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PIPE, PlacementTable
@@ -64,22 +65,27 @@ class Arrangement:
 
     # -- all parameters ---------------------------------------------------------------------------
 
-    def arranged(self, sources: Mapping[str, Any]) -> Arrays:
-        """The sources, with the stack as the stages hold it, by the names of its parameters."""
-        outer = {path: x for path, x in sources.items() if path not in self.stack.paths}
-        return outer | {name: self.weights(name, sources) for name in self.names()}
+    def arranged(self, sources: Mapping[str, Any], step: Any) -> Arrays:
+        """The sources, with the stack as the stages hold it, by the names of its parameters.
 
-    def by_path(self, gradients: Mapping[str, Any]) -> Arrays:
+        `step` is the number of the step.
+        """
+        outer = {path: x for path, x in sources.items() if path not in self.stack.paths}
+        turns = Turns(self.table.mesh, step)
+        return outer | {name: self.weights(name, sources, turns) for name in self.names()}
+
+    def by_path(self, gradients: Mapping[str, Any], step: Any) -> Arrays:
         """Gradients of what was arranged, as those of the sources."""
         outer = {path: x for path, x in gradients.items() if path not in self.stack.leaves}
+        turns = Turns(self.table.mesh, step)
         for name in self.names():
             if name in gradients:
-                outer |= self.gradients(name, gradients[name])
+                outer |= self.gradients(name, gradients[name], turns)
         return outer
 
     # -- one parameter of all blocks --------------------------------------------------------------
 
-    def weights(self, name: str, sources: Mapping[str, Any]) -> jax.Array:
+    def weights(self, name: str, sources: Mapping[str, Any], turns: "Turns") -> jax.Array:
         """A parameter of all blocks, [stages, chunks, layers, ...], from its stored arrays.
 
         Where stages exchange it, it is cast first to what layers read.
@@ -89,10 +95,10 @@ class Arrangement:
             lead = (self.stages, self.chunks, self.rows)
             x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
         else:
-            x = self._to_stages(name, arrays)
+            x = self._to_stages(name, arrays, turns)
         return x[(..., *map(slice, self.source_shape(name)))]
 
-    def gradients(self, name: str, gradient: jax.Array) -> Arrays:
+    def gradients(self, name: str, gradient: jax.Array, turns: "Turns") -> Arrays:
         """The gradient of a parameter of all blocks, by path, as its rows store gradients.
 
         What stages exchange goes at once to where the update wants it: cut as the optimizer's
@@ -101,9 +107,9 @@ class Arrangement:
         paths = self.stack.leaves[name]
         if self.stack.in_place:
             return {paths[0]: gradient.reshape(-1, *gradient.shape[3:])}
-        return dict(zip(paths, self._from_stages(name, gradient), strict=True))
+        return dict(zip(paths, self._from_stages(name, gradient, turns), strict=True))
 
-    def _to_stages(self, name: str, arrays: Sequence[jax.Array]) -> jax.Array:
+    def _to_stages(self, name: str, arrays: Sequence[jax.Array], turns: "Turns") -> jax.Array:
         """Stored arrays [layers, ...], or one a layer, as [stages, chunks, layers, ...]."""
         row = self.row(name)
         dim = self._exchanged(name, row.source)
@@ -112,15 +118,15 @@ class Arrangement:
             x = arrays[0] if self.stack.stacked else jnp.stack(arrays)
             return self._by_stage(x.astype(row.read.dtype))
 
-        def exchange(*arrays: jax.Array) -> jax.Array:
-            return lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)
+        def exchange(*arrays: jax.Array) -> list[jax.Array]:
+            return [lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)]
 
         if dim is None:  # every stage has all of it
             return ordered(*arrays)
         of_stages = self._of_stages(name, row.source)
-        return self._on_each_device(exchange, row.source.spec, of_stages)(*arrays)
+        return turns.on_each_device(exchange, row.source.spec, of_stages, arrays)[0]
 
-    def _from_stages(self, name: str, gradient: jax.Array) -> Sequence[jax.Array]:
+    def _from_stages(self, name: str, gradient: jax.Array, turns: "Turns") -> Sequence[jax.Array]:
         """What `_to_stages` does, backwards."""
         row = self.row(name)
         assert row.opt is not None
@@ -138,16 +144,7 @@ class Arrangement:
         if dim is None:
             return apart(gradient)
         of_stages = self._of_stages(name, row.opt)
-        return self._on_each_device(exchange, of_stages, row.opt.spec)(gradient)
-
-    def _on_each_device(
-        self, exchange: Callable[..., Any], given: PartitionSpec, made: PartitionSpec
-    ) -> Callable[..., Any]:
-        """`exchange` on each device's parts: XLA gathers operands that other axes cut as well,
-        where only `pipe` is manual (jax 0.10.2)."""
-        return jax.shard_map(
-            exchange, mesh=self.table.mesh, in_specs=given, out_specs=made, check_vma=False
-        )
+        return turns.on_each_device(exchange, of_stages, row.opt.spec, [gradient])
 
     def _by_stage(self, x: jax.Array) -> jax.Array:
         """[layers, ...] as [stages, chunks, layers, ...], with zeros for layers that are none."""
@@ -209,6 +206,45 @@ class Arrangement:
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
         cut = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.source)))
         return Stored(shape, row.read.dtype, gathered, cut, wire, row.leaf.trainable)
+
+
+class Turns:
+    """Exchanges one after the other.
+
+    Simulated devices would run them in any order, each device in another (see
+    `train/pipeline/in_turn.py`): there each takes something of the last one's result, by a
+    condition that never holds.
+    """
+
+    def __init__(self, mesh: Mesh, step: Any) -> None:
+        self.mesh, self.never = mesh, jnp.asarray(step) < 0
+        self.last: tuple[jax.Array, PartitionSpec] | None = None
+
+    def on_each_device(
+        self,
+        exchange: Callable[..., list[jax.Array]],
+        given: PartitionSpec,
+        made: PartitionSpec,
+        arrays: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """`exchange` on each device's parts: XLA gathers operands that other axes cut as well,
+        where only `pipe` is manual (jax 0.10.2)."""
+
+        def waiting(never: jax.Array, last: Sequence[jax.Array], arrays: Any) -> list[jax.Array]:
+            for x in last:
+                arrays = [jnp.where(never, x.reshape(-1)[0].astype(a.dtype), a) for a in arrays]
+            return exchange(*arrays)
+
+        last = [self.last] if self.last and simulated(self.mesh) else []
+        outs = jax.shard_map(
+            waiting,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), [spec for _, spec in last], given),
+            out_specs=made,
+            check_vma=False,
+        )(self.never, [x for x, _ in last], list(arrays))
+        self.last = outs[0], made
+        return outs
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

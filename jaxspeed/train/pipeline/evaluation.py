@@ -9,6 +9,7 @@ from jaxspeed.parallel.pipeline.lanes import from_one, hand_on, on_stages
 from jaxspeed.parallel.pipeline.phases import Phase
 from jaxspeed.parallel.pipeline.schedule import Schedule
 from jaxspeed.train.loss import Loss
+from jaxspeed.train.pipeline.in_turn import entering, once_all_there
 from jaxspeed.train.pipeline.outer import after, before
 from jaxspeed.train.pipeline.split import Split, Values
 from jaxspeed.train.pipeline.stage import Stage
@@ -23,7 +24,7 @@ def evaluated(split: Split, stage: Stage, schedule: Schedule) -> Loss:
 
     def tick(phase: Phase, state: State, row: Tick) -> State:
         ahead, seen = state
-        entry = before(split, jnp.maximum(row.entering, 0), outer)
+        entry = before(split, *entering(split, row.entering, ahead))
 
         def lane(number: Any, own: Any, every: Any) -> Any:
             now, weights, ahead = own
@@ -37,7 +38,8 @@ def evaluated(split: Split, stage: Stage, schedule: Schedule) -> Loss:
         ahead, end = on_stages(lane, stages, own, (entry, stage.context))
         return ahead, add_up(seen, after(split, row.leaving, outer, end)) if phase.head else seen
 
-    return follow(schedule, tick, (stage.messages(), no_loss(split)))[1]
+    ahead = once_all_there(split, stage.messages(), stage.weights, split.step)
+    return follow(schedule, tick, (ahead, no_loss(split)))[1]
 
 
 def no_loss(split: Split) -> Loss:

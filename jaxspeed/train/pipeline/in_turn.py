@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.placement.mesh import simulated
-from jaxspeed.train.pipeline.split import Split, Values
+from jaxspeed.train.pipeline.split import Split, Values, inexact
+from jaxspeed.train.state import Arrays
 
 NEVER = -2  # no micro-batch of a table
 
@@ -31,6 +32,26 @@ def once_there(
         return list(values)
     never = micro == NEVER
     return [jnp.where(never, f.astype(v.dtype), v) for v, f in zip(values, first, strict=True)]
+
+
+def gathered_once_there(split: Split, first: Any, micro: jax.Array) -> Arrays:
+    """The parameters outside of the blocks, whose gathers wait too."""
+    outer, table = split.outer, split.table
+    paths = [path for path in outer if table[path].gathered]
+    waiting = once_all_there(split, [outer[path] for path in paths], first, micro)
+    return outer | dict(zip(paths, waiting, strict=True))
+
+
+def entering(split: Split, micro: jax.Array, ahead: Values) -> tuple[jax.Array, Arrays]:
+    """The micro-batch that enters, and the parameters that its way in reads.
+
+    What comes before the blocks would wait for no other part of a tick: XLA makes straight
+    programs of short loops, so that it does not wait for the tick before either.
+    """
+    number = jnp.maximum(micro, 0)
+    messages = [x for x in ahead if inexact(x)]
+    (number,) = once_all_there(split, [number], messages, micro)
+    return number, gathered_once_there(split, messages, micro)
 
 
 def once_all_there(split: Split, values: Values, first: Any, micro: jax.Array) -> Values:

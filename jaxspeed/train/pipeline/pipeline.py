@@ -56,7 +56,7 @@ class Pipeline:
 
         One that is no sum over samples, or that draws random numbers, is left whole.
         """
-        sources = self.arrangement.arranged(sources)
+        sources = self.arrangement.arranged(sources, step)
 
         def split(count: int, ranks: int) -> Split:
             micro = micro_batches(batch, count, ranks)

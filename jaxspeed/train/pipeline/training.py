@@ -29,7 +29,12 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.units.piece import Passes
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.pipeline.evaluation import add_up, no_loss
-from jaxspeed.train.pipeline.in_turn import once_all_there, once_there
+from jaxspeed.train.pipeline.in_turn import (
+    entering,
+    gathered_once_there,
+    once_all_there,
+    once_there,
+)
 from jaxspeed.train.pipeline.outer import after, before, read_in
 from jaxspeed.train.pipeline.split import Split, Values, inexact
 from jaxspeed.train.pipeline.stage import Stage, in_context
@@ -93,7 +98,7 @@ class Training:
         split, loss = self.split, no_loss(self.split)
         trained = [p for p in split.outside if split.table[p].leaf.trainable]
         zeros = {p: jnp.zeros(split.outer[p].shape, split.outer[p].dtype) for p in trained}
-        ahead = self.stage.messages()
+        ahead = once_all_there(split, self.stage.messages(), self.stage.weights, split.step)
         return Flow(
             self._slots(schedule.slots),
             ahead,
@@ -157,7 +162,8 @@ class Training:
     def _go_forward(self, flow: Flow, row: Tick) -> Flow:
         """Each stage runs a chunk on what it was handed, keeps that, and hands the result on."""
         stage, stages = self.stage, self.split.stages
-        entry = before(self.split, jnp.maximum(row.entering, 0), self.split.outer)
+        number, outer = entering(self.split, row.entering, flow.ahead)
+        entry = before(self.split, number, outer)
 
         def lane(number: Any, own: Any, every: Any) -> Any:
             now, weights, saved, ahead = own
@@ -252,7 +258,8 @@ class Training:
 
     def _leave(self, flow: Flow, micro: Any, end: Values) -> tuple[Flow, Values]:
         """Head and loss of the micro-batch that leaves: its gradients, and those to go back."""
-        split, outer = self.split, self.split.outer
+        split = self.split
+        outer = gathered_once_there(split, [x for x in end if inexact(x)], micro)
         moving = [i for i, x in enumerate(end) if inexact(x)]
 
         def scaled(active: Arrays, carry: Values) -> tuple[jax.Array, Loss]:
@@ -279,7 +286,8 @@ class Training:
 
     def _return(self, flow: Flow, micro: Any, returned: Values, share: Any) -> Flow:
         """The gradients of what comes before the blocks, of the micro-batch that came back."""
-        split, outer = self.split, self.split.outer
+        split = self.split
+        outer = gathered_once_there(split, returned, micro)
         paths = read_in(split, split.parts.before)
         if not paths:
             return flow
