@@ -81,12 +81,16 @@ def test_the_messages_are_the_permutes_of_the_compiled_step() -> None:
 
 
 def test_embedding_and_head_exchange_what_the_report_says() -> None:
-    """The rest is a maximum, a sum and a logit for each token, which all stages share."""
+    """The rest is a maximum, a sum and a logit for each token, which all stages share.
+
+    And on simulated devices a few numbers a tick, for which parts of it wait (`in_turn.py`).
+    """
     sums = [c for c in found("all-reduce", "pipe") if c.in_accumulation]
     statistics = MICRO * 3 * SAMPLES * SEQ * 4
     expected = 2 * TICKS * MESSAGE + 2 * MICRO * MESSAGE
     assert compiled().pipeline.shared_bytes == expected
-    assert sum(c.runs * c.bytes for c in sums) == expected + statistics
+    waited_for = sum(c.runs * c.bytes for c in sums) - expected - statistics
+    assert 0 <= waited_for <= 4 * 4 * TICKS
 
 
 def test_zero_3_gathers_each_layer_three_times_a_forward_and_a_backward_tick() -> None:
