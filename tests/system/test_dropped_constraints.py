@@ -15,7 +15,7 @@ import pytest
 
 import jaxspeed
 from tests.support.topology import run_on_topology
-from tests.system import cut_blocks, stacks
+from tests.system import cut_blocks, stacks, test_pipeline_constraints
 from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
 from tests.system.tpu import FEW_ROWS
 
@@ -28,6 +28,7 @@ TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
 # What is dropped where devices share the work on a sample: test_shared_vocabulary.py and
 # test_tensor_collectives.py.
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
+ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
 
 
 @pytest.fixture(scope="module")

@@ -64,24 +64,26 @@ def _run(
 
 def _over_stages(x: Any) -> Any:
     """Samples that the stages share as well as the data ranks."""
-    return _cut(x, (*DATA_AXES, PIPE), "pipeline.samples")
+    at = _cut(x, (*DATA_AXES, PIPE))
+    return x if at is None else constrain(x, at, "pipeline.samples")
 
 
 def _between(split: Split, x: Any) -> Any:
     """An activation on its way into the first stage or out of the last."""
     of_samples = x.ndim and x.shape[0] == split.samples
-    return _cut(x, DATA_AXES, "pipeline.between") if of_samples else x
+    at = _cut(x, DATA_AXES) if of_samples else None
+    return x if at is None else constrain(x, at, "pipeline.between")
 
 
-def _cut(x: Any, axes: tuple[str, ...], site: str) -> Any:
-    """The first dim cut over these axes, as far as they are not manual here and it divides."""
+def _cut(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
+    """The first dim over these axes, as far as they are not manual here; None if they do not
+    divide it."""
     free = free_axes()
     axes = tuple(axis for axis in axes if free.get(axis, 1) > 1)
     if not axes or not x.ndim or x.shape[0] % math.prod(free[axis] for axis in axes):
-        return x
+        return None
     entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
-    at = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))
-    return constrain(x, at, site)
+    return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
