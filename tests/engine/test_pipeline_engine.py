@@ -274,11 +274,11 @@ CHANGES = "the training pass changes variables of the model"
 REFUSED = {
     "no blocks": (Alone, PlacementError, NOT_FOUND),
     "unlike blocks": (Unlike, PlacementError, NOT_FOUND),
-    "blocks that take turns": (ByTurns, ModelError, "has to be a part of the block"),
+    "blocks that take turns": (ByTurns, ModelError, "has to be a part of a block"),
     "blocks that are read twice": (Twice, ModelError, ELSEWHERE),
     "a sum of all blocks": (Collecting, ModelError, ELSEWHERE),
     "a long way round": (Skipping, ModelError, ELSEWHERE),
-    "backwards": (Backwards, ModelError, "the second block reads nothing that the first one makes"),
+    "backwards": (Backwards, ModelError, "block 0 reads what block 1 makes"),
     "statistics of blocks": (awkward.BatchStatistics, ModelError, CHANGES),
     "statistics": (Counting, ModelError, CHANGES),
 }
