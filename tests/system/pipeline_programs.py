@@ -78,6 +78,17 @@ def figures(program: Program, batch: Any) -> dict[str, Any]:
     }
 
 
+def bytes_of(devices: Sequence[jax.Device], **case: Any) -> dict[str, int]:
+    """Of a device, of `pipeline_program(**case)`: the text of the largest programs for TPUs cannot
+    be had (libtpu 0.0.51 with jaxlib 0.10.2: "async-update instruction should have 1 operands")."""
+    memory = compile_step(*pipeline_program(devices, **case)).memory_analysis()
+    assert memory is not None
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
 def figures_of(
     devices: Sequence[jax.Device], cases: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:

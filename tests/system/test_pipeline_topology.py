@@ -9,8 +9,8 @@ from tests.support.topology import run_on_topology
 pytestmark = pytest.mark.full  # minutes of compiling
 
 
-def figures_of(topology: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return run_on_topology("tests.system.pipeline_programs:figures_of", topology, cases=cases)
+def bytes_of(topology: str, case: dict[str, Any]) -> dict[str, int]:
+    return run_on_topology("tests.system.pipeline_programs:bytes_of", topology, **case)
 
 
 def test_memory_of_1f1b_does_not_grow_with_the_micro_batches():
@@ -22,9 +22,8 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches():
         "seq": 256,
         "sizes": {**sizes, "vocab_size": 2048, "max_position_embeddings": 256},
     }
-    cases = {str(count): {**case, "micro_batches": count} for count in (4, 32)}
-    found = figures_of("v5e:2x4", cases)
-    assert found["32"]["temp_bytes"] <= 1.02 * found["4"]["temp_bytes"]
+    few, many = (bytes_of("v5e:2x4", {**case, "micro_batches": count}) for count in (4, 32))
+    assert many["temp_bytes"] <= 1.02 * few["temp_bytes"]
 
 
 def test_llama3_70b_fits_256_chips():
@@ -42,7 +41,7 @@ def test_llama3_70b_fits_256_chips():
             "tensor_overlap": "none",
         },
     }
-    found = figures_of("v5p:8x8x4", {"70b": case})["70b"]
+    found = bytes_of("v5p:8x8x4", case)
     parameters = 70_553_706_496
     assert found["argument_bytes"] == pytest.approx(12 * parameters / 256, rel=0.02)
     assert found["temp_bytes"] <= 5e9
