@@ -137,7 +137,7 @@ def test_stages_are_refused_where_there_are_more_chunks_than_layers(layers, stag
             "What works: mesh.pipe up to 3, or parallel.pipeline_chunks up to 2, or a "
             "parallel.pipeline_schedule without chunks",
         ),
-        (2, 4, 2, "They cannot be shared so"),
+        (2, 4, 2, "With 2 there is no pipeline"),
     ],
 )
 def test_what_is_refused_is_told_with_what_works(layers, stages, chunks, works):
