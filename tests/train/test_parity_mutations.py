@@ -62,11 +62,11 @@ def test_the_keys_of_micro_batches_differ(monkeypatch):
 
 def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
     """Not of the global batch, one after the other: other samples would share statistics."""
-    monkeypatch.setattr(
-        gradients.Gradients,
-        "_split",
-        lambda self, x, ranks: x.reshape(self.accumulation, -1, *x.shape[1:]),
-    )
+
+    def one_after_the_other(batch, count, ranks):
+        return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+
+    monkeypatch.setattr(gradients, "micro_batches", one_after_the_other)
     assert differs("batch statistics", 3)
 
 
