@@ -10,8 +10,10 @@ from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.pipelines import pipeline_problems, stages_of
 from jaxspeed.config.problems import Problem
+from jaxspeed.config.recompute import recompute_of
 from jaxspeed.config.schedules import SCHEDULERS
 from jaxspeed.config.schema import Settings
+from jaxspeed.config.verdicts import shown
 
 
 def check(settings: Settings) -> Iterator[Problem]:
@@ -24,6 +26,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _gradients(settings)
     yield from _tensor(settings)
     yield from pipeline_problems(settings)
+    yield from _recompute(settings)
     yield from _model(settings)
     yield from _data(settings)
     yield from _run(settings)
@@ -148,6 +151,30 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
         found = 'true, while parallel.tensor_overlap is "none"'
         works = "Both say the same thing: remove one."
         yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
+
+
+def _recompute(settings: Settings) -> Iterator[Problem]:
+    words, remat, key = settings.activation_checkpointing, settings.parallel.remat, "parallel.remat"
+    said = "remat" in settings.parallel.model_fields_set
+    section = "activation_checkpointing"
+    for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints"):
+        if getattr(words, name) and said and remat == "none":
+            works = f"It says how checkpoints are kept: remove one, or write {key} \"full\"."
+            yield Problem(f"{section}.{name}", f'set, while {key} is "none"', works, (key,))
+    if words.number_checkpoints and said and remat not in ("none", "full"):
+        works = "Both say what is kept: remove one."
+        yield Problem(f"{section}.number_checkpoints", f"set beside {key}", works, (key,))
+    if words.cpu_checkpointing and isinstance(remat, dict) and "budget" in remat:
+        works = "A budget itself chooses what waits in host memory: remove one."
+        yield Problem(f"{section}.cpu_checkpointing", f"true beside a budget in {key}", works)
+    for name, first, second in recompute_of(remat, None, False, False).doubles():
+        works = "Needs each name in one list."
+        yield Problem(key, f'"{name}" in both {first} and {second}', works)
+    layers = settings.parallel.pipeline_recompute == "layers"
+    if layers and said and remat not in ("none", "full") and settings.mesh.pipe != 1:
+        found = f'"layers", while {key} is {shown(remat)}'
+        works = f'It asks for {key} "full": make them equal, or remove one.'
+        yield Problem("parallel.pipeline_recompute", found, works, (key,))
 
 
 def _model(settings: Settings) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_words
 from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.pipelines import stages_of
 from jaxspeed.config.problems import Problem, config_error
+from jaxspeed.config.recompute import Recompute, recompute_of
 from jaxspeed.config.schema import Settings
 
 
@@ -101,6 +102,13 @@ class Config(Settings):
         said = self.parallel.tensor_overlap
         steps = self.parallel.sequence_parallel_activations
         return "ring" if said == "auto" and steps and self.tensor_parallel.tp_overlap_comm else said
+
+    @property
+    def recompute(self) -> Recompute:
+        """What units keep for their backward pass, by every word for it."""
+        words = self.activation_checkpointing
+        how = words.number_checkpoints, words.partition_activations, words.cpu_checkpointing
+        return recompute_of(self.parallel.remat, *how)
 
     @property
     def pipeline_recompute(self) -> Literal["stage", "layers", "save"]:

@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
+from jaxspeed.config.recompute import Remat
 from jaxspeed.config.types import (
     LARGEST,
+    Count,
     Flag,
     Natural,
     Pattern,
@@ -63,6 +65,7 @@ class Parallel(Section):
     sequence_parallel_activations: Flag = False
     tensor_overlap: Overlap = "auto"
     infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = "auto"
+    remat: Remat = "none"
     pipeline_schedule: Schedule = "1f1b"
     pipeline_chunks: Chunks = 2
     pipeline_recompute: Recompute = "stage"
@@ -112,7 +115,7 @@ class ActivationCheckpointing(Section):
 
     partition_activations: Flag = False
     cpu_checkpointing: Flag = False
-    number_checkpoints: Natural | None = None
+    number_checkpoints: Count | None = None
     contiguous_memory_optimization: Flag = False
     synchronize_checkpoint_boundary: Flag = False
     profile: Flag = False

@@ -5,7 +5,6 @@ from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, row
 # With one device on the axis there is nothing to cut.
 ONE_PART = ("mesh.tensor", (1,))
 
-_NO_REMAT = "Recomputation from the config is not built; use nnx.remat in the model."
 _UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
 
 PARALLELISM: tuple[Entry, ...] = (
@@ -96,10 +95,31 @@ PARALLELISM: tuple[Entry, ...] = (
     ),
     refused_section("expert_parallel", "The expert axis is not built; remove it."),
     Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
-    *[
-        refused(f"activation_checkpointing.{key}", _NO_REMAT, None, False, 0)
-        for key in ("partition_activations", "cpu_checkpointing", "number_checkpoints")
-    ],
+    Entry(
+        "parallel.remat",
+        "honoured",
+        "What each unit (the repeated module) keeps for its backward pass, which makes the rest "
+        'again: "none" makes nothing again, "full" all but its input, "dots" keeps the products '
+        'with weights, "attention" what attention gives; {"every_n": k} keeps the input of every '
+        'k-th unit, {"budget": bytes} what is dearest to make again within so many bytes a '
+        'device, and {"save": [...], "offload": [...]} the activations of these names.',
+    ),
+    *rows(
+        "activation_checkpointing",
+        "honoured",
+        {
+            "cpu_checkpointing": "What is kept for the backward pass waits in host memory; without "
+            'parallel.remat that is as "full" keeps it.',
+            "number_checkpoints": "So many units keep their input: parallel.remat every_n, by "
+            "their number.",
+        },
+    ),
+    Entry(
+        "activation_checkpointing.partition_activations",
+        "honoured",
+        "What is kept for the backward pass is cut over tensor, and gathered again there.",
+        unless=ONE_PART,
+    ),
     *alike(
         "activation_checkpointing",
         "harmless",

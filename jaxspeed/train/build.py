@@ -68,6 +68,7 @@ def build_program(
         tuple(config.parallel.units),
         DTYPES[wire] if wire else None,
         _style_of(config, mesh),
+        config.recompute,
     )
     update = Update(
         table,

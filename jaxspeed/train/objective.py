@@ -7,13 +7,16 @@ with each unit gathering its own parameters.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
+from jaxspeed.config.recompute import Recompute
+from jaxspeed.memory.members import members
+from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Row
@@ -36,13 +39,16 @@ class Objective:
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
     style: Style = AS_WHOLE  # of what crosses the tensor axis
+    recompute: Recompute = Recompute()  # what units keep for their backward pass
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
         sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
-        if self.table.mesh.shape["tensor"] == 1 and not any(row.gathered for row in self.table):
+        recompute = self.recompute if train else Recompute()
+        sliced = recompute or any(row.gathered for row in self.table)
+        if self.table.mesh.shape["tensor"] == 1 and not sliced:
             return self._direct(sources, variables, batch, step, micro, train)
         rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
         program = self.trace(rest, train)
@@ -52,14 +58,26 @@ class Objective:
             if row.gathered
         }
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
-        way = Way(program.units, self.samples(batch))
-        outs = run_sliced(self._crossed(program), program.closed.consts, args, storage, way)
+        crossed = self._crossed(program)
+        way = self.way(crossed, program, program.batch, recompute)
+        way = replace(way, samples=self.samples(batch))
+        outs = run_sliced(crossed, program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
+
+    def way(
+        self, jaxpr: Any, program: "Traced", activations: Sequence[Any], recompute: Recompute
+    ) -> Way:
+        """How the pieces of a program are run; `activations` are its inputs that are no weights."""
+        if not recompute:
+            return Way(program.units)
+        found = tuple(members(jaxpr, activations, program.units))
+        keeping = keeping_of(recompute, found)
+        return Way(program.units, keeping=keeping, activations=frozenset(activations))
 
     def _crossed(self, program: "Traced") -> Any:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
-        in_units = any(row.gathered for row in self.table)
+        in_units = bool(self.recompute) or any(row.gathered for row in self.table)
         return with_crossings(
             program.closed.jaxpr,
             dict(zip(paths, program.parameters, strict=True)),

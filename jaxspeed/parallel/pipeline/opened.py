@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from jaxspeed.placement.units.jaxprs import INLINED, is_var, open_jaxpr, part
+from jaxspeed.placement.units.jaxprs import INLINED, called, is_var, open_jaxpr, part
 
 
 def opened(jaxpr: Any, variables: set[Any]) -> Any:
@@ -24,7 +24,7 @@ def opened(jaxpr: Any, variables: set[Any]) -> Any:
 
 def inlined(jaxpr: Any, at: int, call: Any) -> Any:
     """The program with one call replaced by what it calls."""
-    inner, consts = open_jaxpr(call.params["jaxpr"])
+    inner, consts = open_jaxpr(called(call))
     # Traced again: a function that is called twice would have the same variables twice.
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
     fresh = jax.make_jaxpr(jex.jaxpr_as_fun(jex.ClosedJaxpr(inner, list(consts))))(*shapes)

@@ -57,7 +57,6 @@ class Parts:
         carry: Sequence[Any],
         *,
         padded: bool = False,
-        recompute: bool = False,
     ) -> list[Any]:
         """`rows` blocks, from layer `first` on.
 
@@ -94,9 +93,8 @@ class Parts:
             outs = step(into, slices)
             return [jnp.where(real, a, b) for a, b in zip(outs, carry, strict=True)], None
 
-        body = jax.checkpoint(block, prevent_cse=False) if recompute else block
         unroll = min(self.blocks.unroll, rows)
-        return jax.lax.scan(body, list(carry), (numbers, xs), unroll=unroll)[0]
+        return jax.lax.scan(block, list(carry), (numbers, xs), unroll=unroll)[0]
 
 
 def parts_of(closed: Any, stack: Mapping[str, Sequence[Any]]) -> Parts:

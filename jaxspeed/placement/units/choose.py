@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
+from jaxspeed.placement.units.jaxprs import called, is_var, open_jaxpr
 from jaxspeed.placement.units.tags import Call, calls_in
 
 NEARLY = 0.9  # of two candidates that cover nearly as much, the one with more, smaller members wins
@@ -101,9 +101,9 @@ def bodies(eqn: Any) -> list[tuple[Any, int, int]]:
     if name == "cond":
         return [(open_jaxpr(b)[0], 1, 1) for b in eqn.params["branches"]]
     if name in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
-        return [(open_jaxpr(eqn.params["jaxpr"])[0], 0, 1)]
+        return [(open_jaxpr(called(eqn))[0], 0, 1)]
     if name == "scan":
-        return [(open_jaxpr(eqn.params["jaxpr"])[0], 0, eqn.params["length"])]
+        return [(open_jaxpr(called(eqn))[0], 0, eqn.params["length"])]
     return []
 
 

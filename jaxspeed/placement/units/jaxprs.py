@@ -18,6 +18,11 @@ def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
+def called(eqn: Any) -> Any:
+    """What a call runs."""
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
     """The values of a jaxpr's variables before its first equation."""
     constvars = jaxpr.constvars if len(consts) else ()
@@ -54,7 +59,7 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in INLINED:
-            inner, inner_consts = open_jaxpr(eqn.params["jaxpr"])
+            inner, inner_consts = open_jaxpr(called(eqn))
             values = evaluate(inner, inner_consts, [read(v) for v in eqn.invars])
         else:
             free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))

@@ -3,8 +3,8 @@
 The piece is differentiated by hand so that gathered parameters are never kept between the passes:
 the forward pass gathers them once its inputs are there, the backward pass gathers them again once
 the cotangents are there, and whatever the derivative needs that was computed from parameters alone
-is computed again from them. Everything else is kept as plain differentiation would keep it (or as
-the piece's own `jax.checkpoint` says).
+is computed again from them. Everything else is kept as plain differentiation would keep it, or as
+the piece's own `jax.checkpoint` says, or as the config does (`Keeping`).
 
 XLA keeps to "one piece at a time" because each gather is tied to what must be there before it, by
 `optimization_barrier`; measured on TPU and GPU compiles. (XLA:CPU drops the barriers.)
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.placement.units.jaxprs import evaluate, is_var, part
+from jaxspeed.placement.units.keeping import Keeping
 from jaxspeed.placement.units.stored import Stored
 
 Function = Callable[..., Sequence[Any]]
@@ -43,9 +44,17 @@ def read_tied(
 
 
 def run_piece(
-    fn: Function, stored: Sequence[Stored], weights: Sequence[Any], inputs: Sequence[Any]
+    fn: Function,
+    stored: Sequence[Stored],
+    weights: Sequence[Any],
+    inputs: Sequence[Any],
+    keeping: Keeping | None = None,
+    own: Sequence[bool] = (),
 ) -> list[Any]:
-    """`fn(*weights as read, *inputs)`, gathering in both passes and keeping nothing gathered."""
+    """`fn(*weights as read, *inputs)`, gathering in both passes and keeping nothing gathered.
+
+    `own` are the inputs that no other piece reads: with `keeping`, they wait as it says.
+    """
     count = len(weights)
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
@@ -53,6 +62,9 @@ def run_piece(
 
     def read(shards: Sequence[Any]) -> list[Any]:
         return [s.read(w) for s, w in zip(stored, shards, strict=True)]
+
+    def moved() -> list[bool]:
+        return [i is None or own[i - count] for i in passes[0].inputs_kept]
 
     @jax.custom_vjp
     def piece(*args: Any) -> list[Any]:
@@ -69,10 +81,11 @@ def run_piece(
             args[i] if i is not None else x
             for i, x in zip(passes[0].inputs_kept, kept, strict=True)
         ]
-        return outs, (args[:count], kept)
+        return outs, (args[:count], keeping.store(kept, moved()) if keeping else kept)
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         shards, kept = residuals
+        kept = keeping.fetch(kept, moved()) if keeping else kept
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, wanted = tie(shards, [ct for ct, real in of_real if real])
         grads = iter(passes[0].backward(read(tied), kept, wanted))

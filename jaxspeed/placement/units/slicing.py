@@ -7,6 +7,7 @@ scanned stack, and it knows nothing of Flax.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from jaxspeed.placement.units.jaxprs import (
     INLINED,
     as_function,
     bindings,
+    called,
     is_var,
     open_jaxpr,
     part,
 )
+from jaxspeed.placement.units.keeping import Keeping, made_of
 from jaxspeed.placement.units.lookup import look_up, looks_up
 from jaxspeed.placement.units.piece import read_tied, run_piece
 from jaxspeed.placement.units.stored import Stored
@@ -37,55 +40,138 @@ class Way:
 
     units: Units
     samples: int | None = None  # of the batch; None: no lookups by columns
-    # In a user's own jax.checkpoint the recomputation gathers again by itself.
+    # In a user's own jax.checkpoint the recomputation gathers again by itself, and keeps nothing.
     recomputed: bool = False
+    keeping: Keeping | None = None  # None: units keep whatever their derivative needs
+    # Variables of this program that depend on the batch and are not the same in each trip of a
+    # loop: what is made of them may wait elsewhere.
+    activations: frozenset[Any] = frozenset()
+    in_loop: bool = False
+
+    @property
+    def every(self) -> int:
+        """How many units are made again together."""
+        return self.keeping.every if self.keeping else 1
+
+    def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "Way":
+        """The way through a program that an equation runs; `inner` maps its inputs to ours."""
+        found = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
+        return replace(self, activations=found, **changes)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Equations that belong together: `unit` is a serial, or None between units."""
+class Piece:
+    """Equations that belong together."""
 
     eqns: list[Any]
-    outputs: list[Any]
+    units: int  # how many of them: more than one are made again together
     nested: bool  # a single equation that holds units, or looks up rows of a table
+    outputs: Sequence[Any] = ()  # what it hands on
 
 
 def run_sliced(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, way: Way
 ) -> list[Any]:
     """Evaluate a program; `storage` tells which of its inputs are given as they are stored."""
-    storage = dict(storage)
-    jaxpr = _with_aliases_resolved(jaxpr)
-    env = bindings(jaxpr, consts, args)
+    return _Run(_with_aliases_resolved(jaxpr), consts, args, storage, way).outputs()
 
-    def value(atom: Any) -> Any:
-        return env[atom] if is_var(atom) else atom.val
 
-    for piece in _pieces(jaxpr, way, storage):
-        eqns = _run_views(piece.eqns, env, storage)
-        if not eqns:
-            continue
-        if piece.nested:
-            eqn = eqns[0]
-            values = _NESTED[eqn.primitive.name](eqn, [value(v) for v in eqn.invars], storage, way)
-            env.update(zip(eqn.outvars, values, strict=True))
-            continue
+class _Run:
+    """One program under way."""
+
+    def __init__(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, way: Way
+    ) -> None:
+        self.jaxpr, self.way, self.storage = jaxpr, way, dict(storage)
+        self.env = bindings(jaxpr, consts, args)
+        self.moving = made_of(jaxpr, way.activations) if way.keeping else set()
+        self.pieces = pieces(jaxpr, way, storage)
+        units = [p for p in self.pieces if p.units]
+        self.readers = Counter(v for p in units for v in _read_from_outside(p.eqns))
+
+    def outputs(self) -> list[Any]:
+        """Run the pieces one after the other."""
+        for piece in self.pieces:
+            eqns = _run_views(piece.eqns, self.env, self.storage)
+            if not eqns:
+                continue
+            run = self._nested if piece.nested else self._plain
+            run(piece, eqns)
+        return [
+            self.storage[v].read(self.env[v]) if is_var(v) and v in self.storage else self._value(v)
+            for v in self.jaxpr.outvars
+        ]
+
+    def _value(self, atom: Any) -> Any:
+        return self.env[atom] if is_var(atom) else atom.val
+
+    def _nested(self, piece: Piece, eqns: list[Any]) -> None:
+        eqn = eqns[0]
+        values = _NESTED[eqn.primitive.name](
+            eqn, [self._value(v) for v in eqn.invars], self.storage, self.way, self.moving
+        )
+        self.env.update(zip(eqn.outvars, values, strict=True))
+
+    def _plain(self, piece: Piece, eqns: list[Any]) -> None:
+        env, storage, way = self.env, self.storage, self.way
+        free = _read_from_outside(eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
-        free = list(dict.fromkeys(v for e in eqns for v in e.invars if is_var(v) and v not in made))
         weights = [v for v in free if v in storage]
         inputs = [v for v in free if v not in storage]
         outputs = [v for v in piece.outputs if v in made]
-        fn = as_function(part(jaxpr, eqns, [*weights, *inputs], outputs))
-        run = read_tied if way.recomputed else run_piece
-        if weights:
-            stored = [storage[v] for v in weights]
-            values = run(fn, stored, [env[v] for v in weights], [env[v] for v in inputs])
-        else:
-            values = fn(*(env[v] for v in inputs))
-        env.update(zip(outputs, values, strict=True))
-    return [
-        storage[v].read(env[v]) if is_var(v) and v in storage else value(v) for v in jaxpr.outvars
-    ]
+        program = part(self.jaxpr, eqns, [*weights, *inputs], outputs)
+        values = [env[v] for v in inputs]
+        if not (way.keeping and piece.units):
+            read = [storage[v] for v in weights], [env[v] for v in weights]
+            run = read_tied if way.recomputed else run_piece
+            fn = as_function(program)
+            env.update(zip(outputs, run(fn, *read, values) if weights else fn(*values)))
+            return
+        own = [v in self.moving and self.readers[v] == 1 for v in inputs]
+        stored = {v: storage[v] for v in weights}
+        run_kept = _run_units if piece.units > 1 else _run_unit
+        args = [env[v] for v in weights], values
+        env.update(zip(outputs, run_kept(program, stored, *args, own, way, way.keeping)))
+
+
+def _run_unit(
+    program: Any,
+    stored: Storage,
+    weights: Sequence[Any],
+    inputs: Sequence[Any],
+    own: Sequence[bool],
+    way: Way,
+    keeping: Keeping,
+) -> Sequence[Any]:
+    fn = keeping.again(as_function(program), way.in_loop)
+    return run_piece(fn, list(stored.values()), weights, inputs, keeping, own)
+
+
+def _run_units(
+    program: Any,
+    stored: Storage,
+    weights: Sequence[Any],
+    inputs: Sequence[Any],
+    own: Sequence[bool],
+    way: Way,
+    keeping: Keeping,
+) -> Sequence[Any]:
+    """Several units: each gathers its own weights, and all keep only what the first was handed."""
+    inner = replace(way, keeping=None)
+
+    def run(*args: Any) -> Sequence[Any]:
+        return run_sliced(program, (), args, stored, inner)
+
+    again = keeping.again(run, way.in_loop)
+    args = [*weights, *inputs]
+    return run_piece(again, (), (), args, keeping, [*(False for _ in weights), *own])
+
+
+def _read_from_outside(eqns: Sequence[Any]) -> list[Any]:
+    """The variables that these equations read and do not make."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in made)
+    return list(dict.fromkeys(read))
 
 
 def _with_aliases_resolved(jaxpr: Any) -> Any:
@@ -99,7 +185,7 @@ def _with_aliases_resolved(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
         eqns.append(eqn := eqn.replace(invars=[known(v) for v in eqn.invars]))
         if eqn.primitive.name in (*INLINED, *CHECKPOINTS):
-            inner = open_jaxpr(eqn.params["jaxpr"])[0]
+            inner = open_jaxpr(called(eqn))[0]
             place = {v: i for i, v in enumerate(inner.invars)}
             for out, inner_out in zip(eqn.outvars, inner.outvars, strict=True):
                 if is_var(inner_out) and inner_out in place:
@@ -107,7 +193,7 @@ def _with_aliases_resolved(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns, outvars=[known(v) for v in jaxpr.outvars])
 
 
-def _pieces(jaxpr: Any, way: Way, storage: Storage) -> list[_Piece]:
+def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Piece]:
     """Maximal runs of equations of one unit (or of none), and what each must hand on."""
 
     views = _possible_views(jaxpr, storage)
@@ -122,16 +208,46 @@ def _pieces(jaxpr: Any, way: Way, storage: Storage) -> list[_Piece]:
         nested = _holds_unit(eqn, way.units) or _scans_over(eqn, views)
         return ("nested", index) if nested else None
 
-    runs = [
-        (k, [eqn for _, eqn in group]) for k, group in itertools.groupby(enumerate(jaxpr.eqns), key)
-    ]
+    def run(k: Any, eqns: list[Any]) -> Piece:
+        nested = isinstance(k, tuple)
+        return Piece(eqns, 0 if nested or k is None else 1, nested)
+
+    pairs = itertools.groupby(enumerate(jaxpr.eqns), key)
+    runs = [run(k, [eqn for _, eqn in group]) for k, group in pairs]
+    if way.every > 1:
+        runs = _together(runs, way.every)
     live = {v for v in jaxpr.outvars if is_var(v)}
-    pieces = []
-    for k, eqns in reversed(runs):
-        made = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
-        pieces.append(_Piece(eqns, [v for v in made if v in live], isinstance(k, tuple)))
-        live = (live - made.keys()) | {v for eqn in eqns for v in eqn.invars if is_var(v)}
-    return pieces[::-1]
+    found = []
+    for piece in reversed(runs):
+        made = dict.fromkeys(v for eqn in piece.eqns for v in eqn.outvars)
+        found.append(replace(piece, outputs=[v for v in made if v in live]))
+        live = (live - made.keys()) | {v for eqn in piece.eqns for v in eqn.invars if is_var(v)}
+    return found[::-1]
+
+
+def _together(pieces: list[Piece], every: int) -> list[Piece]:
+    """Runs of `every` units, and what stands between them, as one piece each."""
+    done: list[Piece] = []
+    run: list[Piece] = []
+
+    def close() -> None:
+        last = max((i for i, piece in enumerate(run) if piece.units), default=-1)
+        within, after = run[: last + 1], run[last + 1 :]
+        if within:
+            eqns = [eqn for piece in within for eqn in piece.eqns]
+            done.append(Piece(eqns, sum(piece.units for piece in within), False))
+        done.extend(after)
+        run.clear()
+
+    for piece in pieces:
+        if not piece.nested:
+            run.append(piece)
+        if piece.nested or sum(p.units for p in run) == every or not any(p.units for p in run):
+            close()
+        if piece.nested:
+            done.append(piece)
+    close()
+    return done
 
 
 def _holds_unit(eqn: Any, units: Units) -> bool:
@@ -149,7 +265,7 @@ def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
         return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
     if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
         return False
-    inner = open_jaxpr(eqn.params["jaxpr"])[0]
+    inner = open_jaxpr(called(eqn))[0]
     passed = {
         iv: storage[v]
         for v, iv in zip(eqn.invars, inner.invars, strict=True)
@@ -202,45 +318,56 @@ def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, Stored])
     return rest
 
 
-Rule = Callable[[Any, Sequence[Any], Storage, Way], Sequence[Any]]
+Rule = Callable[[Any, Sequence[Any], Storage, Way, set[Any]], Sequence[Any]]
 
 
 def _call(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, closed: Any = None, skip: int = 0
+    eqn: Any,
+    values: Sequence[Any],
+    storage: Storage,
+    way: Way,
+    moving: set[Any],
+    closed: Any = None,
+    skip: int = 0,
 ) -> list[Any]:
-    jaxpr, consts = open_jaxpr(closed or eqn.params["jaxpr"])
-    inner = {
-        iv: storage[v]
-        for v, iv in zip(eqn.invars[skip:], jaxpr.invars, strict=True)
-        if is_var(v) and v in storage
-    }
-    return run_sliced(jaxpr, consts, values, inner, way)
+    jaxpr, consts = open_jaxpr(closed or called(eqn))
+    passed = dict(zip(jaxpr.invars, eqn.invars[skip:], strict=True))
+    inner = {iv: storage[v] for iv, v in passed.items() if is_var(v) and v in storage}
+    return run_sliced(jaxpr, consts, values, inner, way.inside(passed, moving))
 
 
-def _checkpoint(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
-    inner = replace(way, recomputed=True)
+def _checkpoint(
+    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+) -> Sequence[Any]:
+    inner = replace(way, recomputed=True, keeping=None)
     return jax.checkpoint(
-        lambda *args: _call(eqn, args, storage, inner),
+        lambda *args: _call(eqn, args, storage, inner, moving),
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
     )(*values)
 
 
-def _lookup(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
+def _lookup(
+    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+) -> Sequence[Any]:
     table, ids = values
     return [look_up(eqn, table, ids, storage[eqn.invars[0]])]
 
 
-def _cond(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
+def _cond(
+    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+) -> Sequence[Any]:
     branches = [
-        lambda *args, branch=branch: _call(eqn, args, storage, way, branch, 1)
+        lambda *args, branch=branch: _call(eqn, args, storage, way, moving, branch, 1)
         for branch in eqn.params["branches"]
     ]
     return jax.lax.switch(values[0], branches, *values[1:])
 
 
-def _scan(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequence[Any]:
-    params, (jaxpr, consts) = eqn.params, open_jaxpr(eqn.params["jaxpr"])
+def _scan(
+    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+) -> Sequence[Any]:
+    params, (jaxpr, consts) = eqn.params, open_jaxpr(called(eqn))
     num_consts, num_carry = consts_and_carry(eqn)
     values, inner = list(values), {}
     for i, (v, iv) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
@@ -253,22 +380,57 @@ def _scan(eqn: Any, values: Sequence[Any], storage: Storage, way: Way) -> Sequen
             values[i] = stored.read(values[i])  # carried, or cut along the layers: gathered before
         else:
             inner[iv] = stored.layer()
+    passed = dict(zip(jaxpr.invars[num_consts:], eqn.invars[num_consts:], strict=True))
+    way = way.inside(passed, moving, in_loop=True)
 
-    def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        args = [*values[:num_consts], *carry, *xs]
-        outs = run_sliced(jaxpr, consts, args, inner, way)
-        return outs[:num_carry], outs[num_carry:]
+    def run(way: Way, consts_: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
+        def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run_sliced(jaxpr, consts, [*consts_, *carry, *xs], inner, way)
+            return outs[:num_carry], outs[num_carry:]
+
+        how = {key: params[key] for key in ("reverse", "unroll")}
+        return jax.lax.scan(body, carry, xs, length=length, **how)
 
     first_xs = num_consts + num_carry
-    carry, ys = jax.lax.scan(
-        body,
-        values[num_consts:first_xs],
-        values[first_xs:],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
+    split = values[:num_consts], values[num_consts:first_xs], values[first_xs:]
+    if way.every == 1 or not _repeats_units(jaxpr, way.units):
+        carry, ys = run(way, *split, params["length"])
+        return [*carry, *ys]
+    return _scan_of_groups(run, split, params["length"], params["reverse"], way)
+
+
+def _repeats_units(jaxpr: Any, units: Units) -> bool:
+    """Whether each trip of a scan runs units, not a scan of its own that does."""
+    return any(
+        units.of(eqn) is not None
+        or (eqn.primitive.name != "scan" and any(_repeats_units(b, units) for b, *_ in bodies(eqn)))
+        for eqn in jaxpr.eqns
     )
-    return [*carry, *ys]
+
+
+def _scan_of_groups(run: Any, split: Any, length: int, reverse: bool, way: Way) -> list[Any]:
+    """A scan whose trips are made again several together: of those only the first's input waits."""
+    consts, start, xs = split
+    keeping, inner = way.keeping, replace(way, keeping=None)
+    assert keeping is not None
+    every = keeping.every
+    assert length % every == 0, "refused where the config is read against the model"
+
+    def group(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def together(*args: Any) -> list[Any]:
+            given = iter(args)
+            parts = [[next(given) for _ in like] for like in (consts, carry, xs)]
+            carry_, ys = run(inner, *parts, every)
+            return [*carry_, *ys]
+
+        own = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
+        args = [*consts, *carry, *xs]
+        outs = run_piece(keeping.again(together, True), (), (), args, keeping, own)
+        return outs[: len(carry)], outs[len(carry) :]
+
+    grouped = [x.reshape(length // every, every, *x.shape[1:]) for x in xs]
+    carry, ys = jax.lax.scan(group, start, grouped, length=length // every, reverse=reverse)
+    return [*carry, *(y.reshape(length, *y.shape[2:]) for y in ys)]
 
 
 _NESTED: dict[str, Rule] = {

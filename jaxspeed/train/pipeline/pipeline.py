@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.config.recompute import Recompute
 from jaxspeed.parallel.pipeline.arrange import Arrangement
 from jaxspeed.parallel.pipeline.schedule import Schedule, forward_only, schedule
 from jaxspeed.placement.mesh import data_parallel_size
@@ -72,7 +73,10 @@ class Pipeline:
         return evaluated(parts, self._stage(parts), forward_only(self.stages, count, self.chunks))
 
     def _stage(self, split: Split) -> Stage:
-        stage = Stage(split, self.chunks, self.recompute == "layers", self.gather == "step")
+        recompute = self.objective.recompute
+        if not recompute and self.recompute == "layers":
+            recompute = Recompute("full")
+        stage = Stage(split, self.chunks, recompute, self.gather == "step")
         # Made once, here: what the loop over ticks makes first would be made in each tick.
         _ = split.outer, stage.weights, stage.context
         return stage

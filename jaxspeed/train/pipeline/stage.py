@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.config.recompute import Recompute
 from jaxspeed.parallel.pipeline import lanes
 from jaxspeed.parallel.pipeline.lanes import PIPE
 from jaxspeed.parallel.tensor import with_crossings
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.units import Stored, Way, run_sliced
+from jaxspeed.placement.units import Stored, run_sliced
 from jaxspeed.train.pipeline.split import Split, Values, at, inexact
 from jaxspeed.train.pipeline.ticks import Now
 
@@ -24,7 +25,7 @@ class Stage:
 
     split: Split
     chunks: int
-    recompute_layers: bool
+    recompute: Recompute  # what a layer keeps, when a stage is made again
     gather_once: bool  # ZeRO 3: a stage's weights once a step, not each layer's in each tick
 
     @property
@@ -137,7 +138,6 @@ class Stage:
                 first,
                 carry,
                 padded=arrangement.padded,
-                recompute=self.recompute_layers,
             )
 
         def like(v: Any) -> jax.ShapeDtypeStruct:
@@ -168,6 +168,7 @@ class Stage:
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
+        recompute = self.recompute if split.train else Recompute()
         jaxpr = with_crossings(
             closed.jaxpr,
             {**of_weights, **shared},
@@ -175,9 +176,10 @@ class Stage:
             specs,
             table.mesh,
             split.objective.style,
-            units.of if storage else lambda eqn: None,
+            units.of if storage or recompute else lambda eqn: None,
         )
-        return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, Way(units))
+        way = split.objective.way(jaxpr, program, samples, recompute)
+        return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
 
 
 def in_context(spec: PartitionSpec) -> NamedSharding:

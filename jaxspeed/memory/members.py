@@ -1,0 +1,57 @@
+"""The units of a traced program, each as a program of its own."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxspeed.placement.units import Units
+from jaxspeed.placement.units.choose import bodies
+from jaxspeed.placement.units.jaxprs import is_var, part
+from jaxspeed.placement.units.keeping import made_of
+from jaxspeed.placement.units.slicing import Way, consts_and_carry, pieces
+
+
+@dataclass(frozen=True)
+class Member:
+    """One unit, or the one that a scan runs many times."""
+
+    program: Any  # its inputs are what it reads
+    times: int
+    own: tuple[bool, ...]  # which inputs are activations that no other unit reads
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What its activations are called."""
+        return tuple(dict.fromkeys(_names(self.program)))
+
+
+def members(jaxpr: Any, batch: Iterable[Any], units: Units, times: int = 1) -> Iterator[Member]:
+    """Every unit of a program; `batch` are its variables that are no parameters or constants."""
+    moving = made_of(jaxpr, batch)
+    for piece in pieces(jaxpr, Way(units), {}):
+        if piece.nested:
+            yield from _inside(piece.eqns[0], moving, units, times)
+        elif piece.units:
+            made = {v for eqn in piece.eqns for v in eqn.outvars}
+            read = (v for e in piece.eqns for v in e.invars if is_var(v) and v not in made)
+            inputs = list(dict.fromkeys(read))
+            program = part(jaxpr, piece.eqns, inputs, piece.outputs)
+            yield Member(program, times, tuple(v in moving for v in inputs))
+
+
+def _inside(eqn: Any, moving: set[Any], units: Units, times: int) -> Iterator[Member]:
+    for body, skip, trips in bodies(eqn):
+        pairs = list(zip(body.invars, eqn.invars[skip:], strict=True))
+        if eqn.primitive.name == "scan":
+            pairs = pairs[consts_and_carry(eqn)[0] :]
+        inner = [iv for iv, v in pairs if is_var(v) and v in moving]
+        yield from members(body, inner, units, times * trips)
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+        for body, _, _ in bodies(eqn):
+            yield from _names(body)

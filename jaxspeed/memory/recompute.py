@@ -1,0 +1,125 @@
+"""From the words of the config and a traced program to what each of its units keeps."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.config.recompute import Recompute
+from jaxspeed.errors import ConfigError
+from jaxspeed.memory.members import Member
+from jaxspeed.ops.axes import TENSOR
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.units.keeping import Keeping
+
+ATTENTION = "attention"  # the name of what `jaxspeed.ops.attention` gives
+_KEY = "parallel.remat"
+_policies = jax.checkpoint_policies
+
+
+def keeping_of(words: Recompute, members: Sequence[Member]) -> Keeping | None:
+    """What the units of a program keep; None: whatever their derivative needs.
+
+    Raises:
+      ConfigError: where the program has no such units or names.
+    """
+    if not words:
+        return None
+    if not members:
+        raise ConfigError(
+            f"{_KEY}: this model has no repeated units whose activations could be made again; "
+            "name them in parallel.units, or use jax.checkpoint in the model"
+        )
+    put, get = _moves(words)
+    return Keeping(_policy(words, members), _every(words, members), put, get)
+
+
+def _policy(words: Recompute, members: Sequence[Member]) -> Callable[..., Any] | None:
+    if words.policy == "dots":
+        return _policies.dots_with_no_batch_dims_saveable
+    if words.policy == "attention":
+        _check_names([ATTENTION], members)
+        return _policies.save_only_these_names(ATTENTION)
+    if words.policy == "names":
+        _check_names([*words.save, *words.offload, *words.made_again], members)
+        return of_names(words.save, words.offload)
+    return None
+
+
+def of_names(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:
+    """The policy that keeps activations of these names, on the device or in host memory."""
+    if not (offload := list(offload)):
+        return _policies.save_only_these_names(*save)
+    return _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(save),
+        names_which_can_be_offloaded=offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _check_names(wanted: Iterable[str], members: Sequence[Member]) -> None:
+    known = sorted({name for member in members for name in member.names})
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        there = ", ".join(known) or "none: jax.ad_checkpoint.checkpoint_name(x, name) gives one"
+        raise ConfigError(
+            f"{_KEY}: the model's units have no activation named {', '.join(unknown)}; "
+            f"named there: {there}"
+        )
+
+
+def _every(words: Recompute, members: Sequence[Member]) -> int:
+    """How many units are made again together."""
+    if words.every is None and words.count is None:
+        return 1
+    layers = members[0].times if len(members) == 1 else len(members)
+    if words.every is not None:
+        every, what = words.every, f"{_KEY}.every_n: {words.every}"
+    else:
+        assert words.count is not None
+        what = f"activation_checkpointing.number_checkpoints: {words.count}"
+        every = layers // words.count if words.count and layers % words.count == 0 else 0
+    if not every or layers % every:
+        parts = [n for n in range(1, layers + 1) if layers % n == 0]
+        raise ConfigError(
+            f"{what} does not divide the {layers} units that follow each other here; "
+            f"{', '.join(map(str, parts))} do"
+        )
+    return every
+
+
+def _moves(words: Recompute) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """The way of what is kept to where it waits, and back."""
+    ways = [way for way, on in ((_cut, words.partition), (_on_host, words.on_host)) if on]
+    if not ways:
+        return None, None
+
+    def put(x: jax.Array) -> jax.Array:
+        for way in ways:
+            x = way(x, True)
+        return x
+
+    def get(x: jax.Array) -> jax.Array:
+        for way in reversed(ways):
+            x = way(x, False)
+        return x
+
+    return put, get
+
+
+def _on_host(x: jax.Array, away: bool) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Host if away else jax.memory.Space.Device)
+
+
+def _cut(x: jax.Array, away: bool) -> jax.Array:
+    """Over tensor, along the first dim after the samples' that divides."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = mesh.shape.get(TENSOR, 1)
+    dim = next((d for d in range(1, x.ndim) if x.shape[d] % ways == 0), None)
+    if ways == 1 or dim is None:
+        return x
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    entries[dim] = TENSOR if away else None
+    return constrain(x, NamedSharding(mesh, PartitionSpec(*entries)), "keeping.cut")

@@ -1,0 +1,61 @@
+"""What a unit keeps between its two passes; the rest its backward pass makes again."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.placement.units.jaxprs import is_var
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is kept of a unit, beside what it was handed, and how all of it waits.
+
+    `put` and `get` are the way of a kept activation to where it waits, and back: cut over more
+    devices, or in host memory.
+    """
+
+    policy: Function | None = None  # of jax.checkpoint; None: nothing else is kept
+    every: int = 1  # so many units, one after the other, are made again together
+    put: Function | None = None
+    get: Function | None = None
+
+    def again(self, fn: Function, in_loop: bool) -> Function:
+        """The function, of whose inner values only those of the policy are kept.
+
+        In a loop the two passes are loops of their own, which no compiler makes one of.
+        """
+        return jax.checkpoint(fn, policy=self.policy, prevent_cse=not in_loop)
+
+    def store(self, kept: Iterable[Any], moved: Iterable[bool]) -> list[Any]:
+        """What waits for the backward pass; `moved` are the unit's own, which no other keeps."""
+        return [
+            self.put(x) if self.put and own and _is_activation(x) else x
+            for x, own in zip(kept, moved, strict=True)
+        ]
+
+    def fetch(self, kept: Iterable[Any], moved: Iterable[bool]) -> list[Any]:
+        """What `store` was given."""
+        return [
+            self.get(x) if self.get and own and _is_activation(x) else x
+            for x, own in zip(kept, moved, strict=True)
+        ]
+
+
+def _is_activation(x: Any) -> bool:
+    return x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def made_of(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
+    """The variables of a program that depend on any of `sources`, those included."""
+    found = set(sources)
+    for eqn in jaxpr.eqns:
+        if any(is_var(v) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
