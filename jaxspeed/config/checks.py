@@ -159,7 +159,7 @@ def _recompute(settings: Settings) -> Iterator[Problem]:
     section = "activation_checkpointing"
     for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints"):
         if getattr(words, name) and said and remat == "none":
-            works = f"It says how checkpoints are kept: remove one, or write {key} \"full\"."
+            works = f'It says how checkpoints are kept: remove one, or write {key} "full".'
             yield Problem(f"{section}.{name}", f'set, while {key} is "none"', works, (key,))
     if words.number_checkpoints and said and remat not in ("none", "full"):
         works = "Both say what is kept: remove one."

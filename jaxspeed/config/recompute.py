@@ -65,7 +65,10 @@ def bytes_of(value: Any) -> int | None:
 
 _Names = dict[Literal["save", "offload", "recompute"], list[Text]]
 _Schema = (
-    Literal[WORDS] | dict[Literal["every_n"], Count] | dict[Literal["budget"], Count | Text] | _Names
+    Literal[WORDS]
+    | dict[Literal["every_n"], Count]
+    | dict[Literal["budget"], Count | Text]
+    | _Names
 )
 Remat = Annotated[Any, BeforeValidator(_remat, json_schema_input_type=_Schema)]
 

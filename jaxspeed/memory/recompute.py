@@ -8,18 +8,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config.recompute import Recompute
 from jaxspeed.errors import ConfigError
+from jaxspeed.memory.budget import Choice, Costs, Unit, choose
+from jaxspeed.memory.devices import host_link, peak_flops
 from jaxspeed.memory.members import Member
 from jaxspeed.ops.axes import TENSOR
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.units.keeping import Keeping
 
 ATTENTION = "attention"  # the name of what `jaxspeed.ops.attention` gives
 _KEY = "parallel.remat"
+_UNKNOWN_PEAK = 312e12  # of simulated devices; an A100's
 _policies = jax.checkpoint_policies
 
 
-def keeping_of(words: Recompute, members: Sequence[Member]) -> Keeping | None:
+def keeping_of(
+    words: Recompute, members: Sequence[Member], ways: int, device_kind: str
+) -> Keeping | None:
     """What the units of a program keep; None: whatever their derivative needs.
+
+    Args:
+      words: what the config says.
+      members: the units of the program.
+      ways: into how many parts devices share what the units compute.
+      device_kind: of the devices that will run it.
 
     Raises:
       ConfigError: where the program has no such units or names.
@@ -32,10 +44,13 @@ def keeping_of(words: Recompute, members: Sequence[Member]) -> Keeping | None:
             "name them in parallel.units, or use jax.checkpoint in the model"
         )
     put, get = _moves(words)
-    return Keeping(_policy(words, members), _every(words, members), put, get)
+    policy = _policy(words, members, ways, device_kind)
+    return Keeping(policy, _every(words, members), put, get)
 
 
-def _policy(words: Recompute, members: Sequence[Member]) -> Callable[..., Any] | None:
+def _policy(
+    words: Recompute, members: Sequence[Member], ways: int, device_kind: str
+) -> Callable[..., Any] | None:
     if words.policy == "dots":
         return _policies.dots_with_no_batch_dims_saveable
     if words.policy == "attention":
@@ -44,7 +59,26 @@ def _policy(words: Recompute, members: Sequence[Member]) -> Callable[..., Any] |
     if words.policy == "names":
         _check_names([*words.save, *words.offload, *words.made_again], members)
         return of_names(words.save, words.offload)
+    if words.budget is not None:
+        return of_names(*chosen(words.budget, costs_of(members, ways, device_kind)))
     return None
+
+
+def costs_of(members: Sequence[Member], ways: int, device_kind: str) -> Costs:
+    """What choices among the activations that a program's units name cost on such a device."""
+    rate = peak_flops(device_kind) or _UNKNOWN_PEAK
+    return Costs(tuple(map(Unit.of, members)), ways, rate / host_link(device_kind))
+
+
+def chosen(budget: int, costs: Costs) -> Choice:
+    """The cheapest choice within a budget; what units are handed counts too."""
+    if budget < costs.input_bytes:
+        raise ConfigError(
+            f"{_KEY}.budget: {bytes_text(budget)} is less than the {bytes_text(costs.input_bytes)} "
+            'that the inputs of the units take by themselves ("full"); it needs at least that, or '
+            "every_n, or activation_checkpointing.cpu_checkpointing"
+        )
+    return choose(costs, budget - costs.input_bytes)
 
 
 def of_names(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:

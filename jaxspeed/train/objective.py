@@ -6,6 +6,7 @@ with each unit gathering its own parameters.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,9 @@ from jaxspeed.config import match
 from jaxspeed.config.recompute import Recompute
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
+from jaxspeed.ops.axes import free_axes
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
-from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced
@@ -71,7 +73,9 @@ class Objective:
         if not recompute:
             return Way(program.units)
         found = tuple(members(jaxpr, activations, program.units))
-        keeping = keeping_of(recompute, found)
+        mesh, free = self.table.mesh, free_axes()
+        ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)
+        keeping = keeping_of(recompute, found, ways, mesh.devices.flat[0].device_kind)
         return Way(program.units, keeping=keeping, activations=frozenset(activations))
 
     def _crossed(self, program: "Traced") -> Any:

@@ -3,6 +3,7 @@
 Plain records in, files and lines out: nothing here knows the engine.
 """
 
+from jaxspeed.memory.devices import peak_flops
 from jaxspeed.observe.metrics.flops import (
     ModelFlops,
     language_flops,
@@ -11,7 +12,6 @@ from jaxspeed.observe.metrics.flops import (
 )
 from jaxspeed.observe.metrics.ledger import PHASES, Ledger
 from jaxspeed.observe.metrics.names import NAMES
-from jaxspeed.observe.metrics.peaks import peak_flops
 from jaxspeed.observe.metrics.picture import draw_loss
 from jaxspeed.observe.metrics.progress import Progress
 from jaxspeed.observe.metrics.records import from_json, read_records

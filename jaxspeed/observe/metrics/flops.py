@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxspeed.observe.metrics.peaks import peak_flops
+from jaxspeed.memory.devices import peak_flops
 from jaxspeed.observe.metrics.traced import forward_flops
 
 

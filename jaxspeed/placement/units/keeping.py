@@ -58,4 +58,3 @@ def made_of(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
         if any(is_var(v) and v in found for v in eqn.invars):
             found.update(eqn.outvars)
     return found
-

@@ -2,7 +2,8 @@
 
 Forward, a stored parameter (cut over the data axes, perhaps padded, in its master dtype) is cast
 and gathered. Backward, its gradient goes straight to the cut: XLA makes a reduce-scatter of it, and
-the whole reduced gradient never exists.
+the whole reduced gradient never exists. One that waits in host memory comes to the device first,
+and its gradient leaves for there at last.
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +26,16 @@ class Stored:
     cut: NamedSharding  # of the stored array, and of its gradient
     wire: Any = None  # the dtype in which gradients are reduced; None: as they come
     trainable: bool = True
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it waits in another memory than layers read it in."""
+        return self.cut.memory_kind != self.gathered.memory_kind
+
+    @property
+    def _here(self) -> NamedSharding:
+        """As it is cut, in the memory where layers read it."""
+        return self.cut.with_memory_kind(self.gathered.memory_kind)
 
     @property
     def entries(self) -> list[Any]:
@@ -53,8 +64,10 @@ class Stored:
 
     def read(self, stored: jax.Array) -> jax.Array:
         """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
+        if self.on_host:
+            stored = jax.device_put(stored, jax.memory.Space.Device)
         # Without the first constraint the gather may move above what the shard is tied to.
-        stored = constrain(stored, self.cut, "unit.cut")
+        stored = constrain(stored, self._here, "unit.cut")
         whole = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
         return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
 
@@ -64,7 +77,8 @@ class Stored:
             grad = grad.astype(self.wire)
         if grad.shape != like.shape:
             grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
-        return constrain(grad, self.cut, "unit.scatter").astype(like.dtype)
+        grad = constrain(grad, self._here, "unit.scatter").astype(like.dtype)
+        return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> list[Any]:

@@ -1,8 +1,9 @@
 """Views of a stored parameter: slicing a stack or reshaping a head leaves it stored, not gathered.
 
 `w[i]` of an unrolled stack, or a head that a chunked loss folds to [chunks, chunk, embed], must not
-be gathered whole first. Each rule here gives the same operation on the stored (cut and perhaps
-padded) array and how its result is stored; an operation that touches the cut dim has no rule.
+be gathered (or brought from host memory) whole first. Each rule here gives the same operation on
+the stored (cut and perhaps padded) array and how its result is stored; an operation that touches
+the cut dim has no rule.
 """
 
 import math
@@ -20,36 +21,38 @@ def view(eqn: Any, stored: Stored, stored_shape: tuple[int, ...]) -> tuple[dict,
 
     None when the operation needs the gathered array.
     """
-    rule = _RULES.get(eqn.primitive.name)
+    rule = (_ON_HOST if stored.on_host else _RULES).get(eqn.primitive.name)
     cut = stored.cut_dim
-    if rule is None or cut is None:
+    if rule is None or (cut is None and not stored.on_host):
         return None
     return rule(eqn, stored, stored_shape, cut)
 
 
-def _slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+def _slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
     start, limit, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
-    if start[cut] != 0 or limit[cut] != stored.shape[cut] or (strides and strides[cut] != 1):
+    if cut is not None and (
+        start[cut] != 0 or limit[cut] != stored.shape[cut] or (strides and strides[cut] != 1)
+    ):
         return None
     limit = tuple(real[d] if d == cut else n for d, n in enumerate(limit))
     return {**eqn.params, "limit_indices": limit}, _same_dims(stored, eqn)
 
 
-def _dynamic_slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+def _dynamic_slice(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
     sizes = eqn.params["slice_sizes"]
-    if sizes[cut] != stored.shape[cut]:
+    if cut is not None and sizes[cut] != stored.shape[cut]:
         return None
     sizes = tuple(real[d] if d == cut else n for d, n in enumerate(sizes))
     return {**eqn.params, "slice_sizes": sizes}, _same_dims(stored, eqn)
 
 
-def _pad(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
-    if any(eqn.params["padding_config"][cut]):
+def _pad(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
+    if cut is not None and any(eqn.params["padding_config"][cut]):
         return None
     return eqn.params, _same_dims(stored, eqn)
 
 
-def _squeeze(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+def _squeeze(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
     gone = eqn.params["dimensions"]
     if cut in gone:
         return None
@@ -57,14 +60,15 @@ def _squeeze(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
     return eqn.params, stored.moved(eqn.outvars[0].aval.shape, kept)
 
 
-def _transpose(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+def _transpose(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
     order = list(eqn.params["permutation"])
     return eqn.params, stored.moved(eqn.outvars[0].aval.shape, order)
 
 
-def _reshape(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int) -> Any:
+def _reshape(eqn: Any, stored: Stored, real: tuple[int, ...], cut: int | None) -> Any:
     """Dims before the cut one may be folded or split as long as the rest stays as it is."""
     old, new = stored.shape, eqn.params["new_sizes"]
+    cut = len(old) if cut is None else cut
     tail = len(old) - cut
     front = len(new) - tail
     if eqn.params["dimensions"] is not None or tuple(new[front:]) != tuple(old[cut:]):
@@ -118,3 +122,5 @@ _RULES = {
     "transpose": _transpose,
     "reshape": _reshape,
 }
+# What compilers do to an array in host memory without bringing it to the device.
+_ON_HOST = {name: _RULES[name] for name in ("slice", "dynamic_slice", "squeeze", "reshape")}

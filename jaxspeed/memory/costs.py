@@ -1,0 +1,48 @@
+"""What a traced program costs to run: an estimate, from the shapes of its operations."""
+
+import math
+from typing import Any
+
+from jaxspeed.placement.units.choose import bodies
+from jaxspeed.placement.units.jaxprs import open_jaxpr
+
+_NAMES_ONLY = {"name", "reshape", "squeeze", "broadcast_in_dim", "sharding_constraint", "copy"}
+
+
+def flops(jaxpr: Any) -> int:
+    """Of products and convolutions; any other operation counts as one an element of its result."""
+    return sum(map(flops_of, jaxpr.eqns))
+
+
+def flops_of(eqn: Any) -> int:
+    name = eqn.primitive.name
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * math.prod(out.shape) * math.prod(shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(out.shape) * math.prod(kernel) // features
+    if name == "cond":  # which one runs only the platform or the data tell
+        return max(flops(open_jaxpr(branch)[0]) for branch in eqn.params["branches"])
+    inner = bodies(eqn) or [(body, 0, 1) for body in _called(eqn)]
+    if inner:
+        return sum(trips * flops(body) for body, _, trips in inner)
+    if name in _NAMES_ONLY:
+        return 0
+    return sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
+
+
+def _called(eqn: Any) -> list[Any]:
+    """The programs of an operation with a derivative of its own, or of one device's part."""
+    keys = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+    found = (eqn.params[key] for key in keys if key in eqn.params)
+    return [open_jaxpr(each)[0] for each in found if hasattr(open_jaxpr(each)[0], "eqns")]
+
+
+def nbytes(aval: Any) -> int:
+    """Of an array of this shape and dtype; keys of random numbers count as nothing."""
+    size = getattr(aval.dtype, "itemsize", 0)
+    return math.prod(aval.shape) * size
