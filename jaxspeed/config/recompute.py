@@ -64,12 +64,9 @@ def bytes_of(value: Any) -> int | None:
 
 
 _Names = dict[Literal["save", "offload", "recompute"], list[Text]]
-_Schema = (
-    Literal[WORDS]
-    | dict[Literal["every_n"], Count]
-    | dict[Literal["budget"], Count | Text]
-    | _Names
-)
+_Word = Literal["none", "full", "dots", "attention"]
+_Budget = dict[Literal["budget"], Count | Text]
+_Schema = _Word | dict[Literal["every_n"], Count] | _Budget | _Names
 Remat = Annotated[Any, BeforeValidator(_remat, json_schema_input_type=_Schema)]
 
 
@@ -96,6 +93,9 @@ class Recompute:
         for i, first in enumerate(LISTS):
             for second in LISTS[i + 1 :]:
                 yield from ((n, first, second) for n in lists[first] if n in lists[second])
+
+
+NOTHING_SAID = Recompute()
 
 
 def recompute_of(remat: Any, count: int | None, partition: bool, on_host: bool) -> Recompute:

@@ -16,15 +16,14 @@ def flops(jaxpr: Any) -> int:
 
 def flops_of(eqn: Any) -> int:
     name = eqn.primitive.name
-    out = eqn.outvars[0].aval if eqn.outvars else None
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
-        return 2 * math.prod(out.shape) * math.prod(shape[d] for d in contracted)
+        return 2 * _elements(eqn) * math.prod(shape[d] for d in contracted)
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out.shape) * math.prod(kernel) // features
+        return 2 * _elements(eqn) * math.prod(kernel) // features
     if name == "cond":  # which one runs only the platform or the data tell
         return max(flops(open_jaxpr(branch)[0]) for branch in eqn.params["branches"])
     inner = bodies(eqn) or [(body, 0, 1) for body in _called(eqn)]
@@ -32,6 +31,11 @@ def flops_of(eqn: Any) -> int:
         return sum(trips * flops(body) for body, _, trips in inner)
     if name in _NAMES_ONLY:
         return 0
+    return _elements(eqn)
+
+
+def _elements(eqn: Any) -> int:
+    """Of the results."""
     return sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
-from jaxspeed.config.recompute import Recompute
+from jaxspeed.config.recompute import NOTHING_SAID, Recompute
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
@@ -41,14 +41,14 @@ class Objective:
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
     style: Style = AS_WHOLE  # of what crosses the tensor axis
-    recompute: Recompute = Recompute()  # what units keep for their backward pass
+    recompute: Recompute = NOTHING_SAID  # what units keep for their backward pass
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
         sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
-        recompute = self.recompute if train else Recompute()
+        recompute = self.recompute if train else NOTHING_SAID
         sliced = recompute or any(row.gathered for row in self.table)
         if self.table.mesh.shape["tensor"] == 1 and not sliced:
             return self._direct(sources, variables, batch, step, micro, train)

@@ -35,7 +35,8 @@ class Stored:
     @property
     def _here(self) -> NamedSharding:
         """As it is cut, in the memory where layers read it."""
-        return self.cut.with_memory_kind(self.gathered.memory_kind)
+        kind = self.gathered.memory_kind
+        return self.cut.with_memory_kind(kind) if kind and self.on_host else self.cut
 
     @property
     def entries(self) -> list[Any]:

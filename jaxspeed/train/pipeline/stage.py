@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.config.recompute import Recompute
+from jaxspeed.config.recompute import NOTHING_SAID, Recompute
 from jaxspeed.parallel.pipeline import lanes
 from jaxspeed.parallel.pipeline.lanes import PIPE
 from jaxspeed.parallel.tensor import with_crossings
@@ -168,7 +168,7 @@ class Stage:
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
-        recompute = self.recompute if split.train else Recompute()
+        recompute = self.recompute if split.train else NOTHING_SAID
         jaxpr = with_crossings(
             closed.jaxpr,
             {**of_weights, **shared},
