@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
@@ -92,7 +93,9 @@ class Attention(nnx.Module):
         self.o_proj = Linear(heads, embed, init=residual_init(c), rngs=rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # [batch, seq, heads, head_dim]
+        q = checkpoint_name(self.q_proj(x), "query")  # [batch, seq, heads, head_dim]
+        k = checkpoint_name(self.k_proj(x), "key")
+        v = checkpoint_name(self.v_proj(x), "value")
         return self.o_proj(ops.attention(q, k, v, segment_ids=segment_ids))
 
 
@@ -105,7 +108,8 @@ class MLP(nnx.Module):
         self.down = Linear(mlp, embed, init=residual_init(c), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        up = checkpoint_name(self.up(x), "mlp_up")
+        return self.down(checkpoint_name(jax.nn.gelu(up, approximate=True), "mlp_hidden"))
 
 
 class Block(nnx.Module):
@@ -118,8 +122,10 @@ class Block(nnx.Module):
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        x = x + self.dropout(self.attn(self.attn_norm(x), segment_ids))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        normed = checkpoint_name(self.attn_norm(x), "attn_norm")
+        x = x + self.dropout(checkpoint_name(self.attn(normed, segment_ids), "attn_out"))
+        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
+        return x + self.dropout(self.mlp(normed))
 
 
 class GPT2(language.Decoder):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
@@ -127,8 +128,9 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None
     ) -> jax.Array:
-        q, k = ops.rotate(self.q_proj(x), rotation), ops.rotate(self.k_proj(x), rotation)
-        v = self.v_proj(x)  # [batch, seq, kv_heads, head_dim]
+        q = checkpoint_name(ops.rotate(self.q_proj(x), rotation), "query")
+        k = checkpoint_name(ops.rotate(self.k_proj(x), rotation), "key")
+        v = checkpoint_name(self.v_proj(x), "value")  # [batch, seq, kv_heads, head_dim]
         return self.o_proj(
             ops.attention(q, k, v, window=self.window, segment_ids=segment_ids),
         )
@@ -146,7 +148,8 @@ class MLP(nnx.Module):
         self.down = Linear(mlp, embed, init=residual_init(c), bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
+        return self.down(checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden"))
 
 
 class Block(nnx.Module):
@@ -161,8 +164,10 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, segment_ids))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        normed = checkpoint_name(self.attn_norm(x), "attn_norm")
+        x = x + self.dropout(checkpoint_name(self.attn(normed, rotation, segment_ids), "attn_out"))
+        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
+        return x + self.dropout(self.mlp(normed))
 
 
 class Llama(language.Decoder):

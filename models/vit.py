@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed import ops
 
@@ -89,7 +90,9 @@ class Attention(nnx.Module):
         self.o_proj = Linear(heads, embed, init=init, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q = checkpoint_name(self.q_proj(x), "query")  # [batch, seq, heads, head_dim]
+        k = checkpoint_name(self.k_proj(x), "key")
+        v = checkpoint_name(self.v_proj(x), "value")
         return self.o_proj(ops.attention(q, k, v, causal=False))
 
 
@@ -103,7 +106,8 @@ class MLP(nnx.Module):
         self.down = Linear(mlp, embed, init=init, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+        up = checkpoint_name(self.up(x), "mlp_up")
+        return self.down(checkpoint_name(jax.nn.gelu(up, approximate=False), "mlp_hidden"))
 
 
 class Block(nnx.Module):
@@ -116,8 +120,10 @@ class Block(nnx.Module):
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.dropout(self.attn(self.attn_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        normed = checkpoint_name(self.attn_norm(x), "attn_norm")
+        x = x + self.dropout(checkpoint_name(self.attn(normed), "attn_out"))
+        normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
+        return x + self.dropout(self.mlp(normed))
 
 
 class ViT(nnx.Module):

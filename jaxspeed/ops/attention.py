@@ -23,6 +23,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cudnn, splash
@@ -31,6 +32,7 @@ from jaxspeed.ops.key_heads import copies_of, repeated
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 
+NAME = "attention"
 Implementation = Literal["plain", "splash", "cudnn"]
 
 
@@ -61,7 +63,8 @@ def attention(
         implementation: forces a kernel, for tests and comparisons.
 
     Returns:
-        [batch, seq, heads, head_dim] in the dtype of q.
+        [batch, seq, heads, head_dim] in the dtype of q, under the name "attention" for policies
+        that say what a backward pass keeps.
     """
     _check(q, k, v, window, segment_ids, kv_segment_ids)
     mask = Mask(causal, window)
@@ -86,7 +89,7 @@ def attention(
         kernels = {"plain": by_plain, "splash": by_splash, "cudnn": by_cudnn}
         if implementation not in kernels:
             raise ModelError(f"implementation {implementation!r} is none of {sorted(kernels)}")
-        return kernels[implementation](q, k, v, segments)
+        return checkpoint_name(kernels[implementation](q, k, v, segments), NAME)
 
     fast = {}
     if splash.takes(q, k):
@@ -101,9 +104,11 @@ def attention(
             stacklevel=2,
         )
         fast = {}
-    if not fast:
-        return by_plain(q, k, v, segments)
-    return lax.platform_dependent(q, k, v, segments, default=by_plain, **fast)
+    if fast:
+        out = lax.platform_dependent(q, k, v, segments, default=by_plain, **fast)
+    else:
+        out = by_plain(q, k, v, segments)
+    return checkpoint_name(out, NAME)
 
 
 def plain(
