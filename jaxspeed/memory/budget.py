@@ -20,7 +20,7 @@ from jaxspeed.memory.costs import flops_of, nbytes
 from jaxspeed.memory.members import Member
 from jaxspeed.placement.units.jaxprs import as_function, evaluate, is_var
 
-EXHAUSTIVE = 8  # names: 3^8 choices are looked at in a moment
+EXHAUSTIVE = 12  # names: the 2^12 sets of them take a second
 STARTS = 60
 Choice = tuple[frozenset[str], frozenset[str]]  # saved, moved
 
@@ -131,8 +131,12 @@ class Costs:
         kept = choice[0] | choice[1]
         if kept not in self._again:
             self._again[kept] = sum(unit.made_again(kept) for unit in self.units) // self.ways
-        moved = 2 * sum(self.bytes[name] for name in choice[1])
-        return self._again[kept] + moved * self.flops_per_byte
+        moved = sum(self.bytes[name] for name in choice[1])
+        return self._again[kept] + self.flops_to_move(moved)
+
+    def flops_to_move(self, size: int) -> float:
+        """What a device computes while so many bytes travel to its host and back."""
+        return 2 * size * self.flops_per_byte
 
     def held(self, choice: Choice) -> int:
         """Bytes that a choice keeps on the device, beside what units are handed."""
@@ -142,7 +146,7 @@ class Costs:
 def choose(costs: Costs, room: int, seed: int = 0) -> Choice:
     """The cheapest choice that keeps at most `room` bytes on the device."""
     if len(costs.names) <= EXHAUSTIVE:
-        return min(_fitting(costs, room, _all(costs.names)), key=lambda c: _order(costs, c))
+        return _best_of_all(costs, room)
     generator = random.Random(seed)
     starts = [(frozenset[str](), frozenset[str]()), *_greedy(costs, room)]
     starts += [random_choice(costs, room, generator) for _ in range(STARTS)]
@@ -163,10 +167,25 @@ def _order(costs: Costs, choice: Choice) -> tuple[float, int, list[str]]:
     return costs.flops(choice), costs.held(choice), sorted(choice[0])
 
 
-def _all(names: Sequence[str]) -> Iterable[Choice]:
-    for places in itertools.product((0, 1, 2), repeat=len(names)):
-        pairs = list(zip(names, places, strict=True))
-        yield frozenset(n for n, at in pairs if at == 1), frozenset(n for n, at in pairs if at == 2)
+def _best_of_all(costs: Costs, room: int) -> Choice:
+    """Of every set that could be kept, with as little of it moved as fits."""
+    best: Choice = frozenset(), frozenset()
+    for size in range(len(costs.names) + 1):
+        for kept in map(frozenset, itertools.combinations(costs.names, size)):
+            whole: Choice = kept, frozenset()
+            excess = max(0, costs.held(whole) - room)
+            if costs.flops(whole) + costs.flops_to_move(excess) > costs.flops(best):
+                continue  # even if no more had to move than what is too much
+            halves = _halves(kept) if excess else [whole]
+            fitting = _fitting(costs, room, [*halves, best])
+            best = min(fitting, key=lambda c: _order(costs, c))
+    return best
+
+
+def _halves(kept: frozenset[str]) -> Iterable[Choice]:
+    for size in range(len(kept) + 1):
+        for moved in map(frozenset, itertools.combinations(kept, size)):
+            yield kept - moved, moved
 
 
 def _fitting(costs: Costs, room: int, choices: Iterable[Choice]) -> Iterable[Choice]:
@@ -208,8 +227,8 @@ def _improved(costs: Costs, room: int, choice: Choice) -> Choice:
 def _neighbours(names: Sequence[str], choice: Choice) -> Iterable[Choice]:
     def placed(changes: Mapping[str, int]) -> Choice:
         def at(where: int) -> frozenset[str]:
-            rest = choice[where - 1] - changes.keys()
-            return rest | {name for name, place in changes.items() if place == where}
+            rest = (name for name in choice[where - 1] if name not in changes)
+            return frozenset([*rest, *(n for n, place in changes.items() if place == where)])
 
         return at(1), at(2)
 
