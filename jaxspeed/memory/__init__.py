@@ -1,0 +1,21 @@
+"""What is moved: state that waits in host memory, and comes to the device a piece at a time."""
+
+from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
+from jaxspeed.memory.spaces import in_host, to_device, to_host
+from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
+
+__all__ = [
+    "Lane",
+    "LeafProgram",
+    "Separated",
+    "Shared",
+    "Slot",
+    "Walk",
+    "choose_walk",
+    "in_host",
+    "separate",
+    "stream",
+    "to_device",
+    "to_host",
+    "total",
+]
