@@ -1,7 +1,8 @@
 """What is moved: state that waits in host memory, and comes to the device a piece at a time."""
 
+from jaxspeed.memory.making import made_in_groups
 from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.memory.spaces import in_host, to_device, to_host
+from jaxspeed.memory.spaces import in_host, on_device, to_device, to_host
 from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "Walk",
     "choose_walk",
     "in_host",
+    "made_in_groups",
+    "on_device",
     "separate",
     "stream",
     "to_device",

@@ -21,9 +21,9 @@ from jaxspeed.placement.units.jaxprs import as_function, evaluate, is_var, part
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
-    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or pow
-    reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh
-    xor""".split()  # noqa: SIM905
+    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor""".split()  # noqa: SIM905
 )
 
 

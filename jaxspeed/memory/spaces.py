@@ -25,3 +25,13 @@ def to_device(x: jax.Array, at: NamedSharding) -> jax.Array:
 def to_host(x: jax.Array, at: NamedSharding) -> jax.Array:
     """`x` as it is cut, in host memory; traced."""
     return jax.device_put(x, at.with_memory_kind(HOST))
+
+
+def on_device(tree: Any) -> Any:
+    """Whatever of a tree waits in host memory in the device's own; traced."""
+
+    def moved(x: Any) -> Any:
+        waits = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jax.device_put(x, jax.memory.Space.Device) if waits else x
+
+    return jax.tree.map(moved, tree)

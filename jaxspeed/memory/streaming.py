@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.memory.spaces import in_host, to_device, to_host
-from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.zero import ways
 
 Arrays = dict[str, Any]
@@ -61,16 +60,14 @@ class Walk:
         """A piece, on the device."""
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = jax.lax.dynamic_slice_in_dim(opened, start, rows, self.dim + 1)
-        at = self._sharding(lane)
-        piece = to_device(piece, at) if in_host(lane.at) else piece
+        piece = to_device(piece, self._sharding(lane)) if in_host(lane.at) else piece
         return piece.reshape(*lane.shape[: self.dim], -1, *lane.shape[self.dim + 1 :])
 
     def write(self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array) -> jax.Array:
         """The array with a piece of it replaced."""
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = piece.reshape(self._opened(piece.shape, piece.shape[self.dim] // self.parts))
-        at = self._sharding(lane)
-        piece = to_host(piece, at) if in_host(lane.at) else constrain(piece, at, "stream.write")
+        piece = to_host(piece, self._sharding(lane)) if in_host(lane.at) else piece
         written = jax.lax.dynamic_update_slice_in_dim(opened, piece, start, self.dim + 1)
         return written.reshape(lane.shape)
 
