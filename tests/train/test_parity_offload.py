@@ -36,15 +36,6 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-def assert_equal_runs(ours, theirs, tolerance=1e-5):
-    """Losses, gradient norms and parameters after all steps."""
-    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=tolerance)
-    np.testing.assert_allclose(ours.norms, theirs.norms, rtol=10 * tolerance)
-    moved, wanted = parity.updates(ours), parity.updates(theirs)
-    difference = parity.norm({path: moved[path] - wanted[path] for path in wanted})
-    assert difference <= 10 * tolerance * parity.norm(wanted)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "pair"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_offload_trains_as_plain_jax(name, stage):
@@ -83,7 +74,6 @@ MESHES = {
 def test_offload_trains_as_the_resident_state_does(name, stage):
     """The config's own optimizers, on meshes, with clipping, an average and a schedule."""
     case, mesh = CASES["gpt2"], MESHES[name]
-    ranks = 8 // (mesh.get("tensor", 1) * mesh.get("pipe", 1))
     more = {
         "accumulation": 4,
         "optimizer": None,
@@ -93,10 +83,11 @@ def test_offload_trains_as_the_resident_state_does(name, stage):
         "steps": 5,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     }
-    del ranks
     resident = run(case, stage, **more)
     ours = run(case, stage, **more, zero_optimization=zero(stage))
-    assert_equal_runs(ours, resident, 1e-6)
+    assert_losses_equal(ours, resident, 1e-6)
+    np.testing.assert_allclose(ours.norms, resident.norms, rtol=1e-5)
+    assert whole_difference(case, ours, resident) <= 1e-5
     a, b = ours.engine.state, resident.engine.state
     for path in b.ema:
         np.testing.assert_allclose(a.ema[path], b.ema[path], rtol=1e-5, atol=1e-6)
