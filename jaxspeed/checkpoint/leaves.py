@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.memory import on_device
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
@@ -116,5 +117,6 @@ def _under(prefix: str, flat: Mapping[str, Any]) -> Arrays:
 
 
 def own(x: Any, leaf: KeptLeaf) -> Any:
-    """A buffer that the step may use up, from one that may be borrowed; traced."""
-    return jax.random.wrap_key_data(jnp.copy(x), impl=leaf.key) if leaf.key else jnp.copy(x)
+    """A buffer that the step may use up, from one that may be borrowed; on the device, traced."""
+    x = jnp.copy(on_device(x))
+    return jax.random.wrap_key_data(x, impl=leaf.key) if leaf.key else x

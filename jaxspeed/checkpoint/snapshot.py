@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.leaves import Arrays, kept_arrays, kept_leaves, key_data
+from jaxspeed.memory import on_device
 from jaxspeed.placement.zero import ways
 from jaxspeed.train.program import Program
 from jaxspeed.train.state import TrainState
@@ -34,7 +35,7 @@ def snapshotter(program: Program) -> Callable[[TrainState], Snapshot]:
     on_host = program.mesh.devices.flat[0].platform == "cpu"
 
     def copied(arrays: Arrays) -> Arrays:
-        return {name: jnp.copy(key_data(x)) for name, x in arrays.items()}
+        return {name: jnp.copy(on_device(key_data(x))) for name, x in arrays.items()}
 
     at = {name: leaf.stored.sharding for name, leaf in leaves.items()}
     if on_host:

@@ -93,12 +93,7 @@ def _with_weights(
             (master if program.table[path].master else params)[path] = value
     params.update(published)
     # An optimizer may begin from the parameters (averages, copies), so it begins from these.
-    at = program.shardings
-    names = ("step", "skipped", "opt", "ema", "loss_scale")
-    rest = jax.jit(
-        program.in_mesh(program.fresh_rest),
-        out_shardings={name: getattr(at, name) for name in names},
-    )(params, master)
+    rest = program.rest(params, master)
     return TrainState(params=params, master=master, variables=variables, **rest)
 
 

@@ -6,6 +6,7 @@ from jaxspeed.config.batch import batch_problem, said_of
 from jaxspeed.config.batch_words import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.data import Corpus
 from jaxspeed.config.elastic import elastic_table
+from jaxspeed.config.offload import offload_problems
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.pipelines import pipeline_problems, stages_of
@@ -27,6 +28,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _tensor(settings)
     yield from pipeline_problems(settings)
     yield from _recompute(settings)
+    yield from offload_problems(settings)
     yield from _model(settings)
     yield from _data(settings)
     yield from _run(settings)

@@ -11,6 +11,7 @@ from jaxspeed.config.auto import resolve_autos
 from jaxspeed.config.axes import mesh_from_words
 from jaxspeed.config.checks import check
 from jaxspeed.config.layer_specs import layer_specs_from_words
+from jaxspeed.config.offload import with_one_offload
 from jaxspeed.config.pipelines import with_one_recompute
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.reading import apply_override, read_source
@@ -52,7 +53,7 @@ def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
     mesh, wrong = mesh_from_words(settings)
     if mesh != settings.mesh and not wrong:
         settings = settings.model_copy(update={"mesh": mesh})
-    settings = with_one_recompute(settings)
+    settings = with_one_offload(with_one_recompute(settings))
     problems += layer_specs_from_words(settings)[1]
     problems += _no_echoes([*wrong, *check(settings)], problems)
     return Examined(given, settings, tuple(_once_each(problems)), autos, origin)

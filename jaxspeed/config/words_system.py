@@ -4,6 +4,7 @@ from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, row
 
 STAGE3 = ("zero_optimization.stage", (3,))
 _OFFLOAD = "zero_optimization.offload_"
+_OPTIMIZER_WAITS = (f"{_OFFLOAD}optimizer.device", ("cpu",))
 
 ZERO: tuple[Entry, ...] = (
     *rows(
@@ -47,7 +48,7 @@ ZERO: tuple[Entry, ...] = (
             "stage3_gather_fp16_weights_on_model_save": "Arrays are global: a save needs no "
             "gathering in advance.",
             "leaf_module": "Units are found or named by parallel.units.",
-            "cpu_offload_use_pin_memory": "Speaks of offload, which is refused until it is built.",
+            "cpu_offload_use_pin_memory": "Host memory is pinned in any case.",
         },
     ),
     refused(
@@ -67,42 +68,70 @@ ZERO: tuple[Entry, ...] = (
     ],
     refused("zero_optimization.zeropp_loco_param", "Quantised reductions are not built.", None, {}),
     refused_section("zero_optimization.zenflow", "ZenFlow is not built; remove it."),
-    *[
-        refused(
-            f"{_OFFLOAD}{what}.device",
-            f'Offload is not built: {holds} stay on the device; write "none", or use a higher '
-            "stage or more devices.",
-            "none",
-        )
-        for what, holds in {"param": "parameters", "optimizer": "optimizer states"}.items()
-    ],
-    *[
-        entry
-        for what, keys in {
-            "param": "nvme_path pin_memory buffer_count buffer_size max_in_cpu",
-            "optimizer": "nvme_path pin_memory ratio buffer_count pipeline_read pipeline_write "
-            "pipeline fast_init super_offload cpuadam_cores_perc",
-        }.items()
-        for entry in alike(
-            f"{_OFFLOAD}{what}",
-            "refused",
-            "Offload is not built.",
-            keys,
-            when=(f"{_OFFLOAD}{what}.device", ("cpu", "nvme")),
-        )
-    ],
-    *[
-        refused(
-            f"zero_optimization.{key}",
-            f"DeepSpeed's old word for {new}.device, and offload is not built; remove it.",
-            None,
-            False,
-        )
-        for key, new in {
-            "cpu_offload": "offload_optimizer",
-            "cpu_offload_param": "offload_param",
-        }.items()
-    ],
+    Entry(
+        f"{_OFFLOAD}optimizer.device",
+        "honoured",
+        "cpu: masters, moments and the moving average wait in pinned host memory, and the update "
+        "brings them to the device a piece at a time. none: they stay on the device.",
+    ),
+    Entry(
+        f"{_OFFLOAD}optimizer.ratio",
+        "honoured",
+        "The share of the parameters, in bytes and the largest first, whose masters and moments "
+        "wait in host memory.",
+        when=_OPTIMIZER_WAITS,
+    ),
+    Entry(
+        f"{_OFFLOAD}optimizer.pin_memory",
+        "approximated",
+        "Host memory is pinned in any case: the step's own program moves nothing else.",
+        when=_OPTIMIZER_WAITS,
+    ),
+    *alike(
+        f"{_OFFLOAD}optimizer",
+        "harmless",
+        "A knob of DeepSpeed's runtime; XLA schedules what is moved.",
+        "buffer_count pipeline_read pipeline_write pipeline fast_init",
+        when=_OPTIMIZER_WAITS,
+    ),
+    *rows(
+        f"{_OFFLOAD}optimizer",
+        "harmless",
+        {
+            "nvme_path": "Read only with device nvme, which is refused.",
+            "cpuadam_cores_perc": "The update runs on the device, not on the host's cores.",
+        },
+        when=_OPTIMIZER_WAITS,
+    ),
+    refused(
+        f"{_OFFLOAD}optimizer.super_offload",
+        "SuperOffload is not built; device cpu streams the update through the device.",
+        False,
+    ),
+    Entry(
+        "zero_optimization.cpu_offload",
+        "honoured",
+        "DeepSpeed's old word for offload_optimizer.device: true is cpu.",
+    ),
+    refused(
+        "zero_optimization.cpu_offload_param",
+        "DeepSpeed's old word for offload_param.device, and that is not built; remove it.",
+        None,
+        False,
+    ),
+    refused(
+        f"{_OFFLOAD}param.device",
+        "Offload of parameters is not built: they stay on the "
+        'device; write "none", or use a higher stage or more devices.',
+        "none",
+    ),
+    *alike(
+        f"{_OFFLOAD}param",
+        "refused",
+        "Offload of parameters is not built.",
+        "nvme_path pin_memory buffer_count buffer_size max_in_cpu",
+        when=(f"{_OFFLOAD}param.device", ("cpu", "nvme")),
+    ),
     *alike(
         "",
         "harmless",

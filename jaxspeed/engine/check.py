@@ -15,6 +15,7 @@ from rich.text import Text
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
+from jaxspeed.memory import on_device
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import as_text, bytes_text
@@ -183,11 +184,11 @@ def _probe(program: Program) -> Any:
         def logical(state: TrainState) -> dict[str, jax.Array]:
             return {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in trained}
 
+        grads = on_device(sums.grads)
         grads = {
-            r.path: unpad(sums.grads[r.path], r.leaf.shape).astype(jnp.float32) / scale
-            for r in trained
+            r.path: unpad(grads[r.path], r.leaf.shape).astype(jnp.float32) / scale for r in trained
         }
-        return metrics["loss"], grads, logical(state), logical(after)
+        return metrics["loss"], grads, logical(on_device(state)), logical(on_device(after))
 
     return jax.jit(program.in_mesh(probe))
 
@@ -213,6 +214,7 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
     """The state on one device, in the plain program's rows."""
 
     def move(state: TrainState) -> TrainState:
+        state = on_device(state)
         values = {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in program.table}
         params, master = {}, {}
         for row in plain.table:

@@ -20,7 +20,9 @@ from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.engine.telling import tell
+from jaxspeed.memory import in_host
 from jaxspeed.observe import CompiledReport, report
+from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Metrics, Program
@@ -159,11 +161,17 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
-        """The parameters by path, unpadded, in the precision in which they are updated."""
-        return {
-            row.path: unpad(updated_values(self.state, row), row.leaf.shape)
-            for row in self.placements
-        }
+        """The parameters by path, unpadded, in the precision in which they are updated.
+
+        On the devices; what waits in host memory is copied there.
+        """
+
+        def here(row: Row) -> jax.Array:
+            at = self.placements.sharding(row.updated).with_memory_kind(row.read.memory_kind)
+            value = updated_values(self.state, row)
+            return jax.device_put(value, at) if in_host(row.updated) else value
+
+        return {row.path: unpad(here(row), row.leaf.shape) for row in self.placements}
 
     @property
     def module(self) -> Any:

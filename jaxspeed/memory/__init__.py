@@ -1,4 +1,28 @@
-"""What is kept, what is made again and what waits in host memory.
+"""What is kept, what is made again, and what waits in host memory.
 
-`recompute` turns what the config says into what each unit of a program keeps.
+State that waits there comes to the device a piece at a time (`streaming`, `separable`, `making`);
+`recompute` turns what the config says into what each unit of a program keeps between its passes.
 """
+
+from jaxspeed.memory.making import made_in_groups
+from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
+from jaxspeed.memory.spaces import in_host, on_device, to_device, to_host
+from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
+
+__all__ = [
+    "Lane",
+    "LeafProgram",
+    "Separated",
+    "Shared",
+    "Slot",
+    "Walk",
+    "choose_walk",
+    "in_host",
+    "made_in_groups",
+    "on_device",
+    "separate",
+    "stream",
+    "to_device",
+    "to_host",
+    "total",
+]

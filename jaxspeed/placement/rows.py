@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ROLES = ("param", "master", "grad", "opt")
+HOST = "pinned_host"  # the memory kind of what waits in host memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ class Precision:
 
 
 AS_MADE = Precision()
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What waits in host memory."""
+
+    optimizer: float = 0.0  # masters and moments: the share of the parameters, in bytes
+    param: bool = False  # parameters and gradients
+
+
+ON_DEVICE = Offload()
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, Group
@@ -40,17 +41,24 @@ def together(*parts: Any) -> Group:
     return Group(*parts)
 
 
-def totals(stage: int, mesh_axes: Mapping[str, int], roles: Mapping[str, tuple[int, int]]) -> Table:
-    """Bytes by role, in all and a device."""
+def totals(
+    stage: int,
+    mesh_axes: Mapping[str, int],
+    roles: Mapping[str, tuple[int, int]],
+    in_host: Mapping[str, int] = MappingProxyType({}),
+) -> Table:
+    """Bytes by role: in all, in a device's own memory, and what it has in host memory if any."""
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh_axes.items()) or "one device"
     shown = Table(title=f"ZeRO stage {stage} on {axes}", title_justify="left", box=None)
-    for name, justify in (("role", "left"), ("in all", "right"), ("a device", "right")):
-        shown.add_column(name, justify=justify)  # type: ignore[arg-type]
-    total = device = 0
-    for role, (whole, per_device) in roles.items():
-        shown.add_row(role, bytes_text(whole), bytes_text(per_device))
-        total, device = total + whole, device + per_device
-    shown.add_row("sum", bytes_text(total), bytes_text(device), style="bold")
+    rows = {role: (*both, in_host.get(role, 0)) for role, both in roles.items()}
+    rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # type: ignore[assignment]
+    names = ("in all", "a device", *(["in host memory"] if in_host else []))
+    shown.add_column("role", justify="left")
+    for name in names:
+        shown.add_column(name, justify="right")
+    for role, counts in rows.items():
+        cells = map(bytes_text, counts[: len(names)])
+        shown.add_row(role, *cells, style="bold" if role == "sum" else None)
     return shown
 
 

@@ -3,6 +3,9 @@
 The ZeRO stage says which rows gain the data axis: 1 cuts `master` and `opt`, 2 `grad` as well, 3
 also what is read. Under stage 3 one copy is stored, cut (the master, or in pure fp32 the parameter
 itself), and layers read it gathered, a unit at a time.
+
+Offload is the memory kind of rows: `master` and `opt` in host memory, or `param` and `grad`. Layers
+never read a master from there: stage 3 then stores the parameter as layers read it as well.
 """
 
 import math
@@ -15,7 +18,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.placement import show
-from jaxspeed.placement.rows import AS_MADE, ROLES, Leaf, Placement, Precision, Row
+from jaxspeed.placement.rows import (
+    AS_MADE,
+    HOST,
+    ON_DEVICE,
+    ROLES,
+    Leaf,
+    Offload,
+    Placement,
+    Precision,
+    Row,
+)
 from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.zero import Cut, cut_leaf, ways
@@ -51,19 +64,30 @@ class PlacementTable:
         return placement.sharding(self.mesh)
 
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
-        """{role: (bytes in all, bytes per device)} of what is stored, and of the accumulator.
+        """{role: (bytes in all, bytes in a device's own memory)} of what is stored, and of the
+        accumulator.
 
         In all counts each element once, as if one device held the whole state.
         """
-        totals: dict[str, tuple[int, int]] = {}
+        return {role: (whole, own) for role, (whole, own, _) in self._bytes().items()}
+
+    def host_bytes_by_role(self) -> dict[str, int]:
+        """{role: bytes that a device has in host memory}, of the roles that have any there."""
+        return {role: host for role, (_, _, host) in self._bytes().items() if host}
+
+    def _bytes(self) -> dict[str, tuple[int, int, int]]:
+        totals: dict[str, tuple[int, int, int]] = {}
 
         def add(role: str, shape: Sequence[int], placement: Placement, whole: Any) -> None:
             itemsize = placement.dtype.itemsize
             cut = math.prod(ways(entry, self.mesh.shape) for entry in placement.spec)
-            old = totals.get(role, (0, 0))
+            here = math.prod(shape) * itemsize // cut
+            in_host = placement.memory_kind == HOST
+            old = totals.get(role, (0, 0, 0))
             totals[role] = (
                 old[0] + math.prod(whole) * itemsize,
-                old[1] + math.prod(shape) * itemsize // cut,
+                old[1] + (0 if in_host else here),
+                old[2] + (here if in_host else 0),
             )
 
         for row in self:
@@ -83,7 +107,8 @@ class PlacementTable:
 
     def __rich__(self) -> Any:
         cut_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
-        totals = show.totals(self.stage, cut_over, self.bytes_by_role())
+        in_host = self.host_bytes_by_role()
+        totals = show.totals(self.stage, cut_over, self.bytes_by_role(), in_host)
         return show.together(totals, show.leaves(list(self)))
 
     def __str__(self) -> str:
@@ -98,16 +123,52 @@ def build_table(
     precision: Precision = AS_MADE,
     persistence_threshold: int = 0,
     stack: Stack | None = None,
+    offload: Offload = ON_DEVICE,
 ) -> PlacementTable:
-    """The table for these leaves: what the ZeRO stage and the precision mean for each."""
+    """The table for these leaves: what the ZeRO stage, the precision and offload mean for each."""
     leaves = list(leaves)
     refuse_misfits(leaves, mesh.shape)
     device = device_memory_kind(mesh)
+    moved = _offloaded(leaves, offload.optimizer)
     rows = {
-        leaf.path: _row(leaf, mesh, stage, precision, persistence_threshold, device, stack)
+        leaf.path: _row(
+            leaf,
+            mesh,
+            stage,
+            precision,
+            persistence_threshold,
+            _Memories(
+                HOST if offload.param else device,
+                HOST if leaf.path in moved else device,
+                device,
+            ),
+            stack,
+        )
         for leaf in leaves
     }
     return PlacementTable(mesh, stage, rows, stack=stack)
+
+
+@dataclass(frozen=True)
+class _Memories:
+    """The memory kinds of one leaf's roles."""
+
+    param: str  # and of its gradient
+    optimizer: str  # master and moments
+    read: str
+
+
+def _offloaded(leaves: Sequence[Leaf], share: float) -> set[str]:
+    """The largest trained leaves, until they hold this share of the bytes of all."""
+    trained = [leaf for leaf in leaves if leaf.trainable]
+    sizes = {x.path: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in trained}
+    wanted, found = share * sum(sizes.values()), set[str]()
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        if wanted <= 0:
+            break
+        found.add(path)
+        wanted -= sizes[path]
+    return found
 
 
 def device_memory_kind(mesh: Mesh) -> str:
@@ -124,7 +185,7 @@ def _row(
     stage: int,
     precision: Precision,
     threshold: int,
-    memory: str,
+    memories: _Memories,
     stack: Stack | None,
 ) -> Row:
     model = model_cut(leaf.shape, leaf.names, mesh.shape)
@@ -145,18 +206,22 @@ def _row(
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
-    def at(from_stage: int, dtype: Any) -> Placement:
+    def at(from_stage: int, dtype: Any, memory: str) -> Placement:
         """Cut over data from this stage on."""
         spec = cut.spec if stage >= from_stage else kept.spec
         return Placement(spec, memory, jnp.dtype(dtype))
 
-    read = Placement(model.spec, memory, jnp.dtype(compute))
+    read = Placement(model.spec, memories.read, jnp.dtype(compute))
+    param: Placement | None = at(3, compute, memories.param)
     if not leaf.trainable:
-        return Row(leaf, shapes, read, at(3, compute), None, None, None, note or "frozen")
-    master = at(1, leaf.dtype) if mixed else None
-    param = None if mixed and stage == 3 else at(3, compute)
-    grad = at(2, precision.grad or jnp.promote_types(leaf.dtype, jnp.float32))
-    opt = at(1, precision.opt or (master or param or read).dtype)
+        return Row(leaf, shapes, read, param, None, None, None, note or "frozen")
+    master = at(1, leaf.dtype, memories.optimizer) if mixed else None
+    if mixed and stage == 3 and memories.optimizer == memories.param == memories.read:
+        param = None  # layers read the master
+    wide = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
+    grad = at(2, wide, memories.param)
+    updated = (master or param or read).dtype
+    opt = at(1, precision.opt or updated, memories.optimizer)
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 

@@ -10,20 +10,22 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Config, match
 from jaxspeed.errors import ModelError
+from jaxspeed.memory import in_host
 from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
-from jaxspeed.placement.rows import Leaf, Placement
+from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.model import Model, adapt_model
 from jaxspeed.train.objective import Objective
-from jaxspeed.train.optimizer import optimizer_of
+from jaxspeed.train.optimizer import Optimizer, optimizer_of
 from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
 from jaxspeed.train.state import OptLayout, native_tree
+from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.tensor_cuts import with_tensor_names
 from jaxspeed.train.update import Update
 
@@ -70,6 +72,7 @@ def build_program(
         _style_of(config, mesh),
         config.recompute,
     )
+    streamed = _streamed(table, adapted, layout, chosen, by_layer=optimizer is None)
     update = Update(
         table,
         adapted,
@@ -77,6 +80,7 @@ def build_program(
         chosen,
         gradient_factor=data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1,
         skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
+        streamed=streamed,
     )
     return Program(
         config,
@@ -136,7 +140,30 @@ def _table_of(
         precision=precision_of(config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=stack,
+        offload=offload_of(config),
     )
+
+
+def offload_of(config: Config) -> Offload:
+    """What waits in host memory."""
+    optimizer = config.zero_optimization.offload_optimizer
+    return Offload(optimizer=optimizer.ratio if optimizer.device == "cpu" else 0.0)
+
+
+def _streamed(
+    table: PlacementTable, model: Model, layout: OptLayout, optimizer: Optimizer, by_layer: bool
+) -> Streamed | None:
+    """The update of what waits in host memory, where anything does.
+
+    ConfigError where the optimizer is one that cannot be run on a parameter at a time.
+    """
+    rows = [row for row in table if row.leaf.trainable]
+    places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
+    if not any(place and in_host(place) for place in places):
+        return None
+    streamed = Streamed(table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay)
+    streamed.check()
+    return streamed
 
 
 def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:

@@ -7,6 +7,7 @@ follows reads the selected value, so the update stays one pass in place. Where t
 what follows is meaningless and is itself not selected.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,22 +27,35 @@ def guarded_update(
         return after, optax.apply_updates(params, updates)
 
     closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, opt, params)
-    jaxpr = closed.jaxpr
-    old = [*jax.tree.leaves(opt), *jax.tree.leaves(params)]
-    state_vars = zip(jaxpr.outvars, jax.tree.leaves(opt))
+    states, args = jax.tree.leaves(opt), jax.tree.leaves((grads, opt, params))
+    done = guarded(closed.jaxpr, closed.consts, args, states, jax.tree.leaves(params), keep)
+    after, new = jax.tree.unflatten(jax.tree.structure(shape), done)
+    return new, after
+
+
+def guarded(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    states: Sequence[Any],
+    params: Sequence[Any],
+    keep: jax.Array,
+) -> list[Any]:
+    """What a traced update gives, (new states, new parameters), where `keep` is true.
+
+    `states` and `params` are the old ones; `keep` may be an array that spreads over all of them.
+    """
+    state_vars = zip(jaxpr.outvars, states)
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
     def select(var: Any, value: Any) -> Any:
         return jnp.where(keep, value, selected[var]) if var in selected else value
 
-    args = jax.tree.leaves((grads, opt, params))
-    values = evaluate(jaxpr, closed.consts, args, select)
-    done = [  # what was selected already is not selected again
+    values = evaluate(jaxpr, consts, args, select)
+    return [  # what was selected already is not selected again
         value
         if is_var(v) and selected.get(v) is before
         else jnp.where(keep, value, before).astype(before.dtype)
-        for v, value, before in zip(jaxpr.outvars, values, old, strict=True)
+        for v, value, before in zip(jaxpr.outvars, values, [*states, *params], strict=True)
     ]
-    after, new = jax.tree.unflatten(jax.tree.structure(shape), done)
-    return new, after

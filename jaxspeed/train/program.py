@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
+from jaxspeed.memory import in_host, made_in_groups, on_device
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.parallel.tensor import Proposal
@@ -96,6 +97,7 @@ class Program:
 
     def fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         """What a state holds beside the model."""
+        params, master = on_device((params, master))
         trained = {
             # A copy: a transformation may keep it as it is, and no two arrays share a buffer.
             row.path: jnp.copy(unpad((master if row.master else params)[row.path], row.leaf.shape))
@@ -148,22 +150,27 @@ class Program:
         In two programs: what random numbers need of memory is free again before the moments come.
         """
         at = self.shardings
-        model = jax.jit(
-            self.in_mesh(self._fresh_model), out_shardings=(at.params, at.master, at.variables)
-        )
-        names = ("step", "skipped", "opt", "ema", "loss_scale")
-        rest = jax.jit(
-            self.in_mesh(self.fresh_rest),
-            out_shardings={name: getattr(at, name) for name in names},
-        )
 
         def init(seed: int) -> TrainState:
-            params, master, variables = model(seed)
-            return TrainState(
-                params=params, master=master, variables=variables, **rest(params, master)
-            )
+            places = (at.params, at.master, at.variables)
+            params, master, variables = self._made(self._fresh_model, places)(seed)
+            rest = self.rest(params, master)
+            return TrainState(params=params, master=master, variables=variables, **rest)
 
         return init
+
+    @functools.cached_property
+    def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
+        """What a state holds beside the model: `rest(params, master)`."""
+        names = ("step", "skipped", "opt", "ema", "loss_scale")
+        return self._made(self.fresh_rest, {name: getattr(self.shardings, name) for name in names})
+
+    def _made(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+        """The function as a compiled program; in parts where results wait in host memory."""
+        in_mesh = self.in_mesh(function)
+        if any(map(in_host, jax.tree.leaves(shardings))):
+            return functools.partial(made_in_groups, in_mesh, shardings)
+        return jax.jit(in_mesh, out_shardings=shardings)
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -52,6 +52,11 @@ def updated_values(state: TrainState, row: Row) -> jax.Array:
     return (state.master if row.master else state.params)[row.path]
 
 
+def wide_dtype(row: Row) -> Any:
+    """The dtype of a gradient that the optimizer is given."""
+    return jnp.promote_types(row.updated.dtype, jnp.float32)
+
+
 @dataclass(frozen=True)
 class OptLayout:
     """Where each leaf of an optimizer's state lives.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.memory import in_host
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.paths import flat_with_paths
@@ -24,7 +25,9 @@ from jaxspeed.train.state import (
     pad,
     unpad,
     updated_values,
+    wide_dtype,
 )
+from jaxspeed.train.streamed import Streamed, Updated
 
 Metrics = dict[str, jax.Array]
 
@@ -39,6 +42,7 @@ class Update:
     optimizer: Optimizer
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
+    streamed: Streamed | None = None  # where state waits in host memory
 
     def __call__(
         self, state: TrainState, sums: Sums, variables: Arrays
@@ -46,41 +50,21 @@ class Update:
         scale = state.loss_scale.scale
         unscale = self.gradient_factor / scale
         scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
-        norm = global_norm(scaled) * unscale
+        norm = self._norm(scaled) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
         factor = clip_factor(norm, self.optimizer.clipping)
-        grads = scaled
         as_made = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
-        if self.optimizer.clipping or not as_made:
-            whole = factor * unscale  # one multiplication for both, fused into the update
-            grads = {path: g * whole.astype(g.dtype) for path, g in scaled.items()}
-        trained = [row for row in self.table if row.leaf.trainable]
-        old = {row.path: updated_values(state, row) for row in trained}
-        new, opt = self._optimize(grads, state, old, finite)
-
-        def kept(new: Any, old: Any) -> Any:
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-        params, master = dict(state.params), {}
-        for row in trained:
-            value = new[row.path]
-            if row.master:
-                master[row.path] = value
-            if row.param:
-                params[row.path] = self._param(row, value)
-        average = state.ema
-        if self.optimizer.ema_decay is not None:
-            average = kept(ema.update(state.ema, new, self.optimizer.ema_decay), state.ema)
+        # One multiplication for clipping and scale, fused into the update.
+        whole = factor * unscale if self.optimizer.clipping or not as_made else None
+        update = self.streamed or self._resident
+        changed = update(scaled, whole, state, finite)
         after = replace(
             state,
             step=state.step + 1,
             skipped=state.skipped + (1 - finite.astype(jnp.int32)),
-            params=params,
-            master=master,
-            opt=opt,
-            ema=average,
+            **changed._asdict(),
             variables={
-                path: old if is_key(old) else kept(variables[path], old)
+                path: old if is_key(old) else jnp.where(finite, variables[path], old)
                 for path, old in state.variables.items()
             },
             loss_scale=loss_scale.update(state.loss_scale, finite, self.optimizer.rule),
@@ -98,12 +82,54 @@ class Update:
         return after, {**sums.metrics, **metrics}
 
     def _reduced(self, path: str, grad: jax.Array) -> jax.Array:
-        """A gradient in the dtype of what is updated, cut as the optimizer's state is."""
+        """A gradient cut as the optimizer's state is; one that waits in host memory stays as it is.
+
+        In the dtype of what is updated, where it is updated as a whole.
+        """
         row = self.table[path]
-        assert row.opt is not None
+        assert row.opt is not None and row.grad is not None
+        if in_host(row.grad):
+            return grad
         grad = pad(grad, row.shape(row.opt))
-        grad = constrain(grad, self.table.sharding(row.opt), "reduce")
-        return grad.astype(jnp.promote_types(row.updated.dtype, jnp.float32))
+        at = self.table.sharding(row.opt).with_memory_kind(row.read.memory_kind)
+        grad = constrain(grad, at, "reduce")
+        return grad if self.streamed else grad.astype(wide_dtype(row))
+
+    def _norm(self, grads: Arrays) -> jax.Array:
+        """The global norm, of each gradient in the dtype of what is updated."""
+        if not self.streamed:
+            return global_norm(grads)
+        here, squares = {}, []
+        for path, grad in grads.items():
+            row = self.table[path]
+            if in_host(self.table.sharding(row.grad)):
+                squares.append(self.streamed.squared(row, grad))
+            else:
+                here[path] = grad.astype(wide_dtype(row))
+        norm = global_norm(here)
+        return jnp.sqrt(sum(squares, start=norm * norm)) if squares else norm
+
+    def _resident(
+        self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
+    ) -> Updated:
+        """The update of a state that is on the device."""
+        if factor is not None:
+            grads = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
+        trained = [row for row in self.table if row.leaf.trainable]
+        old = {row.path: updated_values(state, row) for row in trained}
+        new, opt = self._optimize(grads, state, old, finite)
+        params, master = dict(state.params), {}
+        for row in trained:
+            value = new[row.path]
+            if row.master:
+                master[row.path] = value
+            if row.param:
+                params[row.path] = self._param(row, value)
+        average = state.ema
+        if self.optimizer.ema_decay is not None:
+            moved = ema.update(state.ema, new, self.optimizer.ema_decay)
+            average = jax.tree.map(lambda a, b: jnp.where(finite, a, b), moved, state.ema)
+        return Updated(params, master, opt, average)
 
     def _param(self, row: Row, value: jax.Array) -> jax.Array:
         """What layers read, made from what was updated: a gather under stages 1 and 2.

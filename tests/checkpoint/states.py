@@ -65,7 +65,7 @@ def steps(engine: Any, first: int, count: int) -> list[float]:
 
 def held(engine: Any) -> dict[str, np.ndarray]:
     """{name: logical value} of all that the next step depends on, as copies."""
-    state, program = engine.state, engine.program
+    state, program = here(engine.state), engine.program
     opt = program.layout.logical(state.opt)
     return {
         name: np.array(jax.random.key_data(x) if is_key(x) else x)
@@ -83,7 +83,14 @@ def held(engine: Any) -> dict[str, np.ndarray]:
 
 def averages(engine: Any) -> dict[str, Any]:
     shapes = {row.path: row.leaf.shape for row in engine.program.table}
-    return {k: v[tuple(map(slice, shapes[k]))] for k, v in engine.state.ema.items()}
+    return {k: v[tuple(map(slice, shapes[k]))] for k, v in here(engine.state.ema).items()}
+
+
+def here(tree: Any) -> Any:
+    """The tree with what waits in host memory on the devices."""
+    return jax.device_put(
+        tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree)
+    )
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

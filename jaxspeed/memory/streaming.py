@@ -1,0 +1,158 @@
+"""Arrays in host memory, walked piece by piece: in, computed with, out again.
+
+A walk is a loop whose body slices host arrays, moves the slices to the device, and writes what was
+made of them back to where they lay: the loop carries the host arrays, and the compiler updates them
+in place. That no two pieces are on the device at once follows from its being a loop. (Moves outside
+of loops are put ahead by XLA's scheduler, ten and more of them, through barriers too: seen with
+libtpu for v5p, jax 0.10.2.)
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.memory.spaces import in_host, to_device, to_host
+from jaxspeed.placement.zero import ways
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """How one array of a parameter is stored."""
+
+    shape: tuple[int, ...]  # padded where it is cut
+    at: NamedSharding
+
+    def entry(self, dim: int) -> Any:
+        return self.at.spec[dim] if dim < len(self.at.spec) else None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Pieces along one dim, each of `rows` from every one of the `parts` into which it is cut."""
+
+    dim: int
+    parts: int
+    size: int  # rows of a part
+    rows: int  # ... of a piece
+
+    @property
+    def count(self) -> int:
+        """Of whole pieces."""
+        return self.size // self.rows
+
+    def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a whole piece of an array of this shape."""
+        return (*shape[: self.dim], self.parts * self.rows, *shape[self.dim + 1 :])
+
+    def positions(self, start: Any, rows: int) -> jax.Array:
+        """[parts x rows], where the rows of a piece lie along the dim."""
+        first = jnp.arange(self.parts)[:, None] * self.size
+        return (first + start + jnp.arange(rows)).reshape(-1)
+
+    def fetch(self, x: jax.Array, lane: Lane, start: Any, rows: int) -> jax.Array:
+        """A piece, on the device."""
+        opened = x.reshape(self._opened(lane.shape, self.size))
+        piece = jax.lax.dynamic_slice_in_dim(opened, start, rows, self.dim + 1)
+        piece = to_device(piece, self._sharding(lane)) if in_host(lane.at) else piece
+        return piece.reshape(*lane.shape[: self.dim], -1, *lane.shape[self.dim + 1 :])
+
+    def write(self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array) -> jax.Array:
+        """The array with a piece of it replaced."""
+        opened = x.reshape(self._opened(lane.shape, self.size))
+        piece = piece.reshape(self._opened(piece.shape, piece.shape[self.dim] // self.parts))
+        piece = to_host(piece, self._sharding(lane)) if in_host(lane.at) else piece
+        written = jax.lax.dynamic_update_slice_in_dim(opened, piece, start, self.dim + 1)
+        return written.reshape(lane.shape)
+
+    def _opened(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.parts, rows, *shape[self.dim + 1 :])
+
+    def _sharding(self, lane: Lane) -> NamedSharding:
+        """Of [.., parts, rows, ..]."""
+        entries = [lane.entry(dim) for dim in range(len(lane.shape))]
+        entries.insert(self.dim + 1, None)
+        return NamedSharding(lane.at.mesh, PartitionSpec(*entries), memory_kind=lane.at.memory_kind)
+
+
+def choose_walk(
+    lanes: Mapping[str, Lane], cut: Lane, dims: range, most: int, *, even: bool = False
+) -> Walk | None:
+    """The walk whose pieces have at most `most` elements a device, along the first dim that can.
+
+    Args:
+      lanes: the arrays that are walked together.
+      cut: the one that says into how many parts a dim is cut.
+      dims: along which it may go.
+      most: elements of one array that a device should hold at once.
+      even: whether all pieces have to be alike.
+
+    Returns:
+      None where no dim is stored alike by all lanes.
+    """
+    sizes = cut.at.mesh.shape
+    a_device = math.prod(cut.at.shard_shape(cut.shape))
+    best: tuple[int, Walk] | None = None
+    for dim in dims:
+        if len({lane.shape[dim] for lane in lanes.values()}) > 1:
+            continue
+        parts = ways(cut.entry(dim), sizes)
+        if any(parts % ways(lane.entry(dim), sizes) for lane in lanes.values()):
+            continue
+        size = cut.shape[dim] // parts
+        if not size:
+            continue
+        row = max(1, a_device // size)
+        rows = min(size, max(1, most // row))
+        if rows == size > 1 and 8 * row * size > most:
+            rows = -(-size // 2)  # two pieces, so that it is a loop
+        if even:
+            rows = max(n for n in range(1, rows + 1) if size % n == 0)
+        if best is None or rows * row < best[0]:
+            best = rows * row, Walk(dim, parts, size, rows)
+        if best[0] <= most:
+            break
+    return best[1] if best else None
+
+
+def stream(
+    walk: Walk,
+    lanes: Mapping[str, Lane],
+    read: Arrays,
+    carried: Arrays,
+    compute: Callable[[Arrays, Any, int], Arrays],
+) -> Arrays:
+    """The carried arrays after `compute(pieces, start, rows)` has replaced each of their pieces."""
+
+    def step(start: Any, rows: int, carried: Arrays) -> Arrays:
+        pieces = {n: walk.fetch(x, lanes[n], start, rows) for n, x in (read | carried).items()}
+        made = compute(pieces, start, rows)
+        return {n: walk.write(x, lanes[n], start, made[n]) for n, x in carried.items()}
+
+    def body(i: Any, carried: Arrays) -> Arrays:
+        return step(i * walk.rows, walk.rows, carried)
+
+    if walk.count == 1:
+        carried = step(0, walk.rows, carried)
+    else:
+        carried = jax.lax.fori_loop(0, walk.count, body, carried)
+    left = walk.size - walk.count * walk.rows
+    return step(walk.count * walk.rows, left, carried) if left else carried
+
+
+def total(walk: Walk, lane: Lane, x: jax.Array, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The sum of `of(piece)` over the pieces of one array."""
+
+    def add(i: Any, seen: jax.Array) -> jax.Array:
+        return seen + of(walk.fetch(x, lane, i * walk.rows, walk.rows))
+
+    zero = jnp.zeros((), jnp.float32)
+    summed = add(0, zero) if walk.count == 1 else jax.lax.fori_loop(0, walk.count, add, zero)
+    left = walk.size - walk.count * walk.rows
+    return summed + of(walk.fetch(x, lane, walk.count * walk.rows, left)) if left else summed

@@ -1,0 +1,57 @@
+"""States that wait in host memory are saved and restored as any other, and back to where they lay."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.checkpoint import states
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def engine(stage, offloaded, **more):
+    where = {"device": "cpu" if offloaded else "none"}
+    built = states.engine(stage=stage, **more)
+    zero = {**built.program.config.given["zero_optimization"], "offload_optimizer": where}
+    return states.engine(stage=stage, zero_optimization=zero, **more) if offloaded else built
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "other"), [(3, 1), (0, 3), (1, 3)])
+def test_offloaded_to_resident_and_back(tmp_path, stage, other, precision):
+    first = engine(stage, True, **precision)
+    states.steps(first, 0, 2)
+    first.save_checkpoint(tmp_path / "offloaded")
+    first.wait()
+    resident = engine(other, False, **precision)
+    resident.load_checkpoint(tmp_path / "offloaded")
+    states.assert_same(states.held(resident), states.held(first))
+    resident.save_checkpoint(tmp_path / "resident")
+    resident.wait()
+    again = engine(other, True, **precision)
+    again.load_checkpoint(tmp_path / "resident")
+    states.assert_same(states.held(again), states.held(first))
+    for made in (first, again):
+        assert kinds(made.state.opt) == {"pinned_host"}
+        assert kinds(made.state.params) == {"device"}
+        assert kinds(made.state.master) <= {"pinned_host"}
+    assert kinds(resident.state) == {"device"}
+    losses = [states.steps(each, 2, 3) for each in (first, again, resident)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=0, atol=1e-5)
+
+
+def test_a_save_holds_what_was_there_though_the_next_steps_use_it_up(tmp_path):
+    ours = engine(1, True)
+    states.steps(ours, 0, 1)
+    at_the_save = states.held(ours)
+    ours.save_checkpoint(tmp_path)
+    states.steps(ours, 1, 2)
+    ours.wait()
+    again = engine(1, True)
+    again.load_checkpoint(tmp_path)
+    states.assert_same(states.held(again), at_the_save)
