@@ -4,6 +4,7 @@ from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, row
 
 STAGE3 = ("zero_optimization.stage", (3,))
 _OFFLOAD = "zero_optimization.offload_"
+_PARAM_WAITS = (f"{_OFFLOAD}param.device", ("cpu",))
 _OPTIMIZER_WAITS = (f"{_OFFLOAD}optimizer.device", ("cpu",))
 
 ZERO: tuple[Entry, ...] = (
@@ -113,24 +114,30 @@ ZERO: tuple[Entry, ...] = (
         "honoured",
         "DeepSpeed's old word for offload_optimizer.device: true is cpu.",
     ),
-    refused(
+    Entry(
         "zero_optimization.cpu_offload_param",
-        "DeepSpeed's old word for offload_param.device, and that is not built; remove it.",
-        None,
-        False,
+        "honoured",
+        "DeepSpeed's old word for offload_param.device: true is cpu.",
     ),
-    refused(
+    Entry(
         f"{_OFFLOAD}param.device",
-        "Offload of parameters is not built: they stay on the "
-        'device; write "none", or use a higher stage or more devices.',
-        "none",
+        "honoured",
+        "cpu: parameters wait in pinned host memory, at any stage; each unit's come to the device "
+        "for its two passes, and their gradients leave as they are made. At stage "
+        "3 those below stage3_param_persistence_threshold stay. none: all stay on the device.",
+    ),
+    Entry(
+        f"{_OFFLOAD}param.pin_memory",
+        "approximated",
+        "Host memory is pinned in any case: the step's own program moves nothing else.",
+        when=_PARAM_WAITS,
     ),
     *alike(
         f"{_OFFLOAD}param",
-        "refused",
-        "Offload of parameters is not built.",
-        "nvme_path pin_memory buffer_count buffer_size max_in_cpu",
-        when=(f"{_OFFLOAD}param.device", ("cpu", "nvme")),
+        "harmless",
+        "A knob of DeepSpeed's runtime for NVMe; XLA schedules what is moved.",
+        "nvme_path buffer_count buffer_size max_in_cpu",
+        when=_PARAM_WAITS,
     ),
     *alike(
         "",

@@ -4,6 +4,7 @@ State that waits there comes to the device a piece at a time (`streaming`, `sepa
 `recompute` turns what the config says into what each unit of a program keeps between its passes.
 """
 
+from jaxspeed.memory.accumulating import mean_in_host, zeros_in_host
 from jaxspeed.memory.making import made_in_groups
 from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
 from jaxspeed.memory.spaces import in_host, on_device, to_device, to_host
@@ -19,10 +20,12 @@ __all__ = [
     "choose_walk",
     "in_host",
     "made_in_groups",
+    "mean_in_host",
     "on_device",
     "separate",
     "stream",
     "to_device",
     "to_host",
     "total",
+    "zeros_in_host",
 ]

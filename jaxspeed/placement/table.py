@@ -130,6 +130,11 @@ def build_table(
     refuse_misfits(leaves, mesh.shape)
     device = device_memory_kind(mesh)
     moved = _offloaded(leaves, offload.optimizer)
+
+    def param(leaf: Leaf) -> str:
+        stays = stage == 3 and math.prod(leaf.shape) < persistence_threshold
+        return HOST if offload.param and not stays else device
+
     rows = {
         leaf.path: _row(
             leaf,
@@ -138,7 +143,9 @@ def build_table(
             precision,
             persistence_threshold,
             _Memories(
-                HOST if offload.param else device,
+                param(leaf),
+                # The stages of a pipeline add to gradients in each tick.
+                param(leaf) if mesh.shape[PIPE] == 1 else device,
                 HOST if leaf.path in moved else device,
                 device,
             ),
@@ -153,7 +160,8 @@ def build_table(
 class _Memories:
     """The memory kinds of one leaf's roles."""
 
-    param: str  # and of its gradient
+    param: str
+    grad: str
     optimizer: str  # master and moments
     read: str
 
@@ -219,7 +227,7 @@ def _row(
     if mixed and stage == 3 and memories.optimizer == memories.param == memories.read:
         param = None  # layers read the master
     wide = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
-    grad = at(2, wide, memories.param)
+    grad = at(2, wide, memories.grad)
     updated = (master or param or read).dtype
     opt = at(1, precision.opt or updated, memories.optimizer)
     return Row(leaf, shapes, read, param, master, grad, opt, note)

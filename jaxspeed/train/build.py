@@ -147,7 +147,8 @@ def _table_of(
 def offload_of(config: Config) -> Offload:
     """What waits in host memory."""
     optimizer = config.zero_optimization.offload_optimizer
-    return Offload(optimizer=optimizer.ratio if optimizer.device == "cpu" else 0.0)
+    param = config.zero_optimization.offload_param.device == "cpu"
+    return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
 
 
 def _streamed(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.errors import ModelError
+from jaxspeed.memory import Lane, in_host, mean_in_host, zeros_in_host
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.table import PlacementTable
@@ -82,6 +83,8 @@ class Gradients:
             return "micro_batch", "there is one micro-batch or one data rank"
         if self.table.stage >= 2:
             return "micro_batch", "stages 2 and 3 keep gradients cut"
+        if any(row.grad and in_host(row.grad) for row in self.table):
+            return "micro_batch", "gradients leave for host memory as they are made"
         if self.wanted_reduction != "auto":
             return self.wanted_reduction, "parallel.gradient_reduction says so"
         part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)
@@ -134,6 +137,8 @@ class Gradients:
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]
             assert row.grad is not None
+            if in_host(row.grad):  # where it left for as it was made
+                return grad
             grad = grad.astype(row.grad.dtype)
             if not placed:
                 return grad
@@ -152,10 +157,13 @@ class Gradients:
                 old, value = old.astype(wide), value.astype(wide)
                 return old + (value - old) * share
 
-            grads = {
-                path: place(path, mean(seen.grads[path], place(path, grad)))
-                for path, grad in new.grads.items()
-            }
+            def added(path: str, grad: jax.Array) -> jax.Array:
+                placement = self.table[path].grad
+                if placement and in_host(placement):
+                    return mean_in_host(seen.grads[path], grad, self._lane(path), share)
+                return place(path, mean(seen.grads[path], place(path, grad)))
+
+            grads = {path: added(path, grad) for path, grad in new.grads.items()}
             metrics = {name: mean(seen.metrics[name], m) for name, m in new.metrics.items()}
             return (Sums(grads, seen.total + new.total, weight, metrics), variables), None
 
@@ -172,8 +180,21 @@ class Gradients:
     ) -> Sums:
         first = jax.tree.map(lambda x: x[0], micro)
         shape = jax.eval_shape(self._micro, sources, variables, first, step, 0, scale)[0]
-        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        return sums._replace(grads={path: place(path, g) for path, g in sums.grads.items()})
+
+        def zero(path: str, grad: Any) -> jax.Array:
+            placement = self.table[path].grad
+            if placement and in_host(placement):
+                return zeros_in_host(self._lane(path), placement.dtype)
+            return place(path, jnp.zeros(grad.shape, grad.dtype))
+
+        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
+        return sums._replace(grads={path: zero(path, g) for path, g in shape.grads.items()})
+
+    def _lane(self, path: str) -> Lane:
+        """How the gradient of a parameter waits in host memory."""
+        row = self.table[path]
+        assert row.grad is not None
+        return Lane(row.shape(row.grad), self.table.sharding(row.grad))
 
     def _once_a_step(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxspeed.config import match
 from jaxspeed.config.recompute import NOTHING_SAID, Recompute
@@ -161,7 +162,16 @@ class Objective:
             self.table.sharding(row.source),
             self.wire,
             row.leaf.trainable,
+            self._gradients_leave(row),
         )
+
+    def _gradients_leave(self, row: Row) -> NamedSharding | None:
+        """How a gradient is cut before it leaves for host memory; None: as its source is."""
+        if row.grad is None or row.grad.memory_kind == row.read.memory_kind:
+            return None
+        if row.shape(row.grad) != row.shape(row.source):
+            return None
+        return self.table.sharding(row.grad).with_memory_kind(row.read.memory_kind)
 
 
 @dataclass(frozen=True)

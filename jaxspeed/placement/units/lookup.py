@@ -43,7 +43,7 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: Stored) -> jax.A
         for dim, size in enumerate(eqn.params["slice_sizes"])
     )
     found = eqn.primitive.bind(
-        table.astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
+        stored.brought(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
     columns, rows = _shardings(eqn, stored, cut)
     found = constrain(found, columns, "lookup.columns")

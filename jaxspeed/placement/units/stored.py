@@ -26,6 +26,7 @@ class Stored:
     cut: NamedSharding  # of the stored array, and of its gradient
     wire: Any = None  # the dtype in which gradients are reduced; None: as they come
     trainable: bool = True
+    grad_cut: NamedSharding | None = None  # of its gradient, where that is cut otherwise
 
     @property
     def on_host(self) -> bool:
@@ -57,7 +58,9 @@ class Stored:
             spec = PartitionSpec(*(None if d is None else entries[d] for d in dims))
             return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
-        return replace(self, shape=shape, gathered=along(self.gathered), cut=along(self.cut))
+        grad_cut = along(self.grad_cut) if self.grad_cut else None
+        gathered, cut = along(self.gathered), along(self.cut)
+        return replace(self, shape=shape, gathered=gathered, cut=cut, grad_cut=grad_cut)
 
     def layer(self) -> "Stored":
         """One slice of a stacked parameter, as the body of a scan sees it."""
@@ -65,12 +68,15 @@ class Stored:
 
     def read(self, stored: jax.Array) -> jax.Array:
         """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
-        if self.on_host:
-            stored = jax.device_put(stored, jax.memory.Space.Device)
+        stored = self.brought(stored)
         # Without the first constraint the gather may move above what the shard is tied to.
         stored = constrain(stored, self._here, "unit.cut")
         whole = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
         return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
+
+    def brought(self, stored: jax.Array) -> jax.Array:
+        """The stored array in the memory where layers read it."""
+        return jax.device_put(stored, jax.memory.Space.Device) if self.on_host else stored
 
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of what `read` gave, as the gradient of the stored array."""
@@ -78,7 +84,8 @@ class Stored:
             grad = grad.astype(self.wire)
         if grad.shape != like.shape:
             grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
-        grad = constrain(grad, self._here, "unit.scatter").astype(like.dtype)
+        at = self.grad_cut or self._here
+        grad = constrain(grad, at, "unit.scatter").astype(like.dtype)
         return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
 
 
