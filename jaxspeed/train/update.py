@@ -102,7 +102,7 @@ class Update:
         here, squares = {}, []
         for path, grad in grads.items():
             row = self.table[path]
-            if in_host(self.table.sharding(row.grad)):
+            if row.grad and in_host(row.grad):
                 squares.append(self.streamed.squared(row, grad))
             else:
                 here[path] = grad.astype(wide_dtype(row))

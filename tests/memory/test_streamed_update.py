@@ -165,7 +165,7 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_an_optimizer_that_mixes_parameters_is_refused(name):
-    with pytest.raises(ConfigError, match="offload_optimizer.*gradient_clipping"):
+    with pytest.raises(ConfigError, match=r"offload_optimizer.*gradient_clipping"):
         program({"table": (4, 4), "b": (4,)}, {"data": 1}, 0, MIXING[name], True)
 
 

@@ -11,9 +11,7 @@ from tests.system.pipeline_programs import pipeline_program
 Figures = dict[str, int]
 
 
-def bytes_of(
-    devices: Sequence[jax.Device], cases: dict[str, dict[str, Any]]
-) -> dict[str, Figures]:
+def bytes_of(devices: Sequence[jax.Device], cases: dict[str, dict[str, Any]]) -> dict[str, Figures]:
     """{name: bytes of a device of `pipeline_program(**case)`, in its own memory and in the host's}.
 
     `count` of a case is the number of devices.
