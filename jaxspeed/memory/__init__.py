@@ -1,11 +1,13 @@
 """What is moved: state that waits in host memory, and comes to the device a piece at a time."""
 
+from jaxspeed.memory.limits import GPU_LIMIT, pinned_limit
 from jaxspeed.memory.making import made_in_groups
 from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
 from jaxspeed.memory.spaces import in_host, on_device, to_device, to_host
 from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
 
 __all__ = [
+    "GPU_LIMIT",
     "Lane",
     "LeafProgram",
     "Separated",
@@ -16,6 +18,7 @@ __all__ = [
     "in_host",
     "made_in_groups",
     "on_device",
+    "pinned_limit",
     "separate",
     "stream",
     "to_device",
