@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
+from jaxspeed.placement.rows import Offload
+from jaxspeed.train import build
 from jaxspeed.train.build import build_program
 from jaxspeed.train.pipeline import Sums
 
@@ -88,6 +90,10 @@ def updated(made, steps=2, seed=0, infinite=False):
             for path, g in grads.items()
             if (r := made.table[path].grad)
         }
+        grads = {
+            path: jax.device_put(g, made.table.sharding(made.table[path].grad))
+            for path, g in grads.items()
+        }
         one = jnp.ones(())
         return made.update(state, Sums(grads, one, one, {}), state.variables)[0]
 
@@ -143,6 +149,27 @@ def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
         other = resident.table[row.path]
         b, old = ((x.master if other.master else x.params)[row.path] for x in (theirs, before))
         assert_equal(a, b, old, 2)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 0), ("lamb", 2), ("factored", 3)])
+def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, bf16):
+    shapes = {"stack/w": (5, 6, 3), "stack/b": (5, 3), "table": (17, 6), "scale": (3,)}
+    case = (shapes, {"data": 2}, stage, optimizer)
+    theirs = updated(program(*case, False, bf16))
+    everything = Offload(optimizer=1.0, param=True)
+    monkeypatch.setattr(build, "offload_of", lambda config: everything)
+    made = program(*case, True, bf16)
+    ours = updated(made)
+    kept = {x.sharding.memory_kind for x in jax.tree.leaves((ours.params, ours.master))}
+    assert kept == {"pinned_host"} == {row.grad.memory_kind for row in made.table}
+    for row in made.table:
+        a = (ours.master if row.master else ours.params)[row.path]
+        b = (theirs.master or theirs.params)[row.path]
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        read = np.asarray(ours.params[row.path]), np.asarray(a).astype(row.read.dtype)
+        whole = tuple(map(slice, row.leaf.shape))
+        np.testing.assert_array_equal(read[0][whole], read[1][whole])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "factored"])
