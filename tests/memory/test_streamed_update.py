@@ -37,6 +37,19 @@ FOREIGN = {
     "traces": optax.chain(optax.trace(0.9), optax.clip(0.1), optax.scale(-1e-2)),
     "amsgrad": optax.amsgrad(1e-2),
 }
+
+
+def of_gradients(function):
+    """A step of `function(gradient)`, with a state as large as the parameters."""
+    step = optax.stateless(lambda grads, params: jax.tree.map(function, grads))
+    return optax.chain(optax.trace(0.9), step, optax.scale(-1e-2))
+
+
+# What it makes of zeros is not zero, so padding must not be given to it.
+FOREIGN["moves zeros"] = of_gradients(lambda g: g + 1)
+FOREIGN["by position"] = of_gradients(
+    lambda g: g * jnp.linspace(1, 2, g.shape[0]).reshape(-1, *[1] * (g.ndim - 1))
+)
 MESHES = ({"data": 1}, {"data": 2}, {"data": 2, "tensor": 2}, {"replica": 2, "data": 2})
 
 
@@ -137,6 +150,16 @@ shapes = st.builds(
     bf16=st.booleans(),
 )
 def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
+    assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16)
+
+
+@pytest.mark.parametrize("optimizer", ["moves zeros", "by position"])
+def test_padding_stays_zero_and_positions_are_those_of_the_whole(optimizer):
+    shapes = {"table": (29, 7), "other": (31, 7), "stack/w": (3, 9, 7)}
+    assert_streamed_as_resident(shapes, {"data": 2}, 3, optimizer, False)
+
+
+def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
     case = (shapes, mesh, stage, optimizer)
     streamed, resident = (program(*case, offload, bf16) for offload in (True, False))
     before = resident.init(0)
