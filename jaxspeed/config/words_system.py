@@ -21,8 +21,8 @@ ZERO: tuple[Entry, ...] = (
     Entry(
         "zero_optimization.stage3_param_persistence_threshold",
         "honoured",
-        "Leaves of fewer elements than this stay replicated.",
-        when=STAGE3,
+        "Under stage 3 leaves of fewer elements than this stay replicated; with offload_param "
+        "parameters of which a layer has fewer stay on the device.",
     ),
     *alike(
         "zero_optimization",
@@ -123,8 +123,8 @@ ZERO: tuple[Entry, ...] = (
         f"{_OFFLOAD}param.device",
         "honoured",
         "cpu: parameters wait in pinned host memory, at any stage; each unit's come to the device "
-        "for its two passes, and their gradients leave as they are made. At stage "
-        "3 those below stage3_param_persistence_threshold stay. none: all stay on the device.",
+        "for its two passes, and their gradients leave as they are made. none: all stay "
+        "on the device.",
     ),
     Entry(
         f"{_OFFLOAD}param.pin_memory",

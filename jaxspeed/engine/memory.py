@@ -6,6 +6,7 @@ from jaxspeed.errors import OutOfMemoryError
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable, build_table
+from jaxspeed.train.build import offload_of
 from jaxspeed.train.precision import precision_of
 from jaxspeed.train.program import Program
 
@@ -87,5 +88,6 @@ def _restaged(program: Program, stage: int) -> PlacementTable:
         precision=precision_of(program.config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=program.table.stack,
+        offload=offload_of(program.config),
     )
     return table.with_state(program.layout.over(table).places, program.table.extra)

@@ -2,11 +2,16 @@
 
 import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 
+import jax
+
+from jaxspeed.memory import GPU_LIMIT, pinned_limit
 from jaxspeed.parallel.tensor import dims_cut_over
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
@@ -29,6 +34,7 @@ def tell(program: Program) -> None:
             "the same work",
             ways,
         )
+    _tell_of_the_pool(program)
     if program.pipeline:
         _tell_of_the_outside(program.table)
         own = program.pipeline.arrangement
@@ -43,6 +49,24 @@ def tell(program: Program) -> None:
                 room,
                 room / own.layers,
             )
+
+
+def _tell_of_the_pool(program: Program) -> None:
+    """Where more is to wait in host memory than the backend pins."""
+    first, index = program.mesh.devices.flat[0], jax.process_index()
+    here = sum(device.process_index == index for device in program.mesh.devices.flat)
+    need = here * sum(program.table.host_bytes_by_role().values())
+    limit = pinned_limit(first.platform, os.environ)
+    if limit is not None and need > limit:
+        log.warning(
+            "offload: %s wait in host memory, %d devices of this process together, and JAX pins "
+            "%s: set the environment variable %s to %d or more before it starts",
+            bytes_text(need),
+            here,
+            bytes_text(limit),
+            GPU_LIMIT,
+            -(-need // 2**30) + 1,
+        )
 
 
 def _tell_of_the_outside(table: PlacementTable) -> None:

@@ -132,7 +132,7 @@ def build_table(
     moved = _offloaded(leaves, offload.optimizer)
 
     def param(leaf: Leaf) -> str:
-        stays = stage == 3 and math.prod(leaf.shape) < persistence_threshold
+        stays = math.prod(leaf.shape[leaf.stacked :]) < persistence_threshold
         return HOST if offload.param and not stays else device
 
     rows = {

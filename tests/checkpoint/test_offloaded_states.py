@@ -1,4 +1,4 @@
-"""States that wait in host memory are saved and restored as any other, and back to where they lay."""
+"""States in host memory are saved and restored as any other, and back to where they lay."""
 
 import jax
 import numpy as np

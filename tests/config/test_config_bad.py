@@ -429,12 +429,26 @@ BAD = {
     # Asked for and not built.
     "expert axis": ({"mesh": {"expert": 2}}, "mesh.expert", "This axis is not built"),
     "sequence axis": ({"sequence_parallel_size": 2}, "sequence_parallel_size", "not built"),
-    "offload": (
-        zero(stage=2, offload_optimizer={"device": "cpu"}),
+    "offload to disks": (
+        zero(stage=2, offload_optimizer={"device": "nvme"}),
         "zero_optimization.offload_optimizer.device",
+        'write "cpu"',
+    ),
+    "offload of parameters": (
+        zero(stage=3, offload_param={"device": "cpu"}),
+        "zero_optimization.offload_param.device",
         'write "none"',
     ),
-    "old offload": (zero(cpu_offload=True), "zero_optimization.cpu_offload", "offload_optimizer"),
+    "SuperOffload": (
+        zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+        "zero_optimization.offload_optimizer.super_offload",
+        "device cpu",
+    ),
+    "old and new word for offload": (
+        zero(cpu_offload=True, offload_optimizer={"device": "none"}),
+        "zero_optimization.cpu_offload",
+        "make them equal",
+    ),
     "second partition": (
         zero(stage=3, zero_hpz_partition_size=8),
         "zero_optimization.zero_hpz_partition_size",

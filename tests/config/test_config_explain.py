@@ -104,7 +104,7 @@ def test_a_rate_that_the_schedule_overrules_is_harmless():
 def test_a_bad_config_is_explained_and_not_raised_about():
     config = {
         "train_batch_size": "8",
-        "zero_optimization": {"stge": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"stge": 2, "offload_optimizer": {"device": "nvme"}},
         "optimizer": {"type": "Adam", "params": {"betas": [0.9, 2]}},
         "amp": {"enabled": True, "opt_level": "O1"},
         "bfloat16": {"enabled": "yes"},

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
+from jaxspeed.placement.rows import Offload
+from jaxspeed.train import build
 from jaxspeed.train.build import build_program
 from jaxspeed.train.pipeline import Sums
 
@@ -35,6 +37,19 @@ FOREIGN = {
     "traces": optax.chain(optax.trace(0.9), optax.clip(0.1), optax.scale(-1e-2)),
     "amsgrad": optax.amsgrad(1e-2),
 }
+
+
+def of_gradients(function):
+    """A step of `function(gradient)`, with a state as large as the parameters."""
+    step = optax.stateless(lambda grads, params: jax.tree.map(function, grads))
+    return optax.chain(optax.trace(0.9), step, optax.scale(-1e-2))
+
+
+# What it makes of zeros is not zero, so padding must not be given to it.
+FOREIGN["moves zeros"] = of_gradients(lambda g: g + 1)
+FOREIGN["by position"] = of_gradients(
+    lambda g: g * jnp.linspace(1, 2, g.shape[0]).reshape(-1, *[1] * (g.ndim - 1))
+)
 MESHES = ({"data": 1}, {"data": 2}, {"data": 2, "tensor": 2}, {"replica": 2, "data": 2})
 
 
@@ -88,6 +103,10 @@ def updated(made, steps=2, seed=0, infinite=False):
             for path, g in grads.items()
             if (r := made.table[path].grad)
         }
+        grads = {
+            path: jax.device_put(g, made.table.sharding(made.table[path].grad))
+            for path, g in grads.items()
+        }
         one = jnp.ones(())
         return made.update(state, Sums(grads, one, one, {}), state.variables)[0]
 
@@ -131,6 +150,16 @@ shapes = st.builds(
     bf16=st.booleans(),
 )
 def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
+    assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16)
+
+
+@pytest.mark.parametrize("optimizer", ["moves zeros", "by position"])
+def test_padding_stays_zero_and_positions_are_those_of_the_whole(optimizer):
+    shapes = {"table": (29, 7), "other": (31, 7), "stack/w": (3, 9, 7)}
+    assert_streamed_as_resident(shapes, {"data": 2}, 3, optimizer, False)
+
+
+def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
     case = (shapes, mesh, stage, optimizer)
     streamed, resident = (program(*case, offload, bf16) for offload in (True, False))
     before = resident.init(0)
@@ -143,6 +172,27 @@ def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
         other = resident.table[row.path]
         b, old = ((x.master if other.master else x.params)[row.path] for x in (theirs, before))
         assert_equal(a, b, old, 2)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 0), ("lamb", 2), ("factored", 3)])
+def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, bf16):
+    shapes = {"stack/w": (5, 6, 3), "stack/b": (5, 3), "table": (17, 6), "scale": (3,)}
+    case = (shapes, {"data": 2}, stage, optimizer)
+    theirs = updated(program(*case, False, bf16))
+    everything = Offload(optimizer=1.0, param=True)
+    monkeypatch.setattr(build, "offload_of", lambda config: everything)
+    made = program(*case, True, bf16)
+    ours = updated(made)
+    kept = {x.sharding.memory_kind for x in jax.tree.leaves((ours.params, ours.master))}
+    assert kept == {"pinned_host"} == {row.grad.memory_kind for row in made.table}
+    for row in made.table:
+        a = (ours.master if row.master else ours.params)[row.path]
+        b = (theirs.master or theirs.params)[row.path]
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        read = np.asarray(ours.params[row.path]), np.asarray(a).astype(row.read.dtype)
+        whole = tuple(map(slice, row.leaf.shape))
+        np.testing.assert_array_equal(read[0][whole], read[1][whole])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "factored"])
@@ -165,7 +215,7 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_an_optimizer_that_mixes_parameters_is_refused(name):
-    with pytest.raises(ConfigError, match="offload_optimizer.*gradient_clipping"):
+    with pytest.raises(ConfigError, match=r"offload_optimizer.*gradient_clipping"):
         program({"table": (4, 4), "b": (4,)}, {"data": 1}, 0, MIXING[name], True)
 
 

@@ -24,15 +24,31 @@ Function = Callable[..., Sequence[Any]]
 
 
 def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both sequences, such that nothing of either is used before all of both are there."""
-    inexact = [i for i, x in enumerate(second) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not first or not inexact:
-        return list(first), list(second)
-    tied, waited = jax.lax.optimization_barrier((list(first), [second[i] for i in inexact]))
-    rest = list(second)
-    for i, x in zip(inexact, waited, strict=True):
-        rest[i] = x
-    return list(tied), rest
+    """Both sequences, such that nothing of either is used before all of both are there.
+
+    What is in host memory is left out: XLA:TPU compiles no barrier of it (libtpu 0.0.51), and in a
+    loop over layers it is moved a layer at a time in any case.
+    """
+    ours = [i for i, x in enumerate(first) if not _in_host(x)]
+    theirs = [i for i, x in enumerate(second) if _is_real(x) and not _in_host(x)]
+    firsts, seconds = list(first), list(second)
+    if not ours or not theirs:
+        return firsts, seconds
+    tied, waited = jax.lax.optimization_barrier(
+        ([firsts[i] for i in ours], [seconds[i] for i in theirs])
+    )
+    for values, places, done in ((firsts, ours, tied), (seconds, theirs, waited)):
+        for i, x in zip(places, done, strict=True):
+            values[i] = x
+    return firsts, seconds
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _in_host(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def read_tied(
