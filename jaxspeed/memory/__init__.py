@@ -1,7 +1,5 @@
 """What is kept, what is made again, and what waits in host memory.
 
-"""What is kept, what is made again, and what waits in host memory.
-
 State that waits there comes to the device a piece at a time (`streaming`, `separable`, `making`);
 `recompute` turns what the config says into what each unit of a program keeps between its passes.
 """

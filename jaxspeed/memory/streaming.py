@@ -21,6 +21,10 @@ from jaxspeed.placement.zero import ways
 
 Arrays = dict[str, Any]
 
+# TPUs keep the last two dims of an array in tiles, and write to host memory whole ones (libtpu
+# 0.0.51 compiles nothing else): of up to 16 x 128, by the dtype. By the dim, counted from the last.
+_TILES = {0: 128, 1: 16}
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -97,6 +101,7 @@ def choose_walk(
       None where no dim is stored alike by all lanes.
     """
     sizes = cut.at.mesh.shape
+    tiled = cut.at.mesh.devices.flat[0].platform == "tpu"
     a_device = math.prod(cut.at.shard_shape(cut.shape))
     best: tuple[int, Walk] | None = None
     for dim in dims:
@@ -114,6 +119,11 @@ def choose_walk(
             rows = -(-size // 2)  # two pieces, so that it is a loop
         if even:
             rows = max(n for n in range(1, rows + 1) if size % n == 0)
+        if tiled and rows < size:
+            tile = _TILES.get(len(cut.shape) - 1 - dim, 1)
+            if size % tile or rows < tile:
+                continue
+            rows -= rows % tile
         if best is None or rows * row < best[0]:
             best = rows * row, Walk(dim, parts, size, rows)
         if best[0] <= most:
