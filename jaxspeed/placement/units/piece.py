@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.placement.units.jaxprs import evaluate, is_var, part
-from jaxspeed.placement.units.keeping import Keeping
+from jaxspeed.placement.units.keeping import Keeping, Waiting
 from jaxspeed.placement.units.stored import Stored
 
 Function = Callable[..., Sequence[Any]]
@@ -79,8 +79,9 @@ def run_piece(
     def read(shards: Sequence[Any]) -> list[Any]:
         return [s.read(w) for s, w in zip(stored, shards, strict=True)]
 
-    def moved() -> list[bool]:
-        return [i is None or own[i - count] for i in passes[0].inputs_kept]
+    def waiting() -> list[Waiting]:
+        handed = passes[0].inputs_kept
+        return [Waiting(i is not None, i is None or own[i - count]) for i in handed]
 
     @jax.custom_vjp
     def piece(*args: Any) -> list[Any]:
@@ -97,11 +98,11 @@ def run_piece(
             args[i] if i is not None else x
             for i, x in zip(passes[0].inputs_kept, kept, strict=True)
         ]
-        return outs, (args[:count], keeping.store(kept, moved()) if keeping else kept)
+        return outs, (args[:count], keeping.store(kept, waiting()) if keeping else kept)
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         shards, kept = residuals
-        kept = keeping.fetch(kept, moved()) if keeping else kept
+        kept = keeping.fetch(kept, waiting()) if keeping else kept
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, wanted = tie(shards, [ct for ct, real in of_real if real])
         grads = iter(passes[0].backward(read(tied), kept, wanted))
