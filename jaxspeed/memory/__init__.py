@@ -8,7 +8,7 @@ from jaxspeed.memory.accumulating import mean_in_host, zeros_in_host
 from jaxspeed.memory.limits import GPU_LIMIT, pinned_limit
 from jaxspeed.memory.making import made_in_groups
 from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.memory.spaces import in_host, on_device, to_device, to_host
+from jaxspeed.memory.spaces import in_host, moved_like, on_device, to_device, to_host, waits
 from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "in_host",
     "made_in_groups",
     "mean_in_host",
+    "moved_like",
     "on_device",
     "pinned_limit",
     "separate",
@@ -30,5 +31,6 @@ __all__ = [
     "to_device",
     "to_host",
     "total",
+    "waits",
     "zeros_in_host",
 ]

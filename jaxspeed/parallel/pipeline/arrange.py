@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.memory import on_device
 from jaxspeed.placement.mesh import simulated
-from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.rows import HOST, Placement, Row
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PIPE, PlacementTable
 from jaxspeed.placement.units import Stored
@@ -96,7 +97,8 @@ class Arrangement:
             x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
         else:
             x = self._to_stages(name, arrays, turns)
-        return x[(..., *map(slice, self.source_shape(name)))]
+        shape = self.source_shape(name)
+        return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
     def gradients(self, name: str, gradient: jax.Array, turns: "Turns") -> Arrays:
         """The gradient of a parameter of all blocks, by path, as its rows store gradients.
@@ -110,7 +112,11 @@ class Arrangement:
         return dict(zip(paths, self._from_stages(name, gradient, turns), strict=True))
 
     def _to_stages(self, name: str, arrays: Sequence[jax.Array], turns: "Turns") -> jax.Array:
-        """Stored arrays [layers, ...], or one a layer, as [stages, chunks, layers, ...]."""
+        """Stored arrays [layers, ...], or one a layer, as [stages, chunks, layers, ...].
+
+        What waits in host memory comes to the devices for that, a stage's share whole.
+        """
+        arrays = on_device(arrays)
         row = self.row(name)
         dim = self._exchanged(name, row.source)
 
@@ -204,7 +210,9 @@ class Arrangement:
         row = self.row(name)
         shape = (self.rows, *row.leaf.shape[self._lead :])
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
-        cut = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.source)))
+        waits = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
+        spec = PartitionSpec(None, *self.spec(name, row.source))
+        cut = NamedSharding(mesh, spec, memory_kind=waits)
         return Stored(shape, row.read.dtype, gathered, cut, wire, row.leaf.trainable)
 
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.memory import moved_like, on_device
+
 PIPE = "pipe"
 
 
@@ -25,9 +27,9 @@ def on_stages(
     """
 
     def lane(stage: jax.Array, own: Any, every: Any) -> tuple[Any, Any]:
-        row = jax.tree.map(lambda x: x[0], own)
+        row = jax.tree.map(lambda x: lax.squeeze(x, (0,)), own)
         out, shared = function(stage[0], row, every)
-        return jax.tree.map(lambda x: x[None], out), shared
+        return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), out), shared
 
     run = jax.shard_map(
         lane,
@@ -67,8 +69,8 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def read_slot(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """One slot of each buffer [slots, ...]."""
-    return [lax.dynamic_index_in_dim(b, slot, 0, keepdims=False) for b in buffers]
+    """One slot of each buffer [slots, ...], on the device wherever the buffers wait."""
+    return on_device([lax.dynamic_index_in_dim(b, slot, 0, keepdims=False) for b in buffers])
 
 
 def write_slot(
@@ -78,7 +80,8 @@ def write_slot(
     old = read_slot(buffers, slot)
     new = [jnp.where(busy, x, o) for x, o in zip(values, old, strict=True)]
     return [
-        lax.dynamic_update_index_in_dim(b, x, slot, 0) for b, x in zip(buffers, new, strict=True)
+        lax.dynamic_update_index_in_dim(b, moved_like(x, b), slot, 0)
+        for b, x in zip(buffers, new, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.rows import HOST
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Stored:
 
     @property
     def on_host(self) -> bool:
-        """Whether it waits in another memory than layers read it in."""
-        return self.cut.memory_kind != self.gathered.memory_kind
+        """Whether it waits in host memory."""
+        return self.cut.memory_kind == HOST
 
     @property
     def _here(self) -> NamedSharding:
         """As it is cut, in the memory where layers read it."""
         kind = self.gathered.memory_kind
-        return self.cut.with_memory_kind(kind) if kind and self.on_host else self.cut
+        return NamedSharding(self.cut.mesh, self.cut.spec, memory_kind=kind)
 
     @property
     def entries(self) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.memory import waits
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.train.pipeline.split import Split, Values, inexact
 from jaxspeed.train.state import Arrays
@@ -31,7 +32,10 @@ def once_there(
     if not simulated(split.table.mesh):
         return list(values)
     never = micro == NEVER
-    return [jnp.where(never, f.astype(v.dtype), v) for v, f in zip(values, first, strict=True)]
+    return [
+        v if waits(v) else jnp.where(never, f.astype(v.dtype), v)
+        for v, f in zip(values, first, strict=True)
+    ]
 
 
 def gathered_once_there(split: Split, first: Any, micro: jax.Array) -> Arrays:
@@ -56,7 +60,7 @@ def entering(split: Split, micro: jax.Array, ahead: Values) -> tuple[jax.Array, 
 
 def once_all_there(split: Split, values: Values, first: Any, micro: jax.Array) -> Values:
     """The same for a tree of floating arrays of any shapes, in the global view."""
-    leaves = jax.tree.leaves(first)
+    leaves = [x for x in jax.tree.leaves(first) if not waits(x)]
     if not leaves or not simulated(split.table.mesh):
         return values
     total = sum(jnp.sum(x).astype(jnp.float32) for x in leaves)

@@ -1,6 +1,6 @@
 """How a model's blocks are run over the stages of the mesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -49,7 +49,9 @@ class Pipeline:
         """
         split = Split(self.objective, self.arrangement, sources, variables, micro, step, True)
         count = jax.tree.leaves(micro)[0].shape[0]
-        training = Training(split, self._stage(split), self.recompute == "save", scale, placed)
+        on_host = self.objective.recompute.on_host
+        stage = self._stage(split)
+        training = Training(split, stage, self.recompute == "save", scale, placed, on_host)
         return training.run(self.schedule(count))
 
     def evaluate(self, sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Loss:
@@ -76,6 +78,8 @@ class Pipeline:
         recompute = self.objective.recompute
         if not recompute and self.recompute == "layers":
             recompute = Recompute("full")
+        # Between ticks stages keep inputs, and those wait in host memory; within one nothing does.
+        recompute = replace(recompute, on_host=False)
         stage = Stage(split, self.chunks, recompute, self.gather == "step")
         # Made once, here: what the loop over ticks makes first would be made in each tick.
         _ = split.outer, stage.weights, stage.context

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config.recompute import NOTHING_SAID, Recompute
+from jaxspeed.memory import on_device, waits
 from jaxspeed.parallel.pipeline import lanes
 from jaxspeed.parallel.pipeline.lanes import PIPE
 from jaxspeed.parallel.tensor import with_crossings
@@ -45,6 +47,7 @@ class Stage:
         if not self.gather_once or stored.gathered == stored.cut:
             return source
         spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
+        source = on_device(source)
         whole = constrain(source.astype(stored.dtype), in_context(spec), "pipeline.gather")
         return whole[(..., *map(slice, stored.shape))]
 
@@ -90,7 +93,8 @@ class Stage:
 
     def chunk(self, weights: Values, now: Now) -> Values:
         """A stage's weights of one chunk, [layers, ...] each."""
-        return [at(w, now.chunk) for w in weights]
+        # Of one chunk there is nothing to choose: what waits in host memory stays there.
+        return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, now.chunk) for w in weights]
 
     def first_layer(self, number: Any, now: Now) -> Any:
         return (now.chunk * self.split.stages + number) * self.split.arrangement.rows
@@ -154,6 +158,10 @@ class Stage:
         paths = {split.index[v]: path for path, v in split.outside.items()}
         shared = {paths[i]: v for i, v in of_context.items() if i in paths}
 
+        own = {
+            name: stored if waits(held) else replace(stored, cut=_here(stored.cut))
+            for (name, stored), held in zip(own.items(), self.weights, strict=True)
+        }
         storage = {
             v: own[name]
             for (name, v), held in zip(of_weights.items(), self.weights, strict=True)
@@ -180,6 +188,11 @@ class Stage:
         )
         way = split.objective.way(jaxpr, program, samples, recompute)
         return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
+
+
+def _here(sharding: NamedSharding) -> NamedSharding:
+    """The same cut in the devices' own memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def in_context(spec: PartitionSpec) -> NamedSharding:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxspeed.memory import on_device
 from jaxspeed.parallel.pipeline import lanes
 from jaxspeed.parallel.pipeline.lanes import (
     PIPE,
@@ -74,6 +75,7 @@ class Training:
     saves: bool
     scale: Any  # of the loss
     placed: bool  # gradients are kept as the table says, not as a data rank's part of a sum
+    on_host: bool = False  # what stages keep of each micro-batch waits in host memory
     passes: Any = None  # forward and backward of a chunk
 
     def run(self, schedule: Schedule) -> Sums:
@@ -129,9 +131,12 @@ class Training:
 
     def _slots(self, slots: int) -> Values:
         """Room for what a stage keeps of each micro-batch under way."""
-        return [
+        blank = [
             lanes.blank((x.shape[0], slots, *x.shape[1:]), x.dtype) for x in self._kept_shapes()
         ]
+        if not self.on_host:
+            return blank
+        return [jax.device_put(x, jax.memory.Space.Host) if inexact(x) else x for x in blank]
 
     def _kept_shapes(self) -> Sequence[Any]:
         stages = self.split.stages
@@ -242,6 +247,7 @@ class Training:
         own = self.split.arrangement
         placement, busy = own.row(name).grad, now.micro >= 0
         assert placement is not None
+        grad = on_device(grad)
         grad = pad(grad.astype(total.dtype), total.shape[1:])
         if self.placed:
             spec = PartitionSpec(None, *own.spec(name, placement))
@@ -311,7 +317,7 @@ class Training:
     def _place(self, path: str, grad: jax.Array) -> jax.Array:
         row = self.split.table[path]
         assert row.grad is not None
-        grad = grad.astype(row.grad.dtype)
+        grad = on_device(grad).astype(row.grad.dtype)
         if not self.placed:
             return grad
         grad = pad(grad, row.shape(row.grad))
