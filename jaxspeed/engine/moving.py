@@ -98,14 +98,23 @@ def _crossings(program: Program, traced: Any) -> Crossings:
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
     arguments = [argument(path, leaf) for path, leaf in state]
     rest = len(traced.jaxpr.jaxpr.invars) - len(arguments)
-    rows = [row for row in program.table if row.grad and in_host(row.grad)]
     return crossings(
         traced.jaxpr,
         [*arguments, *[None] * rest],
-        [row.shape(row.grad) for row in rows if row.grad],
+        list(_gradient_shapes(program)),
         DATA_AXES,
         dict(program.mesh.shape),
     )
+
+
+def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
+    """Of gradients of what waits in host memory: whole, and of one layer."""
+    for row in program.table:
+        if row.grad and (in_host(row.grad) or in_host(row.source)):
+            shape = row.shape(row.grad)
+            yield shape
+            if row.leaf.stacked:
+                yield shape[1:]
 
 
 def _idle(program: Program, found: Crossings) -> Iterator[str]:

@@ -74,7 +74,7 @@ def crossings(
     Args:
       closed: its jaxpr.
       arguments: what its inputs are; None for what is no array of a state.
-      gradients: the shapes of gradients that wait in host memory.
+      gradients: the shapes of gradients, of parameters that wait in host memory.
       activation_axes: the mesh axes over which activations are cut.
       mesh: the sizes of the mesh axes.
     """

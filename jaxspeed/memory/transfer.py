@@ -120,6 +120,7 @@ class Transfer:
             title="over the link to host memory, per device and step",
             title_justify="left",
             box=None,
+            min_width=52,
         )
         table.add_column("of")
         for name in ("to the device", "to the host", "time"):
@@ -156,4 +157,7 @@ def _times(ratio: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return scaled_text(value, "s") if value >= 1 else f"{1e3 * value:.3g} ms"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{1e6 * value:.3g} µs"

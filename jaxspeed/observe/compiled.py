@@ -35,7 +35,8 @@ class CompiledReport:
         host from device memory: there it is 0, and all is in the figures of the device.
       host_argument_bytes, host_temp_bytes, host_output_bytes: its parts.
       peak_bytes: XLA's own figure for what is held at once. XLA:TPU's has buffers in VMEM in it,
-        which `temp_bytes` leaves out; XLA:CPU's leaves `temp_bytes` out, so add them there.
+        which `temp_bytes` leaves out, and what is in host memory; XLA:CPU's leaves `temp_bytes`
+        out, so add them there.
       flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`). None,
         like the next two, where the backend does not give the program's text.
       bytes_accessed: what the instructions read and write, loops multiplied out.
@@ -167,11 +168,15 @@ def _summary(report: CompiledReport) -> Table:
         title_justify="left",
         show_header=False,
         box=None,
+        min_width=44,
     )
     table.add_column("what")
     table.add_column("how much", justify="right")
-    for name in ("argument", "temp", "output", "alias", "peak"):
+    for name in ("argument", "temp", "output", "alias"):
         table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
+    # XLA:TPU's peak counts what waits in host memory as well.
+    with_host = " with host memory" if report.host_bytes else ""
+    table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
     if report.tells_host:
         table.add_row("in host memory", bytes_text(report.host_bytes))
         for name in ("argument", "temp", "output") if report.host_bytes else ():
