@@ -47,6 +47,24 @@ def program_of(config, devices=4):
     )
 
 
+@pytest.mark.parametrize("recompute", ["stage", "layers", "save"])
+def test_stages_move_what_the_config_says_too(recompute):
+    config = {
+        "mesh": {"pipe": 2, "data": 2},
+        "gradient_accumulation_steps": 4,
+        "parallel": {"remat": "full", "pipeline_recompute": recompute},
+    }
+    program, found = moved(config | offloaded(1, "optimizer"))
+    waiting = sum(program.table.host_bytes_by_role().values())
+    assert found.by_kind == {OPTIMIZER: (waiting, waiting)}
+
+
+def test_what_stages_keep_waits_in_host_memory():
+    config = {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 4}
+    _, found = moved(config | ON_HOST, devices=2)
+    assert set(found.by_kind) == {ACTIVATIONS}
+
+
 def moved(config, devices=4):
     program = program_of(config, devices)
     tokens = jax.ShapeDtypeStruct((program.batch.train, SEQ + 1), np.int32)
