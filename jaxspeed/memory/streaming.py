@@ -61,7 +61,15 @@ class Walk:
         return (first + start + jnp.arange(rows)).reshape(-1)
 
     def fetch(self, x: jax.Array, lane: Lane, start: Any, rows: int) -> jax.Array:
-        """A piece, on the device."""
+        """A piece, on the device.
+
+        What is cut in one part is sliced as it is: XLA:GPU and XLA:TPU do not always reshape an
+        array in host memory.
+        """
+        if self.parts == 1:
+            if rows < self.size:
+                x = jax.lax.dynamic_slice_in_dim(x, start, rows, self.dim)
+            return to_device(x, lane.at) if in_host(lane.at) else x
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = jax.lax.dynamic_slice_in_dim(opened, start, rows, self.dim + 1)
         piece = to_device(piece, self._sharding(lane)) if in_host(lane.at) else piece
@@ -69,6 +77,11 @@ class Walk:
 
     def write(self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array) -> jax.Array:
         """The array with a piece of it replaced."""
+        if self.parts == 1:
+            piece = to_host(piece, lane.at) if in_host(lane.at) else piece
+            if piece.shape == x.shape:
+                return piece
+            return jax.lax.dynamic_update_slice_in_dim(x, piece, start, self.dim)
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = piece.reshape(self._opened(piece.shape, piece.shape[self.dim] // self.parts))
         piece = to_host(piece, self._sharding(lane)) if in_host(lane.at) else piece

@@ -16,11 +16,13 @@ import numpy as np
 import optax
 import pytest
 
+from tests.train.cases import CASES
 from tests.train.parity import (
     assert_loss_fell,
     assert_losses_equal,
     leaf_differences,
     plain,
+    plain_of,
     run,
     whole_difference,
 )
@@ -170,6 +172,29 @@ def test_what_is_saved_changes_no_result(point):
     assert kinds(state.params) == (host if point.param == "host" else {"device"})
     of_optimizer = {"host": host, "device": {"device"}, "half": {"device", "pinned_host"}}
     assert kinds(state.opt) == of_optimizer[point.optimizer]
+
+
+KINDS = ("linen", "pair", "batch statistics", "tied weights", "called twice", "unlike blocks")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=() if i in (1, 6) else pytest.mark.full)
+        for i, (name, stage) in enumerate(itertools.product(KINDS, (0, 3)))
+    ],
+)
+def test_any_model_trains_from_host_memory(name, stage):
+    """Parameters that several layers read, statistics, functions and lists of unlike blocks."""
+    case, micro = CASES[name], 4 if stage else 1
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    sections = {"zero_optimization": zero | OPTIMIZER["host"] | PARAM["host"]}
+    if name != "linen":  # its two layers are no repetition
+        sections["parallel"] = {"remat": "full"}
+    ours, reference = run(case, stage, micro, "sgd", **sections), plain_of(name, micro, "sgd")
+    assert_losses_equal(ours, reference, 1e-5)
+    assert whole_difference(case, ours, reference) <= 1e-5
+    assert kinds(ours.engine.state.params) == {"pinned_host"}
 
 
 def kinds(tree):

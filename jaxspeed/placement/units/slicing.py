@@ -84,6 +84,10 @@ class _Run:
     ) -> None:
         self.jaxpr, self.way, self.storage = jaxpr, way, dict(storage)
         self.env = bindings(jaxpr, consts, args)
+        for v in _read_in_several_places(jaxpr, self.storage):
+            # Once, so that its gradients add up on the device, and only their sum leaves.
+            self.env[v] = self.storage[v].brought(self.env[v])
+            self.storage[v] = self.storage[v].on_device()
         self.moving = made_of(jaxpr, way.activations) if way.keeping else set()
         self.pieces = pieces(jaxpr, way, storage)
         units = [p for p in self.pieces if p.units]
@@ -165,6 +169,17 @@ def _run_units(
     again = keeping.again(run, way.in_loop)
     args = [*weights, *inputs]
     return run_piece(again, (), (), args, keeping, [*(False for _ in weights), *own])
+
+
+def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
+    """What waits in host memory and is no layer's alone: what a loop reads in each trip, too."""
+    uses: Counter[Any] = Counter(v for v in jaxpr.outvars if is_var(v))
+    for eqn in jaxpr.eqns:
+        each_trip = sum(consts_and_carry(eqn)) if eqn.primitive.name == "scan" else 0
+        for i, v in enumerate(eqn.invars):
+            if is_var(v):
+                uses[v] += 2 if i < each_trip else 1
+    return [v for v, stored in storage.items() if stored.on_host and uses[v] > 1]
 
 
 def _read_from_outside(eqns: Sequence[Any]) -> list[Any]:

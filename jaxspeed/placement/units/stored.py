@@ -75,6 +75,10 @@ class Stored:
         whole = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
         return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
 
+    def on_device(self) -> "Stored":
+        """The same without a stay in host memory."""
+        return replace(self, cut=self._here)
+
     def brought(self, stored: jax.Array) -> jax.Array:
         """The stored array in the memory where layers read it."""
         return jax.device_put(stored, jax.memory.Space.Device) if self.on_host else stored
