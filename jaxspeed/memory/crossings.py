@@ -73,7 +73,8 @@ def crossings(
 
     Args:
       closed: its jaxpr.
-      arguments: what its inputs are; None for what is no array of a state.
+      arguments: what its inputs are; None for what is no array of a state. Their next values are
+        the step's first outputs, in the same order.
       gradients: the shapes of gradients, of parameters that wait in host memory.
       activation_axes: the mesh axes over which activations are cut.
       mesh: the sizes of the mesh axes.
@@ -86,6 +87,10 @@ def crossings(
             if argument is not None:
                 walk.arguments[node] = argument
     walk.run(closed.jaxpr, env, 1, frozenset())
+    pairs = zip(closed.jaxpr.invars, closed.jaxpr.outvars, arguments, strict=False)
+    for var, out, argument in pairs:
+        if argument is not None and is_var(out):
+            walk.join([env.get(var), env.get(out)])
     return walk.summed(set(gradients))
 
 

@@ -86,6 +86,16 @@ def test_an_array_updated_in_a_loop_leaves_as_it_came(mesh):
     assert found.fetched == found.stored == {"argument 0": 6 * 64 * 4 // 4}
 
 
+def test_an_array_replaced_as_a_whole_leaves_as_it_came(mesh):
+    at = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+
+    def update(moments):
+        return jax.device_put(0.9 * jax.device_put(moments, at.with_memory_kind("device")), at)
+
+    found = of(update, waiting(mesh, (64,), "data"), kinds=(OPTIMIZER,))
+    assert found.fetched == found.stored == {"argument 0": 64 * 4 // 4}
+
+
 def test_what_no_argument_owns_is_a_gradient_by_its_shape_or_an_activation(mesh):
     def there_and_back(x):
         away = jax.device_put(jnp.sin(x), HOST)
