@@ -27,6 +27,7 @@ NARROW = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 512}
 SMALL = {
     "tiny.yaml": {},
     "vit_tiny.yaml": {},
+    "offload_tiny.yaml": {},
     "gpt2_tiny_zero3.json": {},
     "gpt2_small.yaml": NARROW | {"num_attention_heads": 4},
     "llama3_8b.yaml": NARROW
@@ -43,7 +44,7 @@ def test_every_config_that_names_a_model_is_tried():
 
 
 # The others differ from these in their sizes alone.
-COVERING = ("tiny.yaml", "vit_tiny.yaml", "llama3_70b.yaml")
+COVERING = ("tiny.yaml", "vit_tiny.yaml", "offload_tiny.yaml", "llama3_70b.yaml")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
@@ -42,6 +43,7 @@ class Engine:
         self._reporter = Reporter(program, int(state.step))
         self._pace = Pace(program.mesh.devices.flat[0])
         self._saver = Saver(program)
+        self._moves_checked = False
 
     @property
     def state(self) -> TrainState:
@@ -58,6 +60,9 @@ class Engine:
     def train_batch(self, batch: Batch) -> Metrics:
         """One step. Metrics are arrays still being computed: float(m["loss"]) waits for them."""
         placed = self._place(batch, "train_batch", self.program.batch.train)
+        if not self._moves_checked:
+            check_moves(self.program, self._state, placed)
+            self._moves_checked = True
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)
         self._pace.sent(metrics["loss"])
@@ -253,10 +258,16 @@ def initialize(
 def compiled_report(program: Program, batch: Any) -> CompiledReport:
     """What the compiler makes of a program's step for a batch of these shapes."""
     program.check_batch(batch, program.batch.train, abstract=True)
-    lowered = program.step.lower(program.state, program.abstract_batch(batch))
+    traced = program.step.trace(program.state, program.abstract_batch(batch))
+    transfer = transfer_of(program, traced)
+    lowered = traced.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     # Within a millisecond nothing was compiled: jax had the program of an earlier call.
     timed = seconds if seconds > 1e-3 else None
-    return report(compiled, program.mesh, timed, program.pipeline_report(batch))
+    waiting = program.table.host_bytes_by_role()
+    schedule = program.pipeline_report(batch)
+    made = report(compiled, program.mesh, timed, schedule, transfer, waiting)
+    check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
+    return made

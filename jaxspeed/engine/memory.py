@@ -1,9 +1,12 @@
 """Why a device ran out of memory, told from the placement table, and what would free most."""
 
+from dataclasses import replace
+
 import jax
 
 from jaxspeed.errors import OutOfMemoryError
 from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.rows import Offload
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable, build_table
 from jaxspeed.train.build import offload_of
@@ -52,11 +55,22 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
     table, config = program.table, program.config
     found = []
     for stage in range(table.stage + 1, 4):
-        saved = stored_bytes(table) - stored_bytes(_restaged(program, stage))
+        saved = stored_bytes(table) - stored_bytes(_otherwise(program, stage=stage))
         if saved > 0:
             found.append(
                 (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} a device")
             )
+    now = offload_of(config)
+    for key, offload in (
+        ("offload_optimizer", replace(now, optimizer=1.0)),
+        ("offload_param", replace(now, param=True)),
+    ):
+        saved = stored_bytes(table) - stored_bytes(_otherwise(program, offload=offload))
+        if saved > 0:
+            what = f"zero_optimization.{key}.device: cpu"
+            found.append((saved, f"{what} frees {bytes_text(saved)} a device"))
+    if not config.recompute:
+        found.append((0, "parallel.remat: full keeps of activations the input of each layer alone"))
     if program.batch.micro > 1:
         found.append(
             (
@@ -78,16 +92,18 @@ def stored_bytes(table: PlacementTable) -> int:
     return sum(per_device for _, per_device in table.bytes_by_role().values())
 
 
-def _restaged(program: Program, stage: int) -> PlacementTable:
-    """The same leaves at another stage, with as much optimizer state a parameter as now."""
+def _otherwise(
+    program: Program, stage: int | None = None, offload: Offload | None = None
+) -> PlacementTable:
+    """The same leaves stored in another way, with as much optimizer state a parameter as now."""
     zero = program.config.zero_optimization
     table = build_table(
         [row.leaf for row in program.table],
         program.mesh,
-        stage=stage,
+        stage=program.table.stage if stage is None else stage,
         precision=precision_of(program.config),
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=program.table.stack,
-        offload=offload_of(program.config),
+        offload=offload or offload_of(program.config),
     )
     return table.with_state(program.layout.over(table).places, program.table.extra)

@@ -45,13 +45,15 @@ def m_against_n(program: Program, temp_bytes: int | None = None) -> str:
     """What the state needs, with temporary values where they are known, and what there is."""
     whole = sum(whole for whole, _ in program.table.bytes_by_role().values())
     limit = device_limit(program)
+    waiting = sum(program.table.host_bytes_by_role().values())
+    host = f" and {bytes_text(waiting)} in its host's memory" if waiting else ""
     has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(program.mesh.size)
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
         f"M = {bytes_text(whole)} of state in all, {bytes_text(stored_bytes(program.table))} a "
-        f"device (from the table){temp}; {has}"
+        f"device{host} (from the table){temp}; {has}"
     )
 
 

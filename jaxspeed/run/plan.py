@@ -13,6 +13,8 @@ from jaxspeed.data import build
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.family import resolve_model
+from jaxspeed.engine.moving import asks, transfer_of
+from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
@@ -32,19 +34,22 @@ class Plan:
     program: Program
     pipeline: PipelineReport | None  # where the mesh has stages
     compiled: CompiledReport | None  # where it was compiled
+    transfer: Transfer | None = None  # where anything waits in host memory
 
     def __rich__(self) -> Group:
         program, compiled = self.program, self.compiled
         axes, roles = self._axes(), program.table.bytes_by_role()
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program)), Text(self._batch())),
-            show.totals(program.table.stage, axes, roles),
+            show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(m_against_n(program, compiled.temp_bytes if compiled else None)),
         ]
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
         if compiled:
             parts.append(compiled)
+        elif self.transfer:
+            parts.append(self.transfer)
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -53,7 +58,7 @@ class Plan:
     def figures(self) -> dict[str, Any]:
         """All of it as plain numbers and words, bytes in bytes."""
         table, device = self.program.table, self.program.mesh.devices.flat[0]
-        roles = table.bytes_by_role().items()
+        roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
         return {
             "mesh": dict(self.program.mesh.shape),
             "devices": {
@@ -65,8 +70,14 @@ class Plan:
             "batch": asdict(self.program.batch),
             "stage": table.stage,
             "state": {
-                role: {"bytes": whole, "bytes_per_device": part} for role, (whole, part) in roles
+                role: {
+                    "bytes": whole,
+                    "bytes_per_device": part,
+                    "host_bytes_per_device": in_host.get(role, 0),
+                }
+                for role, (whole, part) in roles
             },
+            "transfer": self.transfer and self.transfer.figures(),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
         }
@@ -94,9 +105,13 @@ def plan_run(source: Source, *, compiling: bool = True) -> Plan:
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
     if not compiling:
-        return Plan(program, program.pipeline_report(batch), None)
+        transfer = None
+        if asks(program):
+            traced = program.step.trace(program.state, program.abstract_batch(batch))
+            transfer = transfer_of(program, traced)
+        return Plan(program, program.pipeline_report(batch), None, transfer)
     compiled = compiled_report(program, batch)
-    return Plan(program, compiled.pipeline, compiled)
+    return Plan(program, compiled.pipeline, compiled, compiled.transfer)
 
 
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxspeed.config import Config, match
 from jaxspeed.errors import ModelError
 from jaxspeed.memory import in_host
+from jaxspeed.memory.faults import refuse_faults
 from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
@@ -44,6 +45,7 @@ def build_program(
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
+    refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(
         model,
@@ -96,6 +98,19 @@ def build_program(
         Source(model, optimizer, example_batch, trainable),
         proposal,
     )
+
+
+def _waits_in_host(config: Config) -> list[str]:
+    """The keys of a config that put something into host memory."""
+    zero, recompute = config.zero_optimization, config.recompute
+    asked = {
+        "activation_checkpointing.cpu_checkpointing": recompute.on_host,
+        "parallel.remat.offload": recompute.offload,
+        "parallel.remat.budget": recompute.budget is not None,
+        "zero_optimization.offload_optimizer": zero.offload_optimizer.device == "cpu",
+        "zero_optimization.offload_param": zero.offload_param.device == "cpu",
+    }
+    return [key for key, on in asked.items() if on]
 
 
 def _check_patterns(config: Config, model: Model) -> None:

@@ -42,6 +42,40 @@ def planned(config):
     return json.loads(done.stdout)
 
 
+OFFLOAD = (
+    "--devices",
+    "8",
+    "--no-compile",
+    "--set",
+    "parallel.remat=full",
+    "--set",
+    "zero_optimization.offload_optimizer.device=cpu",
+)
+
+
+def test_what_waits_in_host_memory_has_a_column_and_what_crosses_a_table(config):
+    said = plan(config, *OFFLOAD).stdout
+    assert "in host memory" in said and "in its host's memory (from the table)" in said
+    assert "over the link to host memory, per device and step" in said
+    assert "expected at best, as of an A100: of this device none is known" in said
+
+
+def test_what_crosses_is_there_as_data(config):
+    found = json.loads(plan(config, "--json", *OFFLOAD).stdout)
+    waiting = {role: row["host_bytes_per_device"] for role, row in found["state"].items()}
+    moved = sum(size for role, size in waiting.items() if role in ("master", "opt"))
+    assert moved > 0 and waiting["param"] == waiting["grad"] == 0
+    crossed = found["transfer"]
+    assert crossed["to_device"] == crossed["to_host"] == {"optimizer": moved}
+    assert crossed["seconds"] == 2 * moved / crossed["bytes_per_second"]
+    assert found["compiled"] is None
+
+
+def test_what_moves_nothing_has_no_such_table(planned):
+    assert planned["transfer"] is None
+    assert {row["host_bytes_per_device"] for row in planned["state"].values()} == {0}
+
+
 def test_it_says_where_it_looked(planned):
     assert planned["devices"]["count"] == 8 and planned["devices"]["simulated"]
     assert {axis: n for axis, n in planned["mesh"].items() if n > 1} == {"pipe": 2, "data": 4}

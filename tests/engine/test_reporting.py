@@ -129,11 +129,17 @@ def test_running_out_of_memory_in_a_step_is_explained_from_the_table(crowded, mo
     assert "more lines" not in text
     remedies = [line for line in text.splitlines() if line.startswith("  - ")]
     # Stage 3 frees 7/8 of all three, 2 all but the parameters, 1 the moments; so in that order.
-    assert [r[4:] for r in remedies[:3]] == [
+    assert [r[4:] for r in remedies if "stage" in r] == [
         "zero_optimization.stage: 3 frees 2.8 kB a device",
         "zero_optimization.stage: 2 frees 2.1 kB a device",
         "zero_optimization.stage: 1 frees 1.4 kB a device",
     ]
+    # The moments without the counters; parameters and gradients.
+    assert {r[4:] for r in remedies if "offload" in r} == {
+        "zero_optimization.offload_optimizer.device: cpu frees 1.6 kB a device",
+        "zero_optimization.offload_param.device: cpu frees 1.6 kB a device",
+    }
+    assert any("parallel.remat: full" in r for r in remedies)
     assert any("gradient_accumulation_steps: 2" in r for r in remedies)
     assert any("bf16.enabled: true" in r for r in remedies)
     assert isinstance(told.value.__cause__, jax.errors.JaxRuntimeError)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.memory.crossings import Crossings
+from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import largest_buffers, report
 from tests.observe.programs import array, constrain
 
@@ -30,6 +32,46 @@ def test_bytes_are_those_of_each_devices_shards(mesh):
     assert made.output_bytes == weight
     assert made.temp_bytes > 0
     assert made.host_bytes == 0
+
+
+def test_on_a_cpu_what_waits_on_the_host_is_told_by_the_table(mesh):
+    made = report(compile_step(mesh), mesh, waiting={"master": 1_000_000, "grad": 5_000_000})
+    assert not made.tells_host
+    text = str(made)
+    assert "of these arguments in host memory*" in text and "1 MB" in text
+    assert "* by the placement table: XLA:CPU counts host memory as the device's" in text
+    assert "in host memory*" not in str(report(compile_step(mesh), mesh)), "nothing waits there"
+
+
+class Unprintable:
+    """A compiled program as libtpu has them whose updates of host memory it cannot print."""
+
+    def __init__(self, compiled):
+        self.memory_analysis = compiled.memory_analysis
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: async-update should have 1 operands\nat ...")
+
+
+def test_without_a_text_the_bytes_are_told_and_the_rest_is_unknown(mesh):
+    compiled = compile_step(mesh)
+    whole, made = report(compiled, mesh), report(Unprintable(compiled), mesh)
+    assert (made.argument_bytes, made.temp_bytes) == (whole.argument_bytes, whole.temp_bytes)
+    assert (made.flops, made.bytes_accessed, made.collectives) == (None, None, None)
+    assert made.figures()["collectives"] is None
+    text = " ".join(str(made).split())
+    assert "flops, bytes accessed and collectives are unknown" in text
+    assert "async-update should have 1 operands" in text
+
+
+def test_what_crosses_is_timed_against_the_compilers_flops(mesh):
+    crossed = Crossings({"optimizer": 16_000_000}, {"optimizer": 16_000_000}, {}, {}, 0, 1.0)
+    made = report(compile_step(mesh), mesh, transfer=Transfer(crossed, "TPU v5p", 1.0))
+    assert made.transfer and (made.transfer.flops, made.transfer.flops_from) == (
+        made.flops,
+        "as compiled",
+    )
+    assert "moving 2 ms = 32 MB (traced step) / 16 GB/s" in str(made)
 
 
 def test_a_donated_argument_is_aliased(mesh):
