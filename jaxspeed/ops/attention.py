@@ -113,7 +113,7 @@ def _by_platform(kernels: Mapping[str, Any], mask: Mask, scale: float) -> Attend
         return by_plain(q, k, v, segments), jnp.zeros((batch, heads, seq), jnp.float32)
 
     def plain_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d: Any) -> Any:
-        return jax.vjp(lambda *qkv: by_plain(*qkv, segments), q, k, v)[1](d)
+        return jax.vjp(lambda q, k, v: by_plain(q, k, v, segments), q, k, v)[1](d)
 
     def choose(of_plain: Any, one_pass: str, gives: Any) -> Callable[..., Any]:
         ways = {
