@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxspeed.memory.costs import programs_in
 from jaxspeed.placement.units import Units
 from jaxspeed.placement.units.choose import bodies
 from jaxspeed.placement.units.jaxprs import is_var, part
@@ -71,5 +72,5 @@ def _names(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
-        for body, _, _ in bodies(eqn):
+        for body, _ in programs_in(eqn):
             yield from _names(body)
