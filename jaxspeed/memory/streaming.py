@@ -169,13 +169,14 @@ def stream(
     return step(walk.count * walk.rows, left, carried) if left else carried
 
 
-def total(walk: Walk, lane: Lane, x: jax.Array, of: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The sum of `of(piece)` over the pieces of one array."""
+def total(
+    walk: Walk, lane: Lane, x: jax.Array, of: Callable[[jax.Array], jax.Array], seen: jax.Array
+) -> jax.Array:
+    """`seen` and the sum of `of(piece)` over the pieces of one array."""
 
     def add(i: Any, seen: jax.Array) -> jax.Array:
         return seen + of(walk.fetch(x, lane, i * walk.rows, walk.rows))
 
-    zero = jnp.zeros((), jnp.float32)
-    summed = add(0, zero) if walk.count == 1 else jax.lax.fori_loop(0, walk.count, add, zero)
+    summed = add(0, seen) if walk.count == 1 else jax.lax.fori_loop(0, walk.count, add, seen)
     left = walk.size - walk.count * walk.rows
     return summed + of(walk.fetch(x, lane, walk.count * walk.rows, left)) if left else summed

@@ -99,15 +99,20 @@ class Update:
         """The global norm, of each gradient in the dtype of what is updated."""
         if not self.streamed:
             return global_norm(grads)
-        here, squares = {}, []
+        here, waiting = {}, {}
         for path, grad in grads.items():
             row = self.table[path]
             if row.grad and in_host(row.grad):
-                squares.append(self.streamed.squared(row, grad))
+                waiting[path] = grad
             else:
                 here[path] = grad.astype(wide_dtype(row))
         norm = global_norm(here)
-        return jnp.sqrt(sum(squares, start=norm * norm)) if squares else norm
+        if not waiting:
+            return norm
+        squares = norm * norm
+        for path, grad in waiting.items():
+            squares = self.streamed.with_squares(squares, self.table[path], grad)
+        return jnp.sqrt(squares)
 
     def _resident(
         self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
