@@ -39,7 +39,11 @@ class Unit:
     def of(cls, member: Member) -> "Unit":
         fn = as_function(member.program)
         args = [_shape(v.aval) for v in member.program.invars]
-        active = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        active = [
+            i
+            for i, (x, on) in enumerate(zip(args, member.active, strict=True))
+            if on and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
 
         def forward(*args: Any) -> Any:
             def of_active(*moving: Any) -> Any:

@@ -26,24 +26,28 @@ def flops_of(eqn: Any) -> int:
         return 2 * _elements(eqn) * math.prod(kernel) // features
     if name == "cond":  # which one runs only the platform or the data tell
         return max(flops(open_jaxpr(branch)[0]) for branch in eqn.params["branches"])
-    inner = bodies(eqn) or [(body, 0, 1) for body in _called(eqn)]
-    if inner:
-        return sum(trips * flops(body) for body, _, trips in inner)
+    if inner := programs_in(eqn):
+        return sum(trips * flops(body) for body, trips in inner)
     if name in _NAMES_ONLY:
         return 0
     return _elements(eqn)
 
 
+def programs_in(eqn: Any) -> list[tuple[Any, int]]:
+    """[(program, how often it runs)] of an operation that runs others.
+
+    Those with a derivative of their own count, and what each device does for itself.
+    """
+    if found := bodies(eqn):
+        return [(body, trips) for body, _, trips in found]
+    keys = ("call_jaxpr", "fun_jaxpr", "jaxpr")
+    opened = (open_jaxpr(eqn.params[key])[0] for key in keys if key in eqn.params)
+    return [(each, 1) for each in opened if hasattr(each, "eqns")]
+
+
 def _elements(eqn: Any) -> int:
     """Of the results."""
     return sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
-
-
-def _called(eqn: Any) -> list[Any]:
-    """The programs of an operation with a derivative of its own, or of one device's part."""
-    keys = ("call_jaxpr", "fun_jaxpr", "jaxpr")
-    found = (eqn.params[key] for key in keys if key in eqn.params)
-    return [open_jaxpr(each)[0] for each in found if hasattr(open_jaxpr(each)[0], "eqns")]
 
 
 def nbytes(aval: Any) -> int:

@@ -20,6 +20,7 @@ ATTENTION = "attention"  # the name of what `jaxspeed.ops.attention` gives
 _KEY = "parallel.remat"
 _UNKNOWN_PEAK = 312e12  # of simulated devices; an A100's
 _policies = jax.checkpoint_policies
+Move = Callable[[jax.Array, bool], jax.Array]
 
 
 def keeping_of(
@@ -124,36 +125,40 @@ def _every(words: Recompute, members: Sequence[Member]) -> int:
     return every
 
 
-def _moves(words: Recompute) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """The way of what is kept to where it waits, and back."""
-    ways = [way for way, on in ((_cut, words.partition), (_on_host, words.on_host)) if on]
-    if not ways:
+def _moves(words: Recompute) -> tuple[Move | None, Move | None]:
+    """The way of what is kept to where it waits, and back.
+
+    What tensor cuts inside of a unit is kept so in any case: only what units are handed is whole.
+    """
+    if not words.partition and not words.on_host:
         return None, None
 
-    def put(x: jax.Array) -> jax.Array:
-        for way in ways:
-            x = way(x, True)
-        return x
+    def put(x: jax.Array, handed: bool) -> jax.Array:
+        x = _cut(x, True) if words.partition and handed else x
+        return jax.device_put(x, jax.memory.Space.Host) if words.on_host else x
 
-    def get(x: jax.Array) -> jax.Array:
-        for way in reversed(ways):
-            x = way(x, False)
-        return x
+    def get(x: jax.Array, handed: bool) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device) if words.on_host else x
+        return _cut(x, False) if words.partition and handed else x
 
     return put, get
 
 
-def _on_host(x: jax.Array, away: bool) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Host if away else jax.memory.Space.Device)
-
-
 def _cut(x: jax.Array, away: bool) -> jax.Array:
-    """Over tensor, along the first dim after the samples' that divides."""
+    """Over tensor, along the first dim after the samples' that divides.
+
+    Pinned whole before, so that nothing else of the pass comes to be cut so too.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape.get(TENSOR, 1)
     dim = next((d for d in range(1, x.ndim) if x.shape[d] % ways == 0), None)
     if ways == 1 or dim is None:
         return x
-    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    entries[dim] = TENSOR if away else None
-    return constrain(x, NamedSharding(mesh, PartitionSpec(*entries)), "keeping.cut")
+
+    def along(axis: str | None) -> NamedSharding:
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        entries[dim] = axis
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    x = constrain(x, along(None), "keeping.whole")
+    return constrain(x, along(TENSOR), "keeping.cut") if away else x

@@ -17,8 +17,10 @@ number of key heads (`key_heads.py`).
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +29,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cudnn, splash
-from jaxspeed.ops.axes import tensor_parts
-from jaxspeed.ops.key_heads import copies_of, repeated
+from jaxspeed.ops.key_heads import shared_by_devices
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
+from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes
 
-NAME = "attention"
+KERNELS = {"splash": splash, "cudnn": cudnn}
 Implementation = Literal["plain", "splash", "cudnn"]
 
 
@@ -73,29 +75,21 @@ def attention(
         segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-    def by_splash(q, k, v, segments):
-        return over_batch_and_heads(splash.attend, q, k, v, segments, mask=mask, scale=scale)
-
-    def by_cudnn(q, k, v, segments):
-        return over_batch_and_heads(cudnn.attend, q, k, v, segments, mask=mask, scale=scale)
-
-    copies = copies_of(q.shape[2], k.shape[2], tensor_parts()) or 1
-
-    def by_plain(q, k, v, segments):
-        k, v = (repeated(x, copies) for x in (k, v))
-        return plain(q, k, v, segments, mask=mask, scale=scale)
+    k, v = shared_by_devices(q, k, v)
+    by_plain = functools.partial(plain, mask=mask, scale=scale)
 
     if implementation is not None:
-        kernels = {"plain": by_plain, "splash": by_splash, "cudnn": by_cudnn}
-        if implementation not in kernels:
-            raise ModelError(f"implementation {implementation!r} is none of {sorted(kernels)}")
-        return checkpoint_name(kernels[implementation](q, k, v, segments), NAME)
+        if implementation not in ("plain", *KERNELS):
+            raise ModelError(f"implementation {implementation!r} is none of {['plain', *KERNELS]}")
+        if implementation == "plain":
+            return checkpoint_name(by_plain(q, k, v, segments), NAME)
+        return _by_kernel(KERNELS[implementation], mask, scale)(q, k, v, segments)
 
     fast = {}
     if splash.takes(q, k):
-        fast["tpu"] = by_splash
+        fast["tpu"] = splash
     if cudnn.takes(q, k, v, segments, mask):
-        fast["cuda"] = by_cudnn
+        fast["cuda"] = cudnn
     if fast and jax.typeof(q).manual_axis_type.varying:
         # The kernels do not track which axes their results vary over: gradients would be wrong.
         warnings.warn(
@@ -105,10 +99,44 @@ def attention(
         )
         fast = {}
     if fast:
-        out = lax.platform_dependent(q, k, v, segments, default=by_plain, **fast)
-    else:
-        out = by_plain(q, k, v, segments)
-    return checkpoint_name(out, NAME)
+        return _by_platform(fast, mask, scale)(q, k, v, segments)
+    return checkpoint_name(by_plain(q, k, v, segments), NAME)
+
+
+def _by_platform(kernels: Mapping[str, Any], mask: Mask, scale: float) -> Attend:
+    """Attention by the kernel of the platform; where that has none, by the plain way."""
+    by_plain = functools.partial(plain, mask=mask, scale=scale)
+
+    def plain_forward(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
+        batch, seq, heads, _ = q.shape
+        # Nobody reads its sums: its backward pass makes the scores again.
+        return by_plain(q, k, v, segments), jnp.zeros((batch, heads, seq), jnp.float32)
+
+    def plain_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d: Any) -> Any:
+        return jax.vjp(lambda q, k, v: by_plain(q, k, v, segments), q, k, v)[1](d)
+
+    def choose(of_plain: Any, one_pass: str, gives: Any) -> Callable[..., Any]:
+        ways = {
+            platform: _on_devices(getattr(kernel, one_pass), gives, mask, scale)
+            for platform, kernel in kernels.items()
+        }
+        return lambda *args: lax.platform_dependent(*args, default=of_plain, **ways)
+
+    return in_two_passes(
+        choose(plain_forward, "forward", (4, 3)), choose(plain_backward, "backward", (4, 4, 4))
+    )
+
+
+def _by_kernel(kernel: Any, mask: Mask, scale: float) -> Attend:
+    return in_two_passes(
+        _on_devices(kernel.forward, (4, 3), mask, scale),
+        _on_devices(kernel.backward, (4, 4, 4), mask, scale),
+    )
+
+
+def _on_devices(kernel: Any, gives: Any, mask: Mask, scale: float) -> Callable[..., Any]:
+    """One pass of a kernel, on each device's batch and heads."""
+    return functools.partial(over_batch_and_heads, kernel, gives=gives, mask=mask, scale=scale)
 
 
 def plain(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.two_passes import gradients_from
 
 
 def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, mask: Mask) -> bool:
@@ -21,14 +23,14 @@ def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, m
     if mask.window is not None and not mask.causal:
         return False  # cuDNN's window looks back only
     try:
-        attend_here = functools.partial(attend, segments=None, mask=mask, scale=1.0)
-        jax.eval_shape(lambda *qkv: jax.vjp(attend_here, *qkv)[0], q, k, v)
+        attend = functools.partial(_attend, mask=mask, scale=1.0)
+        jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[0], q, k, v)
     except (NotImplementedError, RuntimeError, ValueError):
         return False  # no cuDNN here, or not for these shapes
     return True
 
 
-def attend(
+def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -36,9 +38,34 @@ def attend(
     *,
     mask: Mask,
     scale: float,
-) -> jax.Array:
-    """Attention on one device; shapes as in `attention`, `segments` always None."""
+) -> tuple[jax.Array, jax.Array]:
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq]); no segments."""
     del segments
+    out, sums = _attend(q, k, v, mask, scale, return_residual=True)
+    return out, sums.swapaxes(1, 2)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    sums: jax.Array,
+    d_out: jax.Array,
+    *,
+    mask: Mask,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v, from what `forward` gave."""
+    del segments
+    attend = functools.partial(_attend, mask=mask, scale=scale)
+    return gradients_from(attend, (q, k, v), (out, sums), d_out)
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float, **options: Any
+) -> Any:
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -47,4 +74,5 @@ def attend(
         is_causal=mask.causal,
         local_window_size=mask.sides(),
         implementation="cudnn",
+        **options,
     )

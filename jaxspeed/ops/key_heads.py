@@ -11,11 +11,19 @@ import math
 import jax
 import numpy as np
 
+from jaxspeed.ops.axes import tensor_parts
+
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:
     """How often each key head is there where `parts` devices share all heads; 0: they cannot."""
     copies = parts // math.gcd(parts, kv_heads)
     return copies if heads % (kv_heads * copies) == 0 else 0
+
+
+def shared_by_devices(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys and values with as many heads as the devices that share those of q can cut."""
+    copies = copies_of(q.shape[2], keys[0].shape[2], tensor_parts()) or 1
+    return tuple(repeated(x, copies) for x in keys)
 
 
 def repeated(x: jax.Array, copies: int) -> jax.Array:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops.axes import TENSOR, free_axes
-from jaxspeed.ops.key_heads import copies_of, repeated
 from jaxspeed.ops.mask import Segments
 
 BATCH_AXES = ("replica", "data")
 
 
 def over_batch_and_heads(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[..., Any],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
+    *more: jax.Array,
+    gives: Any = 4,
     **options: object,
-) -> jax.Array:
-    """`kernel(q, k, v, segments, **options)` on each device of the mesh in the trace's context.
+) -> Any:
+    """`kernel(q, k, v, segments, *more, **options)` on each device of the mesh in the context.
 
     The batch is cut over `BATCH_AXES` and the heads over `tensor`, as far as they divide;
     everything else is whole on each device. Axes that are manual already, inside a `shard_map`, are
-    left alone: there the arrays are this device's part of them.
+    left alone: there the arrays are this device's part of them. `gives` has the ranks of the
+    results: as of `more`, of rank 4 [batch, seq, heads, head_dim], of rank 3 [batch, heads, seq].
     """
     kernel = functools.partial(kernel, **options)
     free = free_axes()
     if not free:
-        return kernel(q, k, v, segments)
+        return kernel(q, k, v, segments, *more)
 
     batch_axes: tuple[str, ...] = ()
     for name in BATCH_AXES:
@@ -41,17 +44,15 @@ def over_batch_and_heads(
         if free.get(name, 1) > 1 and q.shape[0] % parts == 0:
             batch_axes += (name,)
 
-    parts = free.get(TENSOR, 1)
-    copies = copies_of(q.shape[2], k.shape[2], parts)
-    head_axis = TENSOR if parts > 1 and copies else None
-    if head_axis:
-        k, v = (repeated(x, copies) for x in (k, v))
-
-    part = P(batch_axes or None, None, head_axis)
+    divides = q.shape[2] % free.get(TENSOR, 1) == 0 == k.shape[2] % free.get(TENSOR, 1)
+    head_axis = TENSOR if free.get(TENSOR, 1) > 1 and divides else None
+    batch = batch_axes or None
+    specs = {4: P(batch, None, head_axis), 3: P(batch, head_axis)}
+    part = specs[4]
     return jax.shard_map(
         kernel,
-        in_specs=(part, part, part, P(batch_axes or None)),
-        out_specs=part,
+        in_specs=(part, part, part, P(batch), *(specs[x.ndim] for x in more)),
+        out_specs=jax.tree.map(specs.get, gives),
         axis_names=set(free),
         check_vma=False,  # a Pallas call does not say over which axes its results vary
-    )(q, k, v, segments)
+    )(q, k, v, segments, *more)

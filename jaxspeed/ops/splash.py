@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.two_passes import gradients_from
 
 LANES = 128  # the width of a TPU register: blocks are multiples of it
+_KEPT = "kept"  # the name of the kernel's result and sums, inside `backward`
 BLOCKS = (512, 256, 128)  # larger ones reuse more of a block of keys; 512 fits every head_dim
 
 
@@ -17,7 +21,7 @@ def takes(q: jax.Array, k: jax.Array) -> bool:
     return whole_blocks and q.dtype in (jnp.float32, jnp.bfloat16)
 
 
-def attend(
+def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -26,8 +30,40 @@ def attend(
     mask: Mask,
     scale: float,
     interpret: bool = False,
-) -> jax.Array:
-    """Attention on one device; shapes as in `attention`. `interpret` runs it off a TPU, slowly."""
+) -> tuple[jax.Array, jax.Array]:
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's part.
+
+    Shapes as in `attention`. `interpret` runs it off a TPU, slowly.
+    """
+    kernel = _kernel(q, k, mask, interpret, save_residuals=True)
+    out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
+    return out.swapaxes(1, 2), sums
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    sums: jax.Array,
+    d_out: jax.Array,
+    *,
+    mask: Mask,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v, from what `forward` gave."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        kernel = _kernel(q, k, mask, interpret, residual_checkpoint_name=_KEPT)
+        return _over_batch(kernel, q, k, v, segments, scale)
+
+    kept = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
+    return gradients_from(kept, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
+
+
+def _kernel(q: jax.Array, k: jax.Array, mask: Mask, interpret: bool, **options: Any) -> Any:
     # Pallas is imported where it is used: on a CPU that takes 0.2 s and serves nobody.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -37,7 +73,7 @@ def attend(
     head_mask = splash.FullMask(shape) if sides is None else splash.LocalMask(shape, sides, 0)
     block_q = next(size for size in BLOCKS if seq % size == 0)
     block_kv = next(size for size in BLOCKS if kv_seq % size == 0)
-    kernel = splash.make_splash_mha(
+    return splash.make_splash_mha(
         splash.MultiHeadMask([head_mask] * heads),
         head_shards=1,
         q_seq_shards=1,
@@ -50,9 +86,21 @@ def attend(
             block_kv_dq=block_kv,
         ),
         interpret=interpret,
+        **options,
     )
+
+
+def _over_batch(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    scale: float,
+) -> Any:
+    """The kernel has no scale and no batch dim, and wants heads before the sequence."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     ids = None if segments is None else splash.SegmentIds(segments.q, segments.kv)
-    # The kernel has no scale and no batch dim, and wants heads before the sequence.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    out = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)
-    return out.swapaxes(1, 2)
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v)), ids)

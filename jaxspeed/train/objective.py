@@ -73,6 +73,8 @@ class Objective:
         """How the pieces of a program are run; `activations` are its inputs that are no weights."""
         if not recompute:
             return Way(program.units)
+        if self.style.sequence_parallel:  # what is kept is cut along its sequence already
+            recompute = replace(recompute, partition=False)
         found = tuple(members(jaxpr, activations, program.units))
         mesh, free = self.table.mesh, free_axes()
         ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)

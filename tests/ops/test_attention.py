@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import attention, splash
 from jaxspeed.ops.attention import plain
+from jaxspeed.ops.key_heads import shared_by_devices
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
+from jaxspeed.ops.two_passes import in_two_passes
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.ops.meshes import simulated_mesh
 
@@ -107,9 +109,13 @@ def test_attention_in_fp64_is_fp64_throughout():
 def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
     """384 tokens are three blocks of 128, some of them wholly hidden."""
     args, segments, mask, wanted = case(name, dtype, seq=384)
-    f = functools.partial(
-        splash.attend, segments=segments, mask=mask, scale=32**-0.5, interpret=True
-    )
+    options = {"mask": mask, "scale": 32**-0.5, "interpret": True}
+    passes = (functools.partial(p, **options) for p in (splash.forward, splash.backward))
+    attend = in_two_passes(*passes)
+
+    def f(q, k, v):
+        return attend(q, k, v, segments)
+
     assert_close(with_gradients(f, *args), wanted, TOLERANCE[dtype])
 
 
@@ -159,6 +165,7 @@ def test_a_kernel_on_a_mesh_equals_the_plain_one(name, inside):
 
     def local(q, k, v, d_out, ids):
         def f(q, k, v):
+            k, v = shared_by_devices(q, k, v)
             return over_batch_and_heads(plain, q, k, v, Segments(ids, ids), **options)
 
         return with_gradients(f, q, k, v, d_out)
@@ -191,7 +198,11 @@ def test_each_device_attends_to_its_own_part_alone():
     q, k, v, _ = inputs(batch=4, seq=16, heads=4, kv_heads=1)
     ids = some_segments(4, 16)
     with jax.set_mesh(simulated_mesh(replica=2, data=2, tensor=2)):
-        jax.jit(lambda q, k, v: over_batch_and_heads(spy, q, k, v, Segments(ids, ids)))(q, k, v)
+
+        def run(q, k, v):
+            return over_batch_and_heads(spy, q, *shared_by_devices(q, k, v), Segments(ids, ids))
+
+        jax.jit(run)(q, k, v)
     assert shapes == [((1, 16, 2, 32), (1, 16, 1, 32), (1, 16))]
 
 

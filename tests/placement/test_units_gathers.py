@@ -126,23 +126,26 @@ def equations(jaxpr: Any) -> list[tuple[Any, dict[Any, Any]]]:
     return found
 
 
-def constraints(jaxpr: Any) -> list[tuple[Any, bool]]:
-    """(spec, whether an optimization_barrier stands before it) of each sharding constraint."""
-    found = []
-    for eqn, makers in equations(jaxpr):
-        if eqn.primitive.name == "sharding_constraint":
-            maker = makers.get(eqn.invars[0])
-            tied = maker is not None and maker.primitive.name == "optimization_barrier"
-            found.append((eqn.params["sharding"].spec, tied))
-    return found
-
-
 def counts(jaxpr: Any) -> dict[str, int]:
-    """How many gathers there are, how many stored shards are pinned and tied, how many scatters."""
-    found = constraints(jaxpr)
-    gathers = sum(not any(spec) for spec, _ in found)
-    cuts = [tied for spec, tied in found if any(spec)]
-    return {"gathers": gathers, "tied shards": sum(cuts), "scatters": cuts.count(False)}
+    """How many gathers there are, how many stored shards are pinned and tied, how many scatters.
+
+    A pinned shard is what a gather reads; any other constraint that cuts is a gradient's.
+    """
+    found = [(e, makers) for e, makers in equations(jaxpr) if is_constraint(e)]
+    gathers = [eqn for eqn, _ in found if not any(eqn.params["sharding"].spec)]
+    gathered = {eqn.invars[0] for eqn in gathers}
+    cuts = [(eqn, makers) for eqn, makers in found if any(eqn.params["sharding"].spec)]
+    pinned = [makers.get(e.invars[0]) for e, makers in cuts if e.outvars[0] in gathered]
+    tied = [m for m in pinned if m is not None and m.primitive.name == "optimization_barrier"]
+    return {
+        "gathers": len(gathers),
+        "tied shards": len(tied),
+        "scatters": len(cuts) - len(pinned),
+    }
+
+
+def is_constraint(eqn: Any) -> bool:
+    return eqn.primitive.name == "sharding_constraint"
 
 
 def expected(weights: int) -> dict[str, int]:
@@ -188,8 +191,9 @@ def test_a_gather_waits_for_the_input_of_its_unit():
     barriers = [e for e, _ in equations(program) if e.primitive.name == "optimization_barrier"]
     shapes = [[tuple(v.aval.shape) for v in eqn.invars] for eqn in barriers]
     together = [s for s in shapes if s.count((WIDTH, WIDTH)) == 2 and (SAMPLES, WIDTH) in s]
-    # Forward, backward, and once more between a unit's gradients and the next unit backward.
-    assert len(together) == 3 * DEPTH
+    # Forward, backward, and once more between a unit's gradients and the next unit backward; none
+    # follows the first unit, whose input has no gradient.
+    assert len(together) == 3 * DEPTH - 1
 
 
 def whole_weights_kept(loss: Any, params: Any) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.placement.units.jaxprs import evaluate, is_var, part
-from jaxspeed.placement.units.keeping import Keeping
+from jaxspeed.placement.units.keeping import Keeping, Waiting
 from jaxspeed.placement.units.stored import Stored
 
 Function = Callable[..., Sequence[Any]]
@@ -74,22 +74,28 @@ def run_piece(
     count = len(weights)
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
-    passes: list[Passes] = []  # what the forward pass found out, for the backward pass
+    # What the forward pass found out, for the backward pass.
+    passes: list[Passes] = []
+    wanted: list[bool] = []
 
     def read(shards: Sequence[Any]) -> list[Any]:
         return [s.read(w) for s, w in zip(stored, shards, strict=True)]
 
-    def moved() -> list[bool]:
-        return [i is None or own[i - count] for i in passes[0].inputs_kept]
+    def waiting() -> list[Waiting]:
+        handed = passes[0].inputs_kept
+        return [Waiting(i is not None, i is None or own[i - count]) for i in handed]
 
     @jax.custom_vjp
     def piece(*args: Any) -> list[Any]:
         return list(read_tied(fn, stored, args[:count], args[count:]))
 
-    def forward(*args: Any) -> tuple[list[Any], Any]:
+    def forward(*given: Any) -> tuple[list[Any], Any]:
+        args = [x.value for x in given]
+        # Nobody asks for the gradient of an input that was made of no parameter: rotary angles.
+        wanted[:] = [on and x.perturbed for on, x in zip(active, given, strict=True)]
         tied, inputs = tie(args[:count], args[count:])
         full = [*read(tied), *inputs]
-        passes[:] = [Passes(fn, active, full, count)]
+        passes[:] = [Passes(fn, wanted, full, count)]
         outs, kept = passes[0].forward(full)
         # An input as it came, not as it was tied: in a scan, what is the same for all steps is then
         # kept once, and not once a step.
@@ -97,15 +103,15 @@ def run_piece(
             args[i] if i is not None else x
             for i, x in zip(passes[0].inputs_kept, kept, strict=True)
         ]
-        return outs, (args[:count], keeping.store(kept, moved()) if keeping else kept)
+        return outs, (tuple(args[:count]), keeping.store(kept, waiting()) if keeping else kept)
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         shards, kept = residuals
-        kept = keeping.fetch(kept, moved()) if keeping else kept
+        kept = keeping.fetch(kept, waiting()) if keeping else kept
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
-        tied, wanted = tie(shards, [ct for ct, real in of_real if real])
-        grads = iter(passes[0].backward(read(tied), kept, wanted))
-        found = [next(grads) if on else None for on in active]
+        tied, arrived = tie(shards, [_instantiated(ct) for ct, real in of_real if real])
+        grads = iter(passes[0].backward(read(tied), kept, arrived))
+        found = [next(grads) if on else None for on in wanted]
         here = [
             None if g is None else s.scatter(g, w)
             for s, g, w in zip(stored, found[:count], shards, strict=True)
@@ -117,8 +123,15 @@ def run_piece(
             *(None if g is None else next(onward) for g in found[count:]),
         )
 
-    piece.defvjp(forward, backward)
+    piece.defvjp(forward, backward, symbolic_zeros=True)
     return piece(*weights, *inputs)
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """An array, of zeros where nobody reads the output."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 def _present(values: Sequence[Any]) -> list[Any]:

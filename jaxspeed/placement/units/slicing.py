@@ -17,7 +17,6 @@ import jax
 from jaxspeed.placement.units.choose import Units, bodies
 from jaxspeed.placement.units.jaxprs import (
     INLINED,
-    as_function,
     bindings,
     called,
     is_var,
@@ -27,6 +26,7 @@ from jaxspeed.placement.units.jaxprs import (
 from jaxspeed.placement.units.keeping import Keeping, made_of
 from jaxspeed.placement.units.lookup import look_up, looks_up
 from jaxspeed.placement.units.piece import read_tied, run_piece
+from jaxspeed.placement.units.products import in_turn
 from jaxspeed.placement.units.stored import Stored
 from jaxspeed.placement.units.views import VIEWS, view
 
@@ -128,7 +128,7 @@ class _Run:
         if not (way.keeping and piece.units):
             read = [storage[v] for v in weights], [env[v] for v in weights]
             run = read_tied if way.recomputed else run_piece
-            fn = as_function(program)
+            fn = _in_turn(program, {v: storage[v] for v in weights})
             env.update(zip(outputs, run(fn, *read, values) if weights else fn(*values)))
             return
         own = [v in self.moving and self.readers[v] == 1 for v in inputs]
@@ -136,6 +136,10 @@ class _Run:
         run_kept = _run_units if piece.units > 1 else _run_unit
         args = [env[v] for v in weights], values
         env.update(zip(outputs, run_kept(program, stored, *args, own, way, way.keeping)))
+
+
+def _in_turn(program: Any, stored: Storage) -> Callable[..., list[Any]]:
+    return in_turn(program, [v for v, s in stored.items() if s.trainable])
 
 
 def _run_unit(
@@ -147,7 +151,7 @@ def _run_unit(
     way: Way,
     keeping: Keeping,
 ) -> Sequence[Any]:
-    fn = keeping.again(as_function(program), way.in_loop)
+    fn = keeping.again(_in_turn(program, stored), way.in_loop)
     return run_piece(fn, list(stored.values()), weights, inputs, keeping, own)
 
 
