@@ -122,8 +122,13 @@ def test_nothing_is_told_of_what_moves_nothing():
 # -- what does nothing ---------------------------------------------------------------------------
 
 
+def keep_where_it_is(monkeypatch):
+    for way in ("store", "fetch"):
+        monkeypatch.setattr(Keeping, way, lambda self, kept, waiting: list(kept))
+
+
 def test_activations_that_stay_are_an_error(monkeypatch):
-    monkeypatch.setattr("jaxspeed.memory.recompute._on_host", lambda x, away: x)
+    keep_where_it_is(monkeypatch)
     with pytest.raises(JaxspeedError, match="cpu_checkpointing: no activation leaves for"):
         moved(ON_HOST)
 
@@ -186,7 +191,7 @@ def trained(config, monkeypatch=None):
 
 def test_the_first_step_is_checked_before_it_runs(monkeypatch):
     engine, data = trained(ON_HOST)
-    monkeypatch.setattr("jaxspeed.memory.recompute._on_host", lambda x, away: x)
+    keep_where_it_is(monkeypatch)
     with pytest.raises(JaxspeedError, match="fault of jaxspeed"):
         engine.train_batch(data)
 
