@@ -108,8 +108,8 @@ def _crossings(program: Program, traced: Any) -> Crossings:
 
 
 def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
-    """Of gradients of what waits in host memory: whole, and of one layer."""
-    for row in program.table:
+    """Of gradients that the stages of a pipeline send to host memory: whole, and of one layer."""
+    for row in program.table if program.pipeline else ():
         if row.grad and (in_host(row.grad) or in_host(row.source)):
             shape = row.shape(row.grad)
             yield shape
@@ -135,7 +135,8 @@ def _idle(program: Program, found: Crossings) -> Iterator[str]:
     if recompute.on_host or recompute.offload:
         words = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'
         for way, moved in (("leaves for", found.to_host), ("comes back from", found.to_device)):
-            if not moved.get(ACTIVATIONS):
+            # In a pipeline an activation may have the shape of a gradient.
+            if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{words}: no activation {way} host memory"
     if recompute and not found.regions:
         yield "parallel.remat: nothing is made again in the backward pass"

@@ -75,7 +75,7 @@ def crossings(
       closed: its jaxpr.
       arguments: what its inputs are; None for what is no array of a state. Their next values are
         the step's first outputs, in the same order.
-      gradients: the shapes of gradients, of parameters that wait in host memory.
+      gradients: shapes of gradients that no walk over host memory fetches.
       activation_axes: the mesh axes over which activations are cut.
       mesh: the sizes of the mesh axes.
     """
@@ -236,9 +236,13 @@ class _Walk:
         shapes, axes = defaultdict(set), {}
         for node, shape in enumerate(self.shapes):
             shapes[self.root(node)].add(shape)
+        walked = set()  # is fetched in pieces of a known cut: activations come as they are
         for move in self.moves:
+            root = self.root(move.node)
             if move.axes is not None:
-                axes[self.root(move.node)] = move.axes
+                axes[root] = move.axes
+                if move.to_device:
+                    walked.add(root)
         axes |= {root: _axes(argument.sharding.spec) for root, argument in owners.items()}
         by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
@@ -251,7 +255,7 @@ class _Walk:
                 kind = argument.kind
                 by_path[move.to_device][argument.path] += size
             else:
-                kind = GRADIENTS if shapes[root] & gradients else ACTIVATIONS
+                kind = GRADIENTS if root in walked or shapes[root] & gradients else ACTIVATIONS
             by_kind[move.to_device][kind] += size
         return Crossings(
             dict(by_kind[True]),

@@ -140,7 +140,7 @@ def report(
         host_output_bytes=in_host[2],
         transfer=transfer and transfer.counted(flops),
         tells_host=_platform(mesh) != "cpu",
-        waiting=waiting,
+        waiting=dict(waiting),
         untold=untold,
     )
 

@@ -15,7 +15,7 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.memory.crossings import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from jaxspeed.placement.units.keeping import Keeping
 from jaxspeed.train.build import build_program
-from tests.engine.tiny import Listed, batch, squared_error
+from tests.engine.tiny import Listed, apply_pair, batch, init_pair, squared_error
 
 LAYERS, EMBED, SEQ, MICRO = 4, 32, 16, 2
 SMALL = gpt2.Config(
@@ -25,6 +25,7 @@ SMALL = gpt2.Config(
     vocab_size=64,
     max_position_embeddings=SEQ,
 )
+PAIR = (init_pair, apply_pair)
 BF16 = {"bf16": {"enabled": True}}
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 
@@ -100,6 +101,19 @@ def test_parameters_come_for_each_pass_and_gradients_leave_once():
     assert grad // 2 <= found.by_kind[GRADIENTS][1] <= 2 * grad
 
 
+def test_an_activation_that_looks_like_a_weight_is_not_taken_for_its_gradient():
+    """8 samples of 8 features, and weights of 8 x 8."""
+    plain = {"train_micro_batch_size_per_gpu": 8}
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    config = plain | adam | ON_HOST | offloaded(0, "param")
+    program = build_program(Config.load(config), PAIR, squared_error, devices=jax.devices()[:1])
+    data = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(8))
+    found = transfer_of(program, program.step.trace(program.state, program.abstract_batch(data)))
+    inputs = found.by_kind[ACTIVATIONS]
+    assert inputs[0] == inputs[1] > 0
+    assert found.by_kind[GRADIENTS][1] > 0
+
+
 def test_nothing_is_told_of_what_moves_nothing():
     assert moved(BF16 | {"parallel": {"remat": "full"}})[1] is None
     assert moved(BF16)[1] is None
@@ -108,8 +122,13 @@ def test_nothing_is_told_of_what_moves_nothing():
 # -- what does nothing ---------------------------------------------------------------------------
 
 
+def keep_where_it_is(monkeypatch):
+    for way in ("store", "fetch"):
+        monkeypatch.setattr(Keeping, way, lambda self, kept, waiting: list(kept))
+
+
 def test_activations_that_stay_are_an_error(monkeypatch):
-    monkeypatch.setattr("jaxspeed.memory.recompute._on_host", lambda x, away: x)
+    keep_where_it_is(monkeypatch)
     with pytest.raises(JaxspeedError, match="cpu_checkpointing: no activation leaves for"):
         moved(ON_HOST)
 
@@ -172,7 +191,7 @@ def trained(config, monkeypatch=None):
 
 def test_the_first_step_is_checked_before_it_runs(monkeypatch):
     engine, data = trained(ON_HOST)
-    monkeypatch.setattr("jaxspeed.memory.recompute._on_host", lambda x, away: x)
+    keep_where_it_is(monkeypatch)
     with pytest.raises(JaxspeedError, match="fault of jaxspeed"):
         engine.train_batch(data)
 

@@ -96,6 +96,16 @@ def test_an_array_replaced_as_a_whole_leaves_as_it_came(mesh):
     assert found.fetched == found.stored == {"argument 0": 64 * 4 // 4}
 
 
+def test_what_is_walked_and_no_argument_is_a_gradient(mesh):
+    at = NamedSharding(mesh, P("data"))
+
+    def there_and_back(x):
+        return jax.device_put(jax.device_put(jnp.sin(x), HOST), at)
+
+    found = of(there_and_back, here(mesh, (8, 16), "data"))
+    assert found.to_device == found.to_host == {GRADIENTS: 8 * 16 * 4 // 4}
+
+
 def test_what_no_argument_owns_is_a_gradient_by_its_shape_or_an_activation(mesh):
     def there_and_back(x):
         away = jax.device_put(jnp.sin(x), HOST)
