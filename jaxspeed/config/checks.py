@@ -172,6 +172,16 @@ def _recompute(settings: Settings) -> Iterator[Problem]:
     for name, first, second in recompute_of(remat, None, False, False).doubles():
         works = "Needs each name in one list."
         yield Problem(key, f'"{name}" in both {first} and {second}', works)
+    saves = settings.parallel.pipeline_recompute == "save" and settings.mesh.pipe != 1
+    if saves and isinstance(remat, dict) and remat.get("offload"):
+        works = (
+            "What stages keep from tick to tick is not moved by name: write save in place of "
+            "offload, or activation_checkpointing.cpu_checkpointing, or another "
+            "parallel.pipeline_recompute."
+        )
+        about = ("parallel.pipeline_recompute",)
+        found = f'offload of {len(remat["offload"])} names with parallel.pipeline_recompute "save"'
+        yield Problem(key, found, works, about)
     layers = settings.parallel.pipeline_recompute == "layers"
     if layers and said and remat not in ("none", "full") and settings.mesh.pipe != 1:
         found = f'"layers", while {key} is {shown(remat)}'

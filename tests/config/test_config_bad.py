@@ -435,9 +435,14 @@ BAD = {
         'write "cpu"',
     ),
     "offload of parameters": (
-        zero(stage=3, offload_param={"device": "cpu"}),
+        zero(stage=3, offload_param={"device": "nvme"}),
         "zero_optimization.offload_param.device",
-        'write "none"',
+        'write "cpu"',
+    ),
+    "offload of parameters by two words": (
+        zero(cpu_offload_param=True, offload_param={"device": "none"}),
+        "zero_optimization.cpu_offload_param",
+        "make them equal",
     ),
     "SuperOffload": (
         zero(offload_optimizer={"device": "cpu", "super_offload": True}),
@@ -459,10 +464,52 @@ BAD = {
         "zero_optimization.zero_quantized_weights",
         "not built",
     ),
-    "recomputation": (
-        {"activation_checkpointing": {"partition_activations": True}},
-        "activation_checkpointing.partition_activations",
-        "nnx.remat",
+    "recomputation": ({"parallel": {"remat": "half"}}, "parallel.remat", '"full"'),
+    "no recomputation, and how it is kept": (
+        {"parallel": {"remat": "none"}, "activation_checkpointing": {"cpu_checkpointing": True}},
+        "activation_checkpointing.cpu_checkpointing",
+        'write parallel.remat "full"',
+    ),
+    "a name twice": (
+        {"parallel": {"remat": {"save": ["query"], "offload": ["query"]}}},
+        "parallel.remat",
+        "in one list",
+    ),
+    "a budget beside host memory": (
+        {
+            "parallel": {"remat": {"budget": "4 GB"}},
+            "activation_checkpointing": {"cpu_checkpointing": True},
+        },
+        "activation_checkpointing.cpu_checkpointing",
+        "remove one",
+    ),
+    "two numbers of checkpoints": (
+        {
+            "parallel": {"remat": {"every_n": 2}},
+            "activation_checkpointing": {"number_checkpoints": 4},
+        },
+        "activation_checkpointing.number_checkpoints",
+        "remove one",
+    ),
+    "moving what stages keep": (
+        {
+            "mesh": {"pipe": 2},
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 4,
+            "parallel": {"remat": {"offload": ["query"]}, "pipeline_recompute": "save"},
+        },
+        "parallel.remat",
+        "write save",
+    ),
+    "layers of another policy": (
+        {
+            "mesh": {"pipe": 2},
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 4,
+            "parallel": {"remat": "dots", "pipeline_recompute": "layers"},
+        },
+        "parallel.pipeline_recompute",
+        "make them equal",
     ),
     "profiler": ({"comms_logger": {"enabled": True}}, "comms_logger.enabled", "engine.compiled"),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
