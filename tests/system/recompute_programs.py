@@ -41,11 +41,18 @@ def _figures(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def _layer_grad_bytes(program: Program) -> int:
-    """Of a device's part of the gradients of one layer of the stack, in fp32."""
+    """Of a device's part of the gradients of one layer of the stack.
+
+    They have the dtype of what the loss is differentiated by.
+    """
     table = program.table
     rows = [row for row in table if "blocks" in row.path]
-    parts = [table.sharding(row.grad).shard_shape(row.shape(row.grad)) for row in rows if row.grad]
-    return sum(4 * math.prod(shape[1:]) for shape in parts)
+    found = 0
+    for row in rows:
+        assert row.grad is not None
+        part = table.sharding(row.grad).shard_shape(row.shape(row.grad))
+        found += row.source.dtype.itemsize * math.prod(part[1:])
+    return found
 
 
 def kernel_calls(
