@@ -100,7 +100,8 @@ PARALLELISM: tuple[Entry, ...] = (
         "honoured",
         "What each unit (the repeated module) keeps for its backward pass, which makes the rest "
         'again: "none" makes nothing again, "full" all but its input, "dots" keeps the products '
-        'with weights, "attention" what attention gives; {"every_n": k} keeps the input of every '
+        'with weights, "attention" what attention gives, which spares its kernel\'s forward '
+        'pass; {"every_n": k} keeps the input of every '
         'k-th unit, {"budget": bytes} what is dearest to make again within so many bytes a '
         'device, and {"save": [...], "offload": [...]} the activations of these names.',
     ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.ops.mask import Mask, Segments
-from jaxspeed.ops.two_passes import gradients_from
+from jaxspeed.ops.two_passes import gradients_from, sums_kept
 
 
 def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, mask: Mask) -> bool:
@@ -41,8 +40,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]); no segments."""
     del segments
-    out, sums = _attend(q, k, v, mask, scale, return_residual=True)
-    return out, sums.swapaxes(1, 2)
+    # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
+    return sums_kept(functools.partial(_attend, mask=mask, scale=scale), (q, k, v))
 
 
 def backward(
@@ -63,9 +62,7 @@ def backward(
     return gradients_from(attend, (q, k, v), (out, sums), d_out)
 
 
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float, **options: Any
-) -> Any:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> jax.Array:
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -74,5 +71,4 @@ def _attend(
         is_causal=mask.causal,
         local_window_size=mask.sides(),
         implementation="cudnn",
-        **options,
     )

@@ -38,6 +38,14 @@ def in_two_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
     return attend
 
 
+def sums_kept(fn: Callable[..., Any], args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What `fn` gives, and the array of rank 3 that it keeps for its derivative."""
+    out, pullback = jax.vjp(fn, *args)
+    leaves = jax.tree.leaves(pullback)
+    (sums,) = (leaves[i] for i in _kept(leaves, args) if leaves[i].ndim == 3)
+    return out, sums
+
+
 def gradients_from(
     fn: Callable[..., Any], args: Sequence[jax.Array], kept: Sequence[jax.Array], d_out: jax.Array
 ) -> Any:
@@ -48,9 +56,20 @@ def gradients_from(
     _, pullback = jax.vjp(fn, *args)
     leaves, tree = jax.tree.flatten(pullback)
     left = {x.ndim: x for x in kept}
-    for i, leaf in enumerate(leaves):
-        is_real = jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-        if is_real and not any(leaf is arg for arg in args):
-            leaves[i] = left.pop(leaf.ndim)
+    for i in _kept(leaves, args):
+        value = left.pop(leaves[i].ndim)
+        assert (value.shape, value.dtype) == (leaves[i].shape, leaves[i].dtype)
+        leaves[i] = value
     assert not left, "the kernel keeps less than was given"
     return jax.tree.unflatten(tree, leaves)(d_out)
+
+
+def _kept(leaves: Sequence[Any], args: Sequence[jax.Array]) -> list[int]:
+    """Which of what a derivative holds are neither its arguments nor placeholders nor tables."""
+    return [
+        i
+        for i, leaf in enumerate(leaves)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        and leaf.size
+        and not any(leaf is arg for arg in args)
+    ]

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import attention, splash
+from jaxspeed.ops import attention, cudnn, splash
 from jaxspeed.ops.attention import plain
 from jaxspeed.ops.key_heads import shared_by_devices
 from jaxspeed.ops.mask import Mask, Segments
@@ -134,6 +134,19 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
     assert kernel_calls("tpu") >= 2  # forward and backward; equal kernels may share a function
     assert kernel_calls("cpu") == 0
     assert kernel_calls("cuda") == 0
+
+
+def test_cudnns_passes_fit_each_other_as_traced(monkeypatch):
+    """What its forward pass gives is what its derivative keeps; without a GPU to run it."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda *version: False)
+    args = inputs(seq=256, head_dim=64, dtype="bfloat16")
+    assert cudnn.takes(*args[:3], None, Mask(True, None))
+    gradients = jax.jit(lambda q, k, v, d: jax.vjp(attention, q, k, v)[1](d))
+    lowered = gradients.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "fmhaSoftmaxBackward" in lowered
 
 
 @pytest.mark.parametrize("kwargs", [{"seq": 200}, {"seq": 64}, {"dtype": "float16"}])
