@@ -5,9 +5,11 @@ VENV ?= .venv
 TESTS ?= tests
 WORKERS ?= 2
 
-# What `make test-newest` runs: everything that touches jax's and flax's inner parts. The whole
-# suite twice would not fit the time that CI has.
-NEWEST_TESTS = $(addprefix tests/,checkpoint cli engine models observe ops parallel placement train)
+# What `make test-newest` runs: what touches jax's and flax's inner parts, as far as it is quick.
+# The whole suite twice would not fit the time that CI has.
+NEWEST_TESTS = $(addprefix tests/,engine models observe ops parallel placement) \
+	$(patsubst %,tests/train/test_%.py,parity_awkward parity_kinds parity_pipeline parity_settings pipeline_lists) \
+	tests/checkpoint/test_restore*.py
 NEWEST_VENV ?= .venv-newest
 NEWEST_PYTHON ?= python3.12
 
@@ -40,7 +42,7 @@ test-full: $(INSTALLED)  ## every combination that is promised (long)
 	$(PYTEST) -m 'full or not full' $(TESTS)
 
 test-newest:  ## what depends on jax's inner parts, on NEWEST_PYTHON and the newest jax
-	@echo "the tests on $(NEWEST_PYTHON), of these folders only: $(NEWEST_TESTS)"
+	@echo "the tests on $(NEWEST_PYTHON), these only: $(NEWEST_TESTS)"
 	$(MAKE) test PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST_VENV) TESTS='$(wildcard $(NEWEST_TESTS))'
 
 lint: $(INSTALLED)  ## formatting and lint

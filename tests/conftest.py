@@ -13,7 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
 # Without LLVM's optimizer, which is half of a compile and changes no program's meaning: how XLA
-# partitions it is as ever. The tests that read compiled programs switch it on again.
+# partitions it is as ever. The tests of how programs are read switch it on again.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Most of the suite's time is compiling. Child processes of the tests inherit the cache.
 _CACHE = ROOT / ".cache" / "xla" / f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -27,6 +27,10 @@ from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
 Reduction = Literal["step", "micro_batch"]
+# Stages would be lanes inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
+# ends the process where that is not the mesh's order (jaxlib 0.12.0.1: "Manual axes must be sorted
+# by mesh axis index"; 0.10.2 takes them).
+STAGES_INSIDE_RANKS_ABORT = jax.__version_info__ >= (0, 12)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Gradients:
             return "micro_batch", "stages 2 and 3 keep gradients cut"
         if any(row.grad and in_host(row.grad) for row in self.table):
             return "micro_batch", "gradients leave for host memory as they are made"
+        if self.pipeline and STAGES_INSIDE_RANKS_ABORT:
+            return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
         if self.wanted_reduction != "auto":
             return self.wanted_reduction, "parallel.gradient_reduction says so"
         part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)

@@ -67,10 +67,10 @@ def by_hand(model: foreign.Foreign) -> tuple[list[float], dict[str, Any]]:
     ("name", "tensor", "stage", "between"),
     [
         ("encoder and decoder", 4, 3, "cut"),
-        ("encoder and decoder", 2, 1, "ring"),
+        pytest.param("encoder and decoder", 2, 1, "ring", marks=pytest.mark.full),
         ("convolutions and attention", 2, 2, "whole"),
         pytest.param("convolutions and attention", 4, 0, "cut", marks=pytest.mark.full),
-        ("plain stack", 4, 3, "whole"),
+        pytest.param("plain stack", 4, 3, "whole", marks=pytest.mark.full),
         pytest.param("plain stack", 8, 0, "cut", marks=pytest.mark.full),
     ],
 )
@@ -187,7 +187,11 @@ class Depthwise(nnx.Module):
 
 @pytest.mark.parametrize(
     ("tensor", "stage", "accumulation"),
-    [(4, 0, 2), (4, 3, 1), pytest.param(2, 0, 1, marks=pytest.mark.full)],
+    [
+        (4, 0, 2),
+        pytest.param(4, 3, 1, marks=pytest.mark.full),
+        pytest.param(2, 0, 1, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("words", [{"up": "column", "down": "row"}, {"dw": "replicated"}])
 def test_the_gradient_of_a_depthwise_kernel_that_is_whole_is_right(

@@ -106,7 +106,7 @@ def test_a_token_changes_nothing_before_it(family):
     assert np.all(np.abs(one[:, 9:] - other[:, 9:]).max(-1) > 0)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 def test_packed_documents_give_the_losses_of_each_alone(family):
     built, model = make(family)
     first, second = TOKENS[:1, :9], TOKENS[1:, :8]
@@ -133,7 +133,7 @@ def test_masked_and_given_targets_are_what_counts():
     assert float(total) == pytest.approx(float(same), rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 def test_parameters_in_bf16_make_a_model_in_bf16(family):
     _, model = make(family)
     exact = np.asarray(model(TOKENS), np.float64)

@@ -121,9 +121,9 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("data", "tensor", "both_ways"),
     [
-        (4, 2, True),
         (2, 4, False),
         (1, 8, True),
+        pytest.param(4, 2, True, marks=FULL),
         pytest.param(4, 2, False, marks=FULL),
         pytest.param(2, 4, True, marks=FULL),
         pytest.param(1, 8, False, marks=FULL),
@@ -205,7 +205,7 @@ def check_shape(tensor, batch, chunk, embed, free, both_ways, seq_first):
 
 @pytest.mark.parametrize(
     ("checkpoint", "both_ways"),
-    [(False, False), (True, True)],
+    [pytest.param(False, False, marks=FULL), (True, True)],
 )
 def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, both_ways):
     weights, x = example(layers=3)

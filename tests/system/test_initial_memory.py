@@ -53,6 +53,7 @@ def test_no_array_of_the_initial_program_is_larger_than_the_largest_shard():
     assert largest.bytes == 4 * max(map(math.prod, shards))
 
 
+@pytest.mark.full
 def test_the_process_holds_a_quarter_more_than_the_state_at_most():
     """Without what Python, JAX and XLA take before there is a model: 250 MB here."""
     found = initialised({**SMALL, "vocab_size": VOCABULARY})

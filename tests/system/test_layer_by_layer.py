@@ -18,9 +18,8 @@ STATE_BYTES = (4 + 8) * MATRIX // DEVICES  # the shards of a layer's master and 
 GRAD_BYTES = 4 * MATRIX // DEVICES  # and of its gradient
 
 
-@pytest.fixture(scope="module")
-def deep() -> dict[str, Any]:
-    return run_on_topology("tests.system.tpu:depths", "v5e:2x4")
+def deep(form: str) -> Any:
+    return run_on_topology("tests.system.tpu:depths", "v5e:2x4", form=form)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,8 @@ def of_kind(found: dict[str, Any], kind: str, at_least: int) -> list[Collective]
 
 
 @pytest.mark.parametrize("layers", [16, 32])
-def test_two_gathers_and_one_reduce_scatter_a_layer(deep, layers):
-    found = deep[f"listed, {layers}"]
+def test_two_gathers_and_one_reduce_scatter_a_layer(layers):
+    found = deep("listed")[f"listed, {layers}"]
     gathers = of_kind(found, "all-gather", MATRIX // DEVICES)
     scatters = of_kind(found, "reduce-scatter", MATRIX // DEVICES)
     assert [c.elements for c in gathers] == [MATRIX] * 2 * layers, "one layer at a time"
@@ -43,31 +42,32 @@ def test_two_gathers_and_one_reduce_scatter_a_layer(deep, layers):
     assert not of_kind(found, "all-to-all", 1), "weights move, activations do not"
 
 
-def growth(deep: dict[str, Any], form: str) -> dict[str, int]:
+def growth(form: str) -> dict[str, int]:
     """What 16 layers more cost, in bytes a device."""
-    names = ("argument_bytes", "temp_bytes", "peak_bytes")
-    return {name: deep[f"{form}, 32"][name] - deep[f"{form}, 16"][name] for name in names}
+    names, found = ("argument_bytes", "temp_bytes", "peak_bytes"), deep(form)
+    return {name: found[f"{form}, 32"][name] - found[f"{form}, 16"][name] for name in names}
 
 
-def test_a_layer_more_costs_its_shards_and_its_saved_input(deep):
+def test_a_layer_more_costs_its_shards_and_its_saved_input():
     """Peak(32) - peak(16) is at most 16 x (shards + saved input) + one gathered layer.
 
     16 x (6.3 MB of master and moments + 2.1 MB of gradient + 2.1 MB saved) + 8.4 MB. What the
     derivative of tanh needs is the layer's output, which is the next one's saved input. Were the
     layers gathered together, or kept for the backward pass, 16 x 8.4 MB would come on top.
     """
-    more = growth(deep, "listed")
+    more = growth("listed")
     assert more["argument_bytes"] == pytest.approx(16 * STATE_BYTES, rel=1e-3)
     assert more["peak_bytes"] <= 16 * (STATE_BYTES + GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
     assert more["temp_bytes"] <= 16 * (GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
 
 
-def test_a_scanned_layer_more_costs_its_shards_and_what_the_scan_saves(deep):
+@pytest.mark.full
+def test_a_scanned_layer_more_costs_its_shards_and_what_the_scan_saves():
     """A scan stacks inputs and outputs apart, though one is the other shifted: 2 x 2.1 MB.
 
     XLA casts the shards of all layers to bf16 before the loop: 1 MB of shards a layer.
     """
-    more = growth(deep, "scanned")
+    more = growth("scanned")
     saved = 2 * SAVED_BYTES
     shards = GRAD_BYTES + LAYER_BYTES // DEVICES
     assert more["argument_bytes"] == pytest.approx(16 * STATE_BYTES, rel=1e-3)

@@ -66,11 +66,13 @@ def program() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu_vocabulary:model", "v5e:2x4")
 
 
+@pytest.mark.full
 def test_under_stage_3_no_buffer_is_as_large_as_a_devices_part_of_the_head_or_the_logits(program):
     sizes = [math.prod(b["shape"]) for b in program["largest"]]
     assert max(sizes) < min(ROWS * EMBED, ROWS * TOKENS)
 
 
+@pytest.mark.full
 def test_under_stage_3_a_devices_part_of_the_head_is_gathered_a_chunk_at_a_time(program):
     found = exchanged(program, "data", smallest=CHUNK * EMBED)
     chunks = math.ceil(ROWS / CHUNK)
@@ -79,6 +81,7 @@ def test_under_stage_3_a_devices_part_of_the_head_is_gathered_a_chunk_at_a_time(
     assert max(n for kind, n in found if kind == "all-gather") < ROWS * EMBED / 2
 
 
+@pytest.mark.full
 def test_a_lookup_in_a_table_cut_both_ways_moves_what_was_looked_up(program):
     """Each device its rows and columns for all tokens: summed over tensor, then to their ranks."""
     activation = TOKENS * EMBED  # of one rank, or of all ranks a fourth of the columns

@@ -83,6 +83,7 @@ COVERING = [
     == [*DATA, *REPLICATED].index(case.mesh) % 3
     and case.mesh not in REPLICATED[1:]
 ]
+ALWAYS = COVERING[::2]  # every stage, mesh and precision
 
 
 def engine_of(case: Case, model: Any = None, loss: Any = stacks.loss, **more: Any) -> Any:
@@ -151,15 +152,13 @@ def check(case: Case) -> None:
     assert told == {**found, "opt": found["opt"] + counters}, "the table tells what is there"
 
 
-@pytest.mark.parametrize("case", COVERING, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALWAYS, ids=lambda case: case.name)
 def test_bytes_of_every_role_equal_the_formula(case):
     check(case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "case", [c for c in EVERY if c not in COVERING], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [c for c in EVERY if c not in ALWAYS], ids=lambda case: case.name)
 def test_bytes_of_every_role_equal_the_formula_in_the_full_product(case):
     check(case)
 
@@ -189,7 +188,7 @@ def test_padding_is_all_that_the_formula_leaves_out(stage):
     assert bytes_of(accumulators) == 4 * (cut if stage >= 2 else whole)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_language_model_too(stage):
     """gpt2 tiny: on 8 devices every leaf of it can be cut into equal parts."""
     family = build("gpt2", "tiny")

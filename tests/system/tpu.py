@@ -46,8 +46,8 @@ def volumes(devices: list[jax.Device]) -> dict[str, Any]:
     return measure_stacks(devices, cases)
 
 
-def depths(devices: list[jax.Device]) -> dict[str, Any]:
-    """16 and 32 unscanned layers, and scanned ones, wide enough for their weights to weigh."""
+def depths(devices: list[jax.Device], form: str) -> dict[str, Any]:
+    """16 and 32 layers, scanned or not, wide enough for their weights to weigh."""
     cases = {
         f"{form}, {layers}": {
             "stage": 3,
@@ -56,7 +56,6 @@ def depths(devices: list[jax.Device]) -> dict[str, Any]:
             "width": DEEP_WIDTH,
             "micro": DEEP_BATCH,
         }
-        for form in ("listed", "scanned")
         for layers in (16, 32)
     }
     return measure_stacks(devices, cases)
@@ -67,14 +66,14 @@ def forms(devices: list[jax.Device]) -> dict[str, Any]:
     return measure_stacks(devices, {form: {"stage": 3, "form": form} for form in FORMS})
 
 
-def heads(devices: list[jax.Device]) -> dict[str, Any]:
-    """Language models at stage 3, with their head tied to the embedding and not."""
-    return {
-        f"{'tied' if tied else 'untied'}, {accumulation}": measure(
-            *head_program(devices, tied, accumulation)
-        )
-        for tied, accumulation in ((False, 1), (True, 2))
-    } | {"stage 2": measure(*head_program(devices, accumulation=2, stage=2))}
+def heads(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
+    """Language models, with their head tied to the embedding and not; at stage 3 and 2."""
+    cases: dict[str, dict[str, Any]] = {
+        "untied, 1": {"tied": False},
+        "tied, 2": {"accumulation": 2},
+        "stage 2": {"accumulation": 2, "stage": 2},
+    }
+    return {name: measure(*head_program(devices, **cases[name])) for name in names}
 
 
 def dropped(devices: list[jax.Device]) -> dict[str, Any]:

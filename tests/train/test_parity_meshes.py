@@ -19,10 +19,10 @@ from tests.train.parity import (
 )
 
 MESHES = [
-    ("gpt2", {"replica": 2, "data": 4}, 1, "sgd", 8),
+    pytest.param("gpt2", {"replica": 2, "data": 4}, 1, "sgd", 8, marks=pytest.mark.full),
     ("dropout", {"replica": 2, "data": 4}, 3, "adam", 8),
-    ("gpt2", {"data": 4, "tensor": 2}, 3, "adam", 4),
-    ("llama", {"data": 4, "tensor": 2}, 1, "sgd", 4),
+    pytest.param("gpt2", {"data": 4, "tensor": 2}, 3, "adam", 4, marks=pytest.mark.full),
+    pytest.param("llama", {"data": 4, "tensor": 2}, 1, "sgd", 4, marks=pytest.mark.full),
 ]
 
 
@@ -50,7 +50,7 @@ def test_replicas_and_tensor_ranks_share_the_weights_as_asked(mesh):
 INITIAL_MESHES = [{}, {"data": 4, "tensor": 2}, {"replica": 4, "data": 2}]
 
 
-@pytest.mark.parametrize("name", ["llama", "unlike blocks"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "unlike blocks"])
 def test_initial_weights_are_the_factorys_on_every_mesh(name):
     case = CASES[name]
     state = nnx.state(case.model(nnx.Rngs(3)), nnx.Param)

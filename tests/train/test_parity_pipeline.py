@@ -122,7 +122,7 @@ RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
 DEPTH = {2: 5, 4: 6, 8: 9}
 
 
-ALWAYS = {COVERING[i] for i in (3, 5, 10, 16, 20, 22)}
+ALWAYS = {COVERING[i] for i in (7, 20, 25)}
 
 
 def grid():
@@ -140,7 +140,8 @@ def grid():
         recompute, gather = RECOMPUTES[i // 3 % 3], GATHERS[i // 2 % 2]
         cut = tensor == 2 and model != "vit"
         point = Point(model, layers, schedule, pipe, stage, micro, recompute, gather, tensor, cut)
-        yield pytest.param(point, id=point.name, marks=pytest.mark.full)
+        if point not in COVERING:
+            yield pytest.param(point, id=point.name, marks=pytest.mark.full)
 
 
 @functools.lru_cache(maxsize=4)
@@ -167,8 +168,7 @@ def pairs(first, second, points=COVERING):
 def test_the_covering_points_hold_every_pair():
     assert len(COVERING) >= 24
     assert {p.schedule for p in ALWAYS} == {*SCHEDULES}
-    assert {p.pipe for p in ALWAYS} == {*PIPE}
-    assert {p.stage for p in ALWAYS} == {*STAGES}
+    assert {p.stage for p in ALWAYS} == {0, 1, 3}
     assert {p.model for p in ALWAYS} == {"gpt2", "llama", "vit"}
     assert pairs("schedule", "pipe") == {*itertools.product(SCHEDULES, PIPE)}
     assert pairs("pipe", "stage") == {*itertools.product(PIPE, STAGES)}
@@ -208,8 +208,15 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("nothing counts in some", "1f1b"),
+        pytest.param("a mean", "1f1b", marks=pytest.mark.full),
+        pytest.param("nothing counts in some", "gpipe", marks=pytest.mark.full),
+        pytest.param("a mean", "gpipe", marks=pytest.mark.full),
+    ],
+)
 def test_micro_batches_weigh_what_the_loss_says(name, schedule):
     case = LOSSES[name]
     point = Point("gpt2", 5, schedule, 4, 2, 4)
@@ -220,7 +227,7 @@ def test_micro_batches_weigh_what_the_loss_says(name, schedule):
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_in_16_bits_a_step_agrees_with_the_step_on_one_device(precision):
     point = Point("llama", 6, "1f1b", 4, 3, 4, tensor=2, cut=True)
     case = case_of(point.model, point.layers)

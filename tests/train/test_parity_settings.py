@@ -31,7 +31,15 @@ def assert_equal(case, ours: Trained, expected: reference.Run) -> None:
     assert max(leaf_differences(case, ours, expected).values()) <= 1e-5
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(0, 4), (1, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"),
+    [
+        pytest.param(0, 4, marks=pytest.mark.full),
+        (1, 1),
+        (2, 4),
+        pytest.param(3, 1, marks=pytest.mark.full),
+    ],
+)
 def test_clipping_is_by_the_global_norm(stage, accumulation):
     # A small step moves a norm's scale of 1 by few of fp32's steps, so the rate is a large one.
     sgd = optax.sgd(0.5, momentum=0.9)
@@ -41,7 +49,7 @@ def test_clipping_is_by_the_global_norm(stage, accumulation):
     assert_equal(GPT2, ours, expected)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_summed_gradients_are_the_mean_times_the_ranks(stage):
     small = optax.sgd(0.1 / 8, momentum=0.9)
     expected = plain(TIED, 4, small, gradient_factor=8.0, steps=STEPS)
@@ -49,7 +57,7 @@ def test_summed_gradients_are_the_mean_times_the_ranks(stage):
     assert_equal(TIED, ours, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_reducing_once_a_step_equals_reducing_each_micro_batch(stage):
     """Micro-batches and ranks weigh differently here, some nothing at all."""
     once, each = (
@@ -71,7 +79,7 @@ def adamw(factor: float = 1.0, decay: float = 0.1) -> optax.GradientTransformati
     return optax.adamw(factor * 3e-2, b1=0.9, b2=0.95, eps=1e-6, weight_decay=decay)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_groups_have_their_own_rate_and_decay_and_frozen_ones_stay(stage):
     case = CASES["keyword arguments"]
     kinds = {"head": adamw(0.25, 0.0), "rest": adamw()}
@@ -125,7 +133,12 @@ class Adapted(awkward.Plain):
     block = AdaptedBlock
 
 
-CHOICES = [(Adapter, 0), (["a", "b"], 1), (["a", "b"], 2), (Adapter, 3)]
+CHOICES = [
+    pytest.param(Adapter, 0, marks=pytest.mark.full),
+    pytest.param(["a", "b"], 1, marks=pytest.mark.full),
+    (["a", "b"], 2),
+    (Adapter, 3),
+]
 
 
 @pytest.mark.parametrize(("trainable", "stage"), CHOICES)

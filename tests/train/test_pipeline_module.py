@@ -246,7 +246,7 @@ def engine_of(case, **more):
 
 
 @each_case
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ten_steps_equal_the_model_by_hand(case, accumulation):
     rng = np.random.default_rng(0)
     batches = [case.sample(rng) for _ in range(STEPS)]
@@ -278,7 +278,7 @@ def test_a_batch_is_a_pair_a_list_or_a_mapping():
     assert losses == [losses[0]] * 3
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_eight_devices_agree_with_one(stage):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine = jaxspeed.initialize(
