@@ -13,9 +13,9 @@ SEEN, NEW = "seen", "new"
 PIECE = 1 << 25  # elements of a device that are on it at once
 
 
-def zeros_in_host(lane: Lane, dtype: Any) -> jax.Array:
-    """Zeros in host memory, of which the device never holds more than a slice."""
-    if not lane.shape or lane.shape[0] == 1:
+def zeros_in_host(lane: Lane, dtype: Any, layers: bool) -> jax.Array:
+    """Zeros in host memory; of those that stack `layers` the device never holds more than one."""
+    if not layers or lane.entry(0) is not None or lane.shape[0] == 1:
         return to_host(jnp.zeros(lane.shape, dtype), lane.at)
 
     def one(carry: None, _: None) -> tuple[None, jax.Array]:

@@ -190,7 +190,8 @@ class Gradients:
         def zero(path: str, grad: Any) -> jax.Array:
             placement = self.table[path].grad
             if placement and in_host(placement):
-                return zeros_in_host(self._lane(path), placement.dtype)
+                stacked = bool(self.table[path].leaf.stacked)
+                return zeros_in_host(self._lane(path), placement.dtype, stacked)
             return place(path, jnp.zeros(grad.shape, grad.dtype))
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
