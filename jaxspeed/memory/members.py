@@ -12,7 +12,7 @@ from jaxspeed.placement.units import Units
 from jaxspeed.placement.units.choose import bodies
 from jaxspeed.placement.units.jaxprs import is_var, part
 from jaxspeed.placement.units.keeping import made_of
-from jaxspeed.placement.units.slicing import Way, consts_and_carry, pieces
+from jaxspeed.placement.units.pieces import Way, consts_and_carry, pieces
 
 
 @dataclass(frozen=True)

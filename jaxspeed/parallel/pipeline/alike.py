@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspeed.parallel.pipeline.opened import inlined
 from jaxspeed.placement.units.jaxprs import INLINED, is_var, open_jaxpr
-from jaxspeed.placement.units.slicing import CHECKPOINTS
+from jaxspeed.placement.units.pieces import CHECKPOINTS
 
 Atoms = tuple[Any, ...]  # of one place: a variable or a literal of each program
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxspeed.errors import ModelError
 from jaxspeed.parallel.pipeline.blocks import Blocks, Rows, Weights
 from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
-from jaxspeed.placement.units.slicing import consts_and_carry
+from jaxspeed.placement.units.pieces import consts_and_carry
 
 CASTS = ("convert_element_type", "copy")
 

@@ -6,67 +6,30 @@ are stored. The cutting goes into jit, checkpoint, scan and cond, so it finds th
 scanned stack, and it knows nothing of Flax.
 """
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxspeed.placement.units.choose import Units, bodies
-from jaxspeed.placement.units.jaxprs import (
-    INLINED,
-    bindings,
-    called,
-    is_var,
-    open_jaxpr,
-    part,
-)
-from jaxspeed.placement.units.keeping import Keeping, made_of
-from jaxspeed.placement.units.lookup import look_up, looks_up
+from jaxspeed.placement.units.jaxprs import INLINED, bindings, called, is_var, open_jaxpr, part
+from jaxspeed.placement.units.keeping import made_of
+from jaxspeed.placement.units.lookup import look_up
 from jaxspeed.placement.units.piece import read_tied, run_piece
+from jaxspeed.placement.units.pieces import (
+    CHECKPOINTS,
+    Piece,
+    Storage,
+    Way,
+    consts_and_carry,
+    pieces,
+    read_from_outside,
+)
 from jaxspeed.placement.units.products import in_turn
 from jaxspeed.placement.units.stored import Stored
-from jaxspeed.placement.units.views import VIEWS, view
-
-CHECKPOINTS = ("remat2", "checkpoint")
-Storage = Mapping[Any, Stored]
-
-
-@dataclass(frozen=True)
-class Way:
-    """How pieces are run."""
-
-    units: Units
-    samples: int | None = None  # of the batch; None: no lookups by columns
-    # In a user's own jax.checkpoint the recomputation gathers again by itself, and keeps nothing.
-    recomputed: bool = False
-    keeping: Keeping | None = None  # None: units keep whatever their derivative needs
-    # Variables of this program that depend on the batch and are not the same in each trip of a
-    # loop: what is made of them may wait elsewhere.
-    activations: frozenset[Any] = frozenset()
-    in_loop: bool = False
-
-    @property
-    def every(self) -> int:
-        """How many units are made again together."""
-        return self.keeping.every if self.keeping else 1
-
-    def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "Way":
-        """The way through a program that an equation runs; `inner` maps its inputs to ours."""
-        found = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
-        return replace(self, activations=found, **changes)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Equations that belong together."""
-
-    eqns: list[Any]
-    units: int  # how many of them: more than one are made again together
-    nested: bool  # a single equation that holds units, or looks up rows of a table
-    outputs: Sequence[Any] = ()  # what it hands on
+from jaxspeed.placement.units.views import view
 
 
 def run_sliced(
@@ -91,7 +54,7 @@ class _Run:
         self.moving = made_of(jaxpr, way.activations) if way.keeping else set()
         self.pieces = pieces(jaxpr, way, storage)
         units = [p for p in self.pieces if p.units]
-        self.readers = Counter(v for p in units for v in _read_from_outside(p.eqns))
+        self.readers = Counter(v for p in units for v in read_from_outside(p.eqns))
 
     def outputs(self) -> list[Any]:
         """Run the pieces one after the other."""
@@ -118,61 +81,38 @@ class _Run:
 
     def _plain(self, piece: Piece, eqns: list[Any]) -> None:
         env, storage, way = self.env, self.storage, self.way
-        free = _read_from_outside(eqns)
+        free = read_from_outside(eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
         weights = [v for v in free if v in storage]
         inputs = [v for v in free if v not in storage]
         outputs = [v for v in piece.outputs if v in made]
         program = part(self.jaxpr, eqns, [*weights, *inputs], outputs)
         values = [env[v] for v in inputs]
+        stored = {v: storage[v] for v in weights}
+        shards = [env[v] for v in weights]
         if not (way.keeping and piece.units):
-            read = [storage[v] for v in weights], [env[v] for v in weights]
             run = read_tied if way.recomputed else run_piece
-            fn = _in_turn(program, {v: storage[v] for v in weights})
-            env.update(zip(outputs, run(fn, *read, values) if weights else fn(*values)))
+            fn = _in_turn(program, stored)
+            given = list(stored.values()), shards, values
+            env.update(zip(outputs, run(fn, *given) if weights else fn(*values)))
             return
         own = [v in self.moving and self.readers[v] == 1 for v in inputs]
-        stored = {v: storage[v] for v in weights}
-        run_kept = _run_units if piece.units > 1 else _run_unit
-        args = [env[v] for v in weights], values
-        env.update(zip(outputs, run_kept(program, stored, *args, own, way, way.keeping)))
+        if piece.units == 1:
+            fn = way.keeping.again(_in_turn(program, stored), way.in_loop)
+            given = list(stored.values()), shards, values
+        else:  # each gathers its own weights, and all keep only what the first was handed
+            inner = replace(way, keeping=None)
+
+            def together(*args: Any) -> list[Any]:
+                return run_sliced(program, (), args, stored, inner)
+
+            fn = way.keeping.again(together, way.in_loop)
+            given, own = ([], [], [*shards, *values]), [*(False for _ in shards), *own]
+        env.update(zip(outputs, run_piece(fn, *given, way.keeping, own)))
 
 
 def _in_turn(program: Any, stored: Storage) -> Callable[..., list[Any]]:
     return in_turn(program, [v for v, s in stored.items() if s.trainable])
-
-
-def _run_unit(
-    program: Any,
-    stored: Storage,
-    weights: Sequence[Any],
-    inputs: Sequence[Any],
-    own: Sequence[bool],
-    way: Way,
-    keeping: Keeping,
-) -> Sequence[Any]:
-    fn = keeping.again(_in_turn(program, stored), way.in_loop)
-    return run_piece(fn, list(stored.values()), weights, inputs, keeping, own)
-
-
-def _run_units(
-    program: Any,
-    stored: Storage,
-    weights: Sequence[Any],
-    inputs: Sequence[Any],
-    own: Sequence[bool],
-    way: Way,
-    keeping: Keeping,
-) -> Sequence[Any]:
-    """Several units: each gathers its own weights, and all keep only what the first was handed."""
-    inner = replace(way, keeping=None)
-
-    def run(*args: Any) -> Sequence[Any]:
-        return run_sliced(program, (), args, stored, inner)
-
-    again = keeping.again(run, way.in_loop)
-    args = [*weights, *inputs]
-    return run_piece(again, (), (), args, keeping, [*(False for _ in weights), *own])
 
 
 def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
@@ -184,13 +124,6 @@ def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
             if is_var(v):
                 uses[v] += 2 if i < each_trip else 1
     return [v for v, stored in storage.items() if stored.on_host and uses[v] > 1]
-
-
-def _read_from_outside(eqns: Sequence[Any]) -> list[Any]:
-    """The variables that these equations read and do not make."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in made)
-    return list(dict.fromkeys(read))
 
 
 def _with_aliases_resolved(jaxpr: Any) -> Any:
@@ -210,111 +143,6 @@ def _with_aliases_resolved(jaxpr: Any) -> Any:
                 if is_var(inner_out) and inner_out in place:
                     same[out] = eqn.invars[place[inner_out]]
     return jaxpr.replace(eqns=eqns, outvars=[known(v) for v in jaxpr.outvars])
-
-
-def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Piece]:
-    """Maximal runs of equations of one unit (or of none), and what each must hand on."""
-
-    views = _possible_views(jaxpr, storage)
-
-    def key(pair: tuple[int, Any]) -> Any:
-        index, eqn = pair
-        if _holds_lookup(eqn, storage, way):
-            return ("nested", index)
-        serial = way.units.of(eqn)
-        if serial is not None:
-            return serial
-        nested = _holds_unit(eqn, way.units) or _scans_over(eqn, views)
-        return ("nested", index) if nested else None
-
-    def run(k: Any, eqns: list[Any]) -> Piece:
-        nested = isinstance(k, tuple)
-        return Piece(eqns, 0 if nested or k is None else 1, nested)
-
-    pairs = itertools.groupby(enumerate(jaxpr.eqns), key)
-    runs = [run(k, [eqn for _, eqn in group]) for k, group in pairs]
-    if way.every > 1:
-        runs = _together(runs, way.every)
-    live = {v for v in jaxpr.outvars if is_var(v)}
-    found = []
-    for piece in reversed(runs):
-        made = dict.fromkeys(v for eqn in piece.eqns for v in eqn.outvars)
-        found.append(replace(piece, outputs=[v for v in made if v in live]))
-        live = (live - made.keys()) | {v for eqn in piece.eqns for v in eqn.invars if is_var(v)}
-    return found[::-1]
-
-
-def _together(pieces: list[Piece], every: int) -> list[Piece]:
-    """Runs of `every` units, and what stands between them, as one piece each."""
-    done: list[Piece] = []
-    run: list[Piece] = []
-
-    def close() -> None:
-        last = max((i for i, piece in enumerate(run) if piece.units), default=-1)
-        within, after = run[: last + 1], run[last + 1 :]
-        if within:
-            eqns = [eqn for piece in within for eqn in piece.eqns]
-            done.append(Piece(eqns, sum(piece.units for piece in within), False))
-        done.extend(after)
-        run.clear()
-
-    for piece in pieces:
-        if not piece.nested:
-            run.append(piece)
-        if piece.nested or sum(p.units for p in run) == every or not any(p.units for p in run):
-            close()
-        if piece.nested:
-            done.append(piece)
-    close()
-    return done
-
-
-def _holds_unit(eqn: Any, units: Units) -> bool:
-    return any(
-        units.of(inner) is not None or _holds_unit(inner, units)
-        for body, _, _ in bodies(eqn)
-        for inner in body.eqns
-    )
-
-
-def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
-    """Whether it is, or calls, a lookup in a stored table that need not be gathered for it."""
-    if eqn.primitive.name == "gather":
-        table = eqn.invars[0]
-        return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
-    if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
-        return False
-    inner = open_jaxpr(called(eqn))[0]
-    passed = {
-        iv: storage[v]
-        for v, iv in zip(eqn.invars, inner.invars, strict=True)
-        if is_var(v) and v in storage
-    }
-    return bool(passed) and any(_holds_lookup(e, passed, way) for e in inner.eqns)
-
-
-def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
-    """The stored parameters of a program and what may be views of them."""
-    found = set(storage)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in VIEWS and is_var(eqn.invars[0]) and eqn.invars[0] in found:
-            found.update(eqn.outvars)
-    return found
-
-
-def _scans_over(eqn: Any, stored: set[Any]) -> bool:
-    """A scan that goes through a stored parameter slice by slice: each slice is a piece."""
-    if eqn.primitive.name != "scan":
-        return False
-    first_xs = sum(consts_and_carry(eqn))
-    return any(is_var(v) and v in stored for v in eqn.invars[first_xs:])
-
-
-def consts_and_carry(scan: Any) -> tuple[int, int]:
-    if "num_carry" in scan.params:
-        return scan.params["num_consts"], scan.params["num_carry"]
-    consts, carry = scan.params["ft_in"].unpack()[:2]  # jax 0.12
-    return len(consts), len(carry)
 
 
 def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, Stored]) -> list[Any]:
