@@ -1,0 +1,129 @@
+"""Buckets: many leaves as few arrays of N chunks, so that a message is large and rings are few.
+
+A leaf that is cut over the ranks is laid out so that rank r's chunk of the bucket is its cut of
+each leaf: after the first phase nothing is left to exchange. Whole leaves follow each other flat,
+and only the end of their bucket is padded. The two never share a bucket, nor do unlike dtypes.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+
+@dataclass(frozen=True)
+class Part:
+    """One leaf as a device has it, whole over the ranks of its ring.
+
+    Attributes:
+      dim: where the ranks cut it, into equal parts; None: nowhere.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves that go round together, as [ranks, length]."""
+
+    parts: tuple[Part, ...]
+    ranks: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank ends with its cut of the leaves, and not with all of them."""
+        return self.parts[0].dim is not None
+
+    @property
+    def length(self) -> int:
+        """Of one rank's chunk."""
+        return -(-sum(part.size for part in self.parts) // self.ranks)
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    def laid_out(self, leaves: Mapping[str, Array]) -> Array:
+        """[ranks, length] of whole leaves by path."""
+        if self.is_cut:
+            return jnp.concatenate([_in_cuts(leaves[p.path], p, self.ranks) for p in self.parts], 1)
+        flat = jnp.concatenate([leaves[p.path].reshape(-1) for p in self.parts])
+        return jnp.pad(flat, (0, self.ranks * self.length - flat.size)).reshape(self.ranks, -1)
+
+    def own_chunk(self, cuts: Mapping[str, Array]) -> Array:
+        """[length] of one rank's cuts."""
+        return jnp.concatenate([cuts[part.path].reshape(-1) for part in self.parts])
+
+    def cuts(self, chunk: Array) -> dict[str, Array]:
+        """One rank's cut of each leaf, from its chunk [length]."""
+        sizes = [part.size // self.ranks for part in self.parts]
+        return {
+            part.path: flat.reshape(_cut_shape(part, self.ranks))
+            for part, flat in zip(self.parts, _split(chunk, sizes, 0), strict=True)
+        }
+
+    def leaves(self, chunks: Array) -> dict[str, Array]:
+        """The whole leaves, from all chunks [ranks, length]."""
+        if self.is_cut:
+            sizes = [part.size // self.ranks for part in self.parts]
+            columns = _split(chunks, sizes, 1)
+            return {p.path: _from_cuts(x, p) for p, x in zip(self.parts, columns, strict=True)}
+        flats = _split(chunks.reshape(-1), [part.size for part in self.parts], 0)
+        return {p.path: x.reshape(p.shape) for p, x in zip(self.parts, flats, strict=True)}
+
+
+def buckets_of(parts: Iterable[Part], ranks: int, nbytes: int) -> tuple[Bucket, ...]:
+    """Buckets of at most so many bytes, or of one leaf that is larger, in the leaves' order."""
+    open_: dict[Any, list[Part]] = {}
+    done: list[Bucket] = []
+    for part in parts:
+        kind = (part.dim is None, jnp.dtype(part.dtype))
+        held = open_.setdefault(kind, [])
+        if held and sum(p.nbytes for p in held) + part.nbytes > nbytes:
+            done.append(Bucket(tuple(held), ranks))
+            held.clear()
+        held.append(part)
+    return (*done, *(Bucket(tuple(held), ranks) for held in open_.values() if held))
+
+
+def _cut_shape(part: Part, ranks: int) -> tuple[int, ...]:
+    return tuple(n // ranks if d == part.dim else n for d, n in enumerate(part.shape))
+
+
+def _in_cuts(leaf: Array, part: Part, ranks: int) -> Array:
+    """[ranks, length]: each rank's cut, flat."""
+    dim = part.dim
+    assert dim is not None
+    before, after = part.shape[:dim], part.shape[dim:]
+    folded = leaf.reshape(*before, ranks, after[0] // ranks, *after[1:])
+    return jnp.moveaxis(folded, dim, 0).reshape(ranks, -1)
+
+
+def _from_cuts(cuts: Array, part: Part) -> Array:
+    """The leaf, of each rank's cut [ranks, length]."""
+    dim, ranks = part.dim, cuts.shape[0]
+    assert dim is not None
+    return jnp.moveaxis(cuts.reshape(ranks, *_cut_shape(part, ranks)), 0, dim).reshape(part.shape)
+
+
+def _split(x: Array, sizes: Sequence[int], axis: int) -> list[Array]:
+    """Parts of these sizes along an axis; what is left over is padding."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(x[start : start + size] if axis == 0 else x[:, start : start + size])
+        start += size
+    return found
