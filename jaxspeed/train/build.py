@@ -25,6 +25,7 @@ from jaxspeed.train.optimizer import Optimizer, optimizer_of
 from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
+from jaxspeed.train.ringed import Reduction, rings_of
 from jaxspeed.train.state import OptLayout, native_tree
 from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.tensor_cuts import with_tensor_names
@@ -79,6 +80,8 @@ def build_program(
         _style_of(config, mesh),
         config.recompute,
     )
+    rings = rings_of(config, mesh)
+    ring = Reduction(rings, table) if rings else None
     streamed = _streamed(table, adapted, layout, chosen, by_layer=optimizer is None)
     update = Update(
         table,
@@ -88,6 +91,7 @@ def build_program(
         gradient_factor=data_parallel_size(mesh) if config.gradient_allreduce_op == "sum" else 1,
         skip_non_finite=config.bf16.check_grad_overflow or not config.bf16.enabled,
         streamed=streamed,
+        ring=ring,
     )
     return Program(
         config,
@@ -98,6 +102,7 @@ def build_program(
             batch.accumulation,
             config.parallel.gradient_reduction,
             _pipeline_of(config, objective),
+            ring,
         ),
         update,
         Source(model, optimizer, example_batch, trainable),

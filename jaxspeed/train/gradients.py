@@ -8,7 +8,8 @@ Gradients accumulate as the weighted mean of what has been seen so far, so that 
 micro-batches nor large weights leave the range of a 16-bit accumulator.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -23,10 +24,14 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.pipeline import Pipeline, Sums, micro_batches
+from jaxspeed.train.ringed import Exchange, data_spec
+from jaxspeed.train.ringed import Reduction as RingReduction
 from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
+REPLICA, DATA = DATA_AXES
 Reduction = Literal["step", "micro_batch"]
+Micro = Callable[[Arrays, Any, Any, Any], tuple[Sums, Arrays]]
 # Stages would be lanes inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
 # ends the process where that is not the mesh's order (jaxlib 0.12.0.1: "Manual axes must be sorted
 # by mesh axis index"; 0.10.2 takes them).
@@ -41,14 +46,25 @@ class Gradients:
     accumulation: int
     wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
     pipeline: Pipeline | None = None  # where the mesh has stages
+    ring: RingReduction | None = None  # where the data ranks add up around rings
 
     @property
     def table(self) -> PlacementTable:
         return self.objective.table
 
     def __call__(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        scale: Any,
+        ring_errors: Arrays | None = None,
     ) -> tuple[Sums, Arrays]:
+        if self.ring:
+            self._refuse_statistics(variables, batch, step)
+            errors = ring_errors or {}
+            return self._around_rings(sources, variables, batch, step, scale, errors), variables
         if self.pipeline:
             arrangement = self.pipeline.arrangement
             sources = arrangement.arranged(sources, step)
@@ -105,9 +121,16 @@ class Gradients:
         return "step", "the loss is a weighted sum over samples"
 
     def _micro(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, scale: Any
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        micro: Any,
+        scale: Any,
+        among: Callable[[jax.Array], jax.Array] = lambda weight: weight,
     ) -> tuple[Sums, Arrays]:
-        """One micro-batch: gradients of scale * total / weight."""
+        """One micro-batch: gradients of scale * total / `among`(weight)."""
         trained = {row.path for row in self.table if row.leaf.trainable}
 
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
@@ -118,7 +141,8 @@ class Gradients:
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
                     "to call the model and return what comes of it"
                 )
-            share = jnp.where(loss.weight > 0, scale / loss.weight, 0).astype(loss.total.dtype)
+            weight = among(loss.weight)
+            share = jnp.where(weight > 0, scale / weight, 0).astype(loss.total.dtype)
             return loss.total * share, (loss, after)
 
         active = {path: value for path, value in sources.items() if path in trained}
@@ -133,8 +157,13 @@ class Gradients:
         step: Any,
         scale: Any,
         placed: bool,
+        one: Micro | None = None,
+        errors: Any = (),
     ) -> tuple[Sums, Arrays]:
-        """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators."""
+        """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
+
+        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else.
+        """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
                 sums = self.pipeline.gradients(sources, variables, micro, step, scale, placed)
@@ -151,10 +180,15 @@ class Gradients:
             grad = pad(grad, row.shape(row.grad))
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
+        def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
+            return self._micro(sources, variables, batch, step, index, scale)
+
+        run = one or plain
+
         def body(carry: tuple[Sums, Arrays], xs: Any) -> tuple[tuple[Sums, Arrays], None]:
             seen, variables = carry
             index, batch = xs
-            new, variables = self._micro(sources, variables, batch, step, index, scale)
+            new, variables = run(variables, batch, index, seen.errors)
             weight = seen.weight + new.weight
             share = jnp.where(weight > 0, new.weight / weight, 0)
 
@@ -171,21 +205,20 @@ class Gradients:
 
             grads = {path: added(path, grad) for path, grad in new.grads.items()}
             metrics = {name: mean(seen.metrics[name], m) for name, m in new.metrics.items()}
-            return (Sums(grads, seen.total + new.total, weight, metrics), variables), None
+            total = seen.total + new.total
+            return (Sums(grads, total, weight, metrics, new.errors), variables), None
 
         indices = jnp.arange(self.accumulation)
-        zero = self._zeros(sources, variables, micro, step, scale, place)
+        zero = self._zeros(run, variables, micro, errors, place)
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
         # Here too, else the compiler may cut whole accumulators (stage 1) as the optimizer's state.
         grads = {path: place(path, grad) for path, grad in sums.grads.items()}
         return sums._replace(grads=grads), variables
 
-    def _zeros(
-        self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any, place: Any
-    ) -> Sums:
+    def _zeros(self, run: Micro, variables: Arrays, micro: Any, errors: Arrays, place: Any) -> Sums:
         first = jax.tree.map(lambda x: x[0], micro)
-        shape = jax.eval_shape(self._micro, sources, variables, first, step, 0, scale)[0]
+        shape = jax.eval_shape(run, variables, first, jnp.asarray(0), errors)[0]
 
         def zero(path: str, grad: Any) -> jax.Array:
             placement = self.table[path].grad
@@ -195,7 +228,8 @@ class Gradients:
             return place(path, jnp.zeros(grad.shape, grad.dtype))
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
-        return sums._replace(grads={path: zero(path, g) for path, g in shape.grads.items()})
+        grads = {path: zero(path, g) for path, g in shape.grads.items()}
+        return sums._replace(grads=grads, errors=errors)
 
     def _lane(self, path: str) -> Lane:
         """How the gradient of a parameter waits in host memory."""
@@ -237,6 +271,102 @@ class Gradients:
             weight,
             jax.tree.map(mean, parts.metrics),
         )
+
+    # -- around rings ---------------------------------------------------------------------------
+
+    def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
+        part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)
+        rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
+        if self.objective.trace(rest, train=True).changes_variables:
+            raise ModelError(
+                'parallel.data_reduction "ring": the training pass changes variables of the model '
+                "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
+                'normalisation without running statistics does, or "xla"'
+            )
+
+    def _around_rings(
+        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any, errors: Arrays
+    ) -> Sums:
+        """All micro-batches: added up once a step where ranks keep whole gradients, else each."""
+
+        def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
+            return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
+
+        if self.accumulation == 1 or self.table.stage < 2:
+            return some(self.accumulation, batch, 0, errors)
+        micro = micro_batches(batch, self.accumulation, data_parallel_size(self.table.mesh))
+
+        def one(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
+            return some(1, batch, index, errors), variables
+
+        return self._accumulate(
+            sources, variables, micro, step, scale, placed=True, one=one, errors=errors
+        )[0]
+
+    def _of_ranks(
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        first: Any,
+        scale: Any,
+        errors: Arrays,
+        count: int,
+    ) -> Sums:
+        """`count` micro-batches from the `first`, of which each rank computes its own part.
+
+        Units that are gathered come and go around the rings themselves (ZeRO 3), so that their
+        gradients leave the pass as sums over ranks.
+        """
+        assert self.ring
+        ring, rings = self.ring, self.ring.rings
+        exchanged = {row.path for row in self.table if row.gathered}
+
+        def local(inner: Any, outer: Any, sources: Arrays, batch: Any) -> Sums:
+            told = rings.told(inner, outer)
+            rank = told.outer * rings.levels.inner.size + told.inner
+            exchange = Exchange(rings, (inner, outer)) if exchanged else None
+            of_rank = replace(self, objective=replace(self.objective, exchange=exchange))
+
+            def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
+                # Numbered through over the ranks, so that each draws random numbers of its own.
+                number = (first + index) * rings.count + rank
+                among = {"among": exchange.over_ranks} if exchange else {}
+                return of_rank._micro(sources, variables, batch, step, number, scale, **among)
+
+            if count == 1:
+                sums, _ = one(variables, batch, 0, {})
+            else:
+                micro = micro_batches(batch, count, 1)
+                sums, _ = of_rank._accumulate(
+                    sources, variables, micro, step, scale, placed=False, one=one
+                )
+            grads = {p: g if p in exchanged else g[None] for p, g in sums.grads.items()}
+            scalars = jax.tree.map(lambda x: x[None], sums._replace(grads={}))
+            return scalars._replace(grads=grads)
+
+        trained = [row.path for row in self.table if row.leaf.trainable]
+        cuts = {row.path: data_spec(row) for row in self.table}
+        of_ranks: Any = PartitionSpec(DATA_AXES)
+        parts: Sums = jax.shard_map(
+            local,
+            mesh=self.table.mesh,
+            in_specs=(PartitionSpec(DATA), PartitionSpec(REPLICA), cuts, batch_specs(batch)),
+            out_specs=Sums(
+                {path: cuts[path] if path in exchanged else of_ranks for path in trained},
+                of_ranks,
+                of_ranks,
+                of_ranks,
+                of_ranks,
+            ),
+            axis_names=set(DATA_AXES),
+            check_vma=False,
+        )(*rings.numbers(), sources, batch)
+        done = {path: grad for path, grad in parts.grads.items() if path in exchanged}
+        rest = {path: grad for path, grad in parts.grads.items() if path not in exchanged}
+        sums = ring(parts._replace(grads=rest, errors=errors), scale, weighed=bool(exchanged))
+        return sums._replace(grads={path: (done | sums.grads)[path] for path in trained})
 
 
 def batch_specs(batch: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.placement.units import Stored, Units, Way, choose_units, run_sliced
+from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
@@ -43,12 +43,13 @@ class Objective:
     wire: Any = None  # the dtype in which gradients are reduced
     style: Style = AS_WHOLE  # of what crosses the tensor axis
     recompute: Recompute = NOTHING_SAID  # what units keep for their backward pass
+    exchange: Exchange | None = None  # of units, where the data axes are manual
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
-        sources = {row.path: unpad(sources[row.path], row.source_shape) for row in self.table}
+        sources = {row.path: self._given(row, sources[row.path]) for row in self.table}
         recompute = self.recompute if train else NOTHING_SAID
         sliced = recompute or any(row.gathered for row in self.table)
         if self.table.mesh.shape["tensor"] == 1 and not sliced:
@@ -66,6 +67,14 @@ class Objective:
         way = replace(way, samples=self.samples(batch))
         outs = run_sliced(crossed, program.closed.consts, args, storage, way)
         return jax.tree.unflatten(program.out_tree, outs)
+
+    def _given(self, row: Row, source: jax.Array) -> jax.Array:
+        """A stored parameter as units are given it; of an exchange, this rank's cut."""
+        shape = list(row.source_shape)
+        dim = self.stored(row).cut_dim if self.exchange else None
+        if dim is not None:
+            shape[dim] = source.shape[dim]
+        return unpad(source, tuple(shape))
 
     def way(
         self, jaxpr: Any, program: "Traced", activations: Sequence[Any], recompute: Recompute
@@ -146,7 +155,12 @@ class Objective:
         return Traced(closed, parameters, batch, jax.tree.structure(shape), units, is_sum)
 
     def samples(self, batch: Any) -> int | None:
-        """How many samples a batch has, where the ranks can share them evenly."""
+        """How many samples a batch has, where the ranks can share them evenly.
+
+        None of a rank's own: it looks nothing up for others.
+        """
+        if self.exchange:
+            return None
         sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         size = sizes.pop() if len(sizes) == 1 else None
         return size if size and size % data_parallel_size(self.table.mesh) == 0 else None
@@ -165,6 +179,7 @@ class Objective:
             self.wire,
             row.leaf.trainable,
             self._gradients_leave(row),
+            self.exchange,
         )
 
     def _gradients_leave(self, row: Row) -> NamedSharding | None:

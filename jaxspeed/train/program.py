@@ -78,6 +78,11 @@ class Program:
         return self.gradients.pipeline
 
     @property
+    def ring_errors(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the state keeps of what rings lose by packing."""
+        return self.gradients.ring.errors if self.gradients.ring else {}
+
+    @property
     def layout(self) -> OptLayout:
         return self.update.layout
 
@@ -113,7 +118,8 @@ class Program:
                 average[path] = pad(value, row.shape(row.opt))
         scale = loss_scale.init(self.optimizer.rule)
         zeros = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped")}
-        return {**zeros, "opt": opt, "ema": average, "loss_scale": scale}
+        errors = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.ring_errors.items()}
+        return {**zeros, "opt": opt, "ema": average, "loss_scale": scale, "ring_errors": errors}
 
     @functools.cached_property
     def state(self) -> TrainState:
@@ -141,6 +147,7 @@ class Program:
             ema={r.path: at(r.opt) for r in averaged if r.opt},
             variables=dict.fromkeys(self.model.variables, whole),
             loss_scale=jax.tree.map(lambda _: whole, loss_scale.init(self.optimizer.rule)),
+            ring_errors={name: x.sharding for name, x in self.ring_errors.items()},
         )
 
     @functools.cached_property
@@ -162,7 +169,7 @@ class Program:
     @functools.cached_property
     def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
         """What a state holds beside the model: `rest(params, master)`."""
-        names = ("step", "skipped", "opt", "ema", "loss_scale")
+        names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
         return self._made(self.fresh_rest, {name: getattr(self.shardings, name) for name in names})
 
     def _made(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
@@ -185,6 +192,7 @@ class Program:
                 batch,
                 state.step,
                 state.loss_scale.scale,
+                state.ring_errors,
             )
             return self.update(state, sums, variables)
 

@@ -1,7 +1,7 @@
 """The train state: everything that one step turns into the next, laid out by the table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class TrainState:
     ema: Arrays  # the moving average of the trained parameters, where asked for
     variables: Arrays  # statistics, random streams, buffers
     loss_scale: LossScale
+    # What packing gradients for a ring has lost so far, each device its own: added the next time.
+    ring_errors: Arrays = field(default_factory=dict)
 
     def sources(self, table: PlacementTable) -> Arrays:
         """For each parameter the stored copy that layers read from."""

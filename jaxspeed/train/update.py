@@ -16,6 +16,7 @@ from jaxspeed.train.gradients import Sums
 from jaxspeed.train.guarded import guarded_update
 from jaxspeed.train.model import Model
 from jaxspeed.train.optimizer import Optimizer
+from jaxspeed.train.ringed import Reduction
 from jaxspeed.train.rng import is_key
 from jaxspeed.train.state import (
     Arrays,
@@ -43,6 +44,7 @@ class Update:
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
     streamed: Streamed | None = None  # where state waits in host memory
+    ring: Reduction | None = None  # where parameters come back around rings
 
     def __call__(
         self, state: TrainState, sums: Sums, variables: Arrays
@@ -68,6 +70,10 @@ class Update:
                 for path, old in state.variables.items()
             },
             loss_scale=loss_scale.update(state.loss_scale, finite, self.optimizer.rule),
+            ring_errors={
+                name: jnp.where(finite, sums.errors[name], old)
+                for name, old in state.ring_errors.items()
+            },
         )
         metrics = {
             "loss": jnp.where(sums.weight > 0, sums.total / sums.weight, 0),
@@ -123,26 +129,25 @@ class Update:
         trained = [row for row in self.table if row.leaf.trainable]
         old = {row.path: updated_values(state, row) for row in trained}
         new, opt = self._optimize(grads, state, old, finite)
-        params, master = dict(state.params), {}
-        for row in trained:
-            value = new[row.path]
-            if row.master:
-                master[row.path] = value
-            if row.param:
-                params[row.path] = self._param(row, value)
+        master = {row.path: new[row.path] for row in trained if row.master}
+        params = state.params | self._published(new)
         average = state.ema
         if self.optimizer.ema_decay is not None:
             moved = ema.update(state.ema, new, self.optimizer.ema_decay)
             average = jax.tree.map(lambda a, b: jnp.where(finite, a, b), moved, state.ema)
         return Updated(params, master, opt, average)
 
-    def _param(self, row: Row, value: jax.Array) -> jax.Array:
+    def _published(self, new: Arrays) -> Arrays:
         """What layers read, made from what was updated: a gather under stages 1 and 2.
 
-        The cast happens on the shards: the step's output sharding is what makes it a gather.
+        The cast happens on the shards: the step's output sharding is what makes it a gather, or the
+        ring hands them round.
         """
-        assert row.param is not None
-        return unpad(value.astype(row.param.dtype), row.shape(row.param))
+        read = {row.path: row.param for row in self.table if row.leaf.trainable and row.param}
+        narrow = {path: new[path].astype(param.dtype) for path, param in read.items()}
+        if self.ring:
+            return self.ring.published(narrow)
+        return {path: unpad(x, self.table[path].shape(read[path])) for path, x in narrow.items()}
 
     def _optimize(
         self, grads: Arrays, state: TrainState, old: Arrays, finite: jax.Array

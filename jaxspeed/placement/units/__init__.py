@@ -9,7 +9,7 @@ its passes what the config says (`keeping`).
 from jaxspeed.placement.units.choose import Units, choose_units
 from jaxspeed.placement.units.pieces import Way
 from jaxspeed.placement.units.slicing import run_sliced
-from jaxspeed.placement.units.stored import Stored
+from jaxspeed.placement.units.stored import Exchange, Stored
 from jaxspeed.placement.units.tags import tagged, unit
 
-__all__ = ["Stored", "Units", "Way", "choose_units", "run_sliced", "tagged", "unit"]
+__all__ = ["Exchange", "Stored", "Units", "Way", "choose_units", "run_sliced", "tagged", "unit"]

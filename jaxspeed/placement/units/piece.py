@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.placement.units.exchange import place_of, read_all, scatter_all
 from jaxspeed.placement.units.jaxprs import evaluate, is_var, part
 from jaxspeed.placement.units.keeping import Keeping, Waiting
 from jaxspeed.placement.units.stored import Stored
@@ -56,7 +57,14 @@ def read_tied(
 ) -> Sequence[Any]:
     """`fn(*read weights, *inputs)` with the gathers tied to the inputs."""
     weights, inputs = tie(weights, inputs)
-    return fn(*(s.read(w) for s, w in zip(stored, weights, strict=True)), *inputs)
+    return fn(*read(stored, weights), *inputs)
+
+
+def read(stored: Sequence[Stored], weights: Sequence[Any]) -> list[Any]:
+    """The parameters as layers read them; differentiable, gradients going to their cut."""
+    if place_of(stored):  # the derivative of what an exchange does is not the compiler's to find
+        return run_piece(lambda *whole: list(whole), stored, weights, ())
+    return read_all(stored, weights, ())
 
 
 def run_piece(
@@ -71,30 +79,29 @@ def run_piece(
 
     `own` are the inputs that no other piece reads: with `keeping`, they wait as it says.
     """
-    count = len(weights)
+    count, place = len(weights), place_of(stored)
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
     # What the forward pass found out, for the backward pass.
     passes: list[Passes] = []
     wanted: list[bool] = []
 
-    def read(shards: Sequence[Any]) -> list[Any]:
-        return [s.read(w) for s, w in zip(stored, shards, strict=True)]
-
     def waiting() -> list[Waiting]:
         handed = passes[0].inputs_kept
         return [Waiting(i is not None, i is None or own[i - count]) for i in handed]
 
     @jax.custom_vjp
-    def piece(*args: Any) -> list[Any]:
-        return list(read_tied(fn, stored, args[:count], args[count:]))
+    def piece(place: Sequence[Any], *args: Any) -> list[Any]:
+        tied, inputs = tie(args[:count], args[count:])
+        return list(fn(*read_all(stored, tied, place), *inputs))
 
-    def forward(*given: Any) -> tuple[list[Any], Any]:
+    def forward(place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
+        place = [x.value for x in place]
         args = [x.value for x in given]
         # Nobody asks for the gradient of an input that was made of no parameter: rotary angles.
         wanted[:] = [on and x.perturbed for on, x in zip(active, given, strict=True)]
         tied, inputs = tie(args[:count], args[count:])
-        full = [*read(tied), *inputs]
+        full = [*read_all(stored, tied, place), *inputs]
         passes[:] = [Passes(fn, wanted, full, count)]
         outs, kept = passes[0].forward(full)
         # An input as it came, not as it was tied: in a scan, what is the same for all steps is then
@@ -103,28 +110,27 @@ def run_piece(
             args[i] if i is not None else x
             for i, x in zip(passes[0].inputs_kept, kept, strict=True)
         ]
-        return outs, (tuple(args[:count]), keeping.store(kept, waiting()) if keeping else kept)
+        kept = keeping.store(kept, waiting()) if keeping else kept
+        return outs, (place, tuple(args[:count]), kept)
 
     def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        shards, kept = residuals
+        place, shards, kept = residuals
         kept = keeping.fetch(kept, waiting()) if keeping else kept
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, arrived = tie(shards, [_instantiated(ct) for ct, real in of_real if real])
-        grads = iter(passes[0].backward(read(tied), kept, arrived))
+        grads = iter(passes[0].backward(read_all(stored, tied, place), kept, arrived))
         found = [next(grads) if on else None for on in wanted]
-        here = [
-            None if g is None else s.scatter(g, w)
-            for s, g, w in zip(stored, found[:count], shards, strict=True)
-        ]
+        here = scatter_all(stored, found[:count], shards, place)
         # Tied again, so that a gradient is on its shard before the pass moves on.
         done, onward = map(iter, tie(_present(here), _present(found[count:])))
         return (
+            None,
             *(None if g is None else next(done) for g in here),
             *(None if g is None else next(onward) for g in found[count:]),
         )
 
     piece.defvjp(forward, backward, symbolic_zeros=True)
-    return piece(*weights, *inputs)
+    return piece(place, *weights, *inputs)
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxspeed.placement.units.choose import Units, bodies
 from jaxspeed.placement.units.jaxprs import INLINED, bindings, called, is_var, open_jaxpr, part
 from jaxspeed.placement.units.keeping import made_of
 from jaxspeed.placement.units.lookup import look_up
-from jaxspeed.placement.units.piece import read_tied, run_piece
+from jaxspeed.placement.units.piece import read, read_tied, run_piece
 from jaxspeed.placement.units.pieces import (
     CHECKPOINTS,
     Piece,
@@ -65,7 +65,9 @@ class _Run:
             run = self._nested if piece.nested else self._plain
             run(piece, eqns)
         return [
-            self.storage[v].read(self.env[v]) if is_var(v) and v in self.storage else self._value(v)
+            read([self.storage[v]], [self.env[v]])[0]
+            if is_var(v) and v in self.storage
+            else self._value(v)
             for v in self.jaxpr.outvars
         ]
 
@@ -224,7 +226,8 @@ def _scan(
         if i < num_consts:
             inner[iv] = stored
         elif i < num_consts + num_carry or stored.cut_dim == 0:
-            values[i] = stored.read(values[i])  # carried, or cut along the layers: gathered before
+            # Carried, or cut along the layers: gathered before.
+            (values[i],) = read([stored], [values[i]])
         else:
             inner[iv] = stored.layer()
     passed = dict(zip(jaxpr.invars[num_consts:], eqn.invars[num_consts:], strict=True))

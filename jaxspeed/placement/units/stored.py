@@ -6,8 +6,11 @@ the whole reduced gradient never exists. One that waits in host memory comes to 
 and its gradient leaves for there at last.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.rows import HOST
+
+
+class Exchange(Protocol):
+    """Moves the parameters of one piece, and their gradients, between the data ranks."""
+
+    @property
+    def place(self) -> Sequence[jax.Array]:
+        """Where this device stands: integers, which a piece is given as it is given its inputs."""
+
+    def gather(
+        self, stored: Sequence[Stored], shards: Sequence[Any], place: Sequence[Any]
+    ) -> list[Any]:
+        """The parameters as layers read them."""
+
+    def scatter(
+        self,
+        stored: Sequence[Stored],
+        grads: Sequence[Any],
+        likes: Sequence[Any],
+        place: Sequence[Any],
+    ) -> list[Any]:
+        """The gradients of what `gather` gave, summed over the ranks, as those of the shards."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +53,8 @@ class Stored:
     wire: Any = None  # the dtype in which gradients are reduced; None: as they come
     trainable: bool = True
     grad_cut: NamedSharding | None = None  # of its gradient, where that is cut otherwise
+    # What moves it where the data axes are manual: `cut` is then of the array that all ranks have.
+    exchange: Exchange | None = field(default=None, compare=False)
 
     @property
     def on_host(self) -> bool:
@@ -51,7 +78,7 @@ class Stored:
         specs = [_entries(s.spec, len(self.shape)) for s in (self.gathered, self.cut)]
         return next((d for d, (a, b) in enumerate(zip(*specs, strict=True)) if a != b), None)
 
-    def moved(self, shape: tuple[int, ...], dims: list[int | None]) -> "Stored":
+    def moved(self, shape: tuple[int, ...], dims: list[int | None]) -> Stored:
         """The same storage seen through a view: dim d of the view is dim `dims[d]` of this."""
 
         def along(sharding: NamedSharding) -> NamedSharding:
@@ -63,7 +90,7 @@ class Stored:
         gathered, cut = along(self.gathered), along(self.cut)
         return replace(self, shape=shape, gathered=gathered, cut=cut, grad_cut=grad_cut)
 
-    def layer(self) -> "Stored":
+    def layer(self) -> Stored:
         """One slice of a stacked parameter, as the body of a scan sees it."""
         return self.moved(self.shape[1:], list(range(1, len(self.shape))))
 
@@ -75,7 +102,7 @@ class Stored:
         whole = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
         return whole if whole.shape == self.shape else whole[tuple(map(slice, self.shape))]
 
-    def on_device(self) -> "Stored":
+    def on_device(self) -> Stored:
         """The same without a stay in host memory."""
         return replace(self, cut=self._here)
 

@@ -50,6 +50,7 @@ class Sums(NamedTuple):
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, jax.Array]  # weighted mean so far
+    errors: Any = ()  # by bucket, what packing them for a ring has lost
 
 
 class Flow(NamedTuple):
