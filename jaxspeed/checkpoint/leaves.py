@@ -4,9 +4,11 @@
     params/PATH                     the copy of a parameter that the optimizer updates
     opt/PATH, ema/PATH              its moments, its moving average, the optimizer's own leaves
     variables/PATH                  statistics, random streams, buffers
+    ring_errors/LAYOUT              what packing gradients for a ring has lost
 
 The 16-bit parameters that layers read are made from their masters. The names say nothing of mesh,
-stage or precision, so any program of the same model and optimizer can take them.
+stage or precision, so any program of the same model and optimizer can take them. But for the errors
+of a ring: they are each device's own, and another layout, which has other names, begins anew.
 """
 
 import math
@@ -26,6 +28,7 @@ from jaxspeed.train.rng import is_key
 from jaxspeed.train.state import TrainState, unpad, updated_values
 
 Arrays = dict[str, Any]
+RING_ERRORS = "ring_errors"
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def kept_arrays(program: Program, state: TrainState) -> Arrays:
         **_under("opt", flat_with_paths(state.opt)),
         **_under("ema", state.ema),
         **_under("variables", state.variables),
+        **_under(RING_ERRORS, state.ring_errors),
     }
 
 
@@ -109,6 +113,7 @@ def as_state(program: Program, kept: Mapping[str, Any], params: Mapping[str, Any
         ema={path: kept[f"ema/{path}"] for path in shapes.ema},
         variables={path: kept[f"variables/{path}"] for path in shapes.variables},
         loss_scale=LossScale(*(kept[f"loss_scale/{name}"] for name in LossScale._fields)),
+        ring_errors={name: kept[f"{RING_ERRORS}/{name}"] for name in shapes.ring_errors},
     )
 
 

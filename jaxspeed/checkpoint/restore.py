@@ -10,7 +10,15 @@ from etils import epath
 
 from jaxspeed.checkpoint.arrays import read_arrays
 from jaxspeed.checkpoint.header import Header, LeafRecord
-from jaxspeed.checkpoint.leaves import Arrays, KeptLeaf, as_state, kept_leaves, own, published
+from jaxspeed.checkpoint.leaves import (
+    RING_ERRORS,
+    Arrays,
+    KeptLeaf,
+    as_state,
+    kept_leaves,
+    own,
+    published,
+)
 from jaxspeed.errors import CheckpointError
 from jaxspeed.optim import loss_scale
 from jaxspeed.train.program import Program
@@ -40,8 +48,12 @@ def restore_state(
             f"{program.optimizer.rule!r}"
         )
         fresh = fresh_loss_scale(program)
+    of_rings = {name for name in {*wanted, *header.leaves} if name.startswith(f"{RING_ERRORS}/")}
+    if of_rings & (wanted.keys() ^ header.leaves.keys()):
+        notes.append("what packing for a ring had lost begins anew: it is of one mesh and layout")
+        fresh |= _nothing_lost(program)
     missing = sorted(set(wanted) - set(header.leaves) - set(fresh))
-    extra = sorted(set(header.leaves) - set(wanted))
+    extra = sorted(set(header.leaves) - set(wanted) - of_rings)
     if extra and not missing and all(name.startswith("ema/") for name in extra):
         notes.append("its moving average was left out: the config asks for none")
         extra = []
@@ -63,6 +75,17 @@ def fresh_loss_scale(program: Program) -> Arrays:
     def make() -> Arrays:
         return dict(zip(_SCALE, loss_scale.init(program.optimizer.rule), strict=True))
 
+    return jax.jit(make, out_shardings=at)()
+
+
+def _nothing_lost(program: Program) -> Arrays:
+    """The errors of rings before the first step, by name."""
+    shapes = program.ring_errors
+
+    def make() -> Arrays:
+        return {f"{RING_ERRORS}/{name}": jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
+
+    at = {f"{RING_ERRORS}/{name}": x.sharding for name, x in shapes.items()}
     return jax.jit(make, out_shardings=at)()
 
 

@@ -5,6 +5,7 @@ Both run manual over all axes of the mesh: what the tensor axis cuts goes round 
 each of the devices that hold the same part.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,18 +85,18 @@ class Reduction:
         sums, share = self._summed(scalars, ranks)
         reduced: Arrays = {}
         left: Arrays = {}
-        for number, bucket in enumerate(buckets):
+        for name, bucket in self._named(buckets):
             own = {part.path: grads[part.path][0] for part in bucket.parts}
             if not weighed:
                 own = {path: grad * share for path, grad in own.items()}
             x = bucket.laid_out({path: grad.astype(bucket.dtype) for path, grad in own.items()})
             if errors:
-                x = x + errors[str(number)][0] * scale
+                x = x + errors[name][0] * scale
             go_round = sum_of_chunk if bucket.is_cut else sum_of_all
             result, lost = go_round(x, ranks, self.rings.levels)
             reduced |= bucket.cuts(result) if bucket.is_cut else bucket.leaves(result)
             if errors and lost is not None:
-                left[str(number)] = (lost / scale)[None]
+                left[name] = (lost / scale)[None]
         return {p: x.astype(grads[p].dtype) for p, x in reduced.items()}, sums, left
 
     def _summed(self, scalars: Any, ranks: Ranks) -> tuple[Any, jax.Array]:
@@ -124,11 +125,17 @@ class Reduction:
         every = {row.path: jax.ShapeDtypeStruct((1, *_shape(row)), jnp.float32) for row in rows}
         devices, at = self.rings.mesh.size, NamedSharding(self.rings.mesh, OF_DEVICES)
         return {
-            str(number): jax.ShapeDtypeStruct(
+            name: jax.ShapeDtypeStruct(
                 (devices, bucket.ranks, bucket.length), jnp.float32, sharding=at
             )
-            for number, bucket in enumerate(self._buckets(every.items()))
+            for name, bucket in self._named(self._buckets(every.items()))
         }
+
+    def _named(self, buckets: tuple[Bucket, ...]) -> list[tuple[str, Bucket]]:
+        """Names that differ where the same numbers would mean something else."""
+        layout = repr((dict(self.rings.mesh.shape), buckets)).encode()
+        digest = hashlib.sha256(layout).hexdigest()[:12]
+        return [(f"{digest}-{number}", bucket) for number, bucket in enumerate(buckets)]
 
     # -- what layers read -----------------------------------------------------------------------
 
