@@ -323,7 +323,11 @@ class Gradients:
         ring, rings = self.ring, self.ring.rings
         exchanged = {row.path for row in self.table if row.gathered}
 
-        def local(inner: Any, outer: Any, sources: Arrays, batch: Any) -> Sums:
+        # Not closed over: inside, an array's type says that the data axes are manual.
+        every = variables, jnp.asarray(step), jnp.asarray(first), jnp.asarray(scale)
+
+        def local(inner: Any, outer: Any, sources: Arrays, every: Any, batch: Any) -> Sums:
+            variables, step, first, scale = every
             told = rings.told(inner, outer)
             rank = told.outer * rings.levels.inner.size + told.inner
             exchange = Exchange(rings, (inner, outer)) if exchanged else None
@@ -352,7 +356,13 @@ class Gradients:
         parts: Sums = jax.shard_map(
             local,
             mesh=self.table.mesh,
-            in_specs=(PartitionSpec(DATA), PartitionSpec(REPLICA), cuts, batch_specs(batch)),
+            in_specs=(
+                PartitionSpec(DATA),
+                PartitionSpec(REPLICA),
+                cuts,
+                PartitionSpec(),
+                batch_specs(batch),
+            ),
             out_specs=Sums(
                 {path: cuts[path] if path in exchanged else of_ranks for path in trained},
                 of_ranks,
@@ -362,7 +372,7 @@ class Gradients:
             ),
             axis_names=set(DATA_AXES),
             check_vma=False,
-        )(*rings.numbers(), sources, batch)
+        )(*rings.numbers(), sources, every, batch)
         done = {path: grad for path, grad in parts.grads.items() if path in exchanged}
         rest = {path: grad for path, grad in parts.grads.items() if path not in exchanged}
         sums = ring(parts._replace(grads=rest, errors=errors), scale, weighed=bool(exchanged))
