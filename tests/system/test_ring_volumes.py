@@ -1,8 +1,8 @@
 """What a ring's step sends, read from programs compiled for eight simulated devices.
 
 In units of the model's bytes, for N ranks: N - 1 of N chunks in each phase. Stage 2 reduces each
-micro-batch, stage 3 gathers each unit twice and scatters it once, in each. Left out are the scalars:
-the ranks' losses and weights, and the norm of what is cut, which XLA adds up.
+micro-batch, stage 3 gathers each unit twice and scatters it once, in each. Left out are the
+scalars: the ranks' losses and weights, and the norm of what is cut, which XLA adds up.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ import pytest
 
 from jaxspeed.observe import Collective
 from jaxspeed.observe.collectives import ring_bytes
+from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, collectives_of, measure, stack_program
+from tests.system.measured import WIDTH as TPU_WIDTH
 
 WIDTH = 64
 MODEL = LAYERS * WIDTH * WIDTH * 4  # bytes, without the shift
@@ -43,11 +45,13 @@ SCHEDULES = {
     (2, 2): (2, 1),
     (3, 2): (6, 0),
 }
+# XLA:CPU makes one of two gathers of the same layer, unless they are in loops.
+FORM = {3: "scanned"}
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), SCHEDULES)
 def test_a_step_sends_its_phases_and_nothing_else(stage, accumulation):
-    found = sends(stage, accumulation=accumulation)
+    found = sends(stage, accumulation=accumulation, form=FORM.get(stage, "listed"))
     large = [c for c in found if c.bytes * c.runs > SCALARS]
     assert {(c.kind, c.axis) for c in large} == {("collective-permute", ("data",))}
     for in_loop, phases in zip((True, False), SCHEDULES[stage, accumulation], strict=True):
@@ -55,14 +59,30 @@ def test_a_step_sends_its_phases_and_nothing_else(stage, accumulation):
         assert phases * PHASE <= moved <= phases * PHASE * 1.01
 
 
-@pytest.mark.parametrize("form", ["listed", "scanned"])
-def test_each_layer_comes_and_goes_by_itself_under_stage_3(form):
-    """Three times round for each layer, so that no more than one is ever whole."""
-    found = [c for c in sends(3, form=form) if c.kind == "collective-permute"]
-    layer = WIDTH * WIDTH * 4 / 8 / 2  # of a chunk, one direction's half
-    trips = sum(c.runs for c in found if layer <= c.bytes < 2 * layer)
-    assert trips == 2 * 7 * 3 * LAYERS
-    assert not [c for c in found if c.bytes >= 2 * layer]
+def on_tpu(**case: Any) -> list[Collective]:
+    """The large collectives over data of a step in bf16."""
+    found = collectives_of(run_on_topology("tests.system.tpu:rings", "v5e:2x4", **case))
+    return [c for c in found if c.axis == ("data",) and c.bytes * c.runs > 20 * SCALARS]
+
+
+def test_a_layer_comes_and_goes_by_itself_under_stage_3():
+    """Gathered in each pass, scattered once: so that no more than one layer is ever whole."""
+    found = on_tpu(stage=3)
+    assert {(c.kind, c.dtype) for c in found} == {("collective-permute", "bf16")}
+    layer = TPU_WIDTH**2 * 2 / 8 / 2  # bytes of a chunk, one direction's half
+    assert {c.bytes // layer for c in found} == {1}
+    assert sum(c.runs for c in found) == 2 * 7 * 3 * LAYERS, "of both directions"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_real_devices_go_round_in_loops(tensor):
+    """A loop of N - 1 steps for each phase, whatever N is."""
+    specs = {"partition_config": {"layer_specs": {"layers/*/w": "column"}}}
+    cut = {"mesh": {"tensor": tensor}, "tensor_parallel": specs}
+    found = on_tpu(stage=1, **cut)
+    assert {(c.kind, c.runs) for c in found} == {("collective-permute", 8 // tensor - 1)}
+    assert len(found) == 2 * 2, "two directions in two phases, of one bucket"
 
 
 def test_across_replicas_goes_a_chunk():
@@ -95,4 +115,4 @@ def test_packed_gradients_are_a_half_and_a_quarter_with_scales():
 
     plain = of("none")
     assert of("bf16") / plain == pytest.approx(1 / 2, rel=0.01)
-    assert of("int8") / plain == pytest.approx(1 / 4 * (256 + 4) / 256, rel=0.01)
+    assert of("int8") / plain == pytest.approx(1 / 4 * (256 + 4) / 256, rel=0.02)

@@ -101,3 +101,8 @@ def dropped(devices: list[jax.Device]) -> dict[str, Any]:
         with without(site):
             found[site] = {"kept": kept, "dropped": measure(*build(devices, **case), compiling)}
     return found
+
+
+def rings(devices: list[jax.Device], **case: Any) -> dict[str, Any]:
+    """A program of `stacks` whose ranks add up around rings."""
+    return measure(*stack_program(devices, parallel={"data_reduction": "ring"}, **case))

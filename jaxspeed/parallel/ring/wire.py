@@ -45,15 +45,18 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class Rounded:
-    """bf16: the exponent is fp32's own, so that nothing overflows and nothing needs a scale."""
+    """bf16: the exponent is fp32's own, so that nothing overflows and nothing needs a scale.
+
+    Sent as the bits that it is: XLA:CPU widens what bf16 its collectives carry (jax 0.10.2).
+    """
 
     feedback = False
 
     def pack(self, x: Array) -> Array:
-        return x.astype(jnp.bfloat16)
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
     def unpack(self, message: Array, like: Array) -> Array:
-        return message.astype(like.dtype)
+        return lax.bitcast_convert_type(message, jnp.bfloat16).astype(like.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""Checkpoints of a run around rings: any other takes them, and the same goes on to the bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.checkpoint.states import NAMES, assert_same, engine, held, steps
+
+AROUND = {"logical_axes": NAMES, "data_reduction": "ring"}
+PACKED = {**AROUND, "ring_wire": "int8", "ring_bucket_bytes": 256}
+BY_XLA = {"logical_axes": NAMES}
+
+
+def errors_of(run):
+    return {name: np.array(x) for name, x in run.state.ring_errors.items()}
+
+
+def loaded(folder, **settings):
+    """An engine that went on from the folder, and what it was told."""
+    run = engine(**settings)
+    run.load_checkpoint(folder)
+    return run
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
+    first = engine(stage, parallel=PACKED)
+    steps(first, 0, 2)
+    first.save_checkpoint(tmp_path)
+    first.wait()
+    second = loaded(tmp_path, stage=stage, parallel=PACKED)
+    assert len(errors_of(first)) > 1
+    assert any(x.any() for x in errors_of(first).values())
+    assert_same(errors_of(second), errors_of(first))
+    assert steps(first, 2, 3) == steps(second, 2, 3)
+    assert_same(held(second), held(first))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 0, "parallel": PACKED},
+        {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},
+        {"stage": 2, "parallel": {**PACKED, "ring_bucket_bytes": 64}},
+        {"stage": 2, "parallel": PACKED, "devices": 4},
+    ],
+    ids=["stage", "replicas", "buckets", "devices"],
+)
+def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, caplog):
+    first = engine(2, parallel=PACKED)
+    steps(first, 0, 2)
+    first.save_checkpoint(tmp_path)
+    first.wait()
+    with caplog.at_level("WARNING", logger="jaxspeed"):
+        second = loaded(tmp_path, **settings)
+    assert "what packing for a ring had lost begins anew" in caplog.text
+    assert_same(held(second), held(first))
+    assert errors_of(second) and not any(x.any() for x in errors_of(second).values())
+    steps(second, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(BY_XLA, PACKED), (PACKED, BY_XLA), (AROUND, BY_XLA)]
+)
+def test_every_reduction_goes_on_from_every_other(tmp_path, before, after):
+    first = engine(3 if before == AROUND else 1, parallel=before)
+    steps(first, 0, 2)
+    first.save_checkpoint(tmp_path)
+    first.wait()
+    second = loaded(tmp_path, stage=1, parallel=after)
+    assert_same(held(second), held(first))
+    assert all(np.isfinite(steps(second, 2, 1)))
+
+
+def test_the_errors_of_a_device_are_its_own():
+    run = engine(1, parallel=PACKED)
+    for x in jax.tree.leaves(run.state.ring_errors):
+        assert {shard.data.shape[0] for shard in x.addressable_shards} == {1}
