@@ -61,6 +61,11 @@ def _ring(settings: Settings) -> Iterator[Problem]:
         found = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
         works = "What a ring sends is said by parallel.ring_wire: remove this key."
         yield Problem("communication_data_type", found, works, (_KEY,))
+    if parallel.gradient_reduction == "micro_batch" and zero.stage < 2:
+        found = f'"micro_batch" with {_KEY} "ring" and ZeRO stage {zero.stage}'
+        works = 'There a ring adds up once a step: write "step" or "auto".'
+        about = (_KEY, "zero_optimization.stage")
+        yield Problem("parallel.gradient_reduction", found, works, about)
     if parallel.ring_wire == "int8" and zero.stage == 3:
         works = (
             "Stage 3 adds up inside of the backward pass, unit by unit, where what rounding left "

@@ -25,7 +25,7 @@ from jaxspeed.train.optimizer import Optimizer, optimizer_of
 from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
-from jaxspeed.train.ringed import Reduction, rings_of
+from jaxspeed.train.ringed import Reduction, RingGradients, rings_of
 from jaxspeed.train.state import OptLayout, native_tree
 from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.tensor_cuts import with_tensor_names
@@ -97,12 +97,13 @@ def build_program(
         config,
         batch,
         objective,
-        Gradients(
+        RingGradients(objective, batch.accumulation, ring=ring)
+        if ring
+        else Gradients(
             objective,
             batch.accumulation,
             config.parallel.gradient_reduction,
             _pipeline_of(config, objective),
-            ring,
         ),
         update,
         Source(model, optimizer, example_batch, trainable),

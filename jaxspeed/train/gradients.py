@@ -9,7 +9,7 @@ micro-batches nor large weights leave the range of a 16-bit accumulator.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -24,12 +24,9 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective
 from jaxspeed.train.pipeline import Pipeline, Sums, micro_batches
-from jaxspeed.train.ringed import Exchange, data_spec
-from jaxspeed.train.ringed import Reduction as RingReduction
 from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
-REPLICA, DATA = DATA_AXES
 Reduction = Literal["step", "micro_batch"]
 Micro = Callable[[Arrays, Any, Any, Any], tuple[Sums, Arrays]]
 # Stages would be lanes inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
@@ -46,7 +43,6 @@ class Gradients:
     accumulation: int
     wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
     pipeline: Pipeline | None = None  # where the mesh has stages
-    ring: RingReduction | None = None  # where the data ranks add up around rings
 
     @property
     def table(self) -> PlacementTable:
@@ -59,12 +55,9 @@ class Gradients:
         batch: Any,
         step: Any,
         scale: Any,
-        ring_errors: Arrays | None = None,
+        ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
-        if self.ring:
-            self._refuse_statistics(variables, batch, step)
-            errors = ring_errors or {}
-            return self._around_rings(sources, variables, batch, step, scale, errors), variables
+        del ring_errors  # of rings alone, see `RingGradients`
         if self.pipeline:
             arrangement = self.pipeline.arrangement
             sources = arrangement.arranged(sources, step)
@@ -73,7 +66,7 @@ class Gradients:
                 grads=self._every(arrangement.by_path(sums.grads, step))
             ), variables
         if self.accumulation == 1:
-            return self._micro(sources, variables, batch, step, 0, scale)
+            return self.micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)
 
     def _every(self, grads: Arrays) -> Arrays:
@@ -94,7 +87,7 @@ class Gradients:
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)
         micro = micro_batches(batch, self.accumulation, ranks)
-        return self._accumulate(sources, variables, micro, step, scale, placed=True)
+        return self.accumulate(sources, variables, micro, step, scale, placed=True)
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
         """When gradients are reduced, and why."""
@@ -109,7 +102,7 @@ class Gradients:
             return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
         if self.wanted_reduction != "auto":
             return self.wanted_reduction, "parallel.gradient_reduction says so"
-        part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)
+        part = jax.tree.map(lambda x: first_of(x, self.accumulation), batch)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
         if not program.is_sum:
@@ -120,7 +113,7 @@ class Gradients:
             return "micro_batch", "the training pass changes the model's statistics"
         return "step", "the loss is a weighted sum over samples"
 
-    def _micro(
+    def micro(
         self,
         sources: Arrays,
         variables: Arrays,
@@ -149,7 +142,7 @@ class Gradients:
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
         return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
 
-    def _accumulate(
+    def accumulate(
         self,
         sources: Arrays,
         variables: Arrays,
@@ -162,7 +155,7 @@ class Gradients:
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
-        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else.
+        `one(variables, batch, number, errors so far)` is one of them, `micro` if nothing else.
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
@@ -181,7 +174,7 @@ class Gradients:
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-            return self._micro(sources, variables, batch, step, index, scale)
+            return self.micro(sources, variables, batch, step, index, scale)
 
         run = one or plain
 
@@ -244,7 +237,7 @@ class Gradients:
 
         def local(sources: Arrays, batch: Any) -> Any:
             micro = micro_batches(batch, self.accumulation, 1)
-            sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
+            sums, _ = self.accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
 
         mesh = self.table.mesh
@@ -272,118 +265,13 @@ class Gradients:
             jax.tree.map(mean, parts.metrics),
         )
 
-    # -- around rings ---------------------------------------------------------------------------
-
-    def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
-        part = jax.tree.map(lambda x: _first(x, self.accumulation), batch)
-        rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        if self.objective.trace(rest, train=True).changes_variables:
-            raise ModelError(
-                'parallel.data_reduction "ring": the training pass changes variables of the model '
-                "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
-                'normalisation without running statistics does, or "xla"'
-            )
-
-    def _around_rings(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any, errors: Arrays
-    ) -> Sums:
-        """All micro-batches: added up once a step where ranks keep whole gradients, else each."""
-
-        def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
-            return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
-
-        if self.accumulation == 1 or self.table.stage < 2:
-            return some(self.accumulation, batch, 0, errors)
-        micro = micro_batches(batch, self.accumulation, data_parallel_size(self.table.mesh))
-
-        def one(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
-            return some(1, batch, index, errors), variables
-
-        return self._accumulate(
-            sources, variables, micro, step, scale, placed=True, one=one, errors=errors
-        )[0]
-
-    def _of_ranks(
-        self,
-        sources: Arrays,
-        variables: Arrays,
-        batch: Any,
-        step: Any,
-        first: Any,
-        scale: Any,
-        errors: Arrays,
-        count: int,
-    ) -> Sums:
-        """`count` micro-batches from the `first`, of which each rank computes its own part.
-
-        Units that are gathered come and go around the rings themselves (ZeRO 3), so that their
-        gradients leave the pass as sums over ranks.
-        """
-        assert self.ring
-        ring, rings = self.ring, self.ring.rings
-        exchanged = {row.path for row in self.table if row.gathered}
-
-        # Not closed over: inside, an array's type says that the data axes are manual.
-        every = variables, jnp.asarray(step), jnp.asarray(first), jnp.asarray(scale)
-
-        def local(inner: Any, outer: Any, sources: Arrays, every: Any, batch: Any) -> Sums:
-            variables, step, first, scale = every
-            told = rings.told(inner, outer)
-            rank = told.outer * rings.levels.inner.size + told.inner
-            exchange = Exchange(rings, (inner, outer)) if exchanged else None
-            of_rank = replace(self, objective=replace(self.objective, exchange=exchange))
-
-            def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-                # Numbered through over the ranks, so that each draws random numbers of its own.
-                number = (first + index) * rings.count + rank
-                among = {"among": exchange.over_ranks} if exchange else {}
-                return of_rank._micro(sources, variables, batch, step, number, scale, **among)
-
-            if count == 1:
-                sums, _ = one(variables, batch, 0, {})
-            else:
-                micro = micro_batches(batch, count, 1)
-                sums, _ = of_rank._accumulate(
-                    sources, variables, micro, step, scale, placed=False, one=one
-                )
-            grads = {p: g if p in exchanged else g[None] for p, g in sums.grads.items()}
-            scalars = jax.tree.map(lambda x: x[None], sums._replace(grads={}))
-            return scalars._replace(grads=grads)
-
-        trained = [row.path for row in self.table if row.leaf.trainable]
-        cuts = {row.path: data_spec(row) for row in self.table}
-        of_ranks: Any = PartitionSpec(DATA_AXES)
-        parts: Sums = jax.shard_map(
-            local,
-            mesh=self.table.mesh,
-            in_specs=(
-                PartitionSpec(DATA),
-                PartitionSpec(REPLICA),
-                cuts,
-                PartitionSpec(),
-                batch_specs(batch),
-            ),
-            out_specs=Sums(
-                {path: cuts[path] if path in exchanged else of_ranks for path in trained},
-                of_ranks,
-                of_ranks,
-                of_ranks,
-                of_ranks,
-            ),
-            axis_names=set(DATA_AXES),
-            check_vma=False,
-        )(*rings.numbers(), sources, every, batch)
-        done = {path: grad for path, grad in parts.grads.items() if path in exchanged}
-        rest = {path: grad for path, grad in parts.grads.items() if path not in exchanged}
-        sums = ring(parts._replace(grads=rest, errors=errors), scale, weighed=bool(exchanged))
-        return sums._replace(grads={path: (done | sums.grads)[path] for path in trained})
-
 
 def batch_specs(batch: Any) -> Any:
     """The batch is cut on its first dim; scalars are whole."""
     return jax.tree.map(lambda x: PartitionSpec(DATA_AXES) if x.ndim else PartitionSpec(), batch)
 
 
-def _first(x: Any, accumulation: int) -> jax.ShapeDtypeStruct:
+def first_of(x: Any, accumulation: int) -> jax.ShapeDtypeStruct:
+    """One of so many micro-batches, as a shape."""
     shape = (x.shape[0] // accumulation, *x.shape[1:]) if x.shape else ()
     return jax.ShapeDtypeStruct(shape, x.dtype)

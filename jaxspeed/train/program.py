@@ -80,7 +80,7 @@ class Program:
     @property
     def ring_errors(self) -> dict[str, jax.ShapeDtypeStruct]:
         """What the state keeps of what rings lose by packing."""
-        return self.gradients.ring.errors if self.gradients.ring else {}
+        return self.update.ring.errors if self.update.ring else {}
 
     @property
     def layout(self) -> OptLayout:

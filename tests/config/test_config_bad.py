@@ -361,6 +361,11 @@ BAD = {
         "communication_data_type",
         "parallel.ring_wire",
     ),
+    "a ring each micro-batch where ranks keep whole gradients": (
+        {"parallel": {"data_reduction": "ring", "gradient_reduction": "micro_batch"}},
+        "parallel.gradient_reduction",
+        "adds up once a step",
+    ),
     "int8 with nowhere for its error": (
         {"parallel": {"data_reduction": "ring", "ring_wire": "int8"}, **zero(stage=3)},
         "parallel.ring_wire",
