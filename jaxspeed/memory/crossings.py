@@ -27,6 +27,7 @@ ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "update on the host",
 )
 _BY_HOST = "compute_on"
+_FORMS = ("reshape", "device_put")
 _REGIONS = ("checkpoint", "remat2")
 _KERNELS = ("pallas_call",)
 
@@ -117,7 +118,7 @@ class _Walk:
     arguments: dict[int, Argument] = field(default_factory=dict)
     moves: list[_Move] = field(default_factory=list)
     works: list[_Move] = field(default_factory=list)  # what the host's cores read, in place
-    handed: set[int] = field(default_factory=set)  # nodes that these read or made
+    handed: set[int] = field(default_factory=set)  # the values that these read or made
     regions: int = 0
     flops: float = 0.0
 
@@ -153,7 +154,7 @@ class _Walk:
             if eqn.primitive.name in _REGIONS and eqn.params.get("differentiated"):
                 self.regions += trips
             if eqn.primitive.name == _BY_HOST:
-                self._by_host(eqn, env, trips, manual)
+                self._by_host(eqn, env, trips, manual, makers)
                 continue
             inner = [] if eqn.primitive.name in _KERNELS else list(_bodies(eqn))
             if eqn.primitive.name == "cond":
@@ -195,13 +196,20 @@ class _Walk:
         open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
         return _axes(spec) | (self.activation_axes if open_ else frozenset())
 
-    def _by_host(self, eqn: Any, env: dict[Any, int], trips: int, manual: frozenset[str]) -> None:
+    def _by_host(
+        self,
+        eqn: Any,
+        env: dict[Any, int],
+        trips: int,
+        manual: frozenset[str],
+        makers: Mapping[Any, Any],
+    ) -> None:
         """The host's cores: what they make is as many arrays as they return."""
         for v in eqn.invars:
             if is_var(v) and v in env:
                 self.works.append(_Move(False, env[v], trips * nbytes(v.aval), None, manual))
-        variables = [v for v in [*eqn.invars, *eqn.outvars] if is_var(v)]
-        self.handed |= {env[v] for v in variables if v in env}
+                self.handed |= {env[each] for each in _same_values(v, makers)}
+        self.handed |= {env[v] for v in eqn.outvars if v in env}
 
     def _host_only(self, eqn: Any, env: dict[Any, int]) -> None:
         """An operation on host values: what it reads and gives is one array."""
@@ -212,6 +220,8 @@ class _Walk:
                 self.join(pair)
         elif any(node is not None for node in made):
             self.join([*read, *made])
+            if eqn.primitive.name == "reshape" and self.handed & set(read):
+                self.handed |= {node for node in made if node is not None}
 
     def _largest(
         self,
@@ -254,7 +264,8 @@ class _Walk:
         shapes, axes = defaultdict(set), {}
         for node, shape in enumerate(self.shapes):
             shapes[self.root(node)].add(shape)
-        walked = set()  # is fetched in pieces of a known cut: activations come as they are
+        # Is fetched in pieces of a known cut, or read by the host's cores: no activation is.
+        walked = {self.root(work.node) for work in self.works}
         for move in self.moves:
             root = self.root(move.node)
             if move.axes is not None:
@@ -265,7 +276,6 @@ class _Walk:
         by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_host: dict[str, int] = defaultdict(int)
-        handed = {self.root(node) for node in self.handed}
 
         def size_of(move: _Move) -> int:
             cut = axes.get(self.root(move.node), self.activation_axes) - move.manual
@@ -277,7 +287,7 @@ class _Walk:
             if argument:
                 kind = argument.kind
                 by_path[move.to_device][argument.path] += size_of(move)
-            elif root in handed:
+            elif move.node in self.handed:
                 kind = HOST_UPDATE
             else:
                 kind = GRADIENTS if root in walked or shapes[root] & gradients else ACTIVATIONS
@@ -336,6 +346,14 @@ def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry = params["ft_in"].unpack()[:2]  # jax 0.12
     return len(consts), len(carry)
+
+
+def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:
+    """A host value, and those of which it is another form."""
+    yield v
+    while v in makers and makers[v].primitive.name in _FORMS and _in_host(makers[v].invars[0]):
+        v = makers[v].invars[0]
+        yield v
 
 
 def _in_host(atom: Any) -> bool:
