@@ -83,6 +83,13 @@ ZERO: tuple[Entry, ...] = (
         when=_OPTIMIZER_WAITS,
     ),
     Entry(
+        f"{_OFFLOAD}optimizer.where",
+        "honoured",
+        "What updates that which waits: the device, to which it comes a piece at a time, or the "
+        "host's cores, as in DeepSpeed: gradients go to them, and only parameters come back.",
+        when=_OPTIMIZER_WAITS,
+    ),
+    Entry(
         f"{_OFFLOAD}optimizer.pin_memory",
         "approximated",
         "Host memory is pinned in any case: the step's own program moves nothing else.",
@@ -100,7 +107,7 @@ ZERO: tuple[Entry, ...] = (
         "harmless",
         {
             "nvme_path": "Read only with device nvme, which is refused.",
-            "cpuadam_cores_perc": "The update runs on the device, not on the host's cores.",
+            "cpuadam_cores_perc": "How many of the host's cores update (where) is XLA's choice.",
         },
         when=_OPTIMIZER_WAITS,
     ),

@@ -9,6 +9,7 @@ from jaxspeed.config.types import Flag, Natural, Opaque, Section, Share, Text, l
 
 Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(whole)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
+Where = Annotated[Literal["device", "host"], BeforeValidator(lower)]
 
 
 class OffloadParam(Section):
@@ -29,6 +30,7 @@ class OffloadOptimizer(Section):
     nvme_path: Text | None = None
     pin_memory: Flag = True
     ratio: Share = 1.0
+    where: Where = "device"
     buffer_count: Natural = 4
     pipeline_read: Flag = False
     pipeline_write: Flag = False

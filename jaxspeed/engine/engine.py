@@ -268,6 +268,7 @@ def compiled_report(program: Program, batch: Any) -> CompiledReport:
     timed = seconds if seconds > 1e-3 else None
     waiting = program.table.host_bytes_by_role()
     schedule = program.pipeline_report(batch)
-    made = report(compiled, program.mesh, timed, schedule, transfer, waiting)
+    kept = program.kept_report(batch)
+    made = report(compiled, program.mesh, timed, schedule, transfer, waiting, kept)
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made

@@ -117,6 +117,11 @@ def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
                 yield shape[1:]
 
 
+def _on_host_cores(program: Program) -> bool:
+    """Whether what waits in host memory is to be updated there."""
+    return bool(program.update.streamed and program.update.streamed.cores.of_host)
+
+
 def _idle(program: Program, found: Crossings) -> Iterator[str]:
     """What the config asks for and a step does not do."""
     recompute = program.config.recompute
@@ -126,9 +131,12 @@ def _idle(program: Program, found: Crossings) -> Iterator[str]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
             continue  # the loss need not read what is frozen
+        by_host = found.by_host.get(name)
         for way, moved in (("comes to", found.fetched), ("leaves", found.stored)):
-            if not moved.get(name):
+            if not moved.get(name) and not by_host:
                 yield f"{name} waits in host memory and never {way} the device"
+        if _on_host_cores(program) and name.startswith("opt/") and not by_host:
+            yield f"{name} should be updated by the host's cores, and is not"
     leaving = any(row.grad and in_host(row.grad) for row in program.table)
     if leaving and not found.to_host.get(GRADIENTS):
         yield "gradients should leave for host memory, and none does"

@@ -5,6 +5,7 @@ State that waits there comes to the device a piece at a time (`streaming`, `sepa
 """
 
 from jaxspeed.memory.accumulating import mean_in_host, zeros_in_host
+from jaxspeed.memory.cores import OF_DEVICE, OF_HOST, Cores
 from jaxspeed.memory.limits import GPU_LIMIT, pinned_limit
 from jaxspeed.memory.making import made_in_groups
 from jaxspeed.memory.separable import LeafProgram, Separated, Shared, Slot, separate
@@ -13,6 +14,9 @@ from jaxspeed.memory.streaming import Lane, Walk, choose_walk, stream, total
 
 __all__ = [
     "GPU_LIMIT",
+    "OF_DEVICE",
+    "OF_HOST",
+    "Cores",
     "Lane",
     "LeafProgram",
     "Separated",

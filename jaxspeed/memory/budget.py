@@ -130,13 +130,16 @@ class Costs:
     def _again(self) -> dict[frozenset[str], int]:
         return {}
 
-    def flops(self, choice: Choice) -> float:
-        """What the backward pass does because of a choice, a device."""
-        kept = choice[0] | choice[1]
+    def again(self, kept: frozenset[str]) -> int:
+        """What the backward pass does a second time if only these names are kept, a device."""
         if kept not in self._again:
             self._again[kept] = sum(unit.made_again(kept) for unit in self.units) // self.ways
+        return self._again[kept]
+
+    def flops(self, choice: Choice) -> float:
+        """What the backward pass does because of a choice, a device."""
         moved = sum(self.bytes[name] for name in choice[1])
-        return self._again[kept] + self.flops_to_move(moved)
+        return self.again(choice[0] | choice[1]) + self.flops_to_move(moved)
 
     def flops_to_move(self, size: int) -> float:
         """What a device computes while so many bytes travel to its host and back."""

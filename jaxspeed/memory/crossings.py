@@ -3,7 +3,8 @@
 A move is a `device_put` between two memory spaces; it runs as often as the scans around it have
 trips. Whose bytes they are follows from the host arrays that it touches: values in host memory that
 are slices, updates or carries of each other are one array, and where one of these is an argument of
-the step, they belong to what it is.
+the step, they belong to what it is. What the host's cores compute with stays where it is; what they
+are handed by the device, and hand to it, is `HOST_UPDATE`.
 """
 
 import math
@@ -18,12 +19,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.memory.costs import flops_of, nbytes
 from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
 
-ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER = (
+ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "activations",
     "gradients",
     "parameters",
     "optimizer",
+    "update on the host",
 )
+_BY_HOST = "compute_on"
+_FORMS = ("reshape", "device_put")
 _REGIONS = ("checkpoint", "remat2")
 _KERNELS = ("pallas_call",)
 
@@ -46,6 +50,7 @@ class Crossings:
       to_host: {kind: bytes that leave it}.
       fetched: {path of an argument in host memory: bytes of it that come to the device}.
       stored: ... and that leave for it.
+      by_host: ... and with which the host's cores compute.
       regions: how many pieces of the backward pass are made again.
       flops: what a device computes, where devices share the work evenly; an estimate.
     """
@@ -54,6 +59,7 @@ class Crossings:
     to_host: Mapping[str, int]
     fetched: Mapping[str, int]
     stored: Mapping[str, int]
+    by_host: Mapping[str, int]
     regions: int
     flops: float
 
@@ -111,6 +117,8 @@ class _Walk:
     parents: list[int] = field(default_factory=list)
     arguments: dict[int, Argument] = field(default_factory=dict)
     moves: list[_Move] = field(default_factory=list)
+    works: list[_Move] = field(default_factory=list)  # what the host's cores read, in place
+    handed: set[int] = field(default_factory=set)  # the values that these read or made
     regions: int = 0
     flops: float = 0.0
 
@@ -145,6 +153,9 @@ class _Walk:
                     env[v] = self.node(v.aval.shape)
             if eqn.primitive.name in _REGIONS and eqn.params.get("differentiated"):
                 self.regions += trips
+            if eqn.primitive.name == _BY_HOST:
+                self._by_host(eqn, env, trips, manual, makers)
+                continue
             inner = [] if eqn.primitive.name in _KERNELS else list(_bodies(eqn))
             if eqn.primitive.name == "cond":
                 self._largest(eqn, inner, env, trips, manual)
@@ -185,6 +196,21 @@ class _Walk:
         open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
         return _axes(spec) | (self.activation_axes if open_ else frozenset())
 
+    def _by_host(
+        self,
+        eqn: Any,
+        env: dict[Any, int],
+        trips: int,
+        manual: frozenset[str],
+        makers: Mapping[Any, Any],
+    ) -> None:
+        """The host's cores: what they make is as many arrays as they return."""
+        for v in eqn.invars:
+            if is_var(v) and v in env:
+                self.works.append(_Move(False, env[v], trips * nbytes(v.aval), None, manual))
+                self.handed |= {env[each] for each in _same_values(v, makers)}
+        self.handed |= {env[v] for v in eqn.outvars if v in env}
+
     def _host_only(self, eqn: Any, env: dict[Any, int]) -> None:
         """An operation on host values: what it reads and gives is one array."""
         read = [env.get(v) if is_var(v) else None for v in eqn.invars]
@@ -194,6 +220,8 @@ class _Walk:
                 self.join(pair)
         elif any(node is not None for node in made):
             self.join([*read, *made])
+            if eqn.primitive.name == "reshape" and self.handed & set(read):
+                self.handed |= {node for node in made if node is not None}
 
     def _largest(
         self,
@@ -236,7 +264,8 @@ class _Walk:
         shapes, axes = defaultdict(set), {}
         for node, shape in enumerate(self.shapes):
             shapes[self.root(node)].add(shape)
-        walked = set()  # is fetched in pieces of a known cut: activations come as they are
+        # Is fetched in pieces of a known cut, or read by the host's cores: no activation is.
+        walked = {self.root(work.node) for work in self.works}
         for move in self.moves:
             root = self.root(move.node)
             if move.axes is not None:
@@ -246,22 +275,33 @@ class _Walk:
         axes |= {root: _axes(argument.sharding.spec) for root, argument in owners.items()}
         by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
+        by_host: dict[str, int] = defaultdict(int)
+
+        def size_of(move: _Move) -> int:
+            cut = axes.get(self.root(move.node), self.activation_axes) - move.manual
+            return move.bytes // math.prod(self.mesh[axis] for axis in cut)
+
         for move in self.moves:
             root = self.root(move.node)
-            cut = axes.get(root, self.activation_axes) - move.manual
-            size = move.bytes // math.prod(self.mesh[axis] for axis in cut)
             argument = owners.get(root)
             if argument:
                 kind = argument.kind
-                by_path[move.to_device][argument.path] += size
+                by_path[move.to_device][argument.path] += size_of(move)
+            elif move.node in self.handed:
+                kind = HOST_UPDATE
             else:
                 kind = GRADIENTS if root in walked or shapes[root] & gradients else ACTIVATIONS
-            by_kind[move.to_device][kind] += size
+            by_kind[move.to_device][kind] += size_of(move)
+        for work in self.works:
+            owner = owners.get(self.root(work.node))
+            if owner:
+                by_host[owner.path] += size_of(work)
         return Crossings(
             dict(by_kind[True]),
             dict(by_kind[False]),
             dict(by_path[True]),
             dict(by_path[False]),
+            dict(by_host),
             self.regions,
             self.flops,
         )
@@ -306,6 +346,14 @@ def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry = params["ft_in"].unpack()[:2]  # jax 0.12
     return len(consts), len(carry)
+
+
+def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:
+    """A host value, and those of which it is another form."""
+    yield v
+    while v in makers and makers[v].primitive.name in _FORMS and _in_host(makers[v].invars[0]):
+        v = makers[v].invars[0]
+        yield v
 
 
 def _in_host(atom: Any) -> bool:

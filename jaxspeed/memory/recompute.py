@@ -46,7 +46,7 @@ def keeping_of(
         )
     put, get = _moves(words)
     policy = _policy(words, members, ways, device_kind)
-    return Keeping(policy, _every(words, members), put, get)
+    return Keeping(policy, every_of(words, members), put, get)
 
 
 def _policy(
@@ -105,7 +105,7 @@ def _check_names(wanted: Iterable[str], members: Sequence[Member]) -> None:
         )
 
 
-def _every(words: Recompute, members: Sequence[Member]) -> int:
+def every_of(words: Recompute, members: Sequence[Member]) -> int:
     """How many units are made again together."""
     if words.every is None and words.count is None:
         return 1

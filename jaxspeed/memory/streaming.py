@@ -8,7 +8,7 @@ libtpu for v5p, jax 0.10.2.)
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.memory.spaces import in_host, to_device, to_host
+from jaxspeed.memory.cores import OF_DEVICE, Cores
+from jaxspeed.memory.spaces import on_device
 from jaxspeed.placement.zero import ways
 
 Arrays = dict[str, Any]
@@ -53,15 +54,19 @@ class Walk:
 
     def piece_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of a whole piece of an array of this shape."""
-        return (*shape[: self.dim], self.parts * self.rows, *shape[self.dim + 1 :])
+        return self.part_shape(shape, self.rows)
+
+    def part_shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Of a piece with so many rows of each part."""
+        return (*shape[: self.dim], self.parts * rows, *shape[self.dim + 1 :])
 
     def positions(self, start: Any, rows: int) -> jax.Array:
         """[parts x rows], where the rows of a piece lie along the dim."""
         first = jnp.arange(self.parts)[:, None] * self.size
         return (first + start + jnp.arange(rows)).reshape(-1)
 
-    def fetch(self, x: jax.Array, lane: Lane, start: Any, rows: int) -> jax.Array:
-        """A piece, on the device.
+    def fetch(self, x: jax.Array, lane: Lane, start: Any, rows: int, cores: Cores) -> jax.Array:
+        """A piece, where these cores read it.
 
         What is cut in one part is sliced as it is: XLA:GPU and XLA:TPU do not always reshape an
         array in host memory.
@@ -69,22 +74,24 @@ class Walk:
         if self.parts == 1:
             if rows < self.size:
                 x = jax.lax.dynamic_slice_in_dim(x, start, rows, self.dim)
-            return to_device(x, lane.at) if in_host(lane.at) else x
+            return cores.brought(x, lane.at)
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = jax.lax.dynamic_slice_in_dim(opened, start, rows, self.dim + 1)
-        piece = to_device(piece, self._sharding(lane)) if in_host(lane.at) else piece
+        piece = cores.brought(piece, self._sharding(lane))
         return piece.reshape(*lane.shape[: self.dim], -1, *lane.shape[self.dim + 1 :])
 
-    def write(self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array) -> jax.Array:
-        """The array with a piece of it replaced."""
+    def write(
+        self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array, cores: Cores
+    ) -> jax.Array:
+        """The array with a piece of it replaced by what these cores made."""
         if self.parts == 1:
-            piece = to_host(piece, lane.at) if in_host(lane.at) else piece
+            piece = cores.put_back(piece, lane.at)
             if piece.shape == x.shape:
                 return piece
             return jax.lax.dynamic_update_slice_in_dim(x, piece, start, self.dim)
         opened = x.reshape(self._opened(lane.shape, self.size))
         piece = piece.reshape(self._opened(piece.shape, piece.shape[self.dim] // self.parts))
-        piece = to_host(piece, self._sharding(lane)) if in_host(lane.at) else piece
+        piece = cores.put_back(piece, self._sharding(lane))
         written = jax.lax.dynamic_update_slice_in_dim(opened, piece, start, self.dim + 1)
         return written.reshape(lane.shape)
 
@@ -150,13 +157,19 @@ def stream(
     read: Arrays,
     carried: Arrays,
     compute: Callable[[Arrays, Any, int], Arrays],
+    cores: Cores = OF_DEVICE,
+    unread: Collection[str] = (),
 ) -> Arrays:
-    """The carried arrays after `compute(pieces, start, rows)` has replaced each of their pieces."""
+    """The carried arrays after `compute(pieces, start, rows)` has replaced each of their pieces.
+
+    It is given the pieces where the cores read them, but for those of the `unread`.
+    """
 
     def step(start: Any, rows: int, carried: Arrays) -> Arrays:
-        pieces = {n: walk.fetch(x, lanes[n], start, rows) for n, x in (read | carried).items()}
+        wanted = {n: x for n, x in (read | carried).items() if n not in unread}
+        pieces = {n: walk.fetch(x, lanes[n], start, rows, cores) for n, x in wanted.items()}
         made = compute(pieces, start, rows)
-        return {n: walk.write(x, lanes[n], start, made[n]) for n, x in carried.items()}
+        return {n: walk.write(x, lanes[n], start, made[n], cores) for n, x in carried.items()}
 
     def body(i: Any, carried: Arrays) -> Arrays:
         return step(i * walk.rows, walk.rows, carried)
@@ -170,13 +183,21 @@ def stream(
 
 
 def total(
-    walk: Walk, lane: Lane, x: jax.Array, of: Callable[[jax.Array], jax.Array], seen: jax.Array
+    walk: Walk,
+    lane: Lane,
+    x: jax.Array,
+    of: Callable[[jax.Array], jax.Array],
+    seen: jax.Array,
+    cores: Cores = OF_DEVICE,
 ) -> jax.Array:
-    """`seen` and the sum of `of(piece)` over the pieces of one array."""
+    """`seen` and the sum of `of(piece)` over the pieces of one array, as the cores make it."""
 
     def add(i: Any, seen: jax.Array) -> jax.Array:
-        return seen + of(walk.fetch(x, lane, i * walk.rows, walk.rows))
+        return plus(seen, i * walk.rows, walk.rows)
+
+    def plus(seen: jax.Array, start: Any, rows: int) -> jax.Array:
+        return seen + on_device(cores.compute(of)(walk.fetch(x, lane, start, rows, cores)))
 
     summed = add(0, seen) if walk.count == 1 else jax.lax.fori_loop(0, walk.count, add, seen)
     left = walk.size - walk.count * walk.rows
-    return summed + of(walk.fetch(x, lane, walk.count * walk.rows, left)) if left else summed
+    return plus(summed, walk.count * walk.rows, left) if left else summed

@@ -11,6 +11,7 @@ from rich.text import Text
 from jaxspeed.memory.crossings import (
     ACTIVATIONS,
     GRADIENTS,
+    HOST_UPDATE,
     OPTIMIZER,
     PARAMETERS,
     Crossings,
@@ -23,6 +24,9 @@ ESTIMATED = "estimated from the traced step"
 _HELP = {
     OPTIMIZER: "it crosses once a step: more gradient_accumulation_steps, or a larger "
     "train_micro_batch_size_per_gpu, computes more for the same bytes",
+    HOST_UPDATE: "gradients leave once a step, and parameters come back: more "
+    "gradient_accumulation_steps, or a larger train_micro_batch_size_per_gpu, computes more for "
+    "the same bytes",
     PARAMETERS: "they cross in each micro-batch, twice: a larger train_micro_batch_size_per_gpu "
     "computes more for the same bytes; more data ranks under stage 3 move less each",
     GRADIENTS: "they cross in each micro-batch: a larger train_micro_batch_size_per_gpu computes "
@@ -132,6 +136,9 @@ class Transfer:
             table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
         whose, *times = self._lines()
         lines = [Text(f"{whose}:"), *(Text(f" {each}") for each in times)]
+        if self.crossings.by_host:
+            held = bytes_text(sum(self.crossings.by_host.values()))
+            lines.append(Text(f"the host's cores update {held} in place, which takes its own time"))
         if self.warning:
             lines.append(Text(self.warning, style="yellow"))
         return Group(table, *lines)
@@ -141,6 +148,7 @@ class Transfer:
         return {
             "to_device": dict(self.crossings.to_device),
             "to_host": dict(self.crossings.to_host),
+            "by_host_cores": sum(self.crossings.by_host.values()),
             "bytes_per_second": self.link,
             "seconds": self.seconds,
             "flops": self.flops,

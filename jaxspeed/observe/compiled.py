@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.errors import JaxspeedError
+from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
 from jaxspeed.observe.cost import cost
@@ -49,6 +50,7 @@ class CompiledReport:
       tells_host: whether the backend tells host memory apart.
       waiting: {role: bytes in host memory} by the placement table.
       untold: why there is no text.
+      kept: what units keep between their passes; None where the config does not say.
     """
 
     argument_bytes: int
@@ -71,6 +73,7 @@ class CompiledReport:
     tells_host: bool = True
     waiting: Mapping[str, int] = field(default_factory=dict)
     untold: str | None = None
+    kept: Kept | None = None
 
     def __rich__(self) -> Group:
         # A pipeline's loop over micro-batches goes tick by tick.
@@ -80,6 +83,8 @@ class CompiledReport:
         parts: list[Any] = [Group(shown, Text(_CPU_NOTE)) if of_table else shown]
         if self.untold:
             parts.append(Text(f"flops, bytes accessed and collectives are unknown: {self.untold}"))
+        if self.kept:
+            parts.append(self.kept)
         if self.transfer:
             parts.append(self.transfer)
         if self.pipeline:
@@ -94,7 +99,7 @@ class CompiledReport:
     def figures(self) -> dict[str, Any]:
         """What was read from the compiled program, as plain numbers and words."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("pipeline", "transfer", "waiting"):  # are not of the compiler
+        for name in ("pipeline", "transfer", "waiting", "kept"):  # are not of the compiler
             del own[name]
         found = self.collectives
         told = None if found is None else [asdict(one) for one in found]
@@ -108,6 +113,7 @@ def report(
     pipeline: PipelineReport | None = None,
     transfer: Transfer | None = None,
     waiting: Mapping[str, int] = MappingProxyType({}),
+    kept: Kept | None = None,
 ) -> CompiledReport:
     """Read a program that was compiled for `mesh`; `waiting` is what the table has on the host."""
     memory = compiled.memory_analysis()
@@ -142,6 +148,7 @@ def report(
         tells_host=_platform(mesh) != "cpu",
         waiting=dict(waiting),
         untold=untold,
+        kept=kept,
     )
 
 

@@ -14,6 +14,7 @@ from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.moving import asks, transfer_of
+from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
@@ -35,6 +36,7 @@ class Plan:
     pipeline: PipelineReport | None  # where the mesh has stages
     compiled: CompiledReport | None  # where it was compiled
     transfer: Transfer | None = None  # where anything waits in host memory
+    kept: Kept | None = None  # where the config says what units keep
 
     def __rich__(self) -> Group:
         program, compiled = self.program, self.compiled
@@ -48,8 +50,8 @@ class Plan:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
         if compiled:
             parts.append(compiled)
-        elif self.transfer:
-            parts.append(self.transfer)
+        else:
+            parts += [each for each in (self.kept, self.transfer) if each]
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -77,6 +79,7 @@ class Plan:
                 }
                 for role, (whole, part) in roles
             },
+            "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
@@ -109,9 +112,10 @@ def plan_run(source: Source, *, compiling: bool = True) -> Plan:
         if asks(program):
             traced = program.step.trace(program.state, program.abstract_batch(batch))
             transfer = transfer_of(program, traced)
-        return Plan(program, program.pipeline_report(batch), None, transfer)
+        schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
+        return Plan(program, schedule, None, transfer, kept)
     compiled = compiled_report(program, batch)
-    return Plan(program, compiled.pipeline, compiled, compiled.transfer)
+    return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
 
 
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Config, match
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.memory import in_host
+from jaxspeed.memory import OF_DEVICE, OF_HOST, Cores, in_host
 from jaxspeed.memory.faults import refuse_faults
 from jaxspeed.parallel.tensor import Style, best_overlap
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
@@ -82,7 +82,8 @@ def build_program(
     )
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
-    streamed = _streamed(table, adapted, layout, chosen, by_layer=optimizer is None)
+    cores = _cores_of(config)
+    streamed = _streamed(table, adapted, layout, chosen, optimizer is None, cores)
     update = Update(
         table,
         adapted,
@@ -177,8 +178,19 @@ def offload_of(config: Config) -> Offload:
     return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
 
 
+def _cores_of(config: Config) -> Cores:
+    """Those that update what waits in host memory."""
+    optimizer = config.zero_optimization.offload_optimizer
+    return OF_HOST if optimizer.device == "cpu" and optimizer.where == "host" else OF_DEVICE
+
+
 def _streamed(
-    table: PlacementTable, model: Model, layout: OptLayout, optimizer: Optimizer, by_layer: bool
+    table: PlacementTable,
+    model: Model,
+    layout: OptLayout,
+    optimizer: Optimizer,
+    by_layer: bool,
+    cores: Cores,
 ) -> Streamed | None:
     """The update of what waits in host memory, where anything does.
 
@@ -188,7 +200,9 @@ def _streamed(
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
     if not any(place and in_host(place) for place in places):
         return None
-    streamed = Streamed(table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay)
+    streamed = Streamed(
+        table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, cores
+    )
     streamed.check()
     return streamed
 

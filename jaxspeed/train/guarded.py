@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspeed.memory import moved_like
 from jaxspeed.placement.units.jaxprs import evaluate, is_var
 
 
@@ -50,6 +51,7 @@ def guarded(
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
     def select(var: Any, value: Any) -> Any:
+        value = moved_like(value, keep)  # what an operation makes of nothing is on the device
         return jnp.where(keep, value, selected[var]) if var in selected else value
 
     values = evaluate(jaxpr, consts, args, select)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from jaxspeed.config import match
 from jaxspeed.config.recompute import NOTHING_SAID, Recompute
+from jaxspeed.memory.kept import Kept, kept_of
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
@@ -85,10 +86,24 @@ class Objective:
         if self.style.sequence_parallel:  # what is kept is cut along its sequence already
             recompute = replace(recompute, partition=False)
         found = tuple(members(jaxpr, activations, program.units))
-        mesh, free = self.table.mesh, free_axes()
-        ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)
-        keeping = keeping_of(recompute, found, ways, mesh.devices.flat[0].device_kind)
+        keeping = keeping_of(recompute, found, *self._shared_by())
         return Way(program.units, keeping=keeping, activations=frozenset(activations))
+
+    def kept(self, variables: Arrays, batch: Any) -> Kept | None:
+        """What units keep of a micro-batch of these shapes; None where the config does not say."""
+        if not self.recompute:
+            return None
+        batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+        first = jnp.asarray(0)
+        program = self.trace((variables, batch, first, first), train=True)
+        found = tuple(members(self._crossed(program), program.batch, program.units))
+        return kept_of(self.recompute, found, *self._shared_by())
+
+    def _shared_by(self) -> tuple[int, str]:
+        """(into how many parts devices share activations, what they are)."""
+        free = free_axes()
+        ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)
+        return ways, self.table.mesh.devices.flat[0].device_kind
 
     def _crossed(self, program: "Traced") -> Any:
         """A traced loss with what it exchanges over the tensor axis written into it."""

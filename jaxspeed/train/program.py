@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.memory import in_host, made_in_groups, on_device
+from jaxspeed.memory.kept import Kept
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.parallel.tensor import Proposal
@@ -223,6 +224,22 @@ class Program:
             return None
         report = self.in_mesh(pipeline_report)
         made: PipelineReport = report(pipeline, self.model.variables, batch, micro_batches)
+        return made
+
+    def kept_report(self, batch: Any) -> Kept | None:
+        """What units keep between their passes; None where the config leaves it all."""
+        if self.pipeline:  # stages keep their inputs too: the pipeline's own report has it
+            return None
+        parts = self.batch.accumulation
+        one = jax.tree.map(
+            lambda x: (
+                jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
+                if x.shape
+                else jax.ShapeDtypeStruct((), x.dtype)
+            ),
+            batch,
+        )
+        made: Kept | None = self.in_mesh(self.objective.kept)(self.model.variables, one)
         return made
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:

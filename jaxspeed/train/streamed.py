@@ -1,17 +1,17 @@
 """The update of what waits in host memory: one parameter after the other, a piece at a time.
 
 A piece is cut from all arrays of a parameter alike: its gradient, moments, master, what is
-published to layers, the moving average. It is updated on the device as the whole would be, and each
-part goes back to where it lay.
+published to layers, the moving average. It is updated as the whole would be, on the device or on
+the host's cores, and each part goes back to where it lay.
 
 What a piece is depends on the optimizer. Where its operations are element-wise, any run of rows
 along any dim; where it looks at matrices (LAMB, Muon) a layer of a stack, and else the parameter.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ import optax
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.memory import (
+    OF_DEVICE,
+    Cores,
     Lane,
     LeafProgram,
     Separated,
@@ -31,8 +33,6 @@ from jaxspeed.memory import (
     on_device,
     separate,
     stream,
-    to_device,
-    to_host,
     total,
 )
 from jaxspeed.optim import ema, global_norm
@@ -45,6 +45,7 @@ from jaxspeed.train.model import Model
 from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad, wide_dtype
 
 GRAD, UPDATED, READ, EMA, OPT = "grad", "updated", "read", "ema", "opt/"
+_ONLY_WRITTEN = (READ,)
 _UNSTACKED = 1 << 22  # elements of a piece, where no parameter stacks layers
 
 
@@ -67,6 +68,7 @@ class Streamed:
     transform: optax.GradientTransformation
     by_layer: bool  # whether the optimizer takes the layers of a stack one by one, and any of them
     ema_decay: float | None
+    cores: Cores = OF_DEVICE  # that update what has anything in host memory
 
     # -- the optimizer, taken apart ---------------------------------------------------------------
 
@@ -166,7 +168,11 @@ class Streamed:
             UPDATED: lane(row.updated),
         }
         if row.master and row.param:
-            found[READ] = lane(row.param)
+            read, updated = lane(row.param), found[UPDATED]
+            if read.shape == updated.shape and not in_host(read.at):
+                # Each device brings what it has, and gathers there.
+                read = Lane(read.shape, updated.at.with_memory_kind(row.read.memory_kind))
+            found[READ] = read
         if self.ema_decay is not None:
             found[EMA] = moments
         for path, (shape, stored, at) in self.layout.places.items():
@@ -199,8 +205,8 @@ class Streamed:
             return global_norm(piece.astype(wide_dtype(row))) ** 2
 
         if walk is None:
-            return seen + squares(to_device(grad, lane.at))
-        return total(walk, lane, grad, squares, seen)
+            return seen + on_device(self.cores.compute(squares)(self.cores.brought(grad, lane.at)))
+        return total(walk, lane, grad, squares, seen, self.cores)
 
     # -- the update -------------------------------------------------------------------------------
 
@@ -277,17 +283,19 @@ class _One:
             return self._at_once(row, lanes, program, values, arrays, token)
 
         def compute(pieces: Arrays, start: Any, rows: int) -> Arrays:
-            shape = list(row.leaf.shape)
-            shape[walk.dim] = walk.parts * rows
-            fitted = program.on(tuple(shape), row.leaf.shape) if program.elementwise else program
+            shape = walk.part_shape(row.leaf.shape, rows)
+            fitted = program.on(shape, row.leaf.shape) if program.elementwise else program
             keep = self.finite
             if any(lane.shape[walk.dim] > row.leaf.shape[walk.dim] for lane in lanes.values()):
                 inside = walk.positions(start, rows) < row.leaf.shape[walk.dim]
                 keep = keep & inside.reshape(-1, *[1] * (len(shape) - walk.dim - 1))
-            return self._computed(row, lanes, fitted, values, pieces, tuple(shape), keep)
+            stored = {n: walk.part_shape(lane.shape, rows) for n, lane in lanes.items()}
+            run = of.cores.compute(partial(self._computed, row, stored, fitted, shape))
+            return run(pieces, values, self.factor, keep)
 
         carried = {name: x for name, x in arrays.items() if name != GRAD}
-        return stream(walk, lanes, {GRAD: arrays[GRAD]}, carried, compute), token
+        read = {GRAD: arrays[GRAD]}
+        return stream(walk, lanes, read, carried, compute, of.cores, _ONLY_WRITTEN), token
 
     def _at_once(
         self,
@@ -299,34 +307,45 @@ class _One:
         token: jax.Array,
     ) -> tuple[Arrays, jax.Array]:
         """All of a parameter, after the one before it."""
-        waiting = {name for name, lane in lanes.items() if in_host(lane.at)}
-        if waiting:
+        waits = any(in_host(lane.at) for lane in lanes.values())
+        cores = self.of.cores if waits else OF_DEVICE
+        if waits:
             arrays, token = jax.lax.optimization_barrier((arrays, token))
-            arrays = {
-                n: to_device(x, lanes[n].at) if n in waiting else x for n, x in arrays.items()
+        pieces = {
+            name: cores.brought(x, lanes[name].at) if name in lanes else x
+            for name, x in arrays.items()
+            if name not in _ONLY_WRITTEN
+        }
+        stored = {name: lane.shape for name, lane in lanes.items()}
+        run = cores.compute(partial(self._computed, row, stored, program, row.leaf.shape))
+        made = run(pieces, values, self.factor, self.finite)
+        if waits:
+            made = {
+                name: cores.put_back(x, lanes[name].at) if name in lanes else on_device(x)
+                for name, x in made.items()
             }
-        made = self._computed(row, lanes, program, values, arrays, row.leaf.shape, self.finite)
-        if waiting:
-            made = {n: to_host(x, lanes[n].at) if n in waiting else x for n, x in made.items()}
             made, token = jax.lax.optimization_barrier((made, token))
         return made, token
 
     def _computed(
         self,
         row: Row,
-        lanes: Mapping[str, Lane],
+        stored: Mapping[str, tuple[int, ...]],
         program: LeafProgram,
-        shared: list[Any],
-        pieces: Arrays,
         shape: tuple[int, ...],
+        pieces: Arrays,
+        shared: Sequence[Any],
+        factor: jax.Array | None,
         keep: jax.Array,
     ) -> Arrays:
-        """What becomes of a piece, whose shape without padding is given."""
+        """What becomes of a piece of this shape, padded to how its arrays are `stored`.
 
-        old = {name: unpad(x, shape) if name in lanes else x for name, x in pieces.items()}
+        All arrays that it reads are arguments, since whose cores run it is not its business.
+        """
+        old = {name: unpad(x, shape) if name in stored else x for name, x in pieces.items()}
         grad = old[GRAD].astype(wide_dtype(row))
-        if self.factor is not None:
-            grad = grad * self.factor.astype(grad.dtype)
+        if factor is not None:
+            grad = grad * factor.astype(grad.dtype)
         names = {"grad": GRAD, "param": UPDATED}
         args = [
             grad if slot.role == "grad" else old[names.get(slot.role, OPT + slot.path)]
@@ -343,13 +362,14 @@ class _One:
         )
         new = {OPT + slot.path: x for slot, x in zip(states, done)}
         new[UPDATED] = done[-1]
-        if READ in old:
-            new[READ] = done[-1].astype(old[READ].dtype)
+        if READ in stored:
+            assert row.param is not None
+            new[READ] = done[-1].astype(row.param.dtype)
         if EMA in old:
             assert self.of.ema_decay is not None
             average = ema.update(old[EMA], done[-1], self.of.ema_decay)
             new[EMA] = jnp.where(keep, average, old[EMA])
-        return {name: pad(x, pieces[name].shape) for name, x in new.items()}
+        return {name: pad(x, stored[name]) if name in stored else x for name, x in new.items()}
 
 
 def _refusal(slot: Slot, others: list[str]) -> str:

@@ -19,7 +19,7 @@ def engine(stage=1, case=DROPOUT, accumulation=2, **parallel):
     return jaxspeed.initialize(case.model, case.loss, sections), batch
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_the_check_draws_what_each_rank_drew(stage):
     run, batch = engine(stage)
     report = run.check(batch)
@@ -27,7 +27,9 @@ def test_the_check_draws_what_each_rank_drew(stage):
     assert report.tolerance == 1e-4
 
 
-@pytest.mark.parametrize(("wire", "tolerance"), [("bf16", 5e-2), ("int8", 0.5)])
+@pytest.mark.parametrize(
+    ("wire", "tolerance"), [("int8", 0.5), pytest.param("bf16", 5e-2, marks=pytest.mark.full)]
+)
 def test_the_check_allows_what_packing_loses_and_tells_how_much_it_was(wire, tolerance):
     run, batch = engine(1, ring_wire=wire)
     report = run.check(batch)

@@ -54,7 +54,7 @@ FOREIGN["by position"] = of_gradients(
 MESHES = ({"data": 1}, {"data": 2}, {"data": 2, "tensor": 2}, {"replica": 2, "data": 2})
 
 
-def program(shapes, mesh, stage, optimizer, offload, bf16=False, **sections):
+def program(shapes, mesh, stage, optimizer, offload, bf16=False, where="device", **sections):
     def init(key):
         keys = jax.random.split(key, len(shapes))
         return {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items())}
@@ -69,7 +69,7 @@ def program(shapes, mesh, stage, optimizer, offload, bf16=False, **sections):
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
-            "offload_optimizer": {"device": "cpu" if offload else "none"},
+            "offload_optimizer": {"device": "cpu" if offload else "none", "where": where},
         },
         "bf16": {"enabled": bf16},
         "mesh": mesh,
@@ -164,20 +164,22 @@ shapes = st.builds(
     stage=st.integers(0, 3),
     optimizer=st.sampled_from([*OWN, *FOREIGN]),
     bf16=st.booleans(),
+    where=st.sampled_from(["device", "host"]),
 )
-def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
-    assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16)
+def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
+    assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("optimizer", ["moves zeros", "by position"])
-def test_padding_stays_zero_and_positions_are_those_of_the_whole(optimizer):
+def test_padding_stays_zero_and_positions_are_those_of_the_whole(optimizer, where):
     shapes = {"table": (29, 7), "other": (31, 7), "stack/w": (3, 9, 7)}
-    assert_streamed_as_resident(shapes, {"data": 2}, 3, optimizer, False)
+    assert_streamed_as_resident(shapes, {"data": 2}, 3, optimizer, False, where)
 
 
-def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
+def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
     case = (shapes, mesh, stage, optimizer)
-    streamed, resident = (program(*case, offload, bf16) for offload in (True, False))
+    streamed, resident = (program(*case, offload, bf16, where) for offload in (True, False))
     before = with_moments(resident, resident.init(0))
     ours, theirs = updated(streamed), updated(resident)
     for part in ("opt", "ema", "step", "skipped"):
@@ -191,14 +193,15 @@ def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize(("optimizer", "stage"), [("adamw", 0), ("lamb", 2), ("factored", 3)])
-def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, bf16):
+def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, where, bf16):
     shapes = {"stack/w": (5, 6, 3), "stack/b": (5, 3), "table": (17, 6), "scale": (3,)}
     case = (shapes, {"data": 2}, stage, optimizer)
     theirs = updated(program(*case, False, bf16))
     everything = Offload(optimizer=1.0, param=True)
     monkeypatch.setattr(build, "offload_of", lambda config: everything)
-    made = program(*case, True, bf16)
+    made = program(*case, True, bf16, where)
     ours = updated(made)
     kept = {x.sharding.memory_kind for x in jax.tree.leaves((ours.params, ours.master))}
     assert kept == {"pinned_host"} == {row.grad.memory_kind for row in made.table}
@@ -211,10 +214,11 @@ def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, bf
         np.testing.assert_array_equal(read[0][whole], read[1][whole])
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "factored"])
-def test_a_step_that_is_skipped_changes_nothing_in_host_memory(optimizer):
+def test_a_step_that_is_skipped_changes_nothing_in_host_memory(optimizer, where):
     shapes = {"stack/w": (4, 6, 6), "table": (9, 6)}
-    made = program(shapes, {"data": 2}, 2, optimizer, True)
+    made = program(shapes, {"data": 2}, 2, optimizer, True, where=where)
     one, two = updated(made, 1), updated(made, 2, infinite=True)
     assert int(two.skipped) == 1
     for part in ("params", "master", "opt"):

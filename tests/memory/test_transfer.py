@@ -8,7 +8,7 @@ from jaxspeed.placement.show import as_text
 
 
 def transfer(to_device, to_host, flops, kind="TPU v5p"):
-    return Transfer(Crossings(to_device, to_host, {}, {}, 0, 1.0), kind, flops)
+    return Transfer(Crossings(to_device, to_host, {}, {}, {}, 0, 1.0), kind, flops)
 
 
 def test_the_times_are_bytes_over_the_link_and_flops_over_the_peak():

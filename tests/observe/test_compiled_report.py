@@ -65,7 +65,7 @@ def test_without_a_text_the_bytes_are_told_and_the_rest_is_unknown(mesh):
 
 
 def test_what_crosses_is_timed_against_the_compilers_flops(mesh):
-    crossed = Crossings({"optimizer": 16_000_000}, {"optimizer": 16_000_000}, {}, {}, 0, 1.0)
+    crossed = Crossings({"optimizer": 16_000_000}, {"optimizer": 16_000_000}, {}, {}, {}, 0, 1.0)
     made = report(compile_step(mesh), mesh, transfer=Transfer(crossed, "TPU v5p", 1.0))
     assert made.transfer and (made.transfer.flops, made.transfer.flops_from) == (
         made.flops,

@@ -26,9 +26,8 @@ MESHES = {
 }
 
 
-def figures(name: str, offloaded: bool) -> dict[str, int]:
+def figures(name: str, offloaded: bool, where: str = "device") -> dict[str, int]:
     count, mesh, stage, micro_batches = MESHES[name]
-    where = {"device": "cpu" if offloaded else "none"}
     case = {
         "count": count,
         "sizes": SIZES,
@@ -40,7 +39,7 @@ def figures(name: str, offloaded: bool) -> dict[str, int]:
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": 0,
-            "offload_optimizer": where,
+            "offload_optimizer": {"device": "cpu" if offloaded else "none", "where": where},
         },
     }
     target = "tests.system.offload_programs:bytes_of"
@@ -61,6 +60,17 @@ def test_the_state_waits_in_host_memory_and_a_device_holds_a_layer_of_it(name):
     # A layer of masters and moments, and as much on the way in as out.
     layer = waiting / LAYERS
     assert offloaded["temp_bytes"] <= resident["temp_bytes"] + 2 * layer
+
+
+@pytest.mark.parametrize("name", ["one device", "data 4, stage 1", "data 4, stage 3"])
+def test_the_hosts_cores_update_where_the_state_lies(name):
+    resident = figures(name, False)
+    device, host = (figures(name, True, where) for where in ("device", "host"))
+    assert host["host_argument_bytes"] == device["host_argument_bytes"]
+    assert host["host_alias_bytes"] == host["host_argument_bytes"]
+    assert host["argument_bytes"] == device["argument_bytes"]
+    # Gradients and new parameters of a piece, and nothing of masters and moments.
+    assert host["temp_bytes"] <= resident["temp_bytes"] + device["state_in_host"] / LAYERS
 
 
 def _copies(name: str) -> int:

@@ -65,7 +65,7 @@ def stacks() -> dict[str, dict[str, int]]:
         for layers in (SHALLOW, DEEP)
     }
     target = "tests.system.recompute_programs:figures_of"
-    return run_on_topology(target, "v5e:2x2", count=1, cases=cases)
+    return run_on_topology(target, "v5p:2x2x1", count=1, cases=cases)
 
 
 def growth(stacks: dict[str, dict[str, int]], name: str) -> float:
@@ -101,7 +101,7 @@ def test_what_is_saved_stays_within_ten_random_budgets():
     target = "tests.system.recompute_programs:budget_figures"
     sizes = {**SMALL["sizes"], "num_hidden_layers": SHALLOW}
     case = {**SMALL, "sizes": sizes, "stage": 0}
-    found = run_on_topology(target, "v5e:2x2", shares=shares, **case)
+    found = run_on_topology(target, "v5p:2x2x1", shares=shares, **case)
     assert found["input_bytes"] == SHALLOW * INPUT
     kept = [
         (budget, temp - found["full"] + found["input_bytes"]) for budget, temp in found["budgets"]

@@ -49,6 +49,7 @@ OPTIMIZER = {
     "device": {},
     "host": {"offload_optimizer": {"device": "cpu"}},
     "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "cores": {"offload_optimizer": {"device": "cpu", "where": "host"}},
 }
 PARAM = {"device": {}, "host": {"offload_param": {"device": "cpu"}}}
 MESH = {
@@ -135,8 +136,16 @@ COVERING = [
     Point("none", "device", "half", "device", 3, "pipe", "vit", 4),
     Point("budget", "device", "host", "host", 3, "pipe", "vit", 4),
     Point("every", "both", "host", "device", 0, "tensor", "vit", 4),
+    Point("names", "host", "cores", "host", 2, "data", "gpt2", 1),
+    Point("attention", "device", "cores", "device", 0, "pipe", "llama", 4),
+    Point("dots", "both", "cores", "host", 1, "all", "llama", 4),
+    Point("budget", "cut", "cores", "device", 3, "tensor", "vit", 4),
+    Point("full", "cut", "cores", "host", 1, "all", "vit", 4),
+    Point("moved", "host", "cores", "host", 3, "tensor", "vit", 4),
+    Point("none", "device", "cores", "host", 2, "all", "vit", 4),
+    Point("every", "cut", "cores", "host", 3, "tensor", "vit", 4),
 ]
-ALWAYS = {COVERING[i] for i in (1, 12, 16, 20, 23, 28, 29, 31)}
+ALWAYS = {COVERING[i] for i in (1, 12, 16, 20, 23, 28, 29, 31, 36)}
 
 
 def optimizer(case):
@@ -170,7 +179,12 @@ def test_what_is_saved_changes_no_result(point):
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
     state, host = ours.engine.state, {"pinned_host"}
     assert kinds(state.params) == (host if point.param == "host" else {"device"})
-    of_optimizer = {"host": host, "device": {"device"}, "half": {"device", "pinned_host"}}
+    of_optimizer = {
+        "host": host,
+        "device": {"device"},
+        "half": {"device", "pinned_host"},
+        "cores": host,
+    }
     assert kinds(state.opt) == of_optimizer[point.optimizer]
 
 

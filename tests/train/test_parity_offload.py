@@ -92,6 +92,26 @@ def test_offload_trains_as_the_resident_state_does(name, stage):
     assert counts[0] == counts[1] and set(counts[0]) == {5}
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lion"])
+def test_the_hosts_cores_update_as_the_device_does(name):
+    case, stage = CASES["gpt2"], {"adamw": 3, "lamb": 0, "lion": 1}[name]
+    more = {
+        "accumulation": 4,
+        "optimizer": None,
+        "optimizer_section": {**SECTIONS[name], "ema_decay": 0.9},
+        "mesh": MESHES[name],
+        "gradient_clipping": 0.5,
+        "steps": 3,
+    }
+    device, host = (
+        run(case, stage, **more, zero_optimization=zero(stage, where=where))
+        for where in ("device", "host")
+    )
+    assert_losses_equal(host, device, 1e-6)
+    assert whole_difference(case, host, device) <= 1e-6
+    assert kinds(host.engine.state.opt) == {HOST}
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_with_masters_in_host_memory(precision, stage):

@@ -25,6 +25,7 @@ from tests.train.parity import (
 
 PAIR, GPT2 = CASES["pair"], CASES["gpt2"]
 FULL = pytest.mark.full
+SHORT = [("pair", 0, 4), ("pair", 1, 4), ("pair", 2, 4), ("pair", 3, 4), ("gpt2", 3, 1)]
 
 
 def around(name, stage, accumulation=1, **more):
@@ -41,18 +42,13 @@ def by_xla(name, accumulation):
 @pytest.mark.parametrize(
     ("name", "stage", "accumulation"),
     [
-        ("pair", 0, 4),
-        ("pair", 1, 4),
-        ("pair", 2, 4),
-        ("pair", 3, 4),
-        ("gpt2", 3, 1),
+        *SHORT,
         *(
             pytest.param(name, stage, accumulation, marks=FULL)
             for name in ("pair", "gpt2", "llama")
             for stage in range(4)
             for accumulation in (1, 4)
-            if (name, stage, accumulation)
-            not in [("gpt2", 3, 1), *(("pair", s, 4) for s in range(4))]
+            if (name, stage, accumulation) not in SHORT
         ),
     ],
 )
@@ -85,7 +81,7 @@ def test_rings_across_nodes_train_alike(stage, accumulation, mesh):
     assert whole_difference(PAIR, ours, plain_of("pair", accumulation, "adam")) <= 1e-5
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 1, pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=FULL) for s in (0, 1, 2)), 3])
 def test_what_tensor_cuts_goes_round_in_rings_of_its_own(stage):
     ours = around("gpt2", stage, mesh={"tensor": 2}, train_batch_size=16)
     theirs = run(GPT2, 0, mesh={"tensor": 2}, train_batch_size=16)
@@ -93,7 +89,7 @@ def test_what_tensor_cuts_goes_round_in_rings_of_its_own(stage):
     assert whole_difference(GPT2, ours, theirs) <= 1e-5
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(s, marks=FULL) for s in (2, 3))])
 def test_clipping_is_by_the_norm_of_the_sum(stage):
     reference = plain(PAIR, 4, "sgd", clipping=0.3, steps=4)
     assert min(reference.norms) > 0.5
@@ -145,13 +141,13 @@ def test_statistics_are_refused_because_each_rank_would_have_its_own(name):
         around(name, 0, steps=1)
 
 
-@pytest.mark.parametrize("remat", ["full", {"every_n": 2}])
+@pytest.mark.parametrize("remat", [pytest.param("full", marks=FULL), {"every_n": 2}])
 def test_units_that_are_made_again_gather_around_rings_again(remat):
     ours = around("gpt2", 3, parallel={"remat": remat}, steps=4)
     assert_losses_equal(ours, plain(GPT2, 1, "adam", steps=4), 1e-5)
 
 
-@pytest.mark.parametrize("directions", ["one", "both"])
+@pytest.mark.parametrize("directions", [pytest.param("one", marks=FULL), "both"])
 def test_two_runs_have_the_same_bits(directions):
     runs = [around("pair", 2, 4, parallel={"ring_directions": directions}, steps=3) for _ in "ab"]
     first, second = (r.last for r in runs)
@@ -166,7 +162,33 @@ def test_every_device_holds_the_same_bits_of_what_is_whole():
         assert all((shard == shards[0]).all() for shard in shards)
 
 
-@pytest.mark.parametrize("nbytes", [64, 10_000])
+@pytest.mark.parametrize("nbytes", [64, pytest.param(10_000, marks=FULL)])
 def test_the_size_of_buckets_changes_nothing(nbytes):
     ours = around("pair", 1, parallel={"ring_bucket_bytes": nbytes}, steps=4)
     assert_losses_equal(ours, plain(PAIR, 1, "adam", steps=4), 1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=FULL)])
+def test_masters_and_moments_may_wait_in_host_memory(stage):
+    waiting = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    zero = {"stage": stage, **waiting}
+    adam = {"type": "Adam", "params": {"lr": 1e-2}}
+    ours = around(
+        "pair", stage, optimizer=None, optimizer_section=adam, steps=4, zero_optimization=zero
+    )
+    assert_losses_equal(ours, plain(PAIR, 1, "adam", steps=4), 1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_are_not_trained_stay_as_they_are(stage):
+    frozen = "layers/0/*"
+    adam = {
+        "type": "Adam",
+        "params": {"lr": 1e-2},
+        "groups": [{"pattern": frozen, "frozen": True}],
+    }
+    ours = around("pair", stage, optimizer=None, optimizer_section=adam, steps=3)
+    theirs = run(PAIR, 0, optimizer=None, optimizer_section=adam, steps=3)
+    assert_losses_equal(ours, theirs, 1e-5)
+    still = [path for path in ours.last if path.startswith("layers/0/")]
+    assert still and all((ours.last[p] == ours.first[p]).all() for p in still)

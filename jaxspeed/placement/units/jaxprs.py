@@ -50,7 +50,8 @@ def evaluate(
 ) -> list[Any]:
     """Run a jaxpr with nested jits inlined, so that what passes through them keeps its identity.
 
-    `on_value(variable, value)` may replace what an equation gave, for all that follows.
+    `on_value(variable, value)` may replace what an equation gave, also inside of them, for all that
+    follows.
     """
     env = bindings(jaxpr, consts, args)
 
@@ -60,7 +61,7 @@ def evaluate(
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in INLINED:
             inner, inner_consts = open_jaxpr(called(eqn))
-            values = evaluate(inner, inner_consts, [read(v) for v in eqn.invars])
+            values = evaluate(inner, inner_consts, [read(v) for v in eqn.invars], on_value)
         else:
             free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
             values = as_function(part(jaxpr, [eqn], free, eqn.outvars))(*(env[v] for v in free))

@@ -1,0 +1,103 @@
+"""What is told of the activations that units keep is what the words of the config come to."""
+
+import jax
+import numpy as np
+import pytest
+from jaxspeed.models import gpt2
+
+from jaxspeed.config import Config
+from jaxspeed.engine.engine import compiled_report
+from jaxspeed.train.build import build_program
+
+LAYERS, EMBED, SEQ, MICRO, DEVICES = 4, 32, 16, 2, 4
+ONE = LAYERS * MICRO * SEQ * EMBED * 4  # bytes of a device of one activation of this width
+SIZES = gpt2.Config(
+    hidden_size=EMBED,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    vocab_size=64,
+    max_position_embeddings=SEQ,
+)
+
+
+def program(remat, accumulation=1, **sections):
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": {"remat": remat},
+        **sections,
+    }
+    return build_program(
+        Config.load(config),
+        lambda rngs: gpt2.build(SIZES, rngs),
+        gpt2.loss,
+        devices=jax.devices()[:DEVICES],
+    )
+
+
+def batch_of(made):
+    return {"tokens": jax.ShapeDtypeStruct((made.batch.train, SEQ + 1), np.int32)}
+
+
+def kept(remat, **more):
+    made = program(remat, **more)
+    return made.kept_report(batch_of(made))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_bytes_are_those_of_the_activations_shapes(accumulation):
+    found = kept("full", accumulation=accumulation)
+    assert found.inputs == ONE == found.on_device
+    sizes = {name: size for name, (size, _) in found.names.items()}
+    assert sizes["query"] == sizes["key"] == sizes["attn_out"] == ONE
+    assert sizes["mlp_up"] == sizes["mlp_hidden"] == 4 * ONE
+    assert {place for _, place in found.names.values()} == {"made again"}
+
+
+def test_lists_say_where_each_name_is():
+    found = kept({"save": ["query"], "offload": ["mlp_up"], "recompute": ["key"]})
+    places = {name: place for name, (_, place) in found.names.items()}
+    assert places.pop("query") == "device"
+    assert places.pop("mlp_up") == "host"
+    assert set(places.values()) == {"made again"}
+    assert found.on_device == 2 * ONE
+
+
+def test_what_is_kept_spares_work():
+    again = [
+        kept(remat).again for remat in ("full", "attention", {"save": ["mlp_up", "attention"]})
+    ]
+    assert again[0] > again[1] > again[2] > 0
+
+
+def test_a_budget_tells_what_it_chose_and_stays_within():
+    budget = 5 * ONE
+    found = kept({"budget": budget})
+    assert found.budget == budget
+    assert ONE < found.on_device <= budget
+    named = sum(size for size, place in found.names.values() if place == "device")
+    assert found.on_device == ONE + named
+
+
+def test_every_second_input_is_half_of_them():
+    assert kept({"every_n": 2}).inputs == ONE // 2
+
+
+def test_inputs_in_host_memory_are_not_on_the_device():
+    found = kept("attention", activation_checkpointing={"cpu_checkpointing": True})
+    assert found.inputs_at == "host"
+    assert found.on_device == 0
+    assert found.names["attention"][1] == "host"
+
+
+def test_nothing_is_told_where_nothing_is_said():
+    assert kept("none") is None
+    assert kept("dots") is None, "products with weights have no names"
+
+
+def test_the_report_of_a_compiled_step_has_it():
+    made = program({"budget": 5 * ONE})
+    report = compiled_report(made, batch_of(made))
+    assert report.kept == kept({"budget": 5 * ONE})
+    assert "of a budget of 81.9 kB" in str(report)
