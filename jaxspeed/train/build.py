@@ -17,7 +17,12 @@ from jaxspeed.placement.mesh import build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
-from jaxspeed.placement.table import PlacementTable, build_table, device_memory_kind
+from jaxspeed.placement.table import (
+    PlacementTable,
+    StateLeaf,
+    build_table,
+    device_memory_kind,
+)
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.model import Model, adapt_model
 from jaxspeed.train.objective import Objective
@@ -25,7 +30,7 @@ from jaxspeed.train.optimizer import Optimizer, optimizer_of
 from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
-from jaxspeed.train.ringed import Reduction, RingGradients, rings_of
+from jaxspeed.train.ringed import OF_DEVICES, Reduction, RingGradients, rings_of
 from jaxspeed.train.state import OptLayout, native_tree
 from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.tensor_cuts import with_tensor_names
@@ -68,7 +73,9 @@ def build_program(
     chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
     table = _table_of(config, mesh, leaves, stack)
     layout = _layout_of(table, adapted, chosen.transform)
-    table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables))
+    rings = rings_of(config, mesh)
+    ring = Reduction(rings, table) if rings else None
+    table = table.with_state(layout.places, _extra_rows(mesh, adapted.variables, ring))
     wire = config.communication_data_type
     objective = Objective(
         adapted,
@@ -80,8 +87,6 @@ def build_program(
         _style_of(config, mesh),
         config.recompute,
     )
-    rings = rings_of(config, mesh)
-    ring = Reduction(rings, table) if rings else None
     cores = _cores_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, cores)
     update = Update(
@@ -241,10 +246,17 @@ def _style_of(config: Config, mesh: Mesh) -> Style:
     return Style(config.parallel.sequence_parallel_activations, overlap)
 
 
-def _extra_rows(mesh: Mesh, variables: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """What a model keeps beside its parameters is whole on every device."""
+def _extra_rows(
+    mesh: Mesh, variables: Mapping[str, jax.ShapeDtypeStruct], ring: Reduction | None
+) -> dict[str, StateLeaf]:
+    """What a model keeps beside its parameters is whole on every device; a ring's errors are each
+    device's own."""
     memory = device_memory_kind(mesh)
+    rows = {path: (v, PartitionSpec()) for path, v in variables.items()}
+    rows |= {
+        f"ring_errors/{name}": (v, OF_DEVICES) for name, v in (ring.errors if ring else {}).items()
+    }
     return {
-        path: (tuple(v.shape), tuple(v.shape), Placement(PartitionSpec(), memory, v.dtype))
-        for path, v in variables.items()
+        path: (tuple(v.shape), tuple(v.shape), Placement(spec, memory, v.dtype))
+        for path, (v, spec) in rows.items()
     }

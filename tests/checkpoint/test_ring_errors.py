@@ -72,6 +72,13 @@ def test_every_reduction_goes_on_from_every_other(tmp_path, before, after):
     assert all(np.isfinite(steps(second, 2, 1)))
 
 
+def test_the_table_counts_what_each_device_keeps():
+    packed, plain = engine(1, parallel=PACKED), engine(1, parallel=AROUND)
+    kept = sum(x.addressable_shards[0].data.nbytes for x in packed.state.ring_errors.values())
+    assert packed.program.table.bytes_by_role()["other"][1] == kept > 0
+    assert "other" not in plain.program.table.bytes_by_role()
+
+
 def test_the_errors_of_a_device_are_its_own():
     run = engine(1, parallel=PACKED)
     for x in jax.tree.leaves(run.state.ring_errors):

@@ -7,6 +7,7 @@ its micro-batches are then the ranks' parts, which have the same numbers.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -166,6 +167,19 @@ def test_every_device_holds_the_same_bits_of_what_is_whole():
 def test_the_size_of_buckets_changes_nothing(nbytes):
     ours = around("pair", 1, parallel={"ring_bucket_bytes": nbytes}, steps=4)
     assert_losses_equal(ours, plain(PAIR, 1, "adam", steps=4), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(2, 1), (3, 4), *(pytest.param(s, 4, marks=FULL) for s in (0, 1))]
+)
+def test_bf16_trains_as_plain_jax_in_bf16(stage, accumulation):
+    """To what N - 1 sums of bf16 may differ by: half a unit in the last place each, at random."""
+    unit = 2**-8
+    reference = plain(PAIR, accumulation, "sgd", compute_dtype=jnp.bfloat16)
+    ours = around("pair", stage, accumulation, optimizer="sgd", bf16={"enabled": True})
+    assert whole_difference(PAIR, ours, reference) <= 4 * unit
+    assert_losses_equal(ours, reference, 4 * unit)
+    assert_loss_fell(ours)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=FULL)])

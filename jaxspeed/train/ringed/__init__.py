@@ -7,7 +7,7 @@ puts them together.
 """
 
 from jaxspeed.train.ringed.gradients import RingGradients
-from jaxspeed.train.ringed.reduction import Reduction
+from jaxspeed.train.ringed.reduction import OF_DEVICES, Reduction
 from jaxspeed.train.ringed.rings import Rings, rings_of
 
-__all__ = ["Reduction", "RingGradients", "Rings", "rings_of"]
+__all__ = ["OF_DEVICES", "Reduction", "RingGradients", "Rings", "rings_of"]
