@@ -66,7 +66,7 @@ class Gradients:
                 grads=self._every(arrangement.by_path(sums.grads, step))
             ), variables
         if self.accumulation == 1:
-            return self.micro(sources, variables, batch, step, 0, scale)
+            return self._micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)
 
     def _every(self, grads: Arrays) -> Arrays:
@@ -87,7 +87,7 @@ class Gradients:
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)
         micro = micro_batches(batch, self.accumulation, ranks)
-        return self.accumulate(sources, variables, micro, step, scale, placed=True)
+        return self._accumulate(sources, variables, micro, step, scale, placed=True)
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
         """When gradients are reduced, and why."""
@@ -113,7 +113,7 @@ class Gradients:
             return "micro_batch", "the training pass changes the model's statistics"
         return "step", "the loss is a weighted sum over samples"
 
-    def micro(
+    def _micro(
         self,
         sources: Arrays,
         variables: Arrays,
@@ -142,7 +142,7 @@ class Gradients:
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
         return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
 
-    def accumulate(
+    def _accumulate(
         self,
         sources: Arrays,
         variables: Arrays,
@@ -155,7 +155,7 @@ class Gradients:
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
-        `one(variables, batch, number, errors so far)` is one of them, `micro` if nothing else.
+        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else.
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
@@ -174,7 +174,7 @@ class Gradients:
             return constrain(grad, self.table.sharding(row.grad), "accumulate")
 
         def plain(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-            return self.micro(sources, variables, batch, step, index, scale)
+            return self._micro(sources, variables, batch, step, index, scale)
 
         run = one or plain
 
@@ -237,7 +237,7 @@ class Gradients:
 
         def local(sources: Arrays, batch: Any) -> Any:
             micro = micro_batches(batch, self.accumulation, 1)
-            sums, _ = self.accumulate(sources, variables, micro, step, scale, placed=False)
+            sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
 
         mesh = self.table.mesh

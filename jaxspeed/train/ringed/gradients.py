@@ -66,7 +66,7 @@ class RingGradients(Gradients):
         def one(variables: Arrays, batch: Any, index: Any, errors: Any) -> tuple[Sums, Arrays]:
             return some(1, batch, index, errors), variables
 
-        return self.accumulate(
+        return self._accumulate(
             sources, variables, micro, step, scale, placed=True, one=one, errors=errors
         )[0]
 
@@ -102,13 +102,13 @@ class RingGradients(Gradients):
                 # Numbered through over the ranks, so that each draws random numbers of its own.
                 number = (first + index) * rings.count + rank
                 among = {"among": exchange.over_ranks} if exchange else {}
-                return of_rank.micro(sources, variables, batch, step, number, scale, **among)
+                return of_rank._micro(sources, variables, batch, step, number, scale, **among)
 
             if count == 1:
                 sums, _ = one(variables, batch, 0, {})
             else:
                 micro = micro_batches(batch, count, 1)
-                sums, _ = of_rank.accumulate(
+                sums, _ = of_rank._accumulate(
                     sources, variables, micro, step, scale, placed=False, one=one
                 )
             grads = {p: g if p in exchanged else g[None] for p, g in sums.grads.items()}
