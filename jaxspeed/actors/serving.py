@@ -88,7 +88,8 @@ class Serving:
         def apply(
             state: TrainState, grads: Arrays, squares: jax.Array, told: Told
         ) -> tuple[TrainState, Metrics]:
-            sums = Sums(grads, *map(jnp.asarray, told[:2]), dict(told.metrics))
+            total, weight = jnp.asarray(told.total), jnp.asarray(told.weight)
+            sums = Sums(grads, total, weight, dict(told.metrics))
             return replace(update, norm=jnp.sqrt(jnp.sum(squares)))(state, sums, {})
 
         return jax.jit(apply, donate_argnums=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.actors.pieces import Owned, Pieces, deal
+from jaxspeed.actors.pieces import Owned, Piece, Pieces, deal
 from jaxspeed.errors import ConfigError
 from jaxspeed.memory import Separated
 from jaxspeed.placement.rows import Leaf
@@ -27,7 +27,7 @@ from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.update import Update
 
 
-def shares(program: Program, servers: int) -> list[dict[str, Any]]:
+def shares(program: Program, servers: int) -> list[dict[str, Piece]]:
     """What each server owns of a program's parameters.
 
     Raises:

@@ -1,11 +1,10 @@
 """The state of a run between its servers and one process: taken apart, and put together again.
 
-Arrays go by the names that checkpoints have. What belongs to a parameter is cut as its owner's piece
-is; counts and rates are the same on all servers.
+Arrays go by the names that checkpoints have. What belongs to a parameter is cut as its owner's
+piece is; counts and rates are the same on all servers.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxspeed.actors.working import joined
 from jaxspeed.checkpoint.leaves import as_state, kept_arrays, kept_leaves, key_data
 from jaxspeed.checkpoint.restore import owned
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import Arrays, TrainState, unpad
+from jaxspeed.train.state import Arrays, TrainState
 
 _VARIABLES = "variables/"
 
@@ -25,11 +24,21 @@ _VARIABLES = "variables/"
 def taken_apart(
     program: Program, state: TrainState, shares: Sequence[Pieces]
 ) -> tuple[list[Arrays], Arrays]:
-    """(what each server takes, by name; the model's variables, which workers take)."""
+    """(what each server takes, by name; the model's variables by path, which workers take)."""
     every = {name: np.asarray(key_data(x)) for name, x in kept_arrays(program, state).items()}
-    variables = {name: x for name, x in every.items() if name.startswith(_VARIABLES)}
-    rest = {name: x for name, x in every.items() if name not in variables}
+    variables = {n.removeprefix(_VARIABLES): x for n, x in every.items() if _is_variable(n)}
+    rest = {name: x for name, x in every.items() if not _is_variable(name)}
     return [_of_server(rest, pieces, program) for pieces in shares], variables
+
+
+def _is_variable(name: str) -> bool:
+    return name.startswith(_VARIABLES)
+
+
+def variables_of(program: Program, seed: int) -> Arrays:
+    """The variables of a fresh model, by path, as they travel."""
+    fresh = jax.jit(lambda seed: jax.tree.map(key_data, program.model.init(seed)[1]))(seed)
+    return {path: np.asarray(x) for path, x in fresh.items()}
 
 
 def _of_server(arrays: Arrays, pieces: Pieces, program: Program) -> Arrays:
@@ -48,7 +57,7 @@ def put_together(
     program: Program, given: Sequence[Arrays], shares: Sequence[Pieces], variables: Arrays
 ) -> TrainState:
     """The state of one process, of what the servers gave."""
-    whole: Arrays = dict(variables)
+    whole: Arrays = {_VARIABLES + path: x for path, x in variables.items()}
     for name in dict.fromkeys(name for arrays in given for name in arrays):
         owner = owner_of(name, program.table.rows)
         if owner is None:

@@ -37,10 +37,13 @@ class Engine:
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
-        self.program = program
         self._state = state
+        self._open(program, int(state.step))
+
+    def _open(self, program: Program, step: int) -> None:
+        self.program = program
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
-        self._reporter = Reporter(program, int(state.step))
+        self._reporter = Reporter(program, step)
         self._pace = Pace(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = False
@@ -54,6 +57,15 @@ class Engine:
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
         self._state = state
+
+    @property
+    def held(self) -> TrainState | None:
+        """What this process gives up where another state takes its place."""
+        return self._state
+
+    def reset(self) -> None:
+        """A fresh state, as `initialize` made it."""
+        self.state = self.program.init(self.config.run.seed)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class Engine:
         `renames` maps paths of the checkpoint to the model's. The state of now is freed before the
         other is read, so that the devices never hold two.
         """
-        restored = self._saver.load(directory, tag, weights_only, renames, self.state)
+        restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
             return None, {}
         self.state = restored.state

@@ -17,7 +17,7 @@ from jaxspeed.engine import Engine, initialize
 from jaxspeed.engine.family import family_sizes, resolve_model
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.run.devices import start_devices
+from jaxspeed.engine.devices import start_devices
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer

@@ -27,7 +27,7 @@ _ONE = {  # what one worker is not cut over
 
 
 @dataclass(frozen=True)
-class Plan:
+class Staff:
     """A run on Ray, as far as a config tells."""
 
     workers: int
@@ -38,8 +38,8 @@ class Plan:
     alone: dict[str, Any]  # the config of one process, which knows nothing of the others
 
 
-def plan_of(config: Config) -> Plan:
-    """The plan of a config.
+def staff_of(config: Config) -> Staff:
+    """The staff of a run.
 
     Raises:
       ConfigError: with everything that Ray's workers and servers cannot do.
@@ -53,7 +53,7 @@ def plan_of(config: Config) -> Plan:
     rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
     platform = config.run.devices.partition(":")[0] if config.run.devices else None
     alone = _alone(config, batch)
-    return Plan(workers, parallel.servers, platform, batch, rule, alone)
+    return Staff(workers, parallel.servers, platform, batch, rule, alone)
 
 
 def for_ray(config: Config) -> Config:
@@ -90,7 +90,7 @@ def _problems(config: Config) -> Iterator[Problem]:
     zero = config.zero_optimization
     for name in ("offload_optimizer", "offload_param"):
         if getattr(zero, name).device == "cpu":
-            works = "On Ray the servers keep the optimizer's state in their hosts' memory: remove it."
+            works = "On Ray servers keep all state in their hosts' memory: remove it."
             yield Problem(f"zero_optimization.{name}.device", '"cpu"', works)
     if parallel.worker_pace:
         works = "It simulates workers of one process; on Ray each has its own pace: remove it."
