@@ -5,6 +5,8 @@ What they do is functions of arrays (`pieces`, `share`, `serving`, `working`, `s
 start and die; `turns` is whose turn it is, and `engine` the face of it all.
 """
 
+from jaxspeed.actors.cluster import connected
 from jaxspeed.actors.engine import RayEngine, initialize
+from jaxspeed.actors.staff import staff_of
 
-__all__ = ["RayEngine", "initialize"]
+__all__ = ["RayEngine", "connected", "initialize", "staff_of"]

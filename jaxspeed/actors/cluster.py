@@ -19,8 +19,13 @@ log = logging.getLogger("jaxspeed")
 SECONDS_FOR_ROOM = 60
 SECONDS_TO_START = 300
 _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
-# What Ray prints to the standard output of whoever uses it, in its own words; here it is logged.
-_SAID_BY_OURSELVES = "A worker died or was killed|is pending|Actor .* died"
+# What Ray would print to the standard output of whoever uses it is logged here, once.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 
 
 def ray_module() -> Any:
@@ -29,9 +34,9 @@ def ray_module() -> Any:
     Raises:
       ConfigError: it is not installed.
     """
-    if "ray" not in sys.modules:  # both are read when it is imported
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _SAID_BY_OURSELVES)
+    if "ray" not in sys.modules:  # they are read when it is imported
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
     try:
         return importlib.import_module("ray")
     except ImportError:
@@ -40,59 +45,59 @@ def ray_module() -> Any:
         ) from None
 
 
+@contextlib.contextmanager
+def connected(address: str | None = None) -> Iterator[None]:
+    """Inside, this process is connected to a Ray cluster; as it was before where it is already.
+
+    Best entered before JAX starts its threads: a Ray of this machine is started by forks.
+
+    Args:
+      address: as `ray.init` takes it; None starts a Ray of this machine, which ends on the way out.
+
+    Raises:
+      ConfigError: Ray is not installed.
+      RunError: there is no cluster at this address.
+    """
+    ray = ray_module()
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        ray.init(
+            address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else {"include_dashboard": False}),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"--ray-address {address}" if address else "Ray on this machine"
+        raise RunError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 class Cluster:
     """Room for so many processes, by number; each may be started again.
 
     Args:
-      address: of a cluster, as `ray.init` takes it; None: the one that this process is connected
-        to, else a Ray of this machine alone, which ends with `close`.
       processes: how many.
       accelerated: how many of them, the first ones, use an accelerator of the platform.
-      store_bytes: how much a Ray of this machine may keep between processes.
     """
 
-    def __init__(
-        self,
-        address: str | None,
-        processes: int,
-        *,
-        accelerated: int = 0,
-        platform: str | None = None,
-        store_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, processes: int, accelerated: int = 0, platform: str | None = None) -> None:
         self._ray = ray_module()
-        self._started = False
-        if not self._ray.is_initialized():
-            self._connect(address, store_bytes)
-        try:
-            self._room = self._take_room(address, processes, accelerated, platform)
-        except BaseException:
-            self._leave()
-            raise
+        self._room = self._take_room(processes, accelerated, platform)
         self._actors: dict[int, Any] = {}
-
-    def _connect(self, address: str | None, store_bytes: int | None) -> None:
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            if address is None:
-                given = {"include_dashboard": False, "object_store_memory": store_bytes}
-                self._ray.init("local", **quiet, **given)
-            else:
-                self._ray.init(address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            where = f"--ray-address {address}" if address else "a Ray of this machine"
-            raise RunError(f"{where}: {str(error).strip().splitlines()[0]}") from error
-        self._started = True
 
     # -- room -----------------------------------------------------------------------------------
 
-    def _take_room(
-        self, address: str | None, processes: int, accelerated: int, platform: str | None
-    ) -> Any:
+    def _take_room(self, processes: int, accelerated: int, platform: str | None) -> Any:
         group = importlib.import_module("ray.util.placement_group")
         has = self._ray.cluster_resources()
-        alone = self._started and address is None
-        # A machine of one's own is shared evenly, however few cores it has.
+        # One machine is shared evenly, however few cores it has.
+        alone = len(self._ray.nodes()) == 1
         cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if alone else 1.0
         kind = _ACCELERATORS.get(platform or "")
         bundles = [
@@ -141,24 +146,14 @@ class Cluster:
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """Ends all processes, and Ray where it was started for them."""
-        with self._still_there():
-            for number in list(self._actors):
-                self.end(number)
-            group = importlib.import_module("ray.util.placement_group")
+        """Ends all processes, and gives the room back."""
+        if not self._ray.is_initialized():
+            return
+        for number in list(self._actors):
+            self.end(number)
+        group = importlib.import_module("ray.util.placement_group")
+        with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
             group.remove_placement_group(self._room)
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._started and self._ray.is_initialized():
-            self._ray.shutdown()
-
-    @contextlib.contextmanager
-    def _still_there(self) -> Iterator[None]:
-        """What is ended already need not be ended."""
-        if self._ray.is_initialized():
-            with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
-                yield
 
 
 def _lacks(processes: int, wanted: dict[str, float], has: dict[str, float], verb: str) -> str:

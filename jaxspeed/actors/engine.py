@@ -4,8 +4,7 @@ This process holds no arrays of the model unless it is asked for them: `state` b
 a checkpoint, a sample of text, a check), once for each version.
 """
 
-import logging
-import math
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ import numpy as np
 import optax
 
 from jaxspeed.actors.build import Build
-from jaxspeed.actors.cluster import Cluster, ray_module
+from jaxspeed.actors.cluster import Cluster, connected, ray_module
 from jaxspeed.actors.crew import Crew
 from jaxspeed.actors.pieces import Pieces
 from jaxspeed.actors.servers import Servers
@@ -33,8 +32,6 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe import CompiledReport
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.state import TrainState
-
-log = logging.getLogger("jaxspeed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +63,11 @@ class RayEngine(Engine):
 
     def __init__(self, program: RayProgram, staff: Staff, build: Build, cluster: Cluster) -> None:
         ray = ray_module()
-        self._ray, self._staff, self._cluster = ray, staff, cluster
+        self._ray, self._staff = ray, staff
+        self.ends = contextlib.ExitStack()  # what ends with the engine
         # Whoever computes takes the first places: those have the accelerators.
         self._crew = Crew(ray, cluster, build)
         self._servers = Servers(ray, cluster, build, first=staff.workers)
-        self._way: Rounds | OwnPace = Rounds(self._crew, self._servers)
         self._here: TrainState | None = None  # what was brought here of the state of now
         self._open(program, 0)
         self.reset()
@@ -83,7 +80,7 @@ class RayEngine(Engine):
 
         Another state may be put here; its step counts on.
         """
-        self._way.drain()
+        self._asked(self._way.drain)
         if self._here is None:
             program = self.program
             given = self._servers.give()
@@ -115,8 +112,9 @@ class RayEngine(Engine):
         self._here = None
         rule = self._staff.rule
         self._crew.begin(self._ray.put(self._variables), self._servers.frozen)
+        self._way: Rounds | OwnPace
         if rule.by_rounds:
-            self._way = Rounds(self._crew, self._servers)
+            self._way = Rounds(self._crew, self._servers, version)
         else:
             self._way = OwnPace(self._crew, self._servers, rule, version)
 
@@ -145,18 +143,27 @@ class RayEngine(Engine):
         parts = self._parts(batch, self.program.batch.train)
         start = time.perf_counter()
         self._here = None
-        metrics = _as_arrays(self._way.train(parts))
+        metrics = _as_arrays(self._asked(self._way.train, parts))
         self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
         """The loss of a batch in evaluation mode, once every push under way has arrived."""
         parts = self._parts(batch, None)
-        self._way.drain()
-        done = everyone(self._crew, "evaluate", parts, self._servers.published)
+        self._asked(self._way.drain)
+        given = (self._crew, "evaluate", parts, self._servers.published)
+        done = self._asked(everyone, *given)
         told, _ = together([one.told for one in done])
         loss = told.total / told.weight if told.weight > 0 else np.float32(0)
         return _as_arrays({**told.metrics, "loss": loss, "weight": told.weight})
+
+    def _asked(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What is asked of the processes; where it fails, nothing is under way any more."""
+        try:
+            return function(*args)
+        except BaseException:
+            self._way.give_up()
+            raise
 
     def _parts(self, batch: Batch, size: int | None) -> list[Any]:
         """The workers' parts of a batch, in their order."""
@@ -172,7 +179,7 @@ class RayEngine(Engine):
 
     def wait(self) -> None:
         """Until all that is under way has arrived, and saves so far are done."""
-        self._way.drain()
+        self._asked(self._way.drain)
         self._reporter.flush()
         self._saver.wait()
 
@@ -182,7 +189,7 @@ class RayEngine(Engine):
             self.wait()
             self._saver.close()
         finally:
-            self._cluster.close()
+            self.ends.close()
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -223,33 +230,19 @@ def initialize(
       ConfigError, ModelError: what is wrong with the config or the model.
       RunError: the cluster cannot be joined, or has no room.
     """
-    ray_module()
     loaded = load_config({} if config is None else config)
     staff = staff_of(loaded)
-    build = Build(
-        staff.alone,
-        staff.workers,
-        staff.servers,
-        staff.platform,
-        model,
-        loss_fn,
-        optimizer,
-        example_batch,
-        trainable,
-    )
-    program = program_of(loaded, staff, build)
-    cluster = Cluster(
-        address,
-        staff.workers + staff.servers,
-        accelerated=staff.workers,
-        platform=staff.platform,
-        store_bytes=_store_bytes(program, staff),
-    )
-    try:
-        return RayEngine(program, staff, build, cluster)
-    except BaseException:
-        cluster.close()
-        raise
+    passed = (model, loss_fn, optimizer, example_batch, trainable)
+    build = Build(staff.alone, staff.workers, staff.servers, staff.platform, *passed)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(connected(address))
+        program = program_of(loaded, staff, build)
+        processes = staff.workers + staff.servers
+        cluster = Cluster(processes, accelerated=staff.workers, platform=staff.platform)
+        opened.callback(cluster.close)
+        engine = RayEngine(program, staff, build, cluster)
+        engine.ends = opened.pop_all()
+        return engine
 
 
 def program_of(config: Config, staff: Staff, build: Build) -> RayProgram:
@@ -258,12 +251,6 @@ def program_of(config: Config, staff: Staff, build: Build) -> RayProgram:
     given = {name: getattr(program, name) for name in Program.__dataclass_fields__}
     given |= {"config": config, "batch": staff.batch}
     return RayProgram(**given, workers=staff.workers, servers=tuple(servers))
-
-
-def _store_bytes(program: Program, staff: Staff) -> int:
-    """What processes of one machine exchange at once: a state, and for each worker a push."""
-    elements = sum(math.prod(row.leaf.shape) for row in program.table)
-    return 200 * 2**20 + 4 * elements * (2 * staff.workers + 8)
 
 
 def _as_arrays(metrics: Mapping[str, Any]) -> Metrics:

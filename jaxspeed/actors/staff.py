@@ -56,13 +56,6 @@ def staff_of(config: Config) -> Staff:
     return Staff(workers, parallel.servers, platform, batch, rule, alone)
 
 
-def for_ray(config: Config) -> Config:
-    """The config with servers in it, where it does not say who adds up the gradients."""
-    if "data_reduction" in config.parallel.model_fields_set:
-        return config
-    return Config.load(config, [f"{_KEY}=parameter_server"])
-
-
 def _workers(config: Config) -> int | None:
     """mesh.data, or of simulated devices those that are no servers."""
     if config.mesh.data != -1:

@@ -23,8 +23,9 @@ LOST_IN_A_ROW = 3  # rounds whose gradients did not reach the servers
 class Rounds:
     """Each version is made of a push of each worker, summed in the order of the parts."""
 
-    def __init__(self, crew: Crew, servers: Servers) -> None:
+    def __init__(self, crew: Crew, servers: Servers, version: int) -> None:
         self._crew, self._servers = crew, servers
+        self._version = version
         self.staleness: Counter[int] = Counter()
 
     def train(self, parts: Sequence[Any]) -> dict[str, Any]:
@@ -40,10 +41,15 @@ class Rounds:
                 if lost == LOST_IN_A_ROW:
                     raise RunError(f"gradients do not reach the servers: {error}") from error
         self.staleness[0] += len(parts)
-        return metrics
+        self._version += 1
+        return {**metrics, "version": self._version}
 
     def drain(self) -> None:
         """Nothing is under way between two rounds."""
+
+    def give_up(self) -> None:
+        """What is under way is of no use."""
+        self._crew.forget()
 
 
 class OwnPace:
@@ -76,6 +82,13 @@ class OwnPace:
         """Until nothing is under way."""
         while self._crew.under_way:
             self._arrive()
+
+    def give_up(self) -> None:
+        """What is under way is of no use."""
+        self._crew.forget()
+        for worker in [w for w in range(self._crew.size) if w in self._ledger.in_flight]:
+            self._ledger.lost(worker)
+            self._free.append(worker)
 
     def _begin(self, part: int, batch: Any) -> bool:
         """Whether a free worker was let pull, and has begun."""
@@ -113,6 +126,7 @@ class OwnPace:
             **dict(zip(("accepted", "dropped", "waited"), since, strict=True)),
             "staleness_mean": sum(self._ages) / len(self._ages),
             "staleness_max": max(self._ages),
+            "version": self._ledger.version,
         }
         self._told, self._update, self._ages, self._counted = [], None, [], counts
         return found
