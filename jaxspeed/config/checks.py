@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from jaxspeed.config.batch import batch_problem, said_of
 from jaxspeed.config.batch_words import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.data import Corpus
+from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.offload import offload_problems
 from jaxspeed.config.optimizers import OPTIMIZERS
@@ -25,6 +26,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _optimizer(settings)
     yield from _schedule(settings)
     yield from _gradients(settings)
+    yield from data_reduction_problems(settings)
     yield from _tensor(settings)
     yield from pipeline_problems(settings)
     yield from _recompute(settings)

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.config.recompute import Remat
+from jaxspeed.config.recompute import Remat, bytes_of
 from jaxspeed.config.types import (
     LARGEST,
     Count,
     Flag,
     Natural,
     Pattern,
+    Positive,
     Section,
     Text,
     lower,
@@ -51,6 +52,19 @@ Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeVal
 Schedule = Annotated[Literal["1f1b", "gpipe", "interleaved"], BeforeValidator(lower)]
 Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(whole)]
 Recompute = Annotated[Literal["stage", "layers", "save"], BeforeValidator(lower)]
+Reduction = Annotated[Literal["xla", "ring", "parameter_server"], BeforeValidator(lower)]
+Decay = Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+def _bytes(value: Any) -> Any:
+    read = bytes_of(value)
+    if read is None:
+        needs = 'a number of bytes, at least 1, or a text as "32 MiB"'
+        raise PydanticCustomError("bytes", "{needs}", {"needs": needs})
+    return read
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=int | str)]
 
 
 class Parallel(Section):
@@ -62,6 +76,15 @@ class Parallel(Section):
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
     ] = "auto"
+    data_reduction: Reduction = "xla"
+    ring_directions: Annotated[Literal["one", "both"], BeforeValidator(lower)] = "both"
+    ring_wire: Annotated[Literal["none", "bf16", "int8"], BeforeValidator(lower)] = "none"
+    ring_bucket_bytes: Bytes = 32 * 2**20
+    servers: Count = 1
+    max_staleness: Natural | None = None
+    on_stale: Annotated[Literal["drop", "wait"], BeforeValidator(lower)] = "wait"
+    staleness_decay: Decay = 1.0
+    worker_pace: list[Positive] = Field(default_factory=list)
     sequence_parallel_activations: Flag = False
     tensor_overlap: Overlap = "auto"
     infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = "auto"

@@ -32,7 +32,47 @@ PARALLELISM: tuple[Entry, ...] = (
             'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
             "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
             '(stages 0 and 1), every "micro_batch", or "auto".',
+            "data_reduction": 'Who adds up the gradients of the data ranks: "xla" its own '
+            'collectives, "ring" rings whose steps and order of summation are written down, '
+            '"parameter_server" devices that own the parameters.',
         },
+    ),
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "ring_directions": '"both" sends half of each piece each way round, "one" all of it '
+            "one way.",
+            "ring_wire": "What travels round the ring in the place of the gradients' own numbers: "
+            '"bf16", or "int8" in blocks with error feedback; "none" is the numbers themselves.',
+            "ring_bucket_bytes": "Gradients are fused into buckets of about so many bytes, a ring "
+            'each; a text as "32 MiB" works too.',
+        },
+        when=("parallel.data_reduction", ("ring",)),
+    ),
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "servers": "So many devices own the parameters and the optimizer's state; the others "
+            "are workers.",
+            "max_staleness": "Every worker at its own pace, and no gradient is applied that is "
+            "older than so many versions; null is in step.",
+            "worker_pace": "The time that each worker's compute takes by the seeded clock, for "
+            "study; 1 by default.",
+        },
+        when=("parallel.data_reduction", ("parameter_server",)),
+    ),
+    *rows(
+        "parallel",
+        "honoured",
+        {
+            "on_stale": 'A push that would be too old is kept from happening ("wait": its worker '
+            'waits before it pulls), or dropped and counted ("drop").',
+            "staleness_decay": "A gradient of staleness t is multiplied by this to the power t.",
+        },
+        when=("parallel.data_reduction", ("parameter_server",)),
+        unless=("parallel.max_staleness", (None,)),
     ),
     *rows(
         "parallel",

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Config, match
-from jaxspeed.errors import ModelError
+from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.memory import in_host
 from jaxspeed.memory.faults import refuse_faults
 from jaxspeed.parallel.tensor import Style, best_overlap
@@ -44,6 +44,11 @@ def build_program(
     """Everything of a run that can be known before an array exists."""
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
+    if config.parallel.data_reduction == "parameter_server":
+        raise ConfigError(
+            "parallel.data_reduction: this program has no servers among its devices; write "
+            '"xla" or "ring"'
+        )
     mesh = build_mesh(config.mesh.model_dump(), devices)
     refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])

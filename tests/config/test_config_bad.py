@@ -320,6 +320,60 @@ BAD = {
         "parallel.gradient_reduction",
         'write "micro_batch" or "auto"',
     ),
+    "a word of the ring without a ring": (
+        {"parallel": {"ring_wire": "int8"}},
+        "parallel.ring_wire",
+        'found "int8" with parallel.data_reduction "xla". Only parallel.data_reduction "ring"',
+    ),
+    "a word of the server in a ring": (
+        {"parallel": {"data_reduction": "ring", "servers": 2}},
+        "parallel.servers",
+        'found 2 with parallel.data_reduction "ring". Only parallel.data_reduction '
+        '"parameter_server"',
+    ),
+    "staleness in step": (
+        {"parallel": {"data_reduction": "parameter_server", "staleness_decay": 0.5}},
+        "parallel.staleness_decay",
+        "say max_staleness, or remove the key",
+    ),
+    "a decay that grows": (
+        {"parallel": {"staleness_decay": 1.5}},
+        "parallel.staleness_decay",
+        "at most 1",
+    ),
+    "buckets of nothing": (
+        {"parallel": {"ring_bucket_bytes": "large"}},
+        "parallel.ring_bucket_bytes",
+        'a text as "32 MiB"',
+    ),
+    "a ring through stages": (
+        {"parallel": {"data_reduction": "ring"}, "pipeline": {"stages": 2}},
+        "mesh.pipe",
+        'found 2 with parallel.data_reduction "ring"',
+    ),
+    "a server of stages": (
+        {"parallel": {"data_reduction": "parameter_server"}, "mesh": {"pipe": 2}},
+        "mesh.pipe",
+        "servers hold no layers",
+    ),
+    "a ring's wire said twice": (
+        {"parallel": {"data_reduction": "ring"}, "communication_data_type": "bf16"},
+        "communication_data_type",
+        "parallel.ring_wire",
+    ),
+    "int8 with nowhere for its error": (
+        {"parallel": {"data_reduction": "ring", "ring_wire": "int8"}, **zero(stage=3)},
+        "parallel.ring_wire",
+        'write "bf16" or "none", or another stage',
+    ),
+    "a ring of what leaves for the host": (
+        {
+            "parallel": {"data_reduction": "ring"},
+            **zero(stage=3, offload_param={"device": "cpu"}),
+        },
+        "zero_optimization.offload_param.device",
+        "a ring wants them together on the devices",
+    ),
     "a ring without cut activations": (
         {"parallel": {"tensor_overlap": "ring"}},
         "parallel.tensor_overlap",

@@ -81,6 +81,19 @@ def test_a_preset_that_custom_specs_replace_says_nothing():
     assert "use_default_specs is false" in row.sentence
 
 
+def test_words_for_another_reduction_say_nothing():
+    ring = rows_of({"parallel": {"data_reduction": "ring", "ring_wire": "bf16", "servers": 1}})
+    assert ring["parallel.ring_wire"].verdict == "honoured"
+    assert ring["parallel.servers"].sentence == (
+        'Says nothing while parallel.data_reduction is "ring".'
+    )
+    in_step = {"data_reduction": "parameter_server", "on_stale": "wait"}
+    row = rows_of({"parallel": in_step})["parallel.on_stale"]
+    assert row.sentence == "Says nothing while parallel.max_staleness is null."
+    apart = rows_of({"parallel": in_step | {"max_staleness": 0}})["parallel.on_stale"]
+    assert apart.verdict == "honoured"
+
+
 def test_an_auto_says_what_it_became():
     config = {
         "run": {"steps": 70},

@@ -1,0 +1,98 @@
+"""How the gradients of data ranks are added up: which words go together.
+
+A key that only one way of reduction has is an error with another: it would say nothing there.
+"""
+
+from collections.abc import Iterator
+
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.verdicts import shown
+
+_KEY = "parallel.data_reduction"
+_OF_MODE = {
+    "ring": ("ring_directions", "ring_wire", "ring_bucket_bytes"),
+    "parameter_server": (
+        "servers",
+        "max_staleness",
+        "on_stale",
+        "staleness_decay",
+        "worker_pace",
+    ),
+}
+_WITH_STALENESS = ("on_stale", "staleness_decay")
+
+
+def data_reduction_problems(settings: Settings) -> Iterator[Problem]:
+    """What is said of a way of reduction that is not chosen, and what the chosen one cannot do."""
+    yield from _of_another_mode(settings)
+    reduction = settings.parallel.data_reduction
+    if reduction == "ring":
+        yield from _ring(settings)
+    elif reduction == "parameter_server":
+        yield from _server(settings)
+
+
+def _of_another_mode(settings: Settings) -> Iterator[Problem]:
+    parallel = settings.parallel
+    for mode, keys in _OF_MODE.items():
+        for key in keys if parallel.data_reduction != mode else ():
+            if _differs(settings, key):
+                found = f"{shown(getattr(parallel, key))} with {_KEY} "
+                found += shown(parallel.data_reduction)
+                works = f'Only {_KEY} "{mode}" reads it: write that, or remove the key.'
+                yield Problem(f"parallel.{key}", found, works, (_KEY,))
+
+
+def _differs(settings: Settings, key: str) -> bool:
+    """Whether it is not the default, which the dump of another config may well say."""
+    field = type(settings.parallel).model_fields[key]
+    return bool(getattr(settings.parallel, key) != field.get_default(call_default_factory=True))
+
+
+def _ring(settings: Settings) -> Iterator[Problem]:
+    zero, parallel = settings.zero_optimization, settings.parallel
+    yield from _no_pipeline(
+        settings,
+        "A ring adds up over the data ranks in one manual region, and stages are lanes of "
+        "another, which XLA does not take inside of it",
+    )
+    if settings.communication_data_type is not None:
+        found = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
+        works = "What a ring sends is said by parallel.ring_wire: remove this key."
+        yield Problem("communication_data_type", found, works, (_KEY,))
+    if parallel.ring_wire == "int8" and zero.stage == 3:
+        works = (
+            "Stage 3 adds up inside of the backward pass, unit by unit, where what rounding left "
+            'cannot wait for the next step: write "bf16" or "none", or another stage.'
+        )
+        found = '"int8" with ZeRO stage 3'
+        yield Problem("parallel.ring_wire", found, works, ("zero_optimization.stage",))
+    if zero.offload_param.device == "cpu":
+        works = (
+            "Gradients then leave for host memory one by one as they are made, and a ring wants "
+            f'them together on the devices: remove one, or write {_KEY} "xla".'
+        )
+        key = "zero_optimization.offload_param.device"
+        yield Problem(key, f'"cpu" with {_KEY} "ring"', works, (_KEY,))
+
+
+def _server(settings: Settings) -> Iterator[Problem]:
+    parallel = settings.parallel
+    yield from _no_pipeline(
+        settings,
+        "A worker computes whole gradients by itself, and servers hold no layers that a stage "
+        "could run",
+    )
+    for key in _WITH_STALENESS if parallel.max_staleness is None else ():
+        if _differs(settings, key):
+            found = f"{shown(getattr(parallel, key))} without parallel.max_staleness"
+            works = "In step no push is stale: say max_staleness, or remove the key."
+            yield Problem(f"parallel.{key}", found, works, ("parallel.max_staleness",))
+
+
+def _no_pipeline(settings: Settings, reason: str) -> Iterator[Problem]:
+    if settings.mesh.pipe != 1:
+        found = f"{settings.mesh.pipe} with {_KEY} {shown(settings.parallel.data_reduction)}"
+        works = f'{reason}: write 1, or {_KEY} "xla".'
+        yield Problem("mesh.pipe", found, works, (_KEY,))
