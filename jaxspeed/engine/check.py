@@ -17,10 +17,11 @@ from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.memory import on_device
 from jaxspeed.optim.loss_scale import DynamicRule
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.build import build_program
+from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers
 from jaxspeed.train.state import TrainState, pad, unpad, updated_values
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
@@ -119,12 +120,12 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
         model, _ = resolve_model(program.config, overrides={"num_hidden_layers": layers})
     elif layers is not None:
         raise ModelError("check: layers and model were both given; leave one out")
-    return _rebuilt(program, program.config, model, loss_fn, list(program.mesh.devices.flat))
+    return _rebuilt(program, program.config, model, loss_fn, list(program.devices))
 
 
 def _plain(program: Program) -> Program:
     """The same run on one device: one data rank, stage 0, the same micro-batches."""
-    given = program.config.given
+    given = without_servers(program.config.given)
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
@@ -173,11 +174,29 @@ def _fits(plain: Program) -> None:
 
 def _probe(program: Program) -> Any:
     """(state, batch) -> (loss, gradients, parameters before and after), nothing used up."""
+    if isinstance(program, ServedProgram):
+        seen = jax.jit(program.in_mesh(_seen(program)))
+
+        def served(state: TrainState, batch: Any) -> Any:
+            sums = Rounds(Service(program, state)).summed(program.parts(batch))
+            return seen(state, sums, state.variables)
+
+        return served
 
     def probe(state: TrainState, batch: Any) -> Any:
         scale = state.loss_scale.scale
         sources = state.sources(program.table)
         sums, variables = program.gradients(sources, state.variables, batch, state.step, scale)
+        return _seen(program)(state, sums, variables)
+
+    return jax.jit(program.in_mesh(probe))
+
+
+def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Any]:
+    """What is compared of a step, from its gradients on."""
+
+    def seen(state: TrainState, sums: Sums, variables: Any) -> Any:
+        scale = state.loss_scale.scale
         after, metrics = program.update(state, sums, variables)
         trained = [row for row in program.table if row.leaf.trainable]
 
@@ -190,7 +209,7 @@ def _probe(program: Program) -> Any:
         }
         return metrics["loss"], grads, logical(on_device(state)), logical(on_device(after))
 
-    return jax.jit(program.in_mesh(probe))
+    return seen
 
 
 def _at_a_scale_without_overflow(
@@ -243,7 +262,7 @@ def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
     """Samples in the order in which the ranks' micro-batches take them."""
     if not x.shape:
         return x
-    ranks = data_parallel_size(program.mesh)
+    ranks = program.ranks
     parts = x.reshape(ranks, program.batch.accumulation, -1, *x.shape[1:])
     return np.swapaxes(parts, 0, 1).reshape(x.shape)
 
@@ -260,7 +279,7 @@ def _compare(program: Program, ours: Any, theirs: Any) -> CheckReport:
         for path in grads
     )
     tolerance = TOLERANCE[program.config.compute_dtype]
-    return CheckReport(_difference(loss, loss_1), leaves, tolerance, program.mesh.size)
+    return CheckReport(_difference(loss, loss_1), leaves, tolerance, len(program.devices))
 
 
 def _norm(x: Any) -> float:

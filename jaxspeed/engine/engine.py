@@ -27,6 +27,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.served import ServedProgram
 from jaxspeed.train.state import TrainState, unpad, updated_values
 
 log = logging.getLogger("jaxspeed")
@@ -115,8 +116,12 @@ class Engine:
         self._saver.close()
 
     def _run(self, function: Any, batch: Any) -> Any:
+        return self._explained(function, self.state, batch)
+
+    def _explained(self, function: Any, *args: Any) -> Any:
+        """A call whose lack of memory is told from the table."""
         try:
-            return function(self.state, batch)
+            return function(*args)
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_out_of_memory(self.program, error) from error
@@ -189,6 +194,11 @@ class Engine:
             return jax.device_put(value, at) if in_host(row.updated) else value
 
         return {row.path: unpad(here(row), row.leaf.shape) for row in self.placements}
+
+    @property
+    def runnable(self) -> tuple[Program, TrainState]:
+        """A program and a state with which the model can be run."""
+        return self.program, self.state
 
     @property
     def module(self) -> Any:
@@ -264,22 +274,41 @@ def initialize(
             raise explain_out_of_memory(program, error) from error
         raise
     tell(program)
+    if isinstance(program, ServedProgram):
+        from jaxspeed.engine.served import ServedEngine  # which is an Engine
+
+        return ServedEngine(program, state)
     return Engine(program, state)
 
 
 def compiled_report(program: Program, batch: Any) -> CompiledReport:
     """What the compiler makes of a program's step for a batch of these shapes."""
     program.check_batch(batch, program.batch.train, abstract=True)
+    if isinstance(program, ServedProgram):
+        return _compiled_worker(program, batch)
     traced = program.step.trace(program.state, program.abstract_batch(batch))
     transfer = transfer_of(program, traced)
     lowered = traced.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    # Within a millisecond nothing was compiled: jax had the program of an earlier call.
-    timed = seconds if seconds > 1e-3 else None
+    timed = _timed(time.perf_counter() - start)
     waiting = program.table.host_bytes_by_role()
     schedule = program.pipeline_report(batch)
     made = report(compiled, program.mesh, timed, schedule, transfer, waiting)
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made
+
+
+def _compiled_worker(program: ServedProgram, batch: Any) -> CompiledReport:
+    """What one worker computes of its part: all but the update is there."""
+    traced = program.workers[0].gradients.trace(*program.workers[0].abstract(batch, program.ranks))
+    lowered = traced.lower()
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    timed = _timed(time.perf_counter() - start)
+    return report(compiled, program.workers[0].program.mesh, timed)
+
+
+def _timed(seconds: float) -> float | None:
+    """Within a millisecond nothing was compiled: jax had the program of an earlier call."""
+    return seconds if seconds > 1e-3 else None

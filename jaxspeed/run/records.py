@@ -94,11 +94,11 @@ class Recorder:
         made["skipped"] = bool(values["skipped"])
         if tokens:
             made["tokens"] = tokens
-        mesh = self.engine.program.mesh
-        device = mesh.devices.flat[0]
+        devices = self.engine.program.devices
+        device = devices[0]
         if self.flops is not None:
             items = pace[f"{self.flops.item}s_per_second"]
-            made |= utilisation(self.flops, items, device.device_kind, mesh.size)
+            made |= utilisation(self.flops, items, device.device_kind, len(devices))
         stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
         if "bytes_in_use" in stats:
             made["bytes_in_use"] = stats["bytes_in_use"]

@@ -14,13 +14,13 @@ from jaxspeed.checkpoint.processes import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
+from jaxspeed.engine.devices import start_devices
 from jaxspeed.engine.family import family_sizes, resolve_model
 from jaxspeed.errors import CheckpointError, ConfigError
-from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.engine.devices import start_devices
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
+from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
 TOKENIZER = "tokenizer.json"
@@ -52,8 +52,7 @@ class Source:
         return initialize(self.model, self.loss_fn, self.config, self.optimizer)
 
     def batch_size(self) -> int:
-        mesh = build_mesh(self.config.mesh.model_dump(), None)
-        return self.config.batch(data_parallel_size(mesh), mesh.shape["pipe"]).train
+        return batch_of(self.config).train
 
 
 def source_of(

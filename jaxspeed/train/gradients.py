@@ -60,6 +60,20 @@ class Gradients:
             return self._micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)
 
+    def of_part(
+        self, sources: Arrays, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
+    ) -> Sums:
+        """Of a part of the batch, on one device, where others have the rest of it.
+
+        `first` is the number of its first micro-batch among those of all parts, from which random
+        numbers follow.
+        """
+        if self.accumulation == 1:
+            return self._micro(sources, variables, part, step, first, scale)[0]
+        micro = micro_batches(part, self.accumulation, 1)
+        rest = (step, scale, False, first)
+        return self._accumulate(sources, variables, micro, *rest)[0]
+
     def _every(self, grads: Arrays) -> Arrays:
         """Zeros for the trained parameters that the loss does not read."""
         rows = [row for row in self.table if row.leaf.trainable]
@@ -133,8 +147,12 @@ class Gradients:
         step: Any,
         scale: Any,
         placed: bool,
+        first: Any = 0,
     ) -> tuple[Sums, Arrays]:
-        """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators."""
+        """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
+
+        `first` is the number of the first of them.
+        """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
                 sums = self.pipeline.gradients(sources, variables, micro, step, scale, placed)
@@ -173,7 +191,7 @@ class Gradients:
             metrics = {name: mean(seen.metrics[name], m) for name, m in new.metrics.items()}
             return (Sums(grads, seen.total + new.total, weight, metrics), variables), None
 
-        indices = jnp.arange(self.accumulation)
+        indices = first + jnp.arange(self.accumulation)
         zero = self._zeros(sources, variables, micro, step, scale, place)
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))

@@ -1,0 +1,22 @@
+"""Training with a parameter server: what workers compute, what servers do, what crosses between.
+
+Workers pull parameters, compute gradients of their parts of a batch and push them; servers own the
+state, each its cut, and update it. A `Service` is all of them at work, by `Rounds`, or each worker
+at its `OwnPace`.
+"""
+
+from jaxspeed.train.served.own_pace import OwnPace
+from jaxspeed.train.served.program import ServedProgram, build_served, without_servers
+from jaxspeed.train.served.rounds import Rounds
+from jaxspeed.train.served.service import Service
+from jaxspeed.train.served.traffic import Traffic
+
+__all__ = [
+    "OwnPace",
+    "Rounds",
+    "ServedProgram",
+    "Service",
+    "Traffic",
+    "build_served",
+    "without_servers",
+]

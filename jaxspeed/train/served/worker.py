@@ -1,0 +1,130 @@
+"""What one worker computes: gradients of a part of a batch, from parameters that it pulled."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ModelError
+from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.train.pipeline import Sums
+from jaxspeed.train.precision import DTYPES
+from jaxspeed.train.program import Program
+from jaxspeed.train.served.cuts import Cut
+from jaxspeed.train.state import Arrays, TrainState
+
+Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker; its compiled programs hold no array."""
+
+    number: int
+    program: Program  # on this worker's device alone
+    cuts: dict[str, Cut]  # of the servers
+
+    @classmethod
+    def on(cls, number: int, device: jax.Device, like: Program, cuts: dict[str, Cut]) -> "Worker":
+        """The worker on this device, of a program that is built for one such device."""
+        table = replace(like.table, mesh=build_mesh({}, [device]))
+        objective = replace(like.objective, table=table)
+        gradients = replace(like.gradients, objective=objective)
+        return cls(number, replace(like, objective=objective, gradients=gradients), cuts)
+
+    @property
+    def device(self) -> jax.Device:
+        device: jax.Device = self.program.mesh.devices.flat[0]
+        return device
+
+    @property
+    def first_micro(self) -> int:
+        """The number of its first micro-batch among those of all workers."""
+        return self.number * self.program.batch.accumulation
+
+    @cached_property
+    def gradients(self) -> Any:
+        """`(pulled, variables, part, step, scale, first micro-batch) -> Sums`, in pieces."""
+        wire = wire_of(self.program.config)
+
+        def gradients(
+            pulled: Pieces, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
+        ) -> Sums:
+            self._refuse_statistics(variables, part)
+            sources = self.joined(pulled)
+            sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
+            grads = {
+                path: self.cuts[path].pieces(grad.astype(wire or grad.dtype))
+                for path, grad in sums.grads.items()
+            }
+            return sums._replace(grads=grads)
+
+        return jax.jit(self.program.in_mesh(gradients))
+
+    @cached_property
+    def loss(self) -> Any:
+        """`(pulled, variables, part, step) -> Sums` without gradients, in evaluation mode."""
+
+        def loss(pulled: Pieces, variables: Arrays, part: Any, step: Any) -> Sums:
+            sources = self.joined(pulled)
+            loss, _ = self.program.objective(sources, variables, part, step, 0, False)
+            return Sums({}, loss.total, loss.weight, loss.metrics)
+
+        return jax.jit(self.program.in_mesh(loss))
+
+    def abstract(self, batch: Any, ranks: int) -> tuple[Any, ...]:
+        """The shapes that `gradients` is given, of a global batch."""
+        here = SingleDeviceSharding(self.device)
+
+        def shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+
+        def part(x: Any) -> jax.ShapeDtypeStruct:
+            return shape((x.shape[0] // ranks, *x.shape[1:]) if x.shape else (), x.dtype)
+
+        pulled = {}
+        for row in self.program.table:
+            cut = self.cuts[row.path]
+            count = 1 if cut.dim is None else cut.at.mesh.size
+            piece = shape(cut.at.shard_shape(cut.stored), row.read.dtype)
+            pulled[row.path] = [piece] * count
+        variables = {
+            path: shape(x.shape, x.dtype) for path, x in self.program.model.variables.items()
+        }
+        step, scale = shape((), jnp.int32), shape((), jnp.float32)
+        return pulled, variables, jax.tree.map(part, batch), step, scale, step
+
+    def joined(self, pulled: Pieces) -> Arrays:
+        """What layers read."""
+        return {path: self.cuts[path].joined(pieces) for path, pieces in pulled.items()}
+
+    def state(self, pulled: Pieces, rest: TrainState) -> TrainState:
+        """What this worker's program reads of a state, on this worker: no moments, no masters."""
+        here = {
+            name: jax.device_put(getattr(rest, name), self.device)
+            for name in ("step", "skipped", "variables", "loss_scale")
+        }
+        params = jax.jit(self.joined)(pulled)
+        return replace(rest, **here, params=params, master={}, opt=(), ema={})
+
+    def _refuse_statistics(self, variables: Arrays, part: Any) -> None:
+        """What a training pass changes beside gradients would stay on the worker."""
+        count = self.program.batch.accumulation
+        few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
+        rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
+        if self.program.objective.trace(rest, train=True).changes_variables:
+            raise ModelError(
+                'parallel.data_reduction "parameter_server": the training pass changes statistics '
+                "that the model keeps (of a batch norm, say), and workers push gradients alone. "
+                'Write "xla", or a norm that keeps nothing'
+            )
+
+
+def wire_of(config: Config) -> Any:
+    """The dtype in which gradients are pushed; None: as they are made."""
+    wanted = config.communication_data_type
+    return DTYPES[wanted] if wanted else None
