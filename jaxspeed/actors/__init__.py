@@ -6,7 +6,7 @@ start and die; `turns` is whose turn it is, and `engine` the face of it all.
 """
 
 from jaxspeed.actors.cluster import connected
-from jaxspeed.actors.engine import RayEngine, initialize
+from jaxspeed.actors.engine import RayEngine, RayProgram, initialize
 from jaxspeed.actors.staff import staff_of
 
-__all__ = ["RayEngine", "connected", "initialize", "staff_of"]
+__all__ = ["RayEngine", "RayProgram", "connected", "initialize", "staff_of"]

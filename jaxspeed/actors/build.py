@@ -23,6 +23,7 @@ class Build:
     workers: int
     servers: int
     platform: str | None  # of the workers
+    factor: float = 1  # how often a gradient counts
     model: Any = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     optimizer: optax.GradientTransformation | None = None

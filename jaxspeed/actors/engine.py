@@ -5,6 +5,7 @@ a checkpoint, a sample of text, a check), once for each version.
 """
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,10 +28,14 @@ from jaxspeed.actors.staff import Staff, staff_of
 from jaxspeed.actors.states import put_together, taken_apart, variables_of
 from jaxspeed.actors.turns import OwnPace, Rounds, everyone
 from jaxspeed.config import Config, load_config
+from jaxspeed.engine.check import CheckReport
 from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe import CompiledReport
+from jaxspeed.parallel.server import Rule
+from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.served import wire_of
 from jaxspeed.train.state import TrainState
 
 
@@ -43,10 +48,31 @@ class RayProgram(Program):
 
     workers: int
     servers: tuple[Pieces, ...]  # what each of them owns
+    rule: Rule
 
     @property
     def ranks(self) -> int:
         return self.workers
+
+    @property
+    def bytes_down(self) -> int:
+        """What a worker pulls of each version: each trained parameter as layers read it."""
+        return sum(_elements(row) * row.read.dtype.itemsize for row in self._trained)
+
+    @property
+    def bytes_up(self) -> int:
+        """What a worker pushes of each part: each gradient as it is made, or as it is sent."""
+        wire = wire_of(self.config)
+
+        def made(row: Row) -> Any:
+            assert row.grad is not None
+            return row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
+
+        return sum(_elements(row) * jnp.dtype(wire or made(row)).itemsize for row in self._trained)
+
+    @property
+    def _trained(self) -> list[Row]:
+        return [row for row in self.table if row.leaf.trainable]
 
     @property
     def step(self) -> Any:
@@ -199,11 +225,11 @@ class RayEngine(Engine):
             'without --engine ray, parallel.data_reduction "parameter_server" shows a worker\'s'
         )
 
-    @property
-    def summary(self) -> str:
-        """Who there is, and what each worker pulls and pushes."""
-        staff = self._staff
-        return f"{staff.workers} workers, {staff.servers} servers"
+    def check(self, batch: Batch, **smaller: Any) -> CheckReport:
+        raise JaxspeedError(
+            "engine.check: not on Ray, whose processes compute what those of one controller do; "
+            "check the same config without --engine ray"
+        )
 
 
 def initialize(
@@ -233,7 +259,7 @@ def initialize(
     loaded = load_config({} if config is None else config)
     staff = staff_of(loaded)
     passed = (model, loss_fn, optimizer, example_batch, trainable)
-    build = Build(staff.alone, staff.workers, staff.servers, staff.platform, *passed)
+    build = Build(staff.alone, staff.workers, staff.servers, staff.platform, staff.factor, *passed)
     with contextlib.ExitStack() as opened:
         opened.enter_context(connected(address))
         program = program_of(loaded, staff, build)
@@ -250,7 +276,11 @@ def program_of(config: Config, staff: Staff, build: Build) -> RayProgram:
     program, servers = build.program(jax.local_devices(backend="cpu")[0])
     given = {name: getattr(program, name) for name in Program.__dataclass_fields__}
     given |= {"config": config, "batch": staff.batch}
-    return RayProgram(**given, workers=staff.workers, servers=tuple(servers))
+    return RayProgram(**given, workers=staff.workers, servers=tuple(servers), rule=staff.rule)
+
+
+def _elements(row: Row) -> int:
+    return math.prod(row.leaf.shape)
 
 
 def _as_arrays(metrics: Mapping[str, Any]) -> Metrics:

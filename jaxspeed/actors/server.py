@@ -25,7 +25,7 @@ class Server:
         """The program of this server's share; the process's id."""
         start_devices("cpu")  # the optimizer's state lives in host memory
         program, shares = build.program(jax.local_devices()[0])
-        self._serving = Serving(program_of_share(program, shares[number], build.workers))
+        self._serving = Serving(program_of_share(program, shares[number], build.factor))
         return os.getpid()
 
     def alive(self) -> bool:

@@ -130,8 +130,11 @@ class UpdateShare(Update):
         return norm
 
 
-def program_of_share(program: Program, pieces: Pieces, workers: int) -> Program:
-    """A program of one device as the program of what one server owns."""
+def program_of_share(program: Program, pieces: Pieces, factor: float = 1) -> Program:
+    """A program of one device as the program of what one server owns.
+
+    Gradients count times `factor`.
+    """
     model: Model = ModelShare(program.model, pieces)
     table = build_table(model.leaves, program.mesh, precision=precision_of(program.config))
     transform = program.optimizer.transform
@@ -145,9 +148,7 @@ def program_of_share(program: Program, pieces: Pieces, workers: int) -> Program:
     table = table.with_state(layout.places, {})
     objective = replace(program.objective, model=model, table=table)
     given = {field.name: getattr(program.update, field.name) for field in fields(Update)}
-    given |= {"table": table, "model": model, "layout": layout}
-    if program.config.gradient_allreduce_op == "sum":
-        given["gradient_factor"] = workers
+    given |= {"table": table, "model": model, "layout": layout, "gradient_factor": factor}
     gradients = replace(program.gradients, objective=objective)
     update = UpdateShare(**given)
     return replace(program, objective=objective, gradients=gradients, update=update)

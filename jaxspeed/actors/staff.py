@@ -7,23 +7,9 @@ from typing import Any
 from jaxspeed.config import Batch, Config
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.parallel.server import Rule
+from jaxspeed.train.served import for_a_worker
 
 _KEY = "parallel.data_reduction"
-_OF_REDUCTION = (
-    "data_reduction",
-    "servers",
-    "max_staleness",
-    "on_stale",
-    "staleness_decay",
-    "worker_pace",
-)
-_ONE = {  # what one worker is not cut over
-    "pipe": "a worker computes whole gradients by itself",
-    "replica": "copies of a worker are workers too: write mesh.data",
-    "seq": "each worker is one device",
-    "expert": "each worker is one device",
-    "tensor": "each worker is one device",
-}
 
 
 @dataclass(frozen=True)
@@ -35,6 +21,7 @@ class Staff:
     platform: str | None  # of the workers; None: what JAX finds there
     batch: Batch
     rule: Rule
+    factor: float  # how often a gradient counts
     alone: dict[str, Any]  # the config of one process, which knows nothing of the others
 
 
@@ -52,8 +39,10 @@ def staff_of(config: Config) -> Staff:
     batch = config.batch(workers)
     rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
     platform = config.run.devices.partition(":")[0] if config.run.devices else None
-    alone = _alone(config, batch)
-    return Staff(workers, parallel.servers, platform, batch, rule, alone)
+    summed = config.gradient_allreduce_op == "sum" and rule.by_rounds
+    alone = for_a_worker(config, batch.micro, batch.accumulation).given
+    factor = workers if summed else 1
+    return Staff(workers, parallel.servers, platform, batch, rule, factor, alone)
 
 
 def _workers(config: Config) -> int | None:
@@ -76,32 +65,6 @@ def _problems(config: Config) -> Iterator[Problem]:
     elif workers < 1:
         found = f"{config.run.devices}, of which {parallel.servers} are servers"
         yield Problem("run.devices", found, "Needs at least one worker.", ("parallel.servers",))
-    for axis, reason in _ONE.items():
-        size = getattr(config.mesh, axis)
-        if size != 1:
-            yield Problem(f"mesh.{axis}", str(size), f"On Ray {reason}: write 1.")
-    zero = config.zero_optimization
-    for name in ("offload_optimizer", "offload_param"):
-        if getattr(zero, name).device == "cpu":
-            works = "On Ray servers keep all state in their hosts' memory: remove it."
-            yield Problem(f"zero_optimization.{name}.device", '"cpu"', works)
     if parallel.worker_pace:
         works = "It simulates workers of one process; on Ray each has its own pace: remove it."
         yield Problem("parallel.worker_pace", str(parallel.worker_pace), works)
-
-
-def _alone(config: Config, batch: Batch) -> dict[str, Any]:
-    """What one process builds its program from: its part of the batch, on one device.
-
-    ZeRO's stage is left out: the state is cut among the servers in any case.
-    """
-    given = config.given
-    for section in ("mesh", "zero_optimization", "elasticity"):
-        given.pop(section, None)
-    parallel = given.get("parallel", {})
-    given["parallel"] = {k: v for k, v in parallel.items() if k not in _OF_REDUCTION}
-    return given | {
-        "train_batch_size": batch.micro * batch.accumulation,
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
-    }

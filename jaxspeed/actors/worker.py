@@ -33,7 +33,7 @@ class Worker:
         start_devices(build.platform)
         self._device = jax.local_devices()[0]
         program, shares = build.program(self._device)
-        self._working = Working(program, shares, build.workers)
+        self._working = Working(program, shares)
         return os.getpid()
 
     def begin(self, built: int, variables: Arrays, *frozen: Arrays) -> int:

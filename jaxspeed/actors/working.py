@@ -1,7 +1,7 @@
 """What a worker does, as functions of arrays: the gradients, or the loss, of a part of a batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -9,26 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.actors.pieces import Pieces
+from jaxspeed.actors.pieces import Piece, Pieces
 from jaxspeed.actors.serving import Published, Told
-from jaxspeed.train.loss import Loss
-from jaxspeed.train.objective import Objective
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import refuse_statistics, wire_of
 from jaxspeed.train.state import Arrays
-
-
-@dataclass(frozen=True)
-class ObjectiveOfPart(Objective):
-    """Micro-batch i of part p of n draws its random numbers as micro-batch i n + p."""
-
-    part: Any = 0
-    parts: int = 1
-
-    def __call__(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
-    ) -> tuple[Loss, Arrays]:
-        number = micro * self.parts + self.part
-        return super().__call__(sources, variables, batch, step, number, train)
 
 
 @dataclass(frozen=True)
@@ -37,23 +22,30 @@ class Working:
 
     program: Program
     shares: Sequence[Pieces]  # of the servers
-    parts: int  # into how many a batch is cut
 
     @cached_property
     def gradients(self) -> Any:
-        """(sources, variables, batch, step, part, scale) -> (gradients by server, what is told)."""
+        """(sources, variables, batch, step, part, scale) -> (gradients by server, what is told).
+
+        Random numbers follow from which part of the batch it is, whoever computes it.
+        """
+        wire = wire_of(self.program.config)
+
+        def trained(pieces: Pieces) -> list[tuple[str, Piece]]:
+            table = self.program.table
+            return [(path, x) for path, x in pieces.items() if table[path].leaf.trainable]
 
         def gradients(
             sources: Arrays, variables: Arrays, batch: Any, step: Any, part: Any, scale: Any
         ) -> tuple[list[Arrays], Told]:
-            objective = self._objective(part)
-            of_part = replace(self.program.gradients, objective=objective)
-            sums, _ = of_part(sources, variables, batch, step, scale)
-            wire = objective.wire
+            refuse_statistics(self.program, variables, batch)
+            first = part * self.program.batch.accumulation
+            own = self.program.gradients
+            sums = own.of_part(sources, variables, batch, step, scale, first)
 
             def cut(pieces: Pieces) -> Arrays:
-                own = {p: x.of(sums.grads[p]) for p, x in pieces.items() if p in sums.grads}
-                return {path: x.astype(wire or x.dtype) for path, x in own.items()}
+                mine = {path: piece.of(sums.grads[path]) for path, piece in trained(pieces)}
+                return {path: x.astype(wire or x.dtype) for path, x in mine.items()}
 
             return list(map(cut, self.shares)), Told(sums.total, sums.weight, sums.metrics)
 
@@ -73,11 +65,6 @@ class Working:
         """The parameters as layers read them, put together from the pieces of all servers."""
         found = joined(self.shares, [one.params for one in published]) | frozen
         return {row.path: jnp.asarray(found[row.path]) for row in self.program.table}
-
-    def _objective(self, part: Any) -> ObjectiveOfPart:
-        objective = self.program.objective
-        given = {name: getattr(objective, name) for name in Objective.__dataclass_fields__}
-        return ObjectiveOfPart(**given, part=part, parts=self.parts)
 
 
 def joined(shares: Sequence[Pieces], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

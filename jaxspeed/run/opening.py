@@ -6,6 +6,7 @@ import os
 import jax
 from rich.console import Console
 
+from jaxspeed.actors import RayProgram
 from jaxspeed.engine.memory import device_limit, stored_bytes
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
@@ -22,6 +23,8 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     console.print(f"data  {trainer.corpus.summary}", highlight=False)
     console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
     console.print()
+    if isinstance(program, RayProgram):
+        return
     console.print(engine.placements)
     with trainer.recorder.phase("compile"):
         compiled = engine.compiled(trainer.example())
@@ -32,21 +35,23 @@ def show_opening(console: Console, trainer: Trainer) -> None:
 
 def on_what(program: Program) -> str:
     """How many parameters, on which devices, in which format."""
-    device = program.devices[0]
+    device, count = program.devices[0], len(program.devices)
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    return (
-        f"[bold]{parameters} parameters on {len(program.devices)} devices[/] {where}{processes}, "
-        f"{program.config.compute_dtype}{_server(program)}"
-    )
+    on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
+    if isinstance(program, RayProgram):
+        count = program.ranks + len(program.servers)
+        on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
+    return f"{on}, {program.config.compute_dtype}{_server(program)}"
 
 
 def _server(program: Program) -> str:
     """Who does what, where there are servers."""
-    if not isinstance(program, ServedProgram):
+    if not isinstance(program, ServedProgram | RayProgram):
         return ""
-    rule, servers = program.rule, program.mesh.size
+    rule = program.rule
+    servers = len(program.servers) if isinstance(program, RayProgram) else program.mesh.size
     pace = "in step" if rule.by_rounds else f"at most {rule.max_staleness} versions stale"
     down, up = bytes_text(program.bytes_down), bytes_text(program.bytes_up)
     return (

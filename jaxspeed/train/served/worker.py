@@ -54,7 +54,7 @@ class Worker:
         def gradients(
             pulled: Pieces, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
         ) -> Sums:
-            self._refuse_statistics(variables, part)
+            refuse_statistics(self.program, variables, part)
             sources = self.joined(pulled)
             sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
             grads = {
@@ -111,17 +111,18 @@ class Worker:
         params = jax.jit(self.joined)(pulled)
         return replace(rest, **here, params=params, master={}, opt=(), ema={})
 
-    def _refuse_statistics(self, variables: Arrays, part: Any) -> None:
-        """What a training pass changes beside gradients would stay on the worker."""
-        count = self.program.batch.accumulation
-        few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
-        rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
-        if self.program.objective.trace(rest, train=True).changes_variables:
-            raise ModelError(
-                'parallel.data_reduction "parameter_server": the training pass changes statistics '
-                "that the model keeps (of a batch norm, say), and workers push gradients alone. "
-                'Write "xla", or a norm that keeps nothing'
-            )
+
+def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
+    """ModelError where a training pass changes what would then stay on the worker."""
+    count = program.batch.accumulation
+    few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
+    rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
+    if program.objective.trace(rest, train=True).changes_variables:
+        raise ModelError(
+            'parallel.data_reduction "parameter_server": the training pass changes statistics '
+            "that the model keeps (of a batch norm, say), and workers push gradients alone. "
+            'Write "xla", or a norm that keeps nothing'
+        )
 
 
 def wire_of(config: Config) -> Any:
