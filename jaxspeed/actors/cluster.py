@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from jaxspeed.errors import ConfigError, RunError
 
 log = logging.getLogger("jaxspeed")
 
+SECONDS_TO_ANSWER = 10
 SECONDS_FOR_ROOM = 60
 SECONDS_TO_START = 300
 _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
@@ -62,6 +64,8 @@ def connected(address: str | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    if address and address != "auto":
+        _check_address(address)
     try:
         ray.init(
             address or "local",
@@ -76,6 +80,18 @@ def connected(address: str | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Something answers there: Ray itself would ask for minutes, and say so line by line."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"--ray-address: {address}; needs HOST:PORT of the head node, or auto")
+    try:
+        socket.create_connection((host, int(port)), SECONDS_TO_ANSWER).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"--ray-address {address}: nothing answers there ({reason})") from None
 
 
 class Cluster:

@@ -61,7 +61,7 @@ def deal(parameters: Sequence[Owned], servers: int) -> list[dict[str, Piece]]:
     """
     load = [0.0] * servers
     owned: list[dict[str, Piece]] = [{} for _ in range(servers)]
-    stay = [p for p in parameters if not p.may_be_cut or not math.prod(p.shape)]
+    stay = [p for p in parameters if not p.may_be_cut or math.prod(p.shape) < 2]
     for one in sorted(stay, key=lambda p: -p.nbytes):
         least = load.index(min(load))
         owned[least][one.path] = Piece.whole(one.shape)
@@ -84,14 +84,12 @@ class _Fill:
 
     def add(self, one: Owned) -> list[tuple[int, Piece]]:
         """Whose it is, and which rows of it."""
-        if not one.shape:
-            return [(self._take(one.nbytes), Piece.whole(()))]
         dim = one.shape.index(max(one.shape))
         rows, found, start = one.shape[dim], [], 0
         a_row = one.nbytes / rows
         while start < rows:
             last = self._server == len(self._room) - 1
-            fits = round(self._room[self._server] / a_row)
+            fits = max(round(self._room[self._server] / a_row), 0)
             stop = rows if last else min(rows, start + fits)
             if stop > start:
                 found.append((self._server, Piece(one.shape, dim, start, stop)))
@@ -100,7 +98,3 @@ class _Fill:
                 self._server += 1
             start = stop
         return found
-
-    def _take(self, nbytes: float) -> int:
-        self._room[self._server] -= nbytes
-        return self._server

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxspeed.actors.build import Build
 from jaxspeed.actors.serving import Published, Told
-from jaxspeed.actors.working import Working, joined
+from jaxspeed.actors.working import Working
 from jaxspeed.checkpoint.leaves import kept_leaves, own
 from jaxspeed.engine.devices import start_devices
 from jaxspeed.train.state import Arrays
@@ -41,7 +41,7 @@ class Worker:
 
         `built` is what `build` gave.
         """
-        self._frozen = joined(self._working.shares, frozen)
+        self._frozen = self._working.joined(frozen)
         leaves = kept_leaves(self._working.program)
         self._variables = {
             path: own(jnp.asarray(x), leaves[f"variables/{path}"]) for path, x in variables.items()

@@ -61,9 +61,13 @@ class Working:
 
         return jax.jit(self.program.in_mesh(evaluate))
 
+    def joined(self, found: Sequence[Mapping[str, Any]]) -> Arrays:
+        """Whole parameters by path, from what each server has of them."""
+        return joined(self.shares, found)
+
     def sources(self, published: Sequence[Published], frozen: Arrays) -> Arrays:
         """The parameters as layers read them, put together from the pieces of all servers."""
-        found = joined(self.shares, [one.params for one in published]) | frozen
+        found = self.joined([one.params for one in published]) | frozen
         return {row.path: jnp.asarray(found[row.path]) for row in self.program.table}
 
 

@@ -1,52 +1,125 @@
-"""Servers and workers as functions, without Ray: together they are one step of one device."""
-import numpy as np, jax, jax.numpy as jnp, pytest
-from jaxspeed.actors.plan import plan_of
-from jaxspeed.actors.share import shares, program_of_share
-from jaxspeed.actors.serving import Serving, together
-from jaxspeed.actors.working import Working
-from jaxspeed.actors.states import put_together, taken_apart
-from jaxspeed.config import load_config
-from jaxspeed.engine.family import resolve_model
-from jaxspeed.train import build_program
-import jaxspeed
+"""Servers and workers as functions: together they make the step of one controller."""
 
-CFG={
- "run":{"devices":"cpu:4"},
- "model":{"family":"llama","config":{"hidden_size":16,"intermediate_size":32,"num_hidden_layers":2,"num_attention_heads":2,"num_key_value_heads":1,"vocab_size":64,"max_position_embeddings":16}},
- "train_batch_size":8,"gradient_accumulation_steps":2, "gradient_clipping":0.5,
- "optimizer":{"type":"AdamW","params":{"lr":0.01,"weight_decay":0.1}, "exclude_norms_and_biases": True},
- "parallel":{"data_reduction":"parameter_server","servers":2},
-}
-def test_x():
-    config=load_config(CFG); plan=plan_of(config)
-    model,loss=resolve_model(config)
-    alone=load_config(plan.alone)
-    program=build_program(alone,model,loss,devices=jax.devices()[:1])
-    dealt=shares(program,2)
-    print([ {p:(x.own_shape) for p,x in d.items()} for d in dealt])
-    servers=[Serving(program_of_share(program,d,plan.workers)) for d in dealt]
-    states=[s.program.init(0) for s in servers]
-    worker=Working(program,dealt,plan.workers)
-    ref_cfg={**CFG,"parallel":{},"mesh":{"data":2},"run":{}}
-    eng=jaxspeed.initialize(config=ref_cfg,devices=jax.devices()[:2])
-    rng=np.random.default_rng(0)
-    variables=program.init(0).variables
-    for step in range(10):
-        batch={"tokens":rng.integers(0,64,(8,17)).astype(np.int32),"segment_ids":np.ones((8,17),np.int32)}
-        pub=[s.published(st) for s,st in zip(servers,states)]
-        src=worker.sources(pub,{})
-        out=[worker.gradients(src,variables,{k:v[4*p:4*p+4] for k,v in batch.items()},pub[0].step,p,pub[0].scale) for p in range(2)]
-        told,sh=together([o[1] for o in out])
-        red=[s.reduce([o[0][i] for o in out],sh) for i,s in enumerate(servers)]
-        sq=jnp.stack([r[1] for r in red])
-        new=[s.apply(st,r[0],sq,told) for s,st,r in zip(servers,states,red)]
-        states=[n[0] for n in new]
-        m=eng.train_batch(batch)
-        print(float(m["loss"]),float(new[0][1]["loss"]),float(m["grad_norm"]),float(new[1][1]["grad_norm"]))
-    whole=put_together(program,[s.given(st) for s,st in zip(servers,states)],dealt,{f"variables/{k}":np.asarray(jax.random.key_data(v)) if jnp.issubdtype(v.dtype,jax.dtypes.prng_key) else np.asarray(v) for k,v in variables.items()})
-    for p,x in eng.parameters.items():
-        np.testing.assert_allclose(whole.params[p],x,atol=1e-5)
-    again,_=taken_apart(program,whole,dealt)
-    for a,s,st in zip(again,servers,states):
-        g=s.given(st); assert a.keys()==g.keys()
-        assert all((a[k]==g[k]).all() for k in g)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxspeed
+from jaxspeed.actors.share import shares
+from jaxspeed.actors.states import taken_apart
+from jaxspeed.errors import ConfigError
+from tests.actors.parts import Parts, batches, config, plain
+
+
+def reference(**changes):
+    return jaxspeed.initialize(config=plain(**changes), devices=jax.devices()[:2])
+
+
+def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
+    for batch in given_batches:
+        ours, theirs = parts.step(batch), engine.train_batch(batch)
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(ours[0][name], theirs[name], rtol=rtol)
+    whole, theirs = parts.state(), engine.state
+    for path, value in engine.parameters.items():
+        stored = (whole.master or whole.params)[path]
+        np.testing.assert_allclose(stored, value, atol=atol, err_msg=path)
+    assert int(whole.step) == int(theirs.step)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        pytest.param({"type": "Lamb", "params": {"lr": 0.01}}, marks=pytest.mark.full),
+        {"type": "Muon", "params": {"lr": 0.01}},
+    ],
+    ids=lambda x: x["type"],
+)
+def test_ten_steps_are_those_of_data_parallelism(optimizer):
+    # Clipping is on: the global norm is of all servers together.
+    parts = Parts(config(optimizer=optimizer))
+    assert_trains_as(reference(optimizer=optimizer), parts, batches(10))
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_gets_them_whole():
+    parts = Parts(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}))
+    pieces = {path: x for own in parts.shares for path, x in own.items()}
+    matrices = [row.path for row in parts.program.table if "mlp" in row.path and row.leaf.names]
+    assert matrices and all(pieces[path].is_whole for path in matrices)
+
+
+def test_servers_hold_equal_shares_of_the_bytes():
+    parts = Parts(config())
+    held = [sum(x.nbytes for x in jax.tree.leaves(state)) for state in parts.states]
+    assert max(held) < 1.1 * min(held)
+    whole = sum(x.nbytes for x in jax.tree.leaves((parts.state().params, parts.state().opt)))
+    assert sum(held) < 1.01 * whole
+
+
+def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
+    changes = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1}
+    parts = Parts(config(**changes))
+    published = parts.servers[0].published(parts.states[0])
+    assert {x.dtype for x in published.params.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert all(x.dtype == jnp.float32 for x in parts.states[0].master.values())
+    assert_trains_as(reference(**changes), parts, batches(3), rtol=2e-2, atol=2e-2)
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
+    parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}))
+    before = [server.given(state) for server, state in zip(parts.servers, parts.states)]
+    server = parts.servers[0]
+    poisoned = []
+
+    def reduce(pushes, shares):
+        grads, squares = type(server).reduce.func(server)(pushes, shares)
+        poisoned.append(True)
+        return grads, squares * jnp.nan
+
+    server.__dict__["reduce"] = reduce
+    metrics = parts.step(batches(1)[0])
+    assert poisoned and all(bool(one["skipped"]) for one in metrics)
+    after = [server.given(state) for server, state in zip(parts.servers, parts.states)]
+    for old, new in zip(before, after, strict=True):
+        assert int(new["skipped"]) == 1
+        for name in old:
+            if name.startswith(("params/", "opt/")):
+                np.testing.assert_array_equal(old[name], new[name], err_msg=name)
+
+
+def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
+    model = {**config()["model"], "config": {**config()["model"]["config"], "dropout": 0.2}}
+    parts = Parts(config(model=model))
+    engine = jaxspeed.initialize(config=config(model=model), devices=jax.devices()[:4])
+    assert_trains_as(engine, parts, batches(3))
+
+
+def test_a_state_is_taken_apart_and_put_together_bit_for_bit():
+    changes = {"optimizer": {**config()["optimizer"], "ema_decay": 0.9}, "bf16": {"enabled": True}}
+    parts = Parts(config(**changes))
+    parts.step(batches(1)[0])
+    again, _ = taken_apart(parts.program, parts.state(), parts.shares)
+    for server, state, theirs in zip(parts.servers, parts.states, again, strict=True):
+        ours = server.given(state)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert ours[name].tobytes() == theirs[name].tobytes(), name
+        taken = server.given(server.taken(theirs))
+        assert all(taken[name].tobytes() == ours[name].tobytes() for name in ours)
+
+
+def test_an_optimizer_that_mixes_parameters_is_refused():
+    given = config()
+    del given["optimizer"]
+    mixing = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    with pytest.raises(ConfigError, match=r"reads other parameters .* gradient_clipping"):
+        Parts(given, optimizer=mixing)
+
+
+def test_more_servers_than_parameters_can_feed_are_refused():
+    parts = Parts(config())
+    with pytest.raises(ConfigError, match="would own nothing"):
+        shares(parts.program, 100_000)
