@@ -104,7 +104,8 @@ class ServedEngine(Engine):
     def module(self) -> Any:
         """The live model on the first worker, with the parameters of now; valid for good."""
         own, state = self.runnable
-        here = jax.device_put(self.parameters, own.mesh.devices.flat[0])
+        host = {path: np.asarray(x) for path, x in self.parameters.items()}
+        here = jax.device_put(host, own.mesh.devices.flat[0])
         return own.model.bind(here, state.variables, train=False, step=0, micro=0)
 
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.served.program import ServedProgram
-from jaxspeed.train.served.traffic import Traffic
+from jaxspeed.train.served.traffic import Traffic, one_copy
 from jaxspeed.train.served.worker import Pieces
 from jaxspeed.train.state import Arrays, TrainState
 
@@ -39,7 +39,7 @@ class Fleet:
         """A worker gets what the servers published; what is never trained, only once."""
         if self._variables[worker] is None:
             device = self.program.workers[worker].device
-            self._variables[worker] = jax.device_put(state.variables, device)
+            self._variables[worker] = one_copy(state.variables, device)
             self._pull(worker, {path: published[path] for path in self._frozen})
         self._pull(worker, {p: x for p, x in published.items() if p not in self._frozen})
         self.pull_scale(worker, state)
