@@ -129,7 +129,7 @@ def _plain(program: Program) -> Program:
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
-    accumulation = program.batch.accumulation
+    accumulation = _micro_batches_on_one(program)
     given |= {
         "mesh": {},
         "zero_optimization": zero,
@@ -145,6 +145,12 @@ def _plain(program: Program) -> Program:
     config = type(program.config).load(given)
     device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
     return _rebuilt(program, config, None, program.objective.loss_fn, [device])
+
+
+def _micro_batches_on_one(program: Program) -> int:
+    """On one device: as many as each rank has, or where workers draw numbers of their own, all."""
+    each = program.batch.accumulation
+    return each * program.ranks if isinstance(program, ServedProgram) else each
 
 
 def _rebuilt(
@@ -260,7 +266,7 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
 
 def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
     """Samples in the order in which the ranks' micro-batches take them."""
-    if not x.shape:
+    if not x.shape or isinstance(program, ServedProgram):
         return x
     ranks = program.ranks
     parts = x.reshape(ranks, program.batch.accumulation, -1, *x.shape[1:])

@@ -16,7 +16,6 @@ from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
-from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
@@ -26,6 +25,7 @@ from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
+from jaxspeed.train.pace import Pace
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.served import ServedProgram
 from jaxspeed.train.state import TrainState, unpad, updated_values

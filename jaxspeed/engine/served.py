@@ -16,13 +16,9 @@ import numpy as np
 
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
-from jaxspeed.engine.pace import Pace
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.served import OwnPace, Rounds, ServedProgram, Service, Traffic
 from jaxspeed.train.state import TrainState
-
-# Each call runs many programs on each server, of which simulated devices take few at a time.
-CALLS_IN_FLIGHT = 1
 
 
 class ServedEngine(Engine):
@@ -33,7 +29,6 @@ class ServedEngine(Engine):
     def __init__(self, program: ServedProgram, state: TrainState) -> None:
         self._service = Service(program, state)
         super().__init__(program, state)
-        self._pace = Pace(program.mesh.devices.flat[0], CALLS_IN_FLIGHT)
         self._way = self._way_of_now()
 
     def _way_of_now(self) -> Rounds | OwnPace:
@@ -79,7 +74,6 @@ class ServedEngine(Engine):
         start = time.perf_counter()
         self.traffic.begin_step()
         metrics: Metrics = self._explained(self._way.train, self.program.parts(placed))
-        self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         return metrics
 
@@ -88,7 +82,7 @@ class ServedEngine(Engine):
         parts = self.program.parts(self._place(batch, "eval_batch", None))
         self._way.drain()
         metrics: Metrics = self._explained(self._service.evaluated, parts)
-        self._pace.sent(metrics["loss"])
+        self._service.pace.sent(metrics["loss"])
         return metrics
 
     # -- looking ----------------------------------------------------------------------------------
@@ -104,7 +98,8 @@ class ServedEngine(Engine):
     def module(self) -> Any:
         """The live model on the first worker, with the parameters of now; valid for good."""
         own, state = self.runnable
-        here = jax.device_put(self.parameters, own.mesh.devices.flat[0])
+        host = {path: np.asarray(x) for path, x in self.parameters.items()}
+        here = jax.device_put(host, own.mesh.devices.flat[0])
         return own.model.bind(here, state.variables, train=False, step=0, micro=0)
 
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:

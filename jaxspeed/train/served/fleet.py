@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.served.program import ServedProgram
-from jaxspeed.train.served.traffic import Traffic
+from jaxspeed.train.served.traffic import Traffic, one_copy
 from jaxspeed.train.served.worker import Pieces
 from jaxspeed.train.state import Arrays, TrainState
 
@@ -39,16 +39,17 @@ class Fleet:
         """A worker gets what the servers published; what is never trained, only once."""
         if self._variables[worker] is None:
             device = self.program.workers[worker].device
-            self._variables[worker] = jax.device_put(state.variables, device)
-            self._pull(worker, {path: published[path] for path in self._frozen})
-        self._pull(worker, {p: x for p, x in published.items() if p not in self._frozen})
+            self._variables[worker] = one_copy(state.variables, device)
+            self.pull_some(worker, {path: published[path] for path in self._frozen})
+        self.pull_some(worker, {p: x for p, x in published.items() if p not in self._frozen})
         self.pull_scale(worker, state)
 
-    def _pull(self, worker: int, published: Arrays, what: str = "parameters") -> None:
+    def pull_some(self, worker: int, published: Arrays) -> None:
+        """Some of the parameters."""
         device = self.program.workers[worker].device
         pieces = {path: self._pieces(x, path) for path, x in published.items()}
         flat = [piece for each in pieces.values() for piece in each]
-        sent = iter(self.traffic.send("down", worker, what, flat, [device] * len(flat)))
+        sent = iter(self.traffic.send("down", worker, "parameters", flat, [device] * len(flat)))
         self._pulled[worker] |= {path: [next(sent) for _ in each] for path, each in pieces.items()}
 
     def pull_scale(self, worker: int, state: TrainState) -> None:
@@ -97,16 +98,19 @@ class Fleet:
 
     def push(self, worker: int) -> Sums:
         """What a worker computed, each piece on the server that owns it."""
-        return self.push_gradients(worker, None)._replace(**self.push_scalars(worker))
+        sums = self.push_scalars(worker)._replace(grads=self.push_gradients(worker))
+        self.pushed(worker)
+        return sums
 
-    def push_scalars(self, worker: int) -> dict[str, Any]:
-        """Loss, weight and metrics: the last of a push."""
-        sums = self._scalars(worker, self._computed.pop(worker))
-        return {name: getattr(sums, name) for name in ("total", "weight", "metrics")}
+    def push_scalars(self, worker: int) -> Sums:
+        """Loss, weight and metrics."""
+        return self._scalars(worker, self._computed[worker])
 
-    def push_gradients(
-        self, worker: int, paths: Sequence[str] | None, what: str = "gradients"
-    ) -> Sums:
+    def pushed(self, worker: int) -> None:
+        """What it computed is not wanted any more."""
+        del self._computed[worker]
+
+    def push_gradients(self, worker: int, paths: Sequence[str] | None = None) -> Arrays:
         """The gradients of these parameters, of all by default."""
         sums = self._computed[worker]
         chosen = list(sums.grads) if paths is None else list(paths)
@@ -116,17 +120,13 @@ class Fleet:
             pieces: Any = sums.grads[path]
             flat += pieces if cuts[path].dim is not None else pieces * len(self._servers)
             to += self._servers
-        sent = iter(self.traffic.send("up", worker, what, flat, to))
+        sent = iter(self.traffic.send("up", worker, "gradients", flat, to))
         grads = {}
         for path in chosen:
             parts = [next(sent) for _ in self._servers]
             cut = cuts[path]
             grads[path] = jax.make_array_from_single_device_arrays(cut.stored, cut.at, parts)
-        return Sums(grads, None, None, {})  # type: ignore[arg-type]
-
-    def drop(self, worker: int) -> Sums:
-        """The loss of a push whose gradients are not wanted: they are not sent."""
-        return Sums({}, **self.push_scalars(worker))
+        return grads
 
     def _scalars(self, worker: int, sums: Sums) -> Sums:
         leaves, tree = jax.tree.flatten(sums._replace(grads={}))

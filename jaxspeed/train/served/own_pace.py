@@ -58,7 +58,8 @@ class OwnPace:
             self._update = service.apply(sums, push.factor)
             sums = sums._replace(grads={})
         else:
-            sums = service.fleet.drop(arrival.worker)
+            sums = service.fleet.push_scalars(arrival.worker)
+            service.fleet.pushed(arrival.worker)  # its gradients were not sent
         assert service.version == self.turns.ledger.version
         losses = self._losses
         self._losses = sums if losses is None else service.program.fold(losses, sums)

@@ -22,6 +22,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.train.gradients import batch_specs
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.served.buckets import Buckets, buckets_of
 from jaxspeed.train.served.cuts import cuts_of
 from jaxspeed.train.served.worker import Worker, wire_of
 from jaxspeed.train.state import Arrays, TrainState
@@ -93,8 +94,13 @@ class ServedProgram(Program):
 
     @cached_property
     def fold(self) -> Callable[[Sums, Sums], Sums]:
-        """The weighted mean of two workers' sums; the first is used up."""
-        return jax.jit(self.in_mesh(folded), donate_argnums=0)
+        """The weighted mean of two workers' sums; the first one's gradients are used up."""
+
+        def fold(grads: Arrays, seen: Sums, new: Sums) -> Sums:
+            return folded(seen._replace(grads=grads), new)
+
+        compiled = jax.jit(self.in_mesh(fold), donate_argnums=0)
+        return lambda seen, new: compiled(seen.grads, seen._replace(grads={}), new)
 
     @cached_property
     def apply(self) -> Any:
@@ -120,6 +126,11 @@ class ServedProgram(Program):
             return {**sums.metrics, "loss": loss, "weight": sums.weight}
 
         return jax.jit(mean)
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """The parts of an update by rounds; None where it has to wait for all gradients."""
+        return buckets_of(self)
 
     @cached_property
     def publish(self) -> Callable[[TrainState], Arrays]:

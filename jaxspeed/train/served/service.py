@@ -5,11 +5,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspeed.train.pace import Pace
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Metrics
 from jaxspeed.train.served.fleet import Fleet
 from jaxspeed.train.served.program import ServedProgram
 from jaxspeed.train.state import Arrays, TrainState
+
+# Updates that simulated servers may be behind: each is several programs.
+UNDER_WAY = 1
 
 
 class Service:
@@ -18,6 +22,7 @@ class Service:
     def __init__(self, program: ServedProgram, state: TrainState) -> None:
         self.program = program
         self.fleet = Fleet(program)
+        self.pace = Pace(program.mesh.devices.flat[0], UNDER_WAY)
         self.state = state
         self.version = int(state.step)  # of the parameters; each update makes one
         self._published: Arrays | None = None
@@ -44,10 +49,21 @@ class Service:
 
     def apply(self, sums: Sums, factor: float = 1.0) -> Metrics:
         """One update, by what was pushed."""
-        self._published = None
-        self.state, metrics = self.program.apply(self.state, sums, np.float32(factor))
-        self.version += 1
+        state, metrics = self.program.apply(self.state, sums, np.float32(factor))
+        self.advance(state)
+        self.pace.sent(metrics["loss"])
         return metrics
+
+    def advance(self, state: TrainState) -> None:
+        """The state after an update: the next version."""
+        self._published = None
+        self.state = state
+        self.version += 1
+
+    def has_pulled(self, worker: int) -> None:
+        """A worker got the version of now piece by piece."""
+        self.fleet.pull_scale(worker, self.state)
+        self._pulled[worker] = self.version
 
     def evaluated(self, parts: list[Any]) -> Metrics:
         """The loss of the parts in evaluation mode, by the parameters of now."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -34,3 +34,11 @@ class Traffic:
 
     def begin_step(self) -> None:
         self.order.clear()
+
+
+def one_copy(tree: Any, device: jax.Device) -> Any:
+    """What every server has, on another device.
+
+    From one shard: `device_put` of an array on a mesh leaves that mesh in its type (jax 0.10.2).
+    """
+    return jax.tree.map(lambda x: jax.device_put(x.addressable_shards[0].data, device), tree)

@@ -15,6 +15,7 @@ from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.precision import DTYPES
 from jaxspeed.train.program import Program
 from jaxspeed.train.served.cuts import Cut
+from jaxspeed.train.served.traffic import one_copy
 from jaxspeed.train.state import Arrays, TrainState
 
 Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
@@ -105,7 +106,7 @@ class Worker:
     def state(self, pulled: Pieces, rest: TrainState) -> TrainState:
         """What this worker's program reads of a state, on this worker: no moments, no masters."""
         here = {
-            name: jax.device_put(getattr(rest, name), self.device)
+            name: one_copy(getattr(rest, name), self.device)
             for name in ("step", "skipped", "variables", "loss_scale")
         }
         params = jax.jit(self.joined)(pulled)
