@@ -176,6 +176,6 @@ def _lacks(processes: int, wanted: dict[str, float], has: dict[str, float], verb
     needs = " and ".join(f"{need:g} {name}s" for name, need in wanted.items())
     there = " and ".join(f"{has.get(name, 0):g}" for name in wanted)
     return (
-        f"Ray: {processes} processes (mesh.data workers and parallel.servers servers, a CPU each) "
-        f"need {needs}, and the cluster {verb} {there}; ask for fewer, or join a larger cluster"
+        f"Ray: the {processes} processes, mesh.data workers and parallel.servers servers, need "
+        f"{needs}, and the cluster {verb} {there}; ask for fewer, or join a larger cluster"
     )

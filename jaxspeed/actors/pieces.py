@@ -94,7 +94,8 @@ class _Fill:
             if stop > start:
                 found.append((self._server, Piece(one.shape, dim, start, stop)))
                 self._room[self._server] -= (stop - start) * a_row
-            if stop < rows:
+            if stop < rows:  # what rounding left is the next one's
+                self._room[self._server + 1] += self._room[self._server]
                 self._server += 1
             start = stop
         return found

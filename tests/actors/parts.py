@@ -19,11 +19,13 @@ from jaxspeed.train.state import TrainState
 
 CONFIG: dict[str, Any] = {
     "model": {
-        "family": "gpt2",
+        "family": "llama",
         "config": {
             "hidden_size": 16,
+            "intermediate_size": 32,
             "num_hidden_layers": 2,
             "num_attention_heads": 2,
+            "num_key_value_heads": 1,
             "vocab_size": 64,
             "max_position_embeddings": 16,
         },
@@ -33,6 +35,17 @@ CONFIG: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+}
+DROPPING: dict[str, Any] = {
+    "family": "gpt2",
+    "config": {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+        "dropout": 0.2,
+    },
 }
 SERVED = {"data_reduction": "parameter_server", "servers": 2}
 

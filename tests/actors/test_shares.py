@@ -10,7 +10,7 @@ import jaxspeed
 from jaxspeed.actors.share import shares
 from jaxspeed.actors.states import taken_apart
 from jaxspeed.errors import ConfigError
-from tests.actors.parts import Parts, batches, config, plain
+from tests.actors.parts import DROPPING, Parts, batches, config, plain
 
 
 def reference(**changes):
@@ -34,7 +34,7 @@ def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
     [
         {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         pytest.param({"type": "Lamb", "params": {"lr": 0.01}}, marks=pytest.mark.full),
-        {"type": "Muon", "params": {"lr": 0.01}},
+        pytest.param({"type": "Muon", "params": {"lr": 0.01}}, marks=pytest.mark.full),
     ],
     ids=lambda x: x["type"],
 )
@@ -47,7 +47,7 @@ def test_ten_steps_are_those_of_data_parallelism(optimizer):
 def test_an_optimizer_that_looks_at_whole_matrices_gets_them_whole():
     parts = Parts(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}))
     pieces = {path: x for own in parts.shares for path, x in own.items()}
-    matrices = [row.path for row in parts.program.table if "mlp" in row.path and row.leaf.names]
+    matrices = [row.path for row in parts.program.table if "mlp/" in row.path]
     assert matrices and all(pieces[path].is_whole for path in matrices)
 
 
@@ -60,12 +60,13 @@ def test_servers_hold_equal_shares_of_the_bytes():
 
 
 def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
-    changes = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    changes = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1, "optimizer": sgd}
     parts = Parts(config(**changes))
     published = parts.servers[0].published(parts.states[0])
     assert {x.dtype for x in published.params.values()} == {jnp.dtype(jnp.bfloat16)}
     assert all(x.dtype == jnp.float32 for x in parts.states[0].master.values())
-    assert_trains_as(reference(**changes), parts, batches(3), rtol=2e-2, atol=2e-2)
+    assert_trains_as(reference(**changes), parts, batches(3), rtol=2e-2, atol=1e-3)
 
 
 def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
@@ -91,9 +92,10 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
 
 
 def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
-    model = {**config()["model"], "config": {**config()["model"]["config"], "dropout": 0.2}}
-    parts = Parts(config(model=model))
-    engine = jaxspeed.initialize(config=config(model=model), devices=jax.devices()[:4])
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    given = config(model=DROPPING, optimizer=sgd)
+    parts = Parts(given)
+    engine = jaxspeed.initialize(config=given, devices=jax.devices()[:4])
     assert_trains_as(engine, parts, batches(3))
 
 
