@@ -6,10 +6,11 @@ at its `OwnPace`.
 """
 
 from jaxspeed.train.served.own_pace import OwnPace
-from jaxspeed.train.served.program import ServedProgram, build_served, without_servers
+from jaxspeed.train.served.program import ServedProgram, build_served, for_a_worker, without_servers
 from jaxspeed.train.served.rounds import Rounds
 from jaxspeed.train.served.service import Service
 from jaxspeed.train.served.traffic import Traffic
+from jaxspeed.train.served.worker import refuse_statistics, wire_of
 
 __all__ = [
     "OwnPace",
@@ -18,5 +19,8 @@ __all__ = [
     "Service",
     "Traffic",
     "build_served",
+    "for_a_worker",
+    "refuse_statistics",
+    "wire_of",
     "without_servers",
 ]

@@ -48,12 +48,9 @@ class ServedProgram(Program):
         return (*self.worker_devices, *self.mesh.devices.flat)
 
     @cached_property
-    def workers(self) -> tuple[Worker, ...]:
-        cuts = cuts_of(self.table)
-        return tuple(
-            Worker.on(number, device, self.of_worker, cuts)
-            for number, device in enumerate(self.worker_devices)
-        )
+    def worker(self) -> Worker:
+        """What each worker runs."""
+        return Worker(self.of_worker, cuts_of(self.table))
 
     @cached_property
     def batch_mesh(self) -> Mesh:
@@ -205,7 +202,7 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
         )
     rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
     owner = built(_for_servers(config), servers)
-    of_worker = built(_for_a_worker(config, batch.micro, batch.accumulation), workers[:1])
+    of_worker = built(for_a_worker(config, batch.micro, batch.accumulation), workers[:1])
     summed = config.gradient_allreduce_op == "sum" and rule.by_rounds
     parts = {name: getattr(owner, name) for name in ("objective", "gradients", "source")}
     return ServedProgram(
@@ -226,7 +223,8 @@ def _for_servers(config: Config) -> Config:
     return _on_one_mesh(config, zero, {"train_micro_batch_size_per_gpu": 1})
 
 
-def _for_a_worker(config: Config, micro: int, accumulation: int) -> Config:
+def for_a_worker(config: Config, micro: int, accumulation: int) -> Config:
+    """The config of one worker, which knows of no other."""
     batch = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
