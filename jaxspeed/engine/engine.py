@@ -301,12 +301,12 @@ def compiled_report(program: Program, batch: Any) -> CompiledReport:
 
 def _compiled_worker(program: ServedProgram, batch: Any) -> CompiledReport:
     """What one worker computes of its part: all but the update is there."""
-    traced = program.workers[0].gradients.trace(*program.workers[0].abstract(batch, program.ranks))
+    traced = program.worker.gradients.trace(*program.worker.abstract(batch, program.ranks))
     lowered = traced.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
     timed = _timed(time.perf_counter() - start)
-    return report(compiled, program.workers[0].program.mesh, timed)
+    return report(compiled, program.of_worker.mesh, timed)
 
 
 def _timed(seconds: float) -> float | None:

@@ -29,6 +29,7 @@ class ServedEngine(Engine):
     def __init__(self, program: ServedProgram, state: TrainState) -> None:
         self._service = Service(program, state)
         super().__init__(program, state)
+        del self._state  # the service has it, and the next one
         self._way = self._way_of_now()
 
     def _way_of_now(self) -> Rounds | OwnPace:
@@ -92,7 +93,7 @@ class ServedEngine(Engine):
         """The first worker's program, and what it reads of the state."""
         state = self.state
         self._service.pull(0)
-        return self.program.workers[0].program, self._service.fleet.state(0, state)
+        return self.program.of_worker, self._service.fleet.state_of_first(state)
 
     @property
     def module(self) -> Any:

@@ -47,7 +47,7 @@ def assert_trains_as(ours, theirs, tolerance=1e-5, accumulation=1, steps=10):
     [
         (2, 1, {}),
         (3, 1, {"gradient_clipping": 0.1}),
-        (1, 2, {}),
+        (1, 2, {"parallel": {"remat": "full"}}),
         pytest.param(
             2, 2, {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, marks=pytest.mark.full
         ),

@@ -24,9 +24,9 @@ class Fleet:
         self.program = program
         self.traffic = Traffic()
         self._frozen = {row.path for row in program.table if not row.leaf.trainable}
-        self._pulled: list[Pieces] = [{} for _ in program.workers]
-        self._scale: list[Any] = [None for _ in program.workers]
-        self._variables: list[Any] = [None for _ in program.workers]
+        self._pulled: list[Pieces] = [{} for _ in program.worker_devices]
+        self._scale: list[Any] = [None for _ in program.worker_devices]
+        self._variables: list[Any] = [None for _ in program.worker_devices]
         self._computed: dict[int, Sums] = {}
 
     @property
@@ -38,7 +38,7 @@ class Fleet:
     def pull(self, worker: int, published: Arrays, state: TrainState) -> None:
         """A worker gets what the servers published; what is never trained, only once."""
         if self._variables[worker] is None:
-            device = self.program.workers[worker].device
+            device = self.program.worker_devices[worker]
             self._variables[worker] = one_copy(state.variables, device)
             self.pull_some(worker, {path: published[path] for path in self._frozen})
         self.pull_some(worker, {p: x for p, x in published.items() if p not in self._frozen})
@@ -46,7 +46,7 @@ class Fleet:
 
     def pull_some(self, worker: int, published: Arrays) -> None:
         """Some of the parameters."""
-        device = self.program.workers[worker].device
+        device = self.program.worker_devices[worker]
         pieces = {path: self._pieces(x, path) for path, x in published.items()}
         flat = [piece for each in pieces.values() for piece in each]
         sent = iter(self.traffic.send("down", worker, "parameters", flat, [device] * len(flat)))
@@ -54,19 +54,19 @@ class Fleet:
 
     def pull_scale(self, worker: int, state: TrainState) -> None:
         """What the loss is multiplied with, a number."""
-        device = self.program.workers[worker].device
+        device = self.program.worker_devices[worker]
         scale = state.loss_scale.scale.addressable_shards[0].data
         self._scale[worker] = self.traffic.send("down", worker, "scale", [scale], [device])[0]
 
     def _pieces(self, x: jax.Array, path: str) -> list[jax.Array]:
         """Of a published array, on its servers."""
         by_device = {shard.device: shard.data for shard in x.addressable_shards}
-        owners = self._servers if self.program.workers[0].cuts[path].dim is not None else [None]
+        owners = self._servers if self.program.worker.cuts[path].dim is not None else [None]
         return [by_device[owner or self._servers[0]] for owner in owners]
 
     def forget(self) -> None:
         """The servers have another state: what was pulled is of no use."""
-        for worker in range(len(self.program.workers)):
+        for worker in range(self.program.ranks):
             self._pulled[worker], self._variables[worker] = {}, None
         self._computed.clear()
 
@@ -74,25 +74,25 @@ class Fleet:
 
     def compute(self, worker: int, part: Any, step: int) -> None:
         """Begins the gradients of a part; `step` is the version that was pulled."""
-        own = self.program.workers[worker]
-        self._computed[worker] = own.gradients(
+        device = self.program.worker_devices[worker]
+        self._computed[worker] = self.program.worker.gradients(
             self._pulled[worker],
             self._variables[worker],
-            jax.device_put(part, own.device),
+            jax.device_put(part, device),
             np.int32(step),
             self._scale[worker],
-            np.int32(own.first_micro),
+            np.int32(worker * self.program.batch.accumulation),
         )
 
     def loss(self, worker: int, part: Any, step: int) -> Sums:
         """The loss of a part in evaluation mode, as sums on the servers."""
-        own = self.program.workers[worker]
-        args = (self._pulled[worker], self._variables[worker], jax.device_put(part, own.device))
-        return self._scalars(worker, own.loss(*args, np.int32(step)))
+        part = jax.device_put(part, self.program.worker_devices[worker])
+        args = (self._pulled[worker], self._variables[worker], part, np.int32(step))
+        return self._scalars(worker, self.program.worker.loss(*args))
 
-    def state(self, worker: int, state: TrainState) -> TrainState:
-        """What a worker's program reads of the state."""
-        return self.program.workers[worker].state(self._pulled[worker], state)
+    def state_of_first(self, state: TrainState) -> TrainState:
+        """What a worker's program reads of the state, on the first."""
+        return self.program.worker.state(self._pulled[0], state)
 
     # -- gradients, up ----------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Fleet:
         """The gradients of these parameters, of all by default."""
         sums = self._computed[worker]
         chosen = list(sums.grads) if paths is None else list(paths)
-        cuts = self.program.workers[worker].cuts
+        cuts = self.program.worker.cuts
         flat, to = [], []
         for path in chosen:
             pieces: Any = sums.grads[path]

@@ -48,12 +48,9 @@ class ServedProgram(Program):
         return (*self.worker_devices, *self.mesh.devices.flat)
 
     @cached_property
-    def workers(self) -> tuple[Worker, ...]:
-        cuts = cuts_of(self.table)
-        return tuple(
-            Worker.on(number, device, self.of_worker, cuts)
-            for number, device in enumerate(self.worker_devices)
-        )
+    def worker(self) -> Worker:
+        """What each worker runs."""
+        return Worker(self.of_worker, cuts_of(self.table))
 
     @cached_property
     def batch_mesh(self) -> Mesh:

@@ -10,7 +10,6 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
-from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.precision import DTYPES
 from jaxspeed.train.program import Program
@@ -23,29 +22,16 @@ Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker; its compiled programs hold no array."""
+    """What every worker runs: one program, compiled for each worker's device. It holds no array."""
 
-    number: int
-    program: Program  # on this worker's device alone
+    program: Program  # of one device: the first worker's
     cuts: dict[str, Cut]  # of the servers
 
-    @classmethod
-    def on(cls, number: int, device: jax.Device, like: Program, cuts: dict[str, Cut]) -> "Worker":
-        """The worker on this device, of a program that is built for one such device."""
-        table = replace(like.table, mesh=build_mesh({}, [device]))
-        objective = replace(like.objective, table=table)
-        gradients = replace(like.gradients, objective=objective)
-        return cls(number, replace(like, objective=objective, gradients=gradients), cuts)
-
     @property
-    def device(self) -> jax.Device:
+    def first(self) -> jax.Device:
+        """The first worker."""
         device: jax.Device = self.program.mesh.devices.flat[0]
         return device
-
-    @property
-    def first_micro(self) -> int:
-        """The number of its first micro-batch among those of all workers."""
-        return self.number * self.program.batch.accumulation
 
     @cached_property
     def gradients(self) -> Any:
@@ -79,7 +65,7 @@ class Worker:
 
     def abstract(self, batch: Any, ranks: int) -> tuple[Any, ...]:
         """The shapes that `gradients` is given, of a global batch."""
-        here = SingleDeviceSharding(self.device)
+        here = SingleDeviceSharding(self.first)
 
         def shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
@@ -104,9 +90,9 @@ class Worker:
         return {path: self.cuts[path].joined(pieces) for path, pieces in pulled.items()}
 
     def state(self, pulled: Pieces, rest: TrainState) -> TrainState:
-        """What this worker's program reads of a state, on this worker: no moments, no masters."""
+        """What the program reads of a state, on the first worker: no moments, no masters."""
         here = {
-            name: one_copy(getattr(rest, name), self.device)
+            name: one_copy(getattr(rest, name), self.first)
             for name in ("step", "skipped", "variables", "loss_scale")
         }
         params = jax.jit(self.joined)(pulled)
