@@ -25,7 +25,7 @@ _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|marked dead|Raylet is terminated",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

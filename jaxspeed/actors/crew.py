@@ -1,19 +1,21 @@
 """The workers of a run. Whoever dies is replaced, and what it had in flight is computed again."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.actors.build import Build
 from jaxspeed.actors.cluster import SECONDS_TO_START, Cluster
-from jaxspeed.actors.failures import died, raised
+from jaxspeed.actors.failures import died, lost, raised
 from jaxspeed.actors.serving import Told
 from jaxspeed.actors.worker import Worker
-from jaxspeed.errors import RunError
+from jaxspeed.errors import RunError, StateLostError
 
 log = logging.getLogger("jaxspeed")
 
+LOOK_EVERY = 10  # seconds, where nothing arrives
 DEATHS_IN_A_ROW = 3  # of one worker, that do no work between them
 
 
@@ -46,13 +48,12 @@ class Crew:
         self._build = ray.put(build)
         self._servers = build.servers
         self._same: tuple[Any, ...] | None = None
-        self._handles: list[Any] = []
-        self._ready: list[Any] = []
         self._deaths = [0] * build.workers
+        self._called_in = [0.0] * build.workers
         self._under_way: dict[Any, tuple[int, Task, Sequence[Any]]] = {}
+        self._handles: list[Any] = [None] * build.workers
+        self._ready: list[Any] = [None] * build.workers  # what each answers once it can be called
         for worker in range(build.workers):
-            self._handles.append(None)
-            self._ready.append(None)
             self._call_in(worker)
 
     @property
@@ -94,17 +95,24 @@ class Crew:
     def next(self) -> Done:
         """The next task that is done, in the order in which they are.
 
-        Raises:
-          JaxspeedError: what the worker raised.
-          RunError: a worker dies again and again.
+          Raises:
+            JaxspeedError: what the worker raised.
+            StateLostError: what it was to compute on is gone.
+        RunError: a worker dies again and again, or cannot be started again.
         """
         while True:
-            (told,), _ = self._ray.wait(list(self._under_way), num_returns=1)
+            done, _ = self._ray.wait(list(self._under_way), timeout=LOOK_EVERY)
+            if not done:
+                self._look_for_late_starts()
+                continue
+            told = done[0]
             worker, task, pushes = self._under_way.pop(told)
             try:
                 found = self._ray.get(told)
             except self._ray.exceptions.RayError as error:
                 why = died(self._ray, error)
+                if lost(self._ray, error):  # with the machine of the server that published it
+                    raise StateLostError("what a server published is gone") from error
                 if why is None:
                     raise raised(self._ray, error, f"worker {worker}") from error
                 self._replace(worker, why)
@@ -113,10 +121,23 @@ class Crew:
             self._deaths[worker] = 0
             return Done(worker, task, found, pushes)
 
+    def _look_for_late_starts(self) -> None:
+        """Rather than wait for ever for a process that has no room."""
+        for worker, since in enumerate(self._called_in):
+            if time.monotonic() - since < SECONDS_TO_START:
+                continue
+            started, _ = self._ray.wait([self._ready[worker]], timeout=0)
+            if not started:
+                raise RunError(
+                    f"worker {worker} did not start within {SECONDS_TO_START} s: the cluster may "
+                    "have lost the room for it"
+                )
+
     def forget(self) -> None:
-        """What is under way is of no use any more."""
-        for told in self._under_way:
-            self._ray.cancel(told)
+        """What is under way is of no use any more.
+
+        It runs to its end: an actor whose calls are cancelled may wait for them (ray 2.60).
+        """
         self._under_way.clear()
 
     def _replace(self, worker: int, why: str) -> None:
@@ -135,4 +156,5 @@ class Crew:
     def _call_in(self, worker: int) -> None:
         handle = self._cluster.start(Worker, self._first + worker)
         self._handles[worker] = handle
+        self._called_in[worker] = time.monotonic()
         self._ready[worker] = handle.build.remote(self._build)
