@@ -22,10 +22,11 @@ SECONDS_FOR_ROOM = 60
 SECONDS_TO_START = 300
 _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
 # What Ray would print to the standard output of whoever uses it is logged here, once.
+_DEATHS = "A worker died or was killed|marked dead|Raylet is terminated"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|marked dead|Raylet is terminated",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": _DEATHS,
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
