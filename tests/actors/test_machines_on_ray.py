@@ -1,4 +1,4 @@
-"""A cluster of two machines, played by one, which is joined by its address; and one of them fails."""
+"""A cluster of two machines, played by one, is joined by its address; and one of them fails."""
 
 import logging
 
