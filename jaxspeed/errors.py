@@ -35,3 +35,7 @@ class CheckpointError(JaxspeedError, RuntimeError):
 
 class RunError(JaxspeedError, RuntimeError):
     """A run cannot begin or go on."""
+
+
+class StateLostError(RunError):
+    """What held the state of a run has died: the run can go on from a checkpoint."""

@@ -11,8 +11,8 @@ from rich.table import Table
 
 import jaxspeed
 from jaxspeed.cli.common import command, out, print_json
+from jaxspeed.engine.devices import start_devices
 from jaxspeed.placement.show import bytes_text
-from jaxspeed.run.devices import start_devices
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
 EXTRAS = {

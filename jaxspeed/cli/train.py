@@ -6,11 +6,23 @@ import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspeed.actors import connected, staff_of
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.run import Trainer, open_run, show_ending, show_opening, source_of
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError
+from jaxspeed.run import (
+    RaySource,
+    Source,
+    Trainer,
+    open_run,
+    show_ending,
+    show_opening,
+    source_of,
+)
 
 
 def add(commands: Any) -> None:
@@ -21,13 +33,43 @@ def add(commands: Any) -> None:
         "jaxspeed train configs/tiny.yaml --devices cpu:8 --set run.steps=100",
     )
     parser.add_argument("--output", metavar="DIR", help="the run's folder (over run.output)")
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: mesh.data workers and parallel.servers servers, each a process on Ray "
+        "(parallel.data_reduction is then parameter_server)",
+    )
+    parser.add_argument(
+        "--ray-address",
+        metavar="A",
+        help="of a Ray cluster, as in 10.0.0.1:6379; a Ray of this machine is started otherwise",
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    console = out(stderr=given.json)
+    if given.engine == "ray":
+        return _on_ray(given)
+    if given.ray_address:
+        raise ConfigError("--ray-address: only --engine ray reads it")
+    return _train(given, source_of(_config(given), name=given.config))
+
+
+def _on_ray(given: argparse.Namespace) -> int:
+    config = _config(given, ["parallel.data_reduction=parameter_server"])
+    staff_of(config)  # before anything starts
+    with connected(given.ray_address):
+        return _train(given, source_of(config, name=given.config, kind=RaySource))
+
+
+def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     output = [f"run.output={json.dumps(given.output)}"] if given.output else []
-    source = source_of(loaded(given, output), name=given.config)
+    return loaded(given, [*output, *more])
+
+
+def _train(given: argparse.Namespace, source: Source) -> int:
+    console = out(stderr=given.json)
     trainer = open_run(source, console)
     try:
         show_opening(console, trainer)
@@ -35,6 +77,7 @@ def run(given: argparse.Namespace) -> int:
         result = show_ending(console, trainer, again=_again(given, trainer))
     finally:
         trainer.close()
+        trainer.engine.close()
     if given.json:
         print_json(result)
     if trainer.stopped_by is None:
@@ -45,9 +88,11 @@ def run(given: argparse.Namespace) -> int:
 def _again(given: argparse.Namespace, trainer: Trainer) -> str:
     """The command that continues this run; one that is done goes on when it has more steps."""
     words = [*_program(), "train", given.config]
-    for word in ("output", "devices"):
+    if given.engine == "ray":
+        words += ["--engine", "ray"]
+    for word in ("output", "devices", "ray_address"):
         if getattr(given, word):
-            words += [f"--{word}", getattr(given, word)]
+            words += [f"--{word.replace('_', '-')}", getattr(given, word)]
     overrides = [one for one in given.overrides if not one.startswith("run.steps=")]
     steps = trainer.steps if trainer.stopped_by else 2 * trainer.steps
     if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(given.overrides):

@@ -89,11 +89,45 @@ def _server(settings: Settings) -> Iterator[Problem]:
         "A worker computes whole gradients by itself, and servers hold no layers that a stage "
         "could run",
     )
+    yield from _whole_workers(settings)
+    paces, ranks = len(parallel.worker_pace), settings.mesh.data
+    if paces and ranks not in (-1, paces):
+        works = f"Needs one for each worker, which mesh.data says are {ranks}."
+        yield Problem("parallel.worker_pace", f"{paces} paces", works, ("mesh.data",))
     for key in _WITH_STALENESS if parallel.max_staleness is None else ():
         if _differs(settings, key):
             found = f"{shown(getattr(parallel, key))} without parallel.max_staleness"
             works = "In step no push is stale: say max_staleness, or remove the key."
             yield Problem(f"parallel.{key}", found, works, ("parallel.max_staleness",))
+
+
+def _whole_workers(settings: Settings) -> Iterator[Problem]:
+    """A worker is one device with whole parameters; all that is kept is on the servers."""
+    with_servers = f'with {_KEY} "parameter_server"'
+    mesh, zero = settings.mesh, settings.zero_optimization
+    for axis in ("replica", "tensor"):
+        size = getattr(mesh, axis)
+        if size != 1:
+            works = f'Each worker is one device of its own: write 1, or {_KEY} "xla".'
+            yield Problem(f"mesh.{axis}", f"{size} {with_servers}", works, (_KEY,))
+    if zero.stage:
+        works = (
+            "Servers cut parameters, gradients and moments among them already, and workers hold "
+            f'parameters alone: write 0, or {_KEY} "xla".'
+        )
+        yield Problem("zero_optimization.stage", f"{zero.stage} {with_servers}", works, (_KEY,))
+    for key in ("offload_optimizer", "offload_param"):
+        if getattr(zero, key).device == "cpu":
+            works = (
+                "Servers hold their part on their devices, where updates do not wait for the host: "
+                f'remove it and give more parallel.servers, or write {_KEY} "xla".'
+            )
+            path = f"zero_optimization.{key}.device"
+            yield Problem(path, f'"cpu" {with_servers}', works, (_KEY,))
+    if settings.parallel.gradient_reduction != "auto":
+        found = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
+        works = "Workers push once for all micro-batches of a part: remove it."
+        yield Problem("parallel.gradient_reduction", found, works, (_KEY,))
 
 
 def _no_pipeline(settings: Settings, reason: str) -> Iterator[Problem]:

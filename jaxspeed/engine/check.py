@@ -17,10 +17,11 @@ from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.memory import on_device
 from jaxspeed.optim.loss_scale import DynamicRule
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.build import build_program
+from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers
 from jaxspeed.train.state import TrainState, pad, unpad, updated_values
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
@@ -122,18 +123,16 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
         model, _ = resolve_model(program.config, overrides={"num_hidden_layers": layers})
     elif layers is not None:
         raise ModelError("check: layers and model were both given; leave one out")
-    return _rebuilt(program, program.config, model, loss_fn, list(program.mesh.devices.flat))
+    return _rebuilt(program, program.config, model, loss_fn, list(program.devices))
 
 
 def _plain(program: Program) -> Program:
     """The same run on one device: one data rank, stage 0, the same micro-batches."""
-    given = program.config.given
+    given = without_servers(program.config.given)
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
-    accumulation = program.batch.accumulation
-    if program.update.ring:  # each rank draws as if its part were a micro-batch of its own
-        accumulation *= data_parallel_size(program.mesh)
+    accumulation = _micro_batches_on_one(program)
     given |= {
         "mesh": {},
         "zero_optimization": zero,
@@ -149,6 +148,12 @@ def _plain(program: Program) -> Program:
     config = type(program.config).load(given)
     device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
     return _rebuilt(program, config, None, program.objective.loss_fn, [device])
+
+
+def _micro_batches_on_one(program: Program) -> int:
+    """On one device: as many as each rank has, or where ranks draw numbers of their own, all."""
+    own_numbers = isinstance(program, ServedProgram) or program.update.ring is not None
+    return program.batch.accumulation * (program.ranks if own_numbers else 1)
 
 
 def _rebuilt(
@@ -178,6 +183,14 @@ def _fits(plain: Program) -> None:
 
 def _probe(program: Program) -> Any:
     """(state, batch) -> (loss, gradients, parameters before and after), nothing used up."""
+    if isinstance(program, ServedProgram):
+        seen = jax.jit(program.in_mesh(_seen(program)))
+
+        def served(state: TrainState, batch: Any) -> Any:
+            sums = Rounds(Service(program, state)).summed(program.parts(batch))
+            return seen(state, sums, state.variables)
+
+        return served
 
     def probe(state: TrainState, batch: Any) -> Any:
         scale = state.loss_scale.scale
@@ -185,6 +198,16 @@ def _probe(program: Program) -> Any:
         sums, variables = program.gradients(
             sources, state.variables, batch, state.step, scale, state.ring_errors
         )
+        return _seen(program)(state, sums, variables)
+
+    return jax.jit(program.in_mesh(probe))
+
+
+def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Any]:
+    """What is compared of a step, from its gradients on."""
+
+    def seen(state: TrainState, sums: Sums, variables: Any) -> Any:
+        scale = state.loss_scale.scale
         after, metrics = program.update(state, sums, variables)
         trained = [row for row in program.table if row.leaf.trainable]
 
@@ -197,7 +220,7 @@ def _probe(program: Program) -> Any:
         }
         return metrics["loss"], grads, logical(on_device(state)), logical(on_device(after))
 
-    return jax.jit(program.in_mesh(probe))
+    return seen
 
 
 def _at_a_scale_without_overflow(
@@ -248,9 +271,9 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
 
 def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
     """Samples in the order in which the ranks' micro-batches take them."""
-    if not x.shape:
+    if not x.shape or isinstance(program, ServedProgram):
         return x
-    ranks = data_parallel_size(program.mesh)
+    ranks = program.ranks
     parts = x.reshape(ranks, program.batch.accumulation, -1, *x.shape[1:])
     return np.swapaxes(parts, 0, 1).reshape(x.shape)
 
@@ -269,7 +292,7 @@ def _compare(program: Program, ours: Any, theirs: Any) -> CheckReport:
     tolerance = TOLERANCE[program.config.compute_dtype]
     if program.update.ring:
         tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
-    return CheckReport(_difference(loss, loss_1), leaves, tolerance, program.mesh.size)
+    return CheckReport(_difference(loss, loss_1), leaves, tolerance, len(program.devices))
 
 
 def _norm(x: Any) -> float:

@@ -16,7 +16,6 @@ from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
-from jaxspeed.engine.pace import Pace
 from jaxspeed.engine.reporting import Reporter
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
@@ -26,7 +25,9 @@ from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
+from jaxspeed.train.pace import Pace
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.served import ServedProgram
 from jaxspeed.train.state import TrainState, unpad, updated_values
 
 log = logging.getLogger("jaxspeed")
@@ -37,10 +38,13 @@ class Engine:
     """Trains one model: `engine.train_batch(batch)` is one optimizer step over a global batch."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
-        self.program = program
         self._state = state
+        self._open(program, int(state.step))
+
+    def _open(self, program: Program, step: int) -> None:
+        self.program = program
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
-        self._reporter = Reporter(program, int(state.step))
+        self._reporter = Reporter(program, step)
         self._pace = Pace(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = False
@@ -54,6 +58,15 @@ class Engine:
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
         self._state = state
+
+    @property
+    def held(self) -> TrainState | None:
+        """What this process gives up where another state takes its place."""
+        return self._state
+
+    def reset(self) -> None:
+        """A fresh state, as `initialize` made it."""
+        self.state = self.program.init(self.config.run.seed)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -103,8 +116,12 @@ class Engine:
         self._saver.close()
 
     def _run(self, function: Any, batch: Any) -> Any:
+        return self._explained(function, self.state, batch)
+
+    def _explained(self, function: Any, *args: Any) -> Any:
+        """A call whose lack of memory is told from the table."""
         try:
-            return function(self.state, batch)
+            return function(*args)
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_out_of_memory(self.program, error) from error
@@ -145,7 +162,7 @@ class Engine:
         `renames` maps paths of the checkpoint to the model's. The state of now is freed before the
         other is read, so that the devices never hold two.
         """
-        restored = self._saver.load(directory, tag, weights_only, renames, self.state)
+        restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
             return None, {}
         self.state = restored.state
@@ -177,6 +194,11 @@ class Engine:
             return jax.device_put(value, at) if in_host(row.updated) else value
 
         return {row.path: unpad(here(row), row.leaf.shape) for row in self.placements}
+
+    @property
+    def runnable(self) -> tuple[Program, TrainState]:
+        """A program and a state with which the model can be run."""
+        return self.program, self.state
 
     @property
     def module(self) -> Any:
@@ -252,23 +274,42 @@ def initialize(
             raise explain_out_of_memory(program, error) from error
         raise
     tell(program)
+    if isinstance(program, ServedProgram):
+        from jaxspeed.engine.served import ServedEngine  # which is an Engine
+
+        return ServedEngine(program, state)
     return Engine(program, state)
 
 
 def compiled_report(program: Program, batch: Any) -> CompiledReport:
     """What the compiler makes of a program's step for a batch of these shapes."""
     program.check_batch(batch, program.batch.train, abstract=True)
+    if isinstance(program, ServedProgram):
+        return _compiled_worker(program, batch)
     traced = program.step.trace(program.state, program.abstract_batch(batch))
     transfer = transfer_of(program, traced)
     lowered = traced.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    # Within a millisecond nothing was compiled: jax had the program of an earlier call.
-    timed = seconds if seconds > 1e-3 else None
+    timed = _timed(time.perf_counter() - start)
     waiting = program.table.host_bytes_by_role()
     schedule = program.pipeline_report(batch)
     kept = program.kept_report(batch)
     made = report(compiled, program.mesh, timed, schedule, transfer, waiting, kept)
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made
+
+
+def _compiled_worker(program: ServedProgram, batch: Any) -> CompiledReport:
+    """What one worker computes of its part: all but the update is there."""
+    traced = program.worker.gradients.trace(*program.worker.abstract(batch, program.ranks))
+    lowered = traced.lower()
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    timed = _timed(time.perf_counter() - start)
+    return report(compiled, program.of_worker.mesh, timed)
+
+
+def _timed(seconds: float) -> float | None:
+    """Within a millisecond nothing was compiled: jax had the program of an earlier call."""
+    return seconds if seconds > 1e-3 else None

@@ -5,13 +5,13 @@ from dataclasses import replace
 import jax
 
 from jaxspeed.errors import OutOfMemoryError
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Offload
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable, build_table
 from jaxspeed.train.build import offload_of
 from jaxspeed.train.precision import precision_of
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import ServedProgram
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -60,6 +60,11 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
             found.append(
                 (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} a device")
             )
+    if isinstance(program, ServedProgram):
+        kept = stored_bytes(table) * program.mesh.size // (program.mesh.size + 1)
+        saved = stored_bytes(table) - kept
+        found.append((saved, f"one more of parallel.servers frees {bytes_text(saved)} a server"))
+        return found + _of_activations(program)
     now = offload_of(config)
     for key, offload in (
         ("offload_optimizer", replace(now, optimizer=1.0)),
@@ -69,6 +74,15 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
         if saved > 0:
             what = f"zero_optimization.{key}.device: cpu"
             found.append((saved, f"{what} frees {bytes_text(saved)} a device"))
+    found += _of_activations(program)
+    if not found:
+        found.append((0, f"more devices than the {program.ranks} data ranks of now"))
+    return found
+
+
+def _of_activations(program: Program) -> list[tuple[int, str]]:
+    """What would free activations, by how much is not known."""
+    config, found = program.config, []
     if not config.recompute:
         found.append((0, "parallel.remat: full keeps of activations the input of each layer alone"))
     if program.batch.micro > 1:
@@ -81,9 +95,6 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
         )
     if config.compute_dtype == "fp32":
         found.append((0, "bf16.enabled: true halves the activations"))
-    if not found:
-        ranks = data_parallel_size(program.mesh)
-        found.append((0, f"more devices than the {ranks} data ranks of now"))
     return found
 
 

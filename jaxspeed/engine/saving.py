@@ -31,7 +31,7 @@ class Saver:
         tag: str | None,
         weights_only: bool,
         renames: Mapping[str, str] | None,
-        in_place_of: TrainState,
+        in_place_of: TrainState | None,
     ) -> Restored | None:
         """None where nothing was ever saved there to its end."""
         there = self._at(directory)

@@ -67,6 +67,20 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
         ) from None
 
 
+def apart(
+    devices: Sequence[jax.Device] | None, servers: int
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """(workers, servers) of these devices: the last ones are the servers."""
+    found = _checked(jax.devices() if devices is None else devices)
+    if servers >= len(found):
+        works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
+        raise PlacementError(
+            f"parallel.servers is {servers} of {len(found)} devices, and at least one has to be a "
+            f"worker: {works}"
+        )
+    return found[:-servers], found[-servers:]
+
+
 def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise PlacementError(

@@ -11,7 +11,6 @@ from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.engine.family import resolve_model
 from jaxspeed.errors import DataError
-from jaxspeed.placement.mesh import data_parallel_size
 
 log = logging.getLogger("jaxspeed")
 
@@ -57,7 +56,7 @@ def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float | None]]:
     """For any loss: a smaller last batch, without the samples that ranks cannot share evenly."""
-    size, ranks = _batch_size(engine), data_parallel_size(engine.program.mesh)
+    size, ranks = _batch_size(engine), engine.program.ranks
     shared = held_out.samples // ranks * ranks
     if not shared:
         raise DataError(

@@ -6,10 +6,12 @@ import os
 import jax
 from rich.console import Console
 
+from jaxspeed.actors import RayProgram
 from jaxspeed.engine.memory import device_limit, stored_bytes
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import ServedProgram
 
 
 def show_opening(console: Console, trainer: Trainer) -> None:
@@ -21,6 +23,8 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     console.print(f"data  {trainer.corpus.summary}", highlight=False)
     console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
     console.print()
+    if isinstance(program, RayProgram):
+        return
     console.print(engine.placements)
     with trainer.recorder.phase("compile"):
         compiled = engine.compiled(trainer.example())
@@ -31,13 +35,28 @@ def show_opening(console: Console, trainer: Trainer) -> None:
 
 def on_what(program: Program) -> str:
     """How many parameters, on which devices, in which format."""
-    device = program.mesh.devices.flat[0]
+    device, count = program.devices[0], len(program.devices)
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
+    if isinstance(program, RayProgram):
+        count = program.ranks + len(program.servers)
+        on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
+    return f"{on}, {program.config.compute_dtype}{_server(program)}"
+
+
+def _server(program: Program) -> str:
+    """Who does what, where there are servers."""
+    if not isinstance(program, ServedProgram | RayProgram):
+        return ""
+    rule = program.rule
+    servers = len(program.servers) if isinstance(program, RayProgram) else program.mesh.size
+    pace = "in step" if rule.by_rounds else f"at most {rule.max_staleness} versions stale"
+    down, up = bytes_text(program.bytes_down), bytes_text(program.bytes_up)
     return (
-        f"[bold]{parameters} parameters on {program.mesh.size} devices[/] {where}{processes}, "
-        f"{program.config.compute_dtype}"
+        f"\n[bold]{servers} server{'s' * (servers > 1)}, {program.ranks} workers[/] {pace}; each "
+        f"worker pulls {down} and pushes {up} a version"
     )
 
 
@@ -47,13 +66,14 @@ def m_against_n(program: Program, temp_bytes: int | None = None) -> str:
     limit = device_limit(program)
     waiting = sum(program.table.host_bytes_by_role().values())
     host = f" and {bytes_text(waiting)} in its host's memory" if waiting else ""
-    has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(program.mesh.size)
+    has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(len(program.devices))
+    owner = "server" if isinstance(program, ServedProgram) else "device"
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
         f"M = {bytes_text(whole)} of state in all, {bytes_text(stored_bytes(program.table))} a "
-        f"device{host} (from the table){temp}; {has}"
+        f"{owner}{host} (from the table){temp}; {has}"
     )
 
 

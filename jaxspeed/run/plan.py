@@ -19,11 +19,11 @@ from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
-from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.run.opening import m_against_n, on_what
 from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
+from jaxspeed.train.served import ServedProgram
 
 WIDTH = 80  # of the plan as text
 
@@ -59,12 +59,12 @@ class Plan:
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain numbers and words, bytes in bytes."""
-        table, device = self.program.table, self.program.mesh.devices.flat[0]
+        table, device = self.program.table, self.program.devices[0]
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
         return {
             "mesh": dict(self.program.mesh.shape),
             "devices": {
-                "count": self.program.mesh.size,
+                "count": len(self.program.devices),
                 "platform": device.platform,
                 "kind": device.device_kind,
                 "simulated": device.platform == "cpu",
@@ -81,6 +81,7 @@ class Plan:
             },
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
+            "server": _server(self.program),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
         }
@@ -89,11 +90,23 @@ class Plan:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
 
     def _batch(self) -> str:
-        batch, ranks = self.program.batch, data_parallel_size(self.program.mesh)
+        batch, ranks = self.program.batch, self.program.ranks
         return (
             f"batch  {batch.train} samples: {batch.micro} of a data rank and micro-batch, "
             f"x {batch.accumulation} micro-batches x {ranks} ranks"
         )
+
+
+def _server(program: Program) -> dict[str, Any] | None:
+    """Of a parameter server: who there is, and what each worker sends and gets of a version."""
+    if not isinstance(program, ServedProgram):
+        return None
+    return {
+        "servers": program.mesh.size,
+        "workers": program.ranks,
+        "bytes_down": program.bytes_down,
+        "bytes_up": program.bytes_up,
+    }
 
 
 def plan_run(source: Source, *, compiling: bool = True) -> Plan:
@@ -109,7 +122,7 @@ def plan_run(source: Source, *, compiling: bool = True) -> Plan:
     program.check_batch(batch, program.batch.train, abstract=True)
     if not compiling:
         transfer = None
-        if asks(program):
+        if asks(program) and not isinstance(program, ServedProgram):
             traced = program.step.trace(program.state, program.abstract_batch(batch))
             transfer = transfer_of(program, traced)
         schedule, kept = program.pipeline_report(batch), program.kept_report(batch)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ class Recorder:
     progress: Progress
     ledger: Ledger
     flops: ModelFlops | None
+    opened: Callable[[int], list[Sink]]  # the sinks of a run that goes on after a step
     _compiled: bool = False
     _since: float = 0.0  # when the last of the steps before those under way was done
     _waited: float = 0.0  # seconds waited for data until then
@@ -48,6 +49,13 @@ class Recorder:
         self.progress.__exit__(*caught)
         for sink in self.sinks:
             sink.close()
+
+    def back_to(self, step: int) -> None:
+        """What follows this step will be done again: its records are dropped."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = self.opened(step)
+        self._restart_clock()
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -94,11 +102,11 @@ class Recorder:
         made["skipped"] = bool(values["skipped"])
         if tokens:
             made["tokens"] = tokens
-        mesh = self.engine.program.mesh
-        device = mesh.devices.flat[0]
+        devices = self.engine.program.devices
+        device = devices[0]
         if self.flops is not None:
             items = pace[f"{self.flops.item}s_per_second"]
-            made |= utilisation(self.flops, items, device.device_kind, mesh.size)
+            made |= utilisation(self.flops, items, device.device_kind, len(devices))
         stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
         if "bytes_in_use" in stats:
             made["bytes_in_use"] = stats["bytes_in_use"]
@@ -136,10 +144,14 @@ def recorder_of(
 ) -> Recorder:
     """For a run that has done `step` steps. Only the first process of a run writes."""
     first = jax.process_index() == 0
-    sinks = sinks_of(engine.config, folder.path, step + 1) if first else []
+
+    def opened(step: int) -> list[Sink]:
+        return sinks_of(engine.config, folder.path, step + 1) if first else []
+
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    return Recorder(engine, sinks, progress, Ledger(seconds), _flops(engine, corpus))
+    flops = _flops(engine, corpus)
+    return Recorder(engine, opened(step), progress, Ledger(seconds), flops, opened)
 
 
 def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:

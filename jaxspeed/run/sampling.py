@@ -78,8 +78,7 @@ def sample_text(engine: Engine, corpus: Corpus, *, seed: int = 0) -> Iterator[st
     ids = [int(i) for i in tokenizer.encode(run.sample_prompt)]
     window = corpus.train.batch(0, 1)["tokens"].shape[1] - 1
     drawn = sample_tokens(
-        engine.program,
-        engine.state,
+        *engine.runnable,
         ids,
         run.sample_tokens,
         window=window,

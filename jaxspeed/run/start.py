@@ -1,5 +1,6 @@
 """From a config to a trainer that is ready for its first step, or for the next one."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +15,13 @@ from jaxspeed.checkpoint.processes import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
+from jaxspeed.engine.devices import start_devices
 from jaxspeed.engine.family import family_sizes, resolve_model
 from jaxspeed.errors import CheckpointError, ConfigError
-from jaxspeed.placement.mesh import build_mesh, data_parallel_size
-from jaxspeed.run.devices import start_devices
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
+from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
 TOKENIZER = "tokenizer.json"
@@ -48,12 +49,16 @@ class Source:
             tokenizer_file=kept.read_bytes() if self.folder.has_begun() and kept.exists() else None,
         )
 
+    @staticmethod
+    def start_devices(config: Config) -> None:
+        """Those that this process computes on."""
+        start_devices(config.run.devices)
+
     def engine(self) -> Engine:
         return initialize(self.model, self.loss_fn, self.config, self.optimizer)
 
     def batch_size(self) -> int:
-        mesh = build_mesh(self.config.mesh.model_dump(), None)
-        return self.config.batch(data_parallel_size(mesh), mesh.shape["pipe"]).train
+        return batch_of(self.config).train
 
 
 def source_of(
@@ -63,6 +68,7 @@ def source_of(
     optimizer: optax.GradientTransformation | None = None,
     *,
     name: str | Path | None = None,
+    kind: type[Source] = Source,
 ) -> Source:
     """Reads the config, starts the devices that it names, and looks at what the model reads.
 
@@ -70,12 +76,12 @@ def source_of(
     """
     loaded = load_config(config)
     resolve_model(loaded, model, loss_fn)  # what is wrong with the model comes before its data
-    start_devices(loaded.run.devices)
+    kind.start_devices(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
     reads = facts(None if model is not None else family_sizes(loaded))
-    return Source(loaded, folder, reads, model, loss_fn, optimizer)
+    return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 
 def open_run(source: Source, console: Any = None) -> Trainer:
@@ -99,11 +105,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     engine = source.engine()
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)
-    reached = Reached()
-    if not checkpointer.is_empty():
-        _, reached = restore(engine, checkpointer)
-    elif config.run.init_from is not None:
-        _warm_start(engine, config.run.init_from)
+    begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
+    reached = begin()
     recorder = recorder_of(
         engine,
         folder,
@@ -112,7 +115,16 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         seconds=_with_opening(reached, time.perf_counter() - begun),
         console=console,
     )
-    return Trainer(engine, corpus, folder, checkpointer, recorder, files, reached)
+    return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
+
+
+def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:
+    """The engine, whose state is fresh, where the run is to go on from; how far that is."""
+    if not checkpointer.is_empty():
+        return restore(engine, checkpointer)[1]
+    if init_from is not None:
+        _warm_start(engine, init_from)
+    return Reached()
 
 
 def _warm_start(engine: Engine, folder: str) -> None:
@@ -121,7 +133,7 @@ def _warm_start(engine: Engine, folder: str) -> None:
     there = Checkpointer(inside if inside.is_dir() else folder)
     if there.is_empty():
         raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
-    restored = there.restore(engine.program, weights_only=True, in_place_of=engine.state)
+    restored = there.restore(engine.program, weights_only=True, in_place_of=engine.held)
     engine.state = restored.state
     log.info("begins with the weights of %s, %s", folder, restored.tag)
     for note in restored.notes:
@@ -144,7 +156,7 @@ def restore(
     engine: Engine, checkpointer: Checkpointer, tag: str | None = None
 ) -> tuple[str, Reached]:
     """The engine at a checkpoint, the newest by default; its tag, and how far the run was."""
-    restored = checkpointer.restore(engine.program, tag=tag, in_place_of=engine.state)
+    restored = checkpointer.restore(engine.program, tag=tag, in_place_of=engine.held)
     engine.state = restored.state
     try:
         return restored.tag, Reached(**restored.client_state)

@@ -1,9 +1,11 @@
 """The loop over steps of one run."""
 
+import contextlib
 import functools
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
-from jaxspeed.errors import CheckpointError, RunError
+from jaxspeed.errors import CheckpointError, RunError, StateLostError
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import Recorder
@@ -24,6 +26,7 @@ log = logging.getLogger("jaxspeed")
 # After how many steps a step's metrics are read. A fixed number, so that all processes decide the
 # same at the same step; large enough that the devices are not waited for.
 LAG = 8
+LOSSES_IN_A_ROW = 3  # of the state, without a step that was not done before
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Trainer:
     checkpointer: Checkpointer
     recorder: Recorder
     files: dict[str, bytes]  # kept with each checkpoint
+    begin: Callable[[], Reached]  # at the newest checkpoint, of an engine whose state is fresh
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
 
@@ -66,11 +70,22 @@ class Trainer:
         self._bad_in_a_row = 0
         self._saved = self.reached.step  # the step of the newest checkpoint; 0 needs none
         self._profiling = self._diverged = False
+        self._losses, self._lost_at = 0, -1  # of the state: in a row, and at which step the last
         self._stop = StopRequest()
 
     def run(self) -> Reached:
         """All steps that remain; at the end an evaluation and a checkpoint."""
-        with StopRequest() as self._stop, self.recorder, self._feeder() as feeder:
+        with StopRequest() as self._stop, self.recorder:
+            while True:
+                try:
+                    self._go_on()
+                    return self.reached
+                except StateLostError as lost:
+                    self._go_back(lost)
+
+    def _go_on(self) -> None:
+        """To the end, from where it is."""
+        with self._feeder() as feeder:
             try:
                 while not self._asked_to_stop():
                     if self._evaluation_is_due():
@@ -83,13 +98,31 @@ class Trainer:
                 self._read_all()
                 if self._profiling:
                     self._end_profile()
+            except StateLostError:  # and with it what could be kept
+                raise
             except BaseException:
                 self._keep_what_is_done()
                 raise
             self._save()
             with self.recorder.phase("checkpoint"):
                 self.checkpointer.wait()
-        return self.reached
+
+    def _go_back(self, lost: StateLostError) -> None:
+        """To the newest checkpoint, or to the beginning: the state of now is gone."""
+        self._pending.clear()
+        was = self.reached
+        self._losses = self._losses + 1 if was.step <= self._lost_at else 1
+        self._lost_at = max(was.step, self._lost_at)
+        if self._losses > LOSSES_IN_A_ROW:
+            raise lost
+        with self.recorder.phase("restart"):
+            with contextlib.suppress(CheckpointError):  # of a save of before: older ones are sound
+                self.checkpointer.wait()
+            self.engine.reset()
+            self.reached = self.begin()
+        self._saved = self.reached.step
+        log.warning("step %d: %s; the run goes on after step %d", was.step, lost, self.reached.step)
+        self.recorder.back_to(self.reached.step)
 
     def _evaluation_is_due(self) -> bool:
         step, every = self.reached.step, self.config.run.eval_every

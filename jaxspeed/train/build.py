@@ -8,12 +8,12 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.config import Config, match
-from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.config import Batch, Config, match
+from jaxspeed.errors import ModelError
 from jaxspeed.memory import OF_DEVICE, OF_HOST, Cores, in_host
 from jaxspeed.memory.faults import refuse_faults
 from jaxspeed.parallel.tensor import Style, best_overlap
-from jaxspeed.placement.mesh import build_mesh, data_parallel_size
+from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
@@ -31,6 +31,7 @@ from jaxspeed.train.pipeline import Pipeline
 from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
 from jaxspeed.train.ringed import OF_DEVICES, Reduction, RingGradients, rings_of
+from jaxspeed.train.served import build_served
 from jaxspeed.train.state import OptLayout, native_tree
 from jaxspeed.train.streamed import Streamed
 from jaxspeed.train.tensor_cuts import with_tensor_names
@@ -50,11 +51,34 @@ def build_program(
     """Everything of a run that can be known before an array exists."""
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
+    rest = {"optimizer": optimizer, "example_batch": example_batch, "trainable": trainable}
+
+    def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
+        return _on_one_mesh(config, model, loss_fn, devices, **rest)
+
     if config.parallel.data_reduction == "parameter_server":
-        raise ConfigError(
-            "parallel.data_reduction: this program has no servers among its devices; write "
-            '"xla" or "ring"'
-        )
+        return build_served(config, devices, built)
+    return built(config, devices)
+
+
+def batch_of(config: Config) -> Batch:
+    """The batch of a config on all devices that there are."""
+    if config.parallel.data_reduction == "parameter_server":
+        return config.batch(len(apart(None, config.parallel.servers)[0]), 1)
+    mesh = build_mesh(config.mesh.model_dump(), None)
+    return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
+
+
+def _on_one_mesh(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    devices: Sequence[jax.Device] | None,
+    optimizer: optax.GradientTransformation | None,
+    example_batch: Any,
+    trainable: Any,
+) -> Program:
+    """One mesh, and one program for all of its devices."""
     mesh = build_mesh(config.mesh.model_dump(), devices)
     refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])

@@ -69,6 +69,20 @@ class Gradients:
             return self._micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)
 
+    def of_part(
+        self, sources: Arrays, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
+    ) -> Sums:
+        """Of a part of the batch, on one device, where others have the rest of it.
+
+        `first` is the number of its first micro-batch among those of all parts, from which random
+        numbers follow.
+        """
+        if self.accumulation == 1:
+            return self._micro(sources, variables, part, step, first, scale)[0]
+        micro = micro_batches(part, self.accumulation, 1)
+        found = self._accumulate(sources, variables, micro, step, scale, placed=False, first=first)
+        return found[0]
+
     def _every(self, grads: Arrays) -> Arrays:
         """Zeros for the trained parameters that the loss does not read."""
         rows = [row for row in self.table if row.leaf.trainable]
@@ -152,10 +166,12 @@ class Gradients:
         placed: bool,
         one: Micro | None = None,
         errors: Any = (),
+        first: Any = 0,
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
-        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else.
+        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else;
+        `first` is the number of the first.
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
@@ -201,7 +217,7 @@ class Gradients:
             total = seen.total + new.total
             return (Sums(grads, total, weight, metrics, new.errors), variables), None
 
-        indices = jnp.arange(self.accumulation)
+        indices = first + jnp.arange(self.accumulation)
         zero = self._zeros(run, variables, micro, errors, place)
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))

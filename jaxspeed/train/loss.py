@@ -25,6 +25,13 @@ OWN_METRICS = (  # of the step, which a loss's metrics must not hide
     "loss_scale",
     "skipped",
     "skipped_steps",
+    "version",  # these and the next are a parameter server's
+    "virtual_seconds",
+    "accepted",
+    "dropped",
+    "waited",
+    "staleness_mean",
+    "staleness_max",
     "step",  # these and the rest are the run's
     "eval_loss",
     "tokens",

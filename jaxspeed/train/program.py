@@ -84,6 +84,16 @@ class Program:
         return self.update.ring.errors if self.update.ring else {}
 
     @property
+    def ranks(self) -> int:
+        """Over how many devices, or groups of them, a batch is cut."""
+        return data_parallel_size(self.mesh)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices of the run."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
     def layout(self) -> OptLayout:
         return self.update.layout
 
@@ -269,8 +279,7 @@ class Program:
     def check_batch(self, batch: Any, size: int | None, abstract: bool = False) -> None:
         """BatchError unless every array's first dim is `size` (None: one that can be cut)."""
         arrays = check_arrays(batch, abstract=abstract)
-        ranks = data_parallel_size(self.mesh)
         if size is None:
-            check_shared_evenly(arrays, ranks)
+            check_shared_evenly(arrays, self.ranks)
         else:
-            check_train_batch(arrays, self.batch, ranks)
+            check_train_batch(arrays, self.batch, self.ranks)

@@ -113,13 +113,13 @@ class Streamed:
         opt = jax.tree.unflatten(
             self.layout.tree,
             [
-                jax.ShapeDtypeStruct(shape_of(self._owner(path), shape), at.dtype)
+                jax.ShapeDtypeStruct(shape_of(self.owner(path), shape), at.dtype)
                 for path, (shape, _, at) in places.items()
             ],
         )
         grads, params = tree(True), tree(False)
         own = [Slot("param", path, path) for path in flat_with_paths(params)]
-        states = [Slot("opt", path, self._owner(path)) for path in places]
+        states = [Slot("opt", path, self.owner(path)) for path in places]
         inputs = [*(slot._replace(role="grad") for slot in own), *states, *own]
 
         def update(grads: Any, opt: Any, params: Any) -> Any:
@@ -128,7 +128,7 @@ class Streamed:
 
         return separate(update, (grads, opt, params), inputs, [*states, *own])
 
-    def _owner(self, path: str) -> str | None:
+    def owner(self, path: str) -> str | None:
         """The parameter that a leaf of the optimizer's state belongs to."""
         parts = path.split("/")
         tails = ("/".join(parts[i:]) for i in range(len(parts)))
@@ -176,7 +176,7 @@ class Streamed:
         if self.ema_decay is not None:
             found[EMA] = moments
         for path, (shape, stored, at) in self.layout.places.items():
-            if self._owner(path) == row.path and shape == row.leaf.shape:
+            if self.owner(path) == row.path and shape == row.leaf.shape:
                 found[OPT + path] = Lane(stored, self.table.sharding(at))
         return found
 
@@ -227,7 +227,7 @@ class Streamed:
                 arrays[READ] = params[row.path]
             if self.ema_decay is not None:
                 arrays[EMA] = average[row.path]
-            arrays |= {OPT + path: x for path, x in opt.items() if self._owner(path) == row.path}
+            arrays |= {OPT + path: x for path, x in opt.items() if self.owner(path) == row.path}
             new, token = _One(self, shared, factor, turn)(row, arrays, token)
             turn = self._after(new[UPDATED], finite, state.step)
             (master if row.master else params)[row.path] = new[UPDATED]
@@ -239,6 +239,18 @@ class Streamed:
         for path, value in shared[id(self.whole)].outputs().items():
             opt[path] = jnp.where(finite, value, opt[path])
         return Updated(params, master, jax.tree.unflatten(self.layout.tree, opt.values()), average)
+
+    def one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
+        """What becomes of the arrays of one parameter that is on the device, but the gradient's."""
+        keep = jnp.asarray(True)
+        return _One(self, {id(self.whole): shared}, factor, keep)(row, arrays, jnp.zeros(()))[0]
+
+    def shared(self, opt: Arrays) -> Shared:
+        """What all parameters share, from the optimizer's leaves that are no parameter's."""
+        values = [
+            opt[s.path] if s.role == "opt" and not s.owner else None for s in self.whole.inputs
+        ]
+        return self.whole.shared(values)
 
     def _after(self, last: jax.Array, finite: jax.Array, step: jax.Array) -> jax.Array:
         """`finite`, not before the last parameter's loop is done.

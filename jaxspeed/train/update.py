@@ -60,6 +60,20 @@ class Update:
         whole = factor * unscale if self.optimizer.clipping or not as_made else None
         update = self.streamed or self._resident
         changed = update(scaled, whole, state, finite)
+        return self.settled(state, sums, variables, changed, norm, factor, finite)
+
+    def settled(
+        self,
+        state: TrainState,
+        sums: Sums,
+        variables: Arrays,
+        changed: Updated,
+        norm: jax.Array,
+        factor: jax.Array,
+        finite: jax.Array,
+    ) -> tuple[TrainState, Metrics]:
+        """The next state with what the optimizer changed, and the step's metrics."""
+        scale = state.loss_scale.scale
         after = replace(
             state,
             step=state.step + 1,

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.engine import pace, reporting
+from jaxspeed.engine import reporting
+from jaxspeed.train import pace
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Linen, Listed, squared_error
 

@@ -18,8 +18,9 @@ MOST_IN_FLIGHT = 8
 class Pace:
     """Waits for the oldest call once more than a few are under way on simulated devices."""
 
-    def __init__(self, device: jax.Device) -> None:
+    def __init__(self, device: jax.Device, most: int | None = None) -> None:
         self._bounded = device.platform == "cpu"
+        self._most = most
         self._in_flight: deque[Any] = deque()
 
     def sent(self, result: Any) -> None:
@@ -27,5 +28,5 @@ class Pace:
         if not self._bounded:
             return
         self._in_flight.append(result)
-        if len(self._in_flight) > MOST_IN_FLIGHT:
+        if len(self._in_flight) > (self._most or MOST_IN_FLIGHT):
             jax.block_until_ready(self._in_flight.popleft())

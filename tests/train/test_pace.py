@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxspeed.engine import pace
+from jaxspeed.train import pace
 from tests.engine import tiny
 
 

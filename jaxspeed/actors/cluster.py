@@ -1,0 +1,182 @@
+"""Ray, and room on it for the processes of a run.
+
+The room is taken as a whole before any process starts, so that a cluster without it is an error and
+no wait, and so that a process that died is followed by another in its place.
+"""
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jaxspeed.errors import ConfigError, RunError
+
+log = logging.getLogger("jaxspeed")
+
+SECONDS_TO_ANSWER = 10
+SECONDS_FOR_ROOM = 60
+SECONDS_TO_START = 300
+_ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
+# What Ray would print to the standard output of whoever uses it is logged here, once.
+_DEATHS = "A worker died or was killed|marked dead|Raylet is terminated"
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": _DEATHS,
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def ray_module() -> Any:
+    """Ray, which an extra installs.
+
+    Raises:
+      ConfigError: it is not installed.
+    """
+    if "ray" not in sys.modules:  # they are read when it is imported
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise ConfigError(
+            "--engine ray needs Ray, which is not installed: pip install 'jaxspeed[ray]'"
+        ) from None
+
+
+@contextlib.contextmanager
+def connected(address: str | None = None) -> Iterator[None]:
+    """Inside, this process is connected to a Ray cluster; as it was before where it is already.
+
+    Best entered before JAX starts its threads: a Ray of this machine is started by forks.
+
+    Args:
+      address: as `ray.init` takes it; None starts a Ray of this machine, which ends on the way out.
+
+    Raises:
+      ConfigError: Ray is not installed.
+      RunError: there is no cluster at this address.
+    """
+    ray = ray_module()
+    if ray.is_initialized():
+        yield
+        return
+    if address and address != "auto":
+        _check_address(address)
+    try:
+        ray.init(
+            address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({} if address else {"include_dashboard": False}),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"--ray-address {address}" if address else "Ray on this machine"
+        raise RunError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Something answers there: Ray itself would ask for minutes, and say so line by line."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"--ray-address: {address}; needs HOST:PORT of the head node, or auto")
+    try:
+        socket.create_connection((host, int(port)), SECONDS_TO_ANSWER).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"--ray-address {address}: nothing answers there ({reason})") from None
+
+
+class Cluster:
+    """Room for so many processes, by number; each may be started again.
+
+    Args:
+      processes: how many.
+      accelerated: how many of them, the first ones, use an accelerator of the platform.
+    """
+
+    def __init__(self, processes: int, accelerated: int = 0, platform: str | None = None) -> None:
+        self._ray = ray_module()
+        self._room = self._take_room(processes, accelerated, platform)
+        self._actors: dict[int, Any] = {}
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def _take_room(self, processes: int, accelerated: int, platform: str | None) -> Any:
+        group = importlib.import_module("ray.util.placement_group")
+        has = self._ray.cluster_resources()
+        # One machine is shared evenly, however few cores it has.
+        alone = len(self._ray.nodes()) == 1
+        cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if alone else 1.0
+        kind = _ACCELERATORS.get(platform or "")
+        bundles = [
+            {"CPU": cores} | ({kind: 1} if kind and i < accelerated else {})
+            for i in range(processes)
+        ]
+        wanted = {"CPU": cores * processes} | ({kind: accelerated} if kind else {})
+        lacking = {name: need for name, need in wanted.items() if need > has.get(name, 0)}
+        if lacking:
+            raise RunError(_lacks(processes, lacking, has, "has"))
+        room = group.placement_group(bundles, strategy="SPREAD")
+        if not room.wait(SECONDS_FOR_ROOM):
+            free = self._ray.available_resources()
+            group.remove_placement_group(room)
+            raise RunError(_lacks(processes, wanted, free, "has free"))
+        return room
+
+    # -- processes ------------------------------------------------------------------------------
+
+    def start(self, kind: type, number: int) -> Any:
+        """A new process in this place; one that is there is ended."""
+        self.end(number)
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        at = strategies.PlacementGroupSchedulingStrategy(self._room, number)
+        bundle = self._room.bundle_specs[number]
+        rest = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+        actor = (
+            self._ray.remote(kind)
+            .options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                resources=rest or None,
+                scheduling_strategy=at,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote()
+        )
+        self._actors[number] = actor
+        return actor
+
+    def end(self, number: int) -> None:
+        actor = self._actors.pop(number, None)
+        if actor is not None:
+            with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+                self._ray.kill(actor)
+
+    def close(self) -> None:
+        """Ends all processes, and gives the room back."""
+        if not self._ray.is_initialized():
+            return
+        for number in list(self._actors):
+            self.end(number)
+        group = importlib.import_module("ray.util.placement_group")
+        with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
+            group.remove_placement_group(self._room)
+
+
+def _lacks(processes: int, wanted: dict[str, float], has: dict[str, float], verb: str) -> str:
+    needs = " and ".join(f"{need:g} {name}s" for name, need in wanted.items())
+    there = " and ".join(f"{has.get(name, 0):g}" for name in wanted)
+    return (
+        f"Ray: the {processes} processes, mesh.data workers and parallel.servers servers, need "
+        f"{needs}, and the cluster {verb} {there}; ask for fewer, or join a larger cluster"
+    )

@@ -1,0 +1,64 @@
+"""Runs with a parameter server, from the command line: progress, checkpoints, going on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.run import small
+
+WORDS = {"data_reduction": "parameter_server", "servers": 6}
+OWN = {"train_batch_size": 8, "zero_optimization": {"stage": 0}}
+
+
+def written(folder: Path, steps: int, **parallel) -> Path:
+    path = small.write(folder, run={"steps": steps, "eval_every": 4, "eval_batches": 1})
+    config = {**json.loads(path.read_text()), **OWN, "parallel": {**WORDS, **parallel}}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def records(folder: Path) -> list[dict]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_in_step_is_continued_as_if_it_had_not_stopped(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    told = small.jaxspeed("train", written(whole, 6))
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "6 servers, 2 workers in step" in told.stdout
+    assert "step 6/6" in told.stdout
+    for steps in (4, 6):
+        told = small.jaxspeed("train", written(parts, steps))
+        assert told.returncode == 0, told.stdout + told.stderr
+    config = written(whole, 6)
+    kept = [small.kept(config, folder / "run") for folder in (whole, parts)]
+    small.assert_bitwise_equal(*kept)
+    made = [r for r in records(parts) if "loss" in r]
+    assert [r["step"] for r in made] == [1, 2, 3, 4, 5, 6]
+    assert [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.full
+def test_a_run_at_its_own_pace_goes_on_and_tells_of_staleness(tmp_path):
+    for steps in (4, 6):
+        told = small.jaxspeed("train", written(tmp_path, steps, max_staleness=2, on_stale="drop"))
+        assert told.returncode == 0, told.stdout + told.stderr
+    assert "at most 2 versions stale" in told.stdout
+    made = [r for r in records(tmp_path) if "loss" in r]
+    assert [r["step"] for r in made] == [1, 2, 3, 4, 5, 6]
+    assert all({"accepted", "dropped", "staleness_mean"} <= set(r) for r in made)
+
+
+@pytest.mark.full
+def test_plan_and_check_know_servers(tmp_path):
+    config = written(tmp_path, 4)
+    plan = json.loads(small.jaxspeed("plan", config, "--json").stdout)
+    assert plan["devices"]["count"] == 8 and plan["batch"]["train"] == 8
+    assert (plan["server"]["servers"], plan["server"]["workers"]) == (6, 2)
+    assert 0 < plan["server"]["bytes_down"] <= plan["server"]["bytes_up"]
+    told = small.jaxspeed("check", config)
+    assert told.returncode == 0 and "agrees with the step on one device" in told.stdout
