@@ -11,8 +11,9 @@ WORDS = {"data_reduction": "parameter_server", "servers": 6}
 OWN = {"train_batch_size": 8, "zero_optimization": {"stage": 0}}
 
 
-def written(folder: Path, steps: int, **parallel) -> Path:
-    path = small.write(folder, run={"steps": steps, "eval_every": 4, "eval_batches": 1})
+def written(folder: Path, steps: int, run: dict | None = None, **parallel) -> Path:
+    run = {"steps": steps, "eval_every": 4, "eval_batches": 1, **(run or {})}
+    path = small.write(folder, run=run)
     config = {**json.loads(path.read_text()), **OWN, "parallel": {**WORDS, **parallel}}
     path.write_text(json.dumps(config))
     return path
@@ -23,31 +24,40 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def trained(config: Path) -> str:
+    told = small.jaxspeed("train", config)
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout
+
+
+def test_a_run_is_told_of_and_continued(tmp_path):
+    few = {"devices": "cpu:3", "sample_tokens": 2}
+    shown = trained(written(tmp_path, 4, few, servers=1))
+    assert "1 server, 2 workers in step; each worker pulls" in shown
+    assert "step 4/4" in shown and "held-out" in shown and "a sample" in shown
+    shown = trained(written(tmp_path, 6, few, servers=1))
+    assert "continued after step 4 of 6" in shown and "step 6/6" in shown
+    made = [r for r in records(tmp_path) if "loss" in r]
+    assert [r["step"] for r in made] == [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.full
 def test_a_run_in_step_is_continued_as_if_it_had_not_stopped(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
-    told = small.jaxspeed("train", written(whole, 6))
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert "6 servers, 2 workers in step" in told.stdout
-    assert "step 6/6" in told.stdout
-    for steps in (4, 6):
-        told = small.jaxspeed("train", written(parts, steps))
-        assert told.returncode == 0, told.stdout + told.stderr
+    for folder, steps in ((whole, 6), (parts, 4), (parts, 6)):
+        trained(written(folder, steps))
     config = written(whole, 6)
     kept = [small.kept(config, folder / "run") for folder in (whole, parts)]
     small.assert_bitwise_equal(*kept)
-    made = [r for r in records(parts) if "loss" in r]
-    assert [r["step"] for r in made] == [1, 2, 3, 4, 5, 6]
-    assert [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.full
 def test_a_run_at_its_own_pace_goes_on_and_tells_of_staleness(tmp_path):
     for steps in (4, 6):
-        told = small.jaxspeed("train", written(tmp_path, steps, max_staleness=2, on_stale="drop"))
-        assert told.returncode == 0, told.stdout + told.stderr
-    assert "at most 2 versions stale" in told.stdout
+        shown = trained(written(tmp_path, steps, max_staleness=2, on_stale="drop"))
+    assert "at most 2 versions stale" in shown
     made = [r for r in records(tmp_path) if "loss" in r]
     assert [r["step"] for r in made] == [1, 2, 3, 4, 5, 6]
     assert all({"accepted", "dropped", "staleness_mean"} <= set(r) for r in made)
