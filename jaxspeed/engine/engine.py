@@ -62,7 +62,7 @@ class Engine:
     @property
     def held(self) -> TrainState | None:
         """What this process gives up where another state takes its place."""
-        return self._state
+        return self.state
 
     def reset(self) -> None:
         """A fresh state, as `initialize` made it."""

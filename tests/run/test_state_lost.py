@@ -1,0 +1,72 @@
+"""An engine whose state is lost on the way: the run does again what was lost, and nothing twice."""
+
+import json
+
+import pytest
+
+from jaxspeed.errors import StateLostError
+from jaxspeed.observe.metrics import read_records
+from jaxspeed.run import open_run, source_of, train
+from jaxspeed.run.trainer import LOSSES_IN_A_ROW
+from tests.run import small
+
+
+@pytest.fixture
+def config(tmp_path):
+    changes = {"steps": 8, "checkpoint_every": 3}
+    return json.loads(small.write(tmp_path, run=changes).read_text())
+
+
+def lossy(trainer, lost_at):
+    """The state is lost in these calls, counted from 1: what is held is overwritten before."""
+    engine, calls = trainer.engine, iter(range(1, 1000))
+    train_batch = engine.train_batch
+
+    def call(batch):
+        metrics = train_batch(batch)
+        if next(calls) in lost_at:
+            raise StateLostError("a server died")
+        return metrics
+
+    engine.train_batch = call
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "lost_at", [{5}, {2}, {5, 6, 9}], ids=["later", "before any save", "often"]
+)
+def test_a_run_ends_bitwise_as_one_that_lost_nothing(config, tmp_path, lost_at):
+    train(config | {"run": config["run"] | {"output": str(tmp_path / "whole")}})
+    trainer = lossy(open_run(source_of(config)), lost_at)
+    assert trainer.run().step == 8
+    trainer.close()
+    path = tmp_path / "config.json"
+    small.assert_bitwise_equal(
+        small.kept(path, tmp_path / "whole"), small.kept(path, tmp_path / "run")
+    )
+    whole, ours = (
+        [
+            (r["step"], r["loss"])
+            for r in read_records(tmp_path / name / "metrics.jsonl")
+            if "loss" in r
+        ]
+        for name in ("whole", "run")
+    )
+    assert ours == whole
+
+
+def test_a_state_that_is_lost_again_and_again_at_one_step_ends_the_run(config):
+    trainer = lossy(open_run(source_of(config)), set(range(1, 1000)))
+    calls = trainer.engine.train_batch
+    count = 0
+
+    def counted(batch):
+        nonlocal count
+        count += 1
+        return calls(batch)
+
+    trainer.engine.train_batch = counted
+    with pytest.raises(StateLostError):
+        trainer.run()
+    trainer.close()
+    assert count == LOSSES_IN_A_ROW + 1
