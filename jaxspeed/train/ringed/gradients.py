@@ -18,7 +18,7 @@ from jaxspeed.train.gradients import Gradients, batch_specs, first_of
 from jaxspeed.train.pipeline import Sums, micro_batches
 from jaxspeed.train.ringed.exchange import Exchange
 from jaxspeed.train.ringed.reduction import OF_RANKS, Reduction
-from jaxspeed.train.ringed.rings import DATA, REPLICA, data_spec
+from jaxspeed.train.ringed.rings import DATA, NO_RANK, REPLICA, data_spec
 from jaxspeed.train.state import Arrays
 
 
@@ -111,6 +111,10 @@ class RingGradients(Gradients):
                 sums, _ = of_rank._accumulate(
                     sources, variables, micro, step, scale, placed=False, one=one
                 )
+            # So that what is handed round next waits for the whole pass.
+            after = rings.once_there(told, sums.grads).inner
+            total = jnp.where(after == NO_RANK, jnp.zeros_like(sums.total), sums.total)
+            sums = sums._replace(total=total)
             grads = {p: g if p in exchanged else g[None] for p, g in sums.grads.items()}
             scalars = jax.tree.map(lambda x: x[None], sums._replace(grads={}))
             return scalars._replace(grads=grads)

@@ -82,6 +82,7 @@ class Reduction:
         errors: Arrays,
     ) -> tuple[Arrays, Any, Arrays]:
         """What each device does; arrays of ranks and of devices have a leading dim of 1."""
+        ranks = self.rings.once_there(ranks, (grads, scalars))
         sums, share = self._summed(scalars, ranks)
         reduced: Arrays = {}
         left: Arrays = {}

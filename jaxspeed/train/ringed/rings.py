@@ -24,6 +24,7 @@ from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size, simulated
 from jaxspeed.placement.rows import Row
 
 REPLICA, DATA = DATA_AXES
+NO_RANK = -2
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,27 @@ class Rings:
         )
         return lambda *arrays: run(*self.numbers(), *arrays)
 
+    def once_there(self, ranks: Ranks, values: Any) -> Ranks:
+        """The same, not before these floating arrays are there, on simulated devices.
+
+        XLA:CPU would run messages beside loops of what is still computed, in an order of its own on
+        each device, and they would wait for each other for ever. It keeps no barrier, only data.
+        """
+        if not self.levels.inner.unrolled:
+            return ranks
+        total = sum(x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(values) if x.size)
+        never = jnp.asarray(total).astype(jnp.int32)
+        outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
+        return Ranks(inner, outer)
+
     def of_every_rank(self, x: jax.Array, ranks: Ranks) -> jax.Array:
         """[ranks, length] of what each rank has [length], in the order of the ranks."""
         inner = self.levels.inner
         everyone = Ring((REPLICA, DATA), self.count, inner.directions, inner.unrolled)
-        return handed_round(x, ranks.outer * inner.size + ranks.inner, everyone)
+        rank = ranks.outer * inner.size + ranks.inner
+        if inner.unrolled:  # what is sent waits for what the rank waits for
+            x = jnp.where(rank == NO_RANK, jnp.zeros_like(x), x)
+        return handed_round(x, rank, everyone)
 
 
 def rings_of(config: Config, mesh: Mesh) -> Rings | None:
