@@ -106,7 +106,7 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     assert told["stopped_by"] == "SIGINT" and told["steps"] == done(run)
     said = " ".join(errors.split())
     assert re.search(r"worker [01] died", said) and "a server died" in said
-    assert said.count("died") == 2
+    assert said.count("; another takes its place") == said.count("; the run goes on after") == 1
     assert processes(child, "") == []
 
     # Data parallelism on two devices of this process, in which nobody died.
