@@ -45,7 +45,9 @@ class Server:
 
     def reduce(self, shares: np.ndarray, *pushes: Arrays) -> np.ndarray:
         """Adds up the pushes of one update; the sum of squares of the gradients."""
-        self._grads, squares = self._serving.reduce(pushes, jnp.asarray(shares))
+        self._grads, squares = self._serving.reduce(
+            pushes, jnp.asarray(shares), self._state.loss_scale.scale
+        )
         return np.asarray(squares)
 
     def apply(self, told: Told, *squares: np.ndarray) -> tuple[Published, dict[str, np.ndarray]]:

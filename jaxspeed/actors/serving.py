@@ -31,6 +31,7 @@ class Told(NamedTuple):
     total: Any  # of the loss
     weight: Any
     metrics: Mapping[str, Any]
+    scale: Any  # of the loss, which may have changed since
 
 
 class Published(NamedTuple):
@@ -42,7 +43,7 @@ class Published(NamedTuple):
 
 
 def together(told: Sequence[Told]) -> tuple[Told, np.ndarray]:
-    """What the pushes of one update say together, and the share of each."""
+    """What the pushes of one update say together, and the share of each, free of its scale."""
     weights = np.array([one.weight for one in told], np.float32)
     weight = weights.sum()
     shares = weights / weight if weight > 0 else np.zeros_like(weights)
@@ -50,7 +51,9 @@ def together(told: Sequence[Told]) -> tuple[Told, np.ndarray]:
         name: sum(np.float32(one.metrics[name]) * share for one, share in zip(told, shares))
         for name in told[0].metrics
     }
-    return Told(sum(np.float32(one.total) for one in told), weight, metrics), shares
+    total = sum(np.float32(one.total) for one in told)
+    scales = np.array([one.scale for one in told], np.float32)
+    return Told(total, weight, metrics, scales[0]), shares / scales
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,17 @@ class Serving:
 
     @cached_property
     def reduce(self) -> Any:
-        """(pushes by worker, the share of each) -> (gradients, their sum of squares).
+        """(pushes by worker, the share of each, the scale of now) -> (gradients, their squares).
 
-        Summed in the order of the workers, in the dtype of what is updated.
+        Summed in the order of the workers, in the dtype of what is updated. A share is free of the
+        scale under which its push was computed, which another version may have changed since.
         """
         wide = {row.path: wide_dtype(row) for row in self.program.table if row.leaf.trainable}
 
-        def reduce(pushes: Sequence[Arrays], shares: jax.Array) -> tuple[Arrays, jax.Array]:
+        def reduce(
+            pushes: Sequence[Arrays], shares: jax.Array, scale: jax.Array
+        ) -> tuple[Arrays, jax.Array]:
+            shares = shares * scale
             grads = {
                 path: sum(
                     push[path].astype(dtype) * share.astype(dtype)

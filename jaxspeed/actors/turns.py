@@ -110,8 +110,8 @@ class OwnPace:
         self._ages.append(push.staleness)
         self._told.append(done.told)
         if push.accepted:
-            share = np.array([push.factor], np.float32)
-            self._update = self._servers.update([done.pushes], share, done.told)
+            told, share = together([done.told])
+            self._update = self._servers.update([done.pushes], share * push.factor, told)
 
     def _report(self, update: dict[str, Any]) -> dict[str, Any]:
         """What happened since the last one; that may be pushes of parts of an earlier call."""

@@ -47,7 +47,7 @@ class Working:
                 mine = {path: piece.of(sums.grads[path]) for path, piece in trained(pieces)}
                 return {path: x.astype(wire or x.dtype) for path, x in mine.items()}
 
-            return list(map(cut, self.shares)), Told(sums.total, sums.weight, sums.metrics)
+            return list(map(cut, self.shares)), Told(sums.total, sums.weight, sums.metrics, scale)
 
         return jax.jit(self.program.in_mesh(gradients))
 
@@ -57,7 +57,7 @@ class Working:
 
         def evaluate(sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Told:
             loss, _ = self.program.objective(sources, variables, batch, step, 0, False)
-            return Told(loss.total, loss.weight, loss.metrics)
+            return Told(loss.total, loss.weight, loss.metrics, jnp.ones(()))
 
         return jax.jit(self.program.in_mesh(evaluate))
 

@@ -101,8 +101,8 @@ class Parts:
             done.append(self.worker.gradients(*given))
         told, shares = together([one for _, one in done])
         reduced = [
-            server.reduce([pushes[i] for pushes, _ in done], shares)
-            for i, server in enumerate(self.servers)
+            server.reduce([pushes[i] for pushes, _ in done], shares, state.loss_scale.scale)
+            for i, (server, state) in enumerate(pairs)
         ]
         squares = jnp.stack([one for _, one in reduced])
         applied = [

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxspeed
+from jaxspeed.actors.serving import Told, together
 from jaxspeed.actors.share import shares
 from jaxspeed.actors.states import taken_apart
 from jaxspeed.errors import ConfigError
@@ -75,8 +76,8 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
     server = parts.servers[0]
     poisoned = []
 
-    def reduce(pushes, shares):
-        grads, squares = type(server).reduce.func(server)(pushes, shares)
+    def reduce(*given):
+        grads, squares = type(server).reduce.func(server)(*given)
         poisoned.append(True)
         return grads, squares * jnp.nan
 
@@ -89,6 +90,16 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
         for name in old:
             if name.startswith(("params/", "opt/")):
                 np.testing.assert_array_equal(old[name], new[name], err_msg=name)
+
+
+def test_a_push_of_another_loss_scale_counts_as_much():
+    parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}, gradient_clipping=0.0))
+    server, state = parts.servers[0], parts.states[0]
+    ones = {path: jnp.ones(x.shape) for path, x in server.published(state).params.items()}
+    told = Told(1.0, 1.0, {}, 64.0)  # pulled before the scale rose to 256
+    _, shares = together([told])
+    grads, _ = server.reduce([ones], shares, state.loss_scale.scale)
+    assert all(float(x.reshape(-1)[0]) == 4.0 for x in grads.values())
 
 
 def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():

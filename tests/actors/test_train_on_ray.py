@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,8 +104,9 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     assert child.returncode == 128 + signal.SIGINT, errors
     told = json.loads(out)  # and nothing else was printed
     assert told["stopped_by"] == "SIGINT" and told["steps"] == done(run)
-    assert "worker 1 died" in errors and "a server died" in errors
-    assert errors.count("died") == 2
+    said = " ".join(errors.split())
+    assert re.search(r"worker [01] died", said) and "a server died" in said
+    assert said.count("; another takes its place") == said.count("; the run goes on after") == 1
     assert processes(child, "") == []
 
     # Data parallelism on two devices of this process, in which nobody died.

@@ -39,7 +39,7 @@ class Crew:
     def next(self):
         worker = self._choose(sorted(self.tasks))
         task = self.tasks.pop(worker)
-        told = Told(np.float32(task.batch), np.float32(1), {})
+        told = Told(np.float32(task.batch), np.float32(1), {}, np.float32(1))
         return Done(worker, task, told, pushes=[task])
 
     def forget(self):
