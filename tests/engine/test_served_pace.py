@@ -1,5 +1,7 @@
 """Workers at their own pace: what is applied, what is dropped, who waits, and what it comes to."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 from jaxspeed.parallel.server import Rule, Turns
+from jaxspeed.train.served import Service
 from tests.engine import serving
 from tests.engine.serving import (
     BF16,
@@ -194,6 +197,30 @@ def test_the_loss_scale_skips_a_push_at_its_own_pace():
     assert int(state.skipped) > 0 and int(state.step) == 8 * RANKS
     assert told[-1]["loss_scale"] < 2.0**30
     assert all(np.isfinite(x).all() for x in parameters(engine).values())
+
+
+def test_a_push_of_another_loss_scale_counts_as_much():
+    """The scale falls while a worker computes; its gradients are those of the scale it pulled."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+    def after_a_push(fall):
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = served(parallel=WAIT, optimizer=sgd, **fp16)
+        program = engine.program
+        service = Service(program, engine.state)
+        data = serving.batch(0)
+        (part, *_) = program.parts(jax.device_put(data, program.batch_shardings(data)))
+        service.pull(0)
+        service.compute(0, part)
+        scale = service.state.loss_scale
+        fallen = scale._replace(scale=scale.scale / fall)
+        service.state = dataclasses.replace(service.state, loss_scale=fallen)
+        service.apply(service.fleet.push(0), service.scale_since(0))
+        return {path: np.array(x) for path, x in service.state.master.items()}
+
+    one, two = after_a_push(1), after_a_push(4)
+    for path, value in one.items():
+        np.testing.assert_allclose(two[path], value, rtol=1e-3, atol=1e-5)
 
 
 def test_each_part_is_used_once():

@@ -55,7 +55,9 @@ class OwnPace:
         self._ages.append(push.staleness)
         if push.accepted:
             sums = service.fleet.push(arrival.worker)
-            self._update = service.apply(sums, push.factor)
+            # It was computed under the loss scale of the version that was pulled.
+            since = service.scale_since(arrival.worker)
+            self._update = service.apply(sums, push.factor * since)
             sums = sums._replace(grads={})
         else:
             sums = service.fleet.push_scalars(arrival.worker)

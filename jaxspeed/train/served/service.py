@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.train.pace import Pace
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Metrics
@@ -27,6 +29,7 @@ class Service:
         self.version = int(state.step)  # of the parameters; each update makes one
         self._published: Arrays | None = None
         self._pulled: dict[int, int] = {}  # the version that each worker has
+        self._scales: dict[int, jax.Array] = {}  # ... and its loss scale, where that changes
 
     def begin_at(self, state: TrainState) -> None:
         """From another state; what workers have of the old one is forgotten."""
@@ -42,14 +45,22 @@ class Service:
             self._published = self.program.publish(self.state)
         self.fleet.pull(worker, self._published, self.state)
         self._pulled[worker] = self.version
+        if self.program.optimizer.rule != StaticRule():
+            self._scales[worker] = jnp.copy(self.state.loss_scale.scale)
+
+    def scale_since(self, worker: int) -> jax.Array | float:
+        """By how much the loss scale has grown since a worker pulled."""
+        pulled = self._scales.get(worker)
+        return 1.0 if pulled is None else self.state.loss_scale.scale / pulled
 
     def compute(self, worker: int, part: Any) -> None:
         """A worker begins the gradients of a part, of the version that it has."""
         self.fleet.compute(worker, part, self._pulled[worker])
 
-    def apply(self, sums: Sums, factor: float = 1.0) -> Metrics:
-        """One update, by what was pushed."""
-        state, metrics = self.program.apply(self.state, sums, np.float32(factor))
+    def apply(self, sums: Sums, factor: jax.Array | float = 1.0) -> Metrics:
+        """One update, by what was pushed; gradients count times `factor`."""
+        given = np.float32(factor) if isinstance(factor, float) else factor
+        state, metrics = self.program.apply(self.state, sums, given)
         self.advance(state)
         self.pace.sent(metrics["loss"])
         return metrics
