@@ -1,0 +1,99 @@
+"""The process that compiles for devices that are not here, and ends with the one that asked.
+
+It has the platform and the flags of the target's compiler to itself: libtpu prints warnings into
+plain CPU runs and holds a lock, and the plugin of CUDA does not share an environment with it well.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.observe import report
+from jaxspeed.plan import deviceless_cuda
+from jaxspeed.plan.outcome import Failure, Outcome, Request, out_of_memory
+from jaxspeed.plan.targets import Target
+from jaxspeed.train.program import Program
+
+# From the devices to a program and the shapes of its batch.
+Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
+
+
+def main() -> None:
+    """Reads a request from stdin, and writes its outcome where that says."""
+    request: Request = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    made = run(pickle.loads(request.job), request.target)
+    # A file that is there is whole.
+    part = Path(f"{request.answer}.part")
+    part.write_bytes(pickle.dumps(made))
+    part.replace(request.answer)
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of stdin for as long as it lives and waits."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os.killpg(0, signal.SIGKILL)  # with what the compiler has started
+
+
+def run(job: Job, target: Target) -> Outcome | Failure:
+    """Build, lower and compile the step that would run."""
+    started = time.perf_counter()
+    try:
+        devices = devices_of(target)
+        program, batch = job(devices)
+        traced = program.step.trace(program.state, program.abstract_batch(batch))
+        if target.chip.platform == "cuda":
+            lowered = traced.lower(lowering_platforms=("cuda",))
+        else:
+            lowered = traced.lower()
+        lowering = time.perf_counter() - started
+        compiled = _compile(lowered, target)
+        seconds = time.perf_counter() - started - lowering
+    except JaxspeedError as error:
+        return Failure(error)
+    except jax.errors.JaxRuntimeError as error:
+        refused = out_of_memory(str(error))
+        if refused is None:
+            raise
+        return Outcome(None, refused, time.perf_counter() - started)
+    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
+    waiting = program.table.host_bytes_by_role()
+    found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
+    # A program for GPUs is lowered on a CPU's mesh, but their compiler tells host memory apart.
+    found = replace(found, tells_host=target.chip.platform != "cpu")
+    return Outcome(found, None, time.perf_counter() - started)
+
+
+def _compile(lowered: Any, target: Target) -> Any:
+    if target.chip.platform == "cuda":
+        return deviceless_cuda.compile_lowered(lowered, target)
+    return lowered.compile()
+
+
+def devices_of(target: Target) -> Sequence[Any]:
+    """Those to build the program on: the target's own, or for GPUs as many simulated ones."""
+    if target.chip.platform != "tpu":
+        jax.config.update("jax_num_cpu_devices", target.count)
+        return jax.devices("cpu")
+    from jax.experimental import topologies
+
+    told = dict(target.chip.compiler or {})
+    name = f"{told.pop('topology')}:{'x'.join(map(str, target.topology))}"
+    if target.slices > 1:
+        told["num_slices"] = target.slices
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **told).devices
+
+
+if __name__ == "__main__":
+    main()
