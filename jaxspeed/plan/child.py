@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.observe import report
+from jaxspeed.observe import CompiledReport, report
 from jaxspeed.plan import deviceless_cuda
 from jaxspeed.plan.outcome import Failure, Outcome, Request, out_of_memory
 from jaxspeed.plan.targets import Target
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     """The parent holds the other end of stdin for as long as it lives and waits."""
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # not sys.stdin, whose lock this would hold when Python ends
         pass
     os.killpg(0, signal.SIGKILL)  # with what the compiler has started
 
@@ -67,11 +67,7 @@ def run(job: Job, target: Target) -> Outcome | Failure:
         if refused is None:
             raise
         return Outcome(None, refused, time.perf_counter() - started)
-    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-    waiting = program.table.host_bytes_by_role()
-    found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
-    # A program for GPUs is lowered on a CPU's mesh, but their compiler tells host memory apart.
-    found = replace(found, tells_host=target.chip.platform != "cpu")
+    found = _reported(compiled, program, batch, target, seconds)
     return Outcome(found, None, time.perf_counter() - started)
 
 
@@ -79,6 +75,33 @@ def _compile(lowered: Any, target: Target) -> Any:
     if target.chip.platform == "cuda":
         return deviceless_cuda.compile_lowered(lowered, target)
     return lowered.compile()
+
+
+def _reported(
+    compiled: Any, program: Program, batch: Any, target: Target, seconds: float
+) -> CompiledReport:
+    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
+    waiting = program.table.host_bytes_by_role()
+    if target.slices > 1:
+        compiled = _OfOneSlice(compiled)
+    found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
+    if target.slices > 1:
+        found = replace(found, untold="of several slices libtpu prints the program of one")
+    # A program for GPUs is lowered on a CPU's mesh, but their compiler tells host memory apart.
+    return replace(found, tells_host=target.chip.platform != "cpu")
+
+
+@dataclass(frozen=True)
+class _OfOneSlice:
+    """A program whose text has fewer devices than its mesh: what slices exchange is not in it."""
+
+    compiled: Any
+
+    def memory_analysis(self) -> Any:
+        return self.compiled.memory_analysis()
+
+    def as_text(self) -> str:
+        return ""
 
 
 def devices_of(target: Target) -> Sequence[Any]:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -142,7 +143,9 @@ def _run(target: Target, request: Request, output: Any, patience: float) -> int:
 
 def _why(target: Target, code: int, said: str) -> str:
     """What became of a process that left no answer."""
-    last = "\n".join(said.strip().splitlines()[-_LAST_LINES:])
+    lines = said.strip().splitlines()
+    checks = [line for line in lines if re.match(r"F\d{4} ", line)]  # by which XLA ends itself
+    last = "\n".join(checks or lines[-_LAST_LINES:])
     if code == -signal.SIGKILL:
         return (
             f"target {target}: the process that compiled was killed, as a machine does whose "

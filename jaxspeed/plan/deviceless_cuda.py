@@ -93,7 +93,7 @@ def compile_lowered(lowered: Any, target: Target) -> Executable:
             target_config=target_config(target),
             topology=f"1x{target.count // target.node}x{target.node}",
         )
-        devices = described.devices
+        devices: list[Any] = list(described.devices)
         options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),

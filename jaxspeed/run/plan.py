@@ -1,27 +1,36 @@
 """What a config would train, told without making an array of its model."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from rich.console import Group
 from rich.text import Text
 
+from jaxspeed.config import Config, load_config
 from jaxspeed.config.data import Corpus
 from jaxspeed.data import build
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.family import resolve_model
+from jaxspeed.engine.memory import remedies
 from jaxspeed.engine.moving import asks, transfer_of
 from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
-from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.mesh import data_parallel_size, resolve_sizes
+from jaxspeed.plan.chips import chips_of
+from jaxspeed.plan.compiling import PATIENCE, compile_for, refuse_missing
+from jaxspeed.plan.outcome import Outcome
+from jaxspeed.plan.targets import Target, target_of
+from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
-from jaxspeed.run.start import Source
+from jaxspeed.run.start import Source, source_of
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
@@ -37,14 +46,22 @@ class Plan:
     compiled: CompiledReport | None  # where it was compiled
     transfer: Transfer | None = None  # where anything waits in host memory
     kept: Kept | None = None  # where the config says what units keep
+    target: Target | None = None  # where it is for devices that need not be here
+    outcome: Outcome | None = None  # of compiling for the target
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits a device of the target, where its compiler was asked."""
+        return self.outcome.fits(self.target) if self.outcome and self.target else None
 
     def __rich__(self) -> Group:
-        program, compiled = self.program, self.compiled
+        program, compiled, target = self.program, self.compiled, self.target
         axes, roles = self._axes(), program.table.bytes_by_role()
+        temporary = compiled.temp_bytes if compiled else None
         parts: list[Any] = [
-            Group(Text.from_markup(on_what(program)), Text(self._batch())),
+            Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
-            Text(m_against_n(program, compiled.temp_bytes if compiled else None)),
+            Text(m_against_n(program, temporary, target)),
         ]
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
@@ -52,6 +69,8 @@ class Plan:
             parts.append(compiled)
         else:
             parts += [each for each in (self.kept, self.transfer) if each]
+        if self.outcome:
+            parts.append(Text("\n".join(self._verdict(self.outcome))))
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -61,13 +80,15 @@ class Plan:
         """All of it as plain numbers and words, bytes in bytes."""
         table, device = self.program.table, self.program.mesh.devices.flat[0]
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
+        chip = self.target.chip if self.target else None
         return {
+            "target": self.target and _figures_of(self.target),
             "mesh": dict(self.program.mesh.shape),
             "devices": {
                 "count": self.program.mesh.size,
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "simulated": device.platform == "cpu",
+                "platform": chip.platform if chip else device.platform,
+                "kind": chip.kind if chip else device.device_kind,
+                "simulated": (chip or device).platform == "cpu",
             },
             "batch": asdict(self.program.batch),
             "stage": table.stage,
@@ -83,7 +104,22 @@ class Plan:
             "transfer": self.transfer and self.transfer.figures(),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
+            "outcome": self.outcome and self.target and self.outcome.figures(self.target),
         }
+
+    def _verdict(self, outcome: Outcome) -> list[str]:
+        """Whether it fits, and if not, what would help."""
+        assert self.target is not None
+        has = f"{show.bytes_text(self.target.chip.memory)} of {self.target.chip.name}"
+        took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
+        needed = outcome.device_bytes
+        if self.fits:
+            assert needed is not None
+            share = needed / self.target.chip.memory
+            return [f"fits: {show.bytes_text(needed)} of the {has} ({share:.0%}), {took}"]
+        what = f"{show.bytes_text(needed)}, and there are" if needed else "more than"
+        said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
+        return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
 
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
@@ -96,26 +132,106 @@ class Plan:
         )
 
 
-def plan_run(source: Source, *, compiling: bool = True) -> Plan:
-    """The plan of a config on the devices that there are.
+def plan(
+    config: Config | Mapping[str, Any] | str | Path,
+    target: str | None = None,
+    *,
+    model: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    compile: bool | None = None,
+    hardware: str | Path | None = None,
+    patience: float = PATIENCE,
+) -> Plan:
+    """What a config would train, without making an array of its model.
+
+    Args:
+      config: what `jaxspeed.initialize` takes, with the data's shapes (`data.seq_len`).
+      target: devices that need not be here: `v5p:4x4x8`, `h100:64`, `cpu:8`. Call this before
+        anything else uses JAX, because as many devices are simulated. None: the devices here.
+      model, loss_fn, optimizer: as `jaxspeed.initialize` takes them. To compile for a target they
+        go to another process, so they must be functions of a module.
+      compile: whether to compile the step; by default only where there is no target.
+      hardware: a YAML file of chips beside the known ones.
+      patience: seconds after which a compile for a target is given up.
+
+    Raises:
+      ConfigError, PlacementError, ModelError: what cannot be, with what would work.
+      RunError: the compile failed.
+    """
+    found = target_of(target, chips_of(hardware)) if target is not None else None
+    compile = found is None if compile is None else compile
+    if found and compile:
+        refuse_missing(found)
+    devices = [f"run.devices=cpu:{found.count}"] if found else []
+    source = source_of(load_config(config, devices), model, loss_fn, optimizer, name="plan")
+    return plan_run(source, compiling=compile, target=found, patience=patience)
+
+
+def plan_run(
+    source: Source,
+    *,
+    compiling: bool = True,
+    target: Target | None = None,
+    patience: float = PATIENCE,
+) -> Plan:
+    """The plan of a config on the devices that there are, or that simulate those of a target.
 
     Without `compiling` there are no figures of the compiler.
     """
     config = source.config
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
+    if target:
+        refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
     program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
-    if not compiling:
-        transfer = None
-        if asks(program):
-            traced = program.step.trace(program.state, program.abstract_batch(batch))
-            transfer = transfer_of(program, traced)
-        schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-        return Plan(program, schedule, None, transfer, kept)
-    compiled = compiled_report(program, batch)
-    return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    if compiling and target is None:
+        compiled = compiled_report(program, batch)
+        return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    transfer = None
+    if asks(program):
+        traced = program.step.trace(program.state, program.abstract_batch(batch))
+        transfer = transfer_of(program, traced)
+    if transfer and target:
+        transfer = replace(transfer, device_kind=target.chip.kind)
+    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
+    estimated = Plan(program, schedule, None, transfer, kept, target)
+    if not compiling or target is None:
+        return estimated
+    outcome = compile_for(target, _Job(source, batch), patience)
+    found = outcome.report
+    if found and transfer:
+        found = replace(found, transfer=transfer.counted(found.flops))
+    return replace(estimated, compiled=found, outcome=outcome)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Builds the program on other devices, in another process."""
+
+    source: Source
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
+        config = self.source.config
+        model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
+        optimizer = self.source.optimizer
+        program = build_program(config, model, loss_fn, optimizer=optimizer, devices=devices)
+        return program, self.batch
+
+
+def _figures_of(target: Target) -> dict[str, Any]:
+    return {
+        "name": str(target),
+        "chip": target.chip.name,
+        "count": target.count,
+        "topology": list(target.topology),
+        "slices": target.slices,
+        "node": target.node,
+        "memory": target.chip.memory,
+    }
 
 
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
