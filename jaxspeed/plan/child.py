@@ -6,6 +6,7 @@ plain CPU runs and holds a lock, and the plugin of CUDA does not share an enviro
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -31,7 +32,8 @@ Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
 def main() -> None:
     """Reads a request from stdin, and writes its outcome where that says."""
     request: Request = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    folder = Path(request.answer).parent
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     made = run(pickle.loads(request.job), request.target)
     # A file that is there is whole.
     part = Path(f"{request.answer}.part")
@@ -39,10 +41,11 @@ def main() -> None:
     part.replace(request.answer)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     """The parent holds the other end of stdin for as long as it lives and waits."""
     while os.read(0, 1):  # not sys.stdin, whose lock this would hold when Python ends
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # which nobody reads any more
     os.killpg(0, signal.SIGKILL)  # with what the compiler has started
 
 
