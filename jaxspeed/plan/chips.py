@@ -10,7 +10,6 @@ from rich.text import Text
 from jaxspeed.config.problems import did_you_mean
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware import Chip, read_chips
-from jaxspeed.placement.show import bytes_text, scaled_text
 
 __all__ = ["Chip", "chip_named", "chips_of", "speeds_table"]
 
@@ -37,29 +36,37 @@ def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
 
 
 def speeds_table(chips: Mapping[str, Chip]) -> Group:
-    """A row a chip."""
-    table = Table(title="targets: figures of one device, links in one direction", box=None)
-    table.title_justify = "left"
+    """A row a chip, within 80 columns."""
+    title = "figures of one device; links in one direction, GB and GB/s"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("chip", no_wrap=True)
-    for column in ("memory", "bf16", "fp32", "its memory", "link", "outside", "host link", "host"):
+    for column in ("TFLOP/s\nbf16", "\nfp32", "memory\nGB", "\nGB/s", "links"):
         table.add_column(column, justify="right")
-    table.add_column("compiles")
+    for column in ("out-\nside", "host\nlink", "host\nGB", "a\nnode"):
+        table.add_column(column, justify="right")
     for chip in chips.values():
         link = f"{chip.links} x " if chip.links > 1 else ""
         table.add_row(
-            chip.name,
-            bytes_text(chip.memory),
-            scaled_text(chip.flops["bf16"], ""),
-            scaled_text(chip.flops["fp32"], ""),
-            f"{bytes_text(chip.bandwidth)}/s",
-            f"{link}{bytes_text(chip.link)}/s",
-            f"{bytes_text(chip.outside)}/s",
-            f"{bytes_text(chip.host_link)}/s",
-            bytes_text(chip.host_memory),
-            "yes" if chip.compiles else "estimate only",
+            chip.name + ("" if chip.compiles else "*"),
+            _number(chip.flops["bf16"], 1e12),
+            _number(chip.flops["fp32"], 1e12),
+            _number(chip.memory),
+            _number(chip.bandwidth),
+            link + _number(chip.link),
+            _number(chip.outside),
+            _number(chip.host_link),
+            _number(chip.host_memory),
+            str(chip.node) if chip.platform != "cpu" else "",
         )
-    forms = Text(
-        "a target is CHIP:COUNT, of TPUs CHIP:TORUS: cpu:8, h100:64, h100:64/4 (devices a node), "
-        "v5e:4x4, v5p:4x4x8, 2x v5p:4x4x4 (slices). --json has the source of each figure"
-    )
-    return Group(table, Text(), forms)
+    notes = [
+        "* is estimated only: no compiler here takes it. What is simulated on a cpu shares its",
+        "memory. --json has the source of each figure.",
+        "",
+        "A target is CHIP:COUNT, of TPUs CHIP:TORUS: cpu:8, h100:64, h100:64/4 (devices a",
+        "node), v5e:4x4, v5p:4x4x8, 2x v5p:4x4x4 (slices). --hardware FILE adds chips.",
+    ]
+    return Group(table, Text(), Text("\n".join(notes)))
+
+
+def _number(figure: float, unit: float = 1e9) -> str:
+    return f"{figure / unit:.3g}" if figure < 1000 * unit else f"{figure / unit:.0f}"
