@@ -21,7 +21,7 @@ import jax
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe import CompiledReport, report
 from jaxspeed.plan import deviceless_cuda
-from jaxspeed.plan.outcome import Failure, Outcome, Request, out_of_memory
+from jaxspeed.plan.outcome import PRINTED, Failure, Outcome, Request, out_of_memory
 from jaxspeed.plan.targets import Target
 from jaxspeed.train.program import Program
 
@@ -34,7 +34,7 @@ def main() -> None:
     request: Request = pickle.load(sys.stdin.buffer)
     folder = Path(request.answer).parent
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    made = run(pickle.loads(request.job), request.target)
+    made = run(pickle.loads(request.job), request.target, printed_in=folder / PRINTED)
     # A file that is there is whole.
     part = Path(f"{request.answer}.part")
     part.write_bytes(pickle.dumps(made))
@@ -49,8 +49,11 @@ def _end_with_parent(folder: Path) -> None:
     os.killpg(0, signal.SIGKILL)  # with what the compiler has started
 
 
-def run(job: Job, target: Target) -> Outcome | Failure:
-    """Build, lower and compile the step that would run."""
+def run(job: Job, target: Target, printed_in: Path | None = None) -> Outcome | Failure:
+    """Build, lower and compile the step that would run.
+
+    `printed_in` is the folder that XLA was told to print programs into, if it was.
+    """
     started = time.perf_counter()
     try:
         devices = devices_of(target)
@@ -70,7 +73,8 @@ def run(job: Job, target: Target) -> Outcome | Failure:
         if refused is None:
             raise
         return Outcome(None, refused, time.perf_counter() - started)
-    found = _reported(compiled, program, batch, target, seconds)
+    text = Printed(compiled, printed_in, target)
+    found = _reported(text, program, batch, target, seconds)
     return Outcome(found, None, time.perf_counter() - started)
 
 
@@ -85,8 +89,6 @@ def _reported(
 ) -> CompiledReport:
     schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
     waiting = program.table.host_bytes_by_role()
-    if target.slices > 1:
-        compiled = _OfOneSlice(compiled)
     found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
     if target.slices > 1:
         found = replace(found, untold="of several slices libtpu prints the program of one")
@@ -95,16 +97,28 @@ def _reported(
 
 
 @dataclass(frozen=True)
-class _OfOneSlice:
-    """A program whose text has fewer devices than its mesh: what slices exchange is not in it."""
+class Printed:
+    """A compiled program, with its text as XLA printed it where it cannot be had afterwards.
+
+    libtpu 0.0.51 cannot print some programs that it has compiled ("async-update instruction should
+    have 1 operands"), but prints them into a folder while it compiles. Of several slices it has the
+    text of one, in which what slices exchange is not: there it is left out.
+    """
 
     compiled: Any
+    folder: Path | None
+    target: Target
 
     def memory_analysis(self) -> Any:
         return self.compiled.memory_analysis()
 
     def as_text(self) -> str:
-        return ""
+        if self.target.slices > 1:
+            return ""
+        printed = (
+            sorted(self.folder.glob("*jit_step*.after_optimizations.txt")) if self.folder else []
+        )
+        return printed[-1].read_text("utf-8") if printed else str(self.compiled.as_text())
 
 
 def devices_of(target: Target) -> Sequence[Any]:

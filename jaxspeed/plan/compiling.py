@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.plan import deviceless_cuda
-from jaxspeed.plan.outcome import Failure, Outcome, Request
+from jaxspeed.plan.outcome import PRINTED, Failure, Outcome, Request
 from jaxspeed.plan.targets import Target
 
 PATIENCE = 1800.0  # seconds; the largest that were seen took a tenth
@@ -93,13 +93,18 @@ def _pickled(job: Any) -> bytes:
     return made
 
 
-def _environment(target: Target) -> dict[str, str]:
+def _environment(target: Target, folder: Path) -> dict[str, str]:
     """That of the process: the platform and flags of the target, and our modules."""
     ours = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     own = {"JAX_PLATFORMS": "cpu"}
     if target.chip.platform == "tpu":
         # No TPU is looked for, and several processes may have the compiler.
         own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        # The step's text, once: no pass has an empty name.
+        own["XLA_FLAGS"] = (
+            f"--xla_dump_to={folder / PRINTED} --xla_dump_hlo_as_text "
+            "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
+        )
     if target.chip.platform == "cuda":
         own = deviceless_cuda.environment()
     return {
@@ -119,7 +124,7 @@ def _run(target: Target, request: Request, output: Any, patience: float) -> int:
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=_environment(target),
+        env=_environment(target, Path(request.answer).parent),
         start_new_session=True,  # Ctrl-C is ours to answer
     )
     assert child.stdin is not None

@@ -9,6 +9,7 @@ from jaxspeed.observe import CompiledReport
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.plan.targets import Target
 
+PRINTED = "printed"  # the folder of programs, beside the answer
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 # As libtpu says it, now and before.
 _NEEDED = (

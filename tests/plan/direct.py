@@ -7,12 +7,18 @@ import numpy as np
 from tests.plan import jobs
 
 
-def bytes_of_small(devices: Any) -> list[int]:
+def read_of_small(devices: Any) -> dict[str, Any]:
+    from jaxspeed.observe import report
+
     program, batch = jobs.small(devices)
-    lowered = program.step.lower(program.state, program.abstract_batch(batch))
-    memory = lowered.compile().memory_analysis()
+    compiled = program.step.lower(program.state, program.abstract_batch(batch)).compile()
+    memory, found = compiled.memory_analysis(), report(compiled, program.mesh)
     sizes = ("argument", "temp", "output")
-    return [getattr(memory, f"{name}_size_in_bytes") for name in sizes]
+    return {
+        "bytes": [getattr(memory, f"{name}_size_in_bytes") for name in sizes],
+        "collectives": [[one.kind, one.bytes, one.runs] for one in found.collectives or ()],
+        "flops": found.flops,
+    }
 
 
 def held(devices: Any, asked: list[Any]) -> list[bool]:

@@ -16,6 +16,7 @@ from jaxspeed.engine import compiled_report
 from jaxspeed.errors import ConfigError, ModelError, PlacementError, RunError
 from jaxspeed.observe import CompiledReport
 from jaxspeed.plan import compiling
+from jaxspeed.plan.child import Printed
 from jaxspeed.plan.compiling import compile_for
 from jaxspeed.plan.deviceless_cuda import PLUGINS, target_config
 from jaxspeed.plan.outcome import Outcome, out_of_memory
@@ -44,10 +45,25 @@ def test_the_step_is_the_one_that_would_run_here():
 @needs_libtpu
 def test_of_a_tpu_it_is_what_a_direct_compile_gives():
     outcome = compile_for(target_of("v5e:2x2"), jobs.small)
-    direct = run_on_topology("tests.plan.direct:bytes_of_small", "v5e:2x2")
+    direct = run_on_topology("tests.plan.direct:read_of_small", "v5e:2x2")
     found = outcome.report
-    assert [found.argument_bytes, found.temp_bytes, found.output_bytes] == direct
+    assert [found.argument_bytes, found.temp_bytes, found.output_bytes] == direct["bytes"]
+    # There by the program's own text, here by what XLA printed while it compiled.
+    assert [[one.kind, one.bytes, one.runs] for one in found.collectives] == direct["collectives"]
+    assert found.flops == direct["flops"] > 0
     assert found.tells_host and outcome.fits(target_of("v5e:2x2"))
+
+
+def test_a_program_that_cannot_be_printed_afterwards_is_read_from_what_was_printed(tmp_path):
+    class Mute:
+        def as_text(self):
+            raise AssertionError("libtpu cannot print some programs")
+
+    text = "HloModule jit_step"
+    (tmp_path / "module_0000.jit_step.cl_1.after_optimizations.txt").write_text(text)
+    (tmp_path / "module_0000.jit_step.cl_1.before_optimizations.txt").write_text("another")
+    assert Printed(Mute(), tmp_path, CPU).as_text() == text
+    assert Printed(Mute(), tmp_path, target_of("2x v5e:2x2")).as_text() == ""
 
 
 @needs_libtpu
