@@ -70,13 +70,15 @@ def run(given: argparse.Namespace) -> int:
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
     if given.target is not None:
-        found = plan(
-            loaded(given),
-            given.target,
-            compile=bool(given.compile),
-            hardware=given.hardware,
-            patience=given.patience,
-        )
+        doing = "compiling" if given.compile else "planning"
+        with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
+            found = plan(
+                loaded(given),
+                given.target,
+                compile=bool(given.compile),
+                hardware=given.hardware,
+                patience=given.patience,
+            )
     else:
         if given.devices and given.devices.isdecimal():
             given.devices = f"cpu:{given.devices}"

@@ -59,8 +59,8 @@ def speeds_table(chips: Mapping[str, Chip]) -> Group:
             str(chip.node) if chip.platform != "cpu" else "",
         )
     notes = [
-        "* is estimated only: no compiler here takes it. What is simulated on a cpu shares its",
-        "memory. --json has the source of each figure.",
+        "* is estimated only: no compiler here takes it. --json has the source of each",
+        "figure. Devices that are simulated on a cpu share its memory.",
         "",
         "A target is CHIP:COUNT, of TPUs CHIP:TORUS: cpu:8, h100:64, h100:64/4 (devices a",
         "node), v5e:4x4, v5p:4x4x8, 2x v5p:4x4x4 (slices). --hardware FILE adds chips.",

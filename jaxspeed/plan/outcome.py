@@ -57,7 +57,16 @@ class Outcome:
             return self.refused.needed if self.refused else None
         return found.argument_bytes + found.temp_bytes + found.output_bytes - found.alias_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """What a step holds of its host's memory for a device."""
+        return self.report.host_bytes if self.report else 0
+
     def fits(self, target: Target) -> bool:
+        """Whether a device of the target, and its part of a host, hold the step."""
+        return self.fits_device(target) and self.host_bytes <= target.chip.host_memory
+
+    def fits_device(self, target: Target) -> bool:
         needed = self.device_bytes
         return self.refused is None and needed is not None and needed <= target.chip.memory
 
@@ -66,6 +75,7 @@ class Outcome:
         return {
             "fits": self.fits(target),
             "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
             "refused": self.refused.said if self.refused else None,
             "seconds": self.seconds,
         }

@@ -110,16 +110,22 @@ class Plan:
     def _verdict(self, outcome: Outcome) -> list[str]:
         """Whether it fits, and if not, what would help."""
         assert self.target is not None
-        has = f"{show.bytes_text(self.target.chip.memory)} of {self.target.chip.name}"
+        chip, needed = self.target.chip, outcome.device_bytes
+        has = f"{show.bytes_text(chip.memory)} of {chip.name}"
         took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
-        needed = outcome.device_bytes
-        if self.fits:
-            assert needed is not None
-            share = needed / self.target.chip.memory
-            return [f"fits: {show.bytes_text(needed)} of the {has} ({share:.0%}), {took}"]
-        what = f"{show.bytes_text(needed)}, and there are" if needed else "more than"
-        said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
-        return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
+        if not outcome.fits_device(self.target):
+            what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
+            said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
+            return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
+        assert needed is not None
+        share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
+        if not outcome.host_bytes:
+            return [f"fits: {share}, {took}"]
+        host = show.bytes_text(outcome.host_bytes)
+        there = f"{show.bytes_text(chip.host_memory)} that its host has for it"
+        if outcome.fits(self.target):
+            return [f"fits: {share}, and {host} of the {there}, {took}"]
+        return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
 
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}

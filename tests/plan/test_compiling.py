@@ -178,11 +178,24 @@ def test_another_error_is_not_taken_for_one_of_memory():
     assert out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None
 
 
+def outcome_of(**figures):
+    zeros = dict.fromkeys(("argument", "temp", "output", "alias", "host", "peak"), 0)
+    named = {f"{name}_bytes": size for name, size in {**zeros, **figures}.items()}
+    report = CompiledReport(**named, flops=None, bytes_accessed=None, collectives=None)
+    return Outcome(report, None, 1.0)
+
+
 def test_of_a_device_a_step_holds_what_is_not_given_back_twice():
-    kept = {"argument_bytes": 7, "temp_bytes": 5, "output_bytes": 4, "alias_bytes": 3}
-    others = {"host_bytes": 0, "peak_bytes": 0, "flops": None, "bytes_accessed": None}
-    report = CompiledReport(**kept, **others, collectives=None)
-    assert Outcome(report, None, 1.0).device_bytes == 13
+    assert outcome_of(argument=7, temp=5, output=4, alias=3).device_bytes == 13
+
+
+def test_a_step_has_to_fit_the_device_and_its_host():
+    target = target_of("h100:8")
+    device, host = target.chip.memory, target.chip.host_memory
+    assert outcome_of(temp=device, host=host).fits(target)
+    assert not outcome_of(temp=device + 1).fits(target)
+    assert not outcome_of(temp=device, host=host + 1).fits(target)
+    assert outcome_of(temp=device, host=host + 1).fits_device(target)
 
 
 def test_a_gpu_is_told_to_its_compiler_with_the_table_s_figures():
@@ -208,6 +221,7 @@ def test_an_answer_is_plain_data():
     assert json.loads(json.dumps(figures)) == {
         "fits": False,
         "device_bytes": 600 * GIB,
+        "host_bytes": 0,
         "refused": refused.said,
         "seconds": 2.0,
     }
