@@ -15,7 +15,7 @@ from jaxspeed.errors import (
 )
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.placement.units import unit
-from jaxspeed.run import Plan, plan
+from jaxspeed.planning import plan
 from jaxspeed.train import TrainState, micro_batch_key, propose_tensor_cuts
 from jaxspeed.train.model import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -36,7 +36,6 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementTable",
-    "Plan",
     "RunError",
     "TiedLayerSpec",
     "TrainState",

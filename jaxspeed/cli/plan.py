@@ -8,7 +8,8 @@ from jaxspeed.cli.common import command, loaded, out, print_json
 from jaxspeed.errors import ConfigError
 from jaxspeed.plan.chips import chips_of, speeds_table
 from jaxspeed.plan.compiling import PATIENCE
-from jaxspeed.run import plan, plan_run, source_of
+from jaxspeed.planning import plan
+from jaxspeed.run import plan_run, source_of
 
 FAILED = 1
 

@@ -2,7 +2,7 @@
 
 from jaxspeed.run.ending import show_ending
 from jaxspeed.run.opening import show_opening
-from jaxspeed.run.plan import Plan, plan, plan_run
+from jaxspeed.run.plan import Plan, plan_run
 from jaxspeed.run.start import open_run, source_of
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.run.whole import check_run, evaluate_run, sample_run, train
@@ -13,7 +13,6 @@ __all__ = [
     "check_run",
     "evaluate_run",
     "open_run",
-    "plan",
     "plan_run",
     "sample_run",
     "show_ending",

@@ -1,16 +1,13 @@
 """What a config would train, told without making an array of its model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 from rich.console import Group
 from rich.text import Text
 
-from jaxspeed.config import Config, load_config
 from jaxspeed.config.data import Corpus
 from jaxspeed.data import build
 from jaxspeed.engine.cache import enable_compilation_cache
@@ -24,13 +21,12 @@ from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import data_parallel_size, resolve_sizes
-from jaxspeed.plan.chips import chips_of
-from jaxspeed.plan.compiling import PATIENCE, compile_for, refuse_missing
+from jaxspeed.plan.compiling import PATIENCE, compile_for
 from jaxspeed.plan.outcome import Outcome
-from jaxspeed.plan.targets import Target, target_of
+from jaxspeed.plan.targets import Target
 from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
-from jaxspeed.run.start import Source, source_of
+from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
@@ -136,42 +132,6 @@ class Plan:
             f"batch  {batch.train} samples: {batch.micro} of a data rank and micro-batch, "
             f"x {batch.accumulation} micro-batches x {ranks} ranks"
         )
-
-
-def plan(
-    config: Config | Mapping[str, Any] | str | Path,
-    target: str | None = None,
-    *,
-    model: Any = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    compile: bool | None = None,
-    hardware: str | Path | None = None,
-    patience: float = PATIENCE,
-) -> Plan:
-    """What a config would train, without making an array of its model.
-
-    Args:
-      config: what `jaxspeed.initialize` takes, with the data's shapes (`data.seq_len`).
-      target: devices that need not be here: `v5p:4x4x8`, `h100:64`, `cpu:8`. Call this before
-        anything else uses JAX, because as many devices are simulated. None: the devices here.
-      model, loss_fn, optimizer: as `jaxspeed.initialize` takes them. To compile for a target they
-        go to another process, so they must be functions of a module.
-      compile: whether to compile the step; by default only where there is no target.
-      hardware: a YAML file of chips beside the known ones.
-      patience: seconds after which a compile for a target is given up.
-
-    Raises:
-      ConfigError, PlacementError, ModelError: what cannot be, with what would work.
-      RunError: the compile failed.
-    """
-    found = target_of(target, chips_of(hardware)) if target is not None else None
-    compile = found is None if compile is None else compile
-    if found and compile:
-        refuse_missing(found)
-    devices = [f"run.devices=cpu:{found.count}"] if found else []
-    source = source_of(load_config(config, devices), model, loss_fn, optimizer, name="plan")
-    return plan_run(source, compiling=compile, target=found, patience=patience)
 
 
 def plan_run(
