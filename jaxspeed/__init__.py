@@ -15,6 +15,7 @@ from jaxspeed.errors import (
 )
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.placement.units import unit
+from jaxspeed.planning import plan
 from jaxspeed.train import TrainState, micro_batch_key, propose_tensor_cuts
 from jaxspeed.train.model import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -41,6 +42,7 @@ __all__ = [
     "explain_config",
     "initialize",
     "micro_batch_key",
+    "plan",
     "propose_tensor_cuts",
     "simulate",
     "unit",

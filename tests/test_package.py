@@ -62,10 +62,10 @@ def wheel(tmp_path_factory):
     return found
 
 
-def test_the_wheel_holds_every_module_and_the_marker_for_type_checkers(wheel):
+def test_the_wheel_holds_every_module_the_table_of_hardware_and_the_marker_for_type_checkers(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules_on_disk() <= names
-    assert "jaxspeed/py.typed" in names
+    assert {"jaxspeed/py.typed", "jaxspeed/hardware/chips.yaml"} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 
 

@@ -1,41 +1,103 @@
 """`jaxspeed plan CONFIG`."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.errors import ConfigError
+from jaxspeed.plan.chips import chips_of, speeds_table
+from jaxspeed.plan.compiling import PATIENCE
+from jaxspeed.planning import plan
 from jaxspeed.run import plan_run, source_of
+
+FAILED = 1
 
 
 def add(commands: Any) -> None:
     parser = command(
         commands,
         "plan",
-        "what a config would do, before anything is trained: bytes a device, the pipeline's "
-        "schedule, and what its step compiles to",
-        "jaxspeed plan configs/llama3_8b.yaml --devices 8 --set mesh.pipe=4 --no-compile",
-        devices=False,
+        "what a config would do, before anything is trained or rented: bytes a device, the "
+        "pipeline's schedule, and what its step compiles to",
+        "jaxspeed plan configs/llama3_8b.yaml --target v5p:2x2x2 --compile",
+        config=False,
     )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or JSON file")
+    parser.add_argument(
+        "--set",
+        metavar="a.b=c",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="a key of the config, over what the file says; may be repeated",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="devices that need not be here: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the step; by default where there is no target. For a target of TPUs that "
+        "needs jaxspeed[tpu], of GPUs jaxspeed[cuda], and neither device nor driver",
+    )
+    parser.add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=PATIENCE,
+        help="give up a compile for a target after that (%(default)g)",
+    )
+    parser.add_argument("--targets", action="store_true", help="list what is known of each chip")
+    parser.add_argument("--hardware", metavar="FILE", help="a YAML file of more chips")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
-        help="a number of simulated devices on this CPU, or cpu, gpu or tpu (over run.devices)",
-    )
-    parser.add_argument(
-        "--no-compile",
-        action="store_true",
-        help="leave out what the compiler says: for large models it takes minutes",
+        help="without a target: a number of simulated devices on this CPU, or cpu, gpu or tpu "
+        "(over run.devices)",
     )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    if given.devices and given.devices.isdecimal():
-        given.devices = f"cpu:{given.devices}"
-    source = source_of(loaded(given), name=given.config)
-    plan = plan_run(source, compiling=not given.no_compile)
-    if given.json:
-        print_json(plan.figures())
+    if given.targets:
+        return _list_targets(given)
+    if given.config is None:
+        raise ConfigError("plan needs a CONFIG, a YAML or JSON file; or --targets")
+    if given.target and given.devices:
+        raise ConfigError("--target and --devices: give one; a target brings its own devices")
+    if not given.patience > 0:
+        raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
+    if given.target is not None:
+        doing = "compiling" if given.compile else "planning"
+        with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
+            found = plan(
+                loaded(given),
+                given.target,
+                compile=bool(given.compile),
+                hardware=given.hardware,
+                patience=given.patience,
+            )
     else:
-        out().print(plan)
+        if given.devices and given.devices.isdecimal():
+            given.devices = f"cpu:{given.devices}"
+        source = source_of(loaded(given), name=given.config)
+        found = plan_run(source, compiling=given.compile is not False)
+    if given.json:
+        print_json(found.figures())
+    else:
+        out().print(found)
+    return FAILED if found.fits is False else 0
+
+
+def _list_targets(given: argparse.Namespace) -> int:
+    chips = chips_of(given.hardware)
+    if given.json:
+        print_json(
+            {name: {**asdict(chip), "compiles": chip.compiles} for name, chip in chips.items()}
+        )
+    else:
+        out().print(speeds_table(chips))
     return 0

@@ -44,10 +44,15 @@ def explain_out_of_memory(program: Program, error: BaseException) -> OutOfMemory
     ]
     lines += [f"  {role:<8}{bytes_text(per):>10}" for role, (_, per) in roles.items()]
     lines.append("the rest is activations, gathered parameters and temporary values.")
-    lines.append("what would free most:")
-    lines += [f"  - {text}" for _, text in sorted(_remedies(program), reverse=True)]
+    lines += remedies(program)
     lines.append("the runtime said: " + str(error).strip().splitlines()[0])
     return OutOfMemoryError("\n".join(lines))
+
+
+def remedies(program: Program) -> list[str]:
+    """What would free most, a line each."""
+    found = sorted(_remedies(program), reverse=True)
+    return ["what would free most:", *(f"  - {text}" for _, text in found)]
 
 
 def _remedies(program: Program) -> list[tuple[int, str]]:

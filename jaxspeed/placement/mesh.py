@@ -3,8 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxspeed.errors import PlacementError
@@ -59,7 +62,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     full = resolve_sizes(sizes, len(devices))
     shape = tuple(full[axis] for axis in AXES)
     try:
-        return jax.make_mesh(shape, AXES, devices=devices, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     except NotImplementedError as error:  # a physical torus that cannot hold this shape
         raise PlacementError(
             f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
@@ -79,6 +82,37 @@ def apart(
             f"worker: {works}"
         )
     return found[:-servers], found[-servers:]
+
+
+def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array of this shape, so that axes run along links.
+
+    As `jax.make_mesh` does, which refuses devices of several slices: those are joined by a slower
+    network, so the axes that exchange least go over it.
+
+    Raises:
+      NotImplementedError: a torus cannot hold the shape.
+    """
+    # Of these alone JAX cuts dims of the torus: their small slices have no closed rings.
+    split = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+    slices = Counter(getattr(device, "slice_index", None) for device in devices)
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+    across = _across(shape, len(slices))
+    within = [size // parts for size, parts in zip(shape, across)]
+    if math.prod(across) != len(slices) or len(set(slices.values())) > 1:
+        raise NotImplementedError(f"they are {len(slices)} slices of {sorted(slices.values())}")
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=split
+    )
+
+
+def _across(shape: Sequence[int], slices: int) -> list[int]:
+    """Into how many parts slices cut each axis, those first that exchange least."""
+    sizes, parts = dict(zip(AXES, shape)), dict.fromkeys(AXES, 1)
+    for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):
+        parts[axis] = math.gcd(sizes[axis], slices // math.prod(parts.values()))
+    return list(parts.values())
 
 
 def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from jaxspeed.actors import RayProgram
 from jaxspeed.engine.memory import device_limit, stored_bytes
 from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.plan.targets import Target
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import ServedProgram
@@ -33,11 +34,12 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     console.print()
 
 
-def on_what(program: Program) -> str:
+def on_what(program: Program, target: Target | None = None) -> str:
     """How many parameters, on which devices, in which format."""
     device, count = program.devices[0], len(program.devices)
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
+    where = f"({target}, {target.chip.kind})" if target else where
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
     if isinstance(program, RayProgram):
@@ -60,10 +62,12 @@ def _server(program: Program) -> str:
     )
 
 
-def m_against_n(program: Program, temp_bytes: int | None = None) -> str:
+def m_against_n(
+    program: Program, temp_bytes: int | None = None, target: Target | None = None
+) -> str:
     """What the state needs, with temporary values where they are known, and what there is."""
     whole = sum(whole for whole, _ in program.table.bytes_by_role().values())
-    limit = device_limit(program)
+    limit = target.chip.memory if target else device_limit(program)
     waiting = sum(program.table.host_bytes_by_role().values())
     host = f" and {bytes_text(waiting)} in its host's memory" if waiting else ""
     has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(len(program.devices))

@@ -1,7 +1,7 @@
 """What a config would train, told without making an array of its model."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -13,12 +13,19 @@ from jaxspeed.data import build
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.family import resolve_model
+from jaxspeed.engine.memory import remedies
 from jaxspeed.engine.moving import asks, transfer_of
+from jaxspeed.errors import ConfigError
 from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
+from jaxspeed.placement.mesh import resolve_sizes
+from jaxspeed.plan.compiling import PATIENCE, compile_for
+from jaxspeed.plan.outcome import Outcome
+from jaxspeed.plan.targets import Target
+from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
 from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
@@ -37,14 +44,22 @@ class Plan:
     compiled: CompiledReport | None  # where it was compiled
     transfer: Transfer | None = None  # where anything waits in host memory
     kept: Kept | None = None  # where the config says what units keep
+    target: Target | None = None  # where it is for devices that need not be here
+    outcome: Outcome | None = None  # of compiling for the target
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits a device of the target, where its compiler was asked."""
+        return self.outcome.fits(self.target) if self.outcome and self.target else None
 
     def __rich__(self) -> Group:
-        program, compiled = self.program, self.compiled
+        program, compiled, target = self.program, self.compiled, self.target
         axes, roles = self._axes(), program.table.bytes_by_role()
+        temporary = compiled.temp_bytes if compiled else None
         parts: list[Any] = [
-            Group(Text.from_markup(on_what(program)), Text(self._batch())),
+            Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
-            Text(m_against_n(program, compiled.temp_bytes if compiled else None)),
+            Text(m_against_n(program, temporary, target)),
         ]
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
@@ -52,6 +67,8 @@ class Plan:
             parts.append(compiled)
         else:
             parts += [each for each in (self.kept, self.transfer) if each]
+        if self.outcome:
+            parts.append(Text("\n".join(self._verdict(self.outcome))))
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -61,13 +78,15 @@ class Plan:
         """All of it as plain numbers and words, bytes in bytes."""
         table, device = self.program.table, self.program.devices[0]
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
+        chip = self.target.chip if self.target else None
         return {
+            "target": self.target and _figures_of(self.target),
             "mesh": dict(self.program.mesh.shape),
             "devices": {
                 "count": len(self.program.devices),
-                "platform": device.platform,
-                "kind": device.device_kind,
-                "simulated": device.platform == "cpu",
+                "platform": chip.platform if chip else device.platform,
+                "kind": chip.kind if chip else device.device_kind,
+                "simulated": (chip or device).platform == "cpu",
             },
             "batch": asdict(self.program.batch),
             "stage": table.stage,
@@ -84,7 +103,28 @@ class Plan:
             "server": _server(self.program),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
+            "outcome": self.outcome and self.target and self.outcome.figures(self.target),
         }
+
+    def _verdict(self, outcome: Outcome) -> list[str]:
+        """Whether it fits, and if not, what would help."""
+        assert self.target is not None
+        chip, needed = self.target.chip, outcome.device_bytes
+        has = f"{show.bytes_text(chip.memory)} of {chip.name}"
+        took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
+        if not outcome.fits_device(self.target):
+            what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
+            said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
+            return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
+        assert needed is not None
+        share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
+        if not outcome.host_bytes:
+            return [f"fits: {share}, {took}"]
+        host = show.bytes_text(outcome.host_bytes)
+        there = f"{show.bytes_text(chip.host_memory)} that its host has for it"
+        if outcome.fits(self.target):
+            return [f"fits: {share}, and {host} of the {there}, {took}"]
+        return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
 
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
@@ -109,26 +149,76 @@ def _server(program: Program) -> dict[str, Any] | None:
     }
 
 
-def plan_run(source: Source, *, compiling: bool = True) -> Plan:
-    """The plan of a config on the devices that there are.
+def plan_run(
+    source: Source,
+    *,
+    compiling: bool = True,
+    target: Target | None = None,
+    patience: float = PATIENCE,
+) -> Plan:
+    """The plan of a config on the devices that there are, or that simulate those of a target.
 
     Without `compiling` there are no figures of the compiler.
     """
     config = source.config
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
+    if target:
+        refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
     program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
-    if not compiling:
-        transfer = None
-        if asks(program) and not isinstance(program, ServedProgram):
-            traced = program.step.trace(program.state, program.abstract_batch(batch))
-            transfer = transfer_of(program, traced)
-        schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-        return Plan(program, schedule, None, transfer, kept)
-    compiled = compiled_report(program, batch)
-    return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    served = isinstance(program, ServedProgram)
+    if served and target:
+        raise ConfigError(
+            "--target: a parameter server's step is many programs on two meshes, and what is "
+            'planned is one. Leave --target out, or parallel.data_reduction at "xla" or "ring"'
+        )
+    if compiling and target is None:
+        compiled = compiled_report(program, batch)
+        return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    transfer = None
+    if asks(program) and not served:
+        traced = program.step.trace(program.state, program.abstract_batch(batch))
+        transfer = transfer_of(program, traced)
+    if transfer and target:
+        transfer = replace(transfer, device_kind=target.chip.kind)
+    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
+    estimated = Plan(program, schedule, None, transfer, kept, target)
+    if not compiling or target is None:
+        return estimated
+    outcome = compile_for(target, _Job(source, batch), patience)
+    found = outcome.report
+    if found and transfer:
+        found = replace(found, transfer=transfer.counted(found.flops))
+    return replace(estimated, compiled=found, outcome=outcome)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Builds the program on other devices, in another process."""
+
+    source: Source
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
+        config = self.source.config
+        model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
+        optimizer = self.source.optimizer
+        program = build_program(config, model, loss_fn, optimizer=optimizer, devices=devices)
+        return program, self.batch
+
+
+def _figures_of(target: Target) -> dict[str, Any]:
+    return {
+        "name": str(target),
+        "chip": target.chip.name,
+        "count": target.count,
+        "topology": list(target.topology),
+        "slices": target.slices,
+        "node": target.node,
+        "memory": target.chip.memory,
+    }
 
 
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:

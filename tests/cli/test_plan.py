@@ -10,6 +10,7 @@ import jax
 import pytest
 from rich.console import Console
 
+import jaxspeed
 from jaxspeed.cli.main import main
 from jaxspeed.config import load_config
 from jaxspeed.observe import Collective, CompiledReport
@@ -174,6 +175,26 @@ MISTAKES = {
         "mesh.pipe up to 2",
     ),
     "no model": (["configs/ds_config.json"], "no model"),
+    "no config": ([], "plan needs a CONFIG"),
+    "unknown target": (["CONFIG", "--target", "h101:8"], 'Did you mean "h100"?'),
+    "a torus as a count": (["CONFIG", "--target", "v5p:8"], "8 chips are v5p:2x2x2"),
+    "a torus that cannot hold the mesh": (
+        ["CONFIG", "--target", "tpu7x:4x1x1", "--set", "mesh.tensor=4"],
+        "the first two dims are even",
+    ),
+    "a target and devices": (["CONFIG", "--target", "cpu:8", "--devices", "8"], "give one"),
+    "no patience": (["CONFIG", "--target", "cpu:8", "--patience", "0"], "more than 0"),
+    "no such hardware": (["CONFIG", "--target", "cpu:8", "--hardware", "/nowhere"], "No such file"),
+    "a target of another number": (["CONFIG", "--target", "h100:16"], "simulate(16)"),
+    "a mesh that a target does not fit": (
+        ["CONFIG", "--target", "h100:8", "--set", "mesh.tensor=3"],
+        "multiple of 3",
+    ),
+    "a batch that does not divide": (
+        ["CONFIG", "--target", "h100:8", "--set", "train_batch_size=12"],
+        "train_batch_size",
+    ),
+    "no compiler": (["CONFIG", "--target", "v100-32g:8", "--compile"], "no compiler here takes"),
 }
 
 
@@ -184,6 +205,79 @@ def test_a_mistake_is_one_message_and_no_traceback(config, name):
     assert done.returncode == 2, done.stderr
     assert hint in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
+
+
+def test_a_target_is_told_with_its_devices_and_its_n(config):
+    said = plan(config, "--target", "h100:8", "--json")
+    assert said.returncode == 0, said.stderr
+    found = json.loads(said.stdout)
+    assert found["devices"] == {
+        "count": 8,
+        "platform": "cuda",
+        "kind": "NVIDIA H100 80GB HBM3",
+        "simulated": False,
+    }
+    assert found["target"]["name"] == "h100:8" and found["target"]["memory"] == 84942979072
+    assert found["compiled"] is None and found["outcome"] is None  # unless asked
+    text = plan(config, "--target", "h100:8").stdout
+    assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "N = 84.9 GB a device" in text
+
+
+def test_of_a_target_the_link_to_host_memory_is_the_chip_s(config):
+    waits = OFFLOAD[OFFLOAD.index("--set") :]
+    found = json.loads(plan(config, "--json", "--target", "h100:8", *waits).stdout)
+    assert found["transfer"]["bytes_per_second"] == 64e9
+
+
+def test_a_step_compiled_for_a_target_is_in_the_text_and_in_the_data(config):
+    words = ("--target", "cpu:8", "--compile")
+    done = plan(config, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    compiled, outcome = found["compiled"], found["outcome"]
+    sizes = [compiled[f"{name}_bytes"] for name in ("argument", "temp", "output")]
+    assert outcome["fits"] and outcome["device_bytes"] == sum(sizes) - compiled["alias_bytes"]
+    assert outcome["refused"] is None and outcome["seconds"] > compiled["compile_seconds"] > 0
+
+
+TINY_CHIP = """
+crumb:
+  platform: cpu
+  kinds: [crumb]
+  memory: 1 kB
+  flops: {bf16: 1T, fp32: 1T}
+  bandwidth: 1 GB/s
+  link: 1 GB/s
+  links: 1
+  outside: 1 GB/s
+  host_link: 1 GB/s
+  host_memory: 1 GB
+  node: 8
+  compiler: {}
+"""
+
+
+@pytest.mark.full
+def test_what_does_not_fit_is_said_with_what_would_help_and_ends_with_1(config, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY_CHIP)
+    done = plan(config, "--target", "crumb:8", "--hardware", path, "--compile")
+    assert done.returncode == 1, done.stderr
+    assert "does not fit: it needs" in done.stdout and "what would free most:" in done.stdout
+
+
+def test_the_targets_are_listed_with_their_sources():
+    text = plan("--targets")
+    assert text.returncode == 0 and "v100-32g*" in text.stdout
+    found = json.loads(plan("--targets", "--json").stdout)
+    assert found["h100"]["memory"] == 84942979072 and found["h100"]["compiles"]
+    assert found["h100"]["sources"]["link"].startswith("900 GB/s of NVLink")
+
+
+def test_from_python_it_is_the_same(config):
+    found = jaxspeed.plan(config, "v5e:2x4")
+    told = json.loads(plan(config, "--target", "v5e:2x4", "--json").stdout)
+    assert json.loads(json.dumps(found.figures())) == told
 
 
 def test_its_reader_may_end_before_it_does(config):

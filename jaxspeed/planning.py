@@ -1,0 +1,56 @@
+"""`jaxspeed.plan`: M against N from Python."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optax
+
+from jaxspeed.config import Config, load_config
+
+# Importing the folder `plan` before the function takes its name: an import sets it otherwise.
+from jaxspeed.plan.chips import chips_of
+from jaxspeed.plan.compiling import PATIENCE, refuse_missing
+from jaxspeed.plan.targets import target_of
+
+if TYPE_CHECKING:
+    from jaxspeed.run import Plan
+
+
+def plan(
+    config: Config | Mapping[str, Any] | str | Path,
+    target: str | None = None,
+    *,
+    model: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    compile: bool | None = None,
+    hardware: str | Path | None = None,
+    patience: float = PATIENCE,
+) -> "Plan":
+    """What a config would train, without making an array of its model.
+
+    Args:
+      config: what `jaxspeed.initialize` takes, with the data's shapes (`data.seq_len`).
+      target: devices that need not be here: `v5p:4x4x8`, `h100:64`, `cpu:8`. Call this before
+        anything else uses JAX, because as many devices are simulated. None: the devices here.
+      model, loss_fn, optimizer: as `jaxspeed.initialize` takes them. To compile for a target they
+        go to another process, so they must be functions of a module.
+      compile: whether to compile the step; by default only where there is no target.
+      hardware: a YAML file of chips beside the known ones.
+      patience: seconds after which a compile for a target is given up.
+
+    Raises:
+      ConfigError, PlacementError, ModelError: what cannot be, with what would work.
+      RunError: the compile failed.
+    """
+    # Here because grain, with which data is read, gives the root logger a handler.
+    from jaxspeed.run import plan_run, source_of
+
+    found = target_of(target, chips_of(hardware)) if target is not None else None
+    compile = found is None if compile is None else compile
+    if found and compile:
+        refuse_missing(found)
+    devices = [f"run.devices=cpu:{found.count}"] if found else []
+    source = source_of(load_config(config, devices), model, loss_fn, optimizer, name="plan")
+    return plan_run(source, compiling=compile, target=found, patience=patience)

@@ -1,0 +1,15 @@
+"""A parent that waits for a compile which never ends: `python -m tests.plan.waiting FILE`."""
+
+import functools
+import sys
+
+from jaxspeed.cli.main import INTERRUPTED
+from jaxspeed.plan.compiling import compile_for
+from jaxspeed.plan.targets import target_of
+from tests.plan import jobs
+
+if __name__ == "__main__":
+    try:
+        compile_for(target_of("cpu:2"), functools.partial(jobs.forever, told=sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
