@@ -1,0 +1,293 @@
+"""What is alive at once: a walk over an opened program, loop by loop, as a compiler would place it.
+
+Which values have memory of their own:
+
+- What products, kernels, loops, exchanges and lookups give, and sums over dims.
+- What loops keep for a later loop, stacked over their trips.
+- Of element-wise results only those that several of these read, unless they are made of a single
+  array again without an expensive function: a compiler computes the others where they are read.
+
+A reshape, a transpose or a constraint that changes nothing is another view of its operand. What a
+loop hands from trip to trip is updated where it lies, as is an argument that is given up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxspeed.plan.memory.cuts import CONSTRAINT
+from jaxspeed.plan.memory.opened import (
+    ENTER,
+    LEAVE,
+    PLACED,
+    Op,
+    Scope,
+    Value,
+    consts_and_carry,
+)
+from jaxspeed.plan.memory.tiles import local_shape, nbytes
+
+VIEWS = {
+    "reshape", "squeeze", "expand_dims", "transpose", "name", "stop_gradient",
+    "optimization_barrier", "bitcast_convert_type", "copy", ENTER, LEAVE,
+}  # fmt: skip
+MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
+SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+WHOLE = {
+    *PRODUCTS, *SUMS,
+    "scan", "while", "cond", "pallas_call", "gather", "scatter", "scatter-add", "sort", "cumsum",
+    "cumlogsumexp", "cummax", "cumprod", "argmax", "argmin", "top_k", "psum", "ppermute",
+    "all_gather", "all_to_all", "reduce_scatter", "psum_scatter", "psum2", "psum_invariant",
+    "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
+}  # fmt: skip
+READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
+EXPENSIVE = {
+    "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "sin", "cos",
+    "tan", "pow", "sqrt", "rsqrt", "cbrt",
+}  # fmt: skip
+OUT = -1  # the reader of what a scope gives
+
+
+@dataclass(frozen=True)
+class Held:
+    """One array that is alive at a peak."""
+
+    value: Value
+    bytes: int
+    op: Op | None  # that made it
+    depth: int  # in how many loops
+    kept: bool  # made by a forward pass, and read by a backward pass
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one memory: its bytes, and what they are."""
+
+    bytes: int = 0
+    held: tuple[Held, ...] = ()
+
+
+@dataclass
+class Sizes:
+    """Bytes of values on a device."""
+
+    mesh: Mapping[str, int]
+    tiled: bool
+
+    def of(self, value: Value) -> int:
+        return nbytes(local_shape(value, self.mesh), value.dtype, self.tiled and not value.host)
+
+    def cut(self, value: Value) -> list[tuple[str, ...]]:
+        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
+
+
+def peaks(
+    scope: Scope, sizes: Sizes, given_up: Sequence[Value | None] = (), depth: int = 0
+) -> tuple[Peak, Peak]:
+    """The peaks of (device memory, host memory) while a scope runs, beside what it is given.
+
+    `given_up[i]` is the input in whose place output i is written.
+    """
+    return _Walk(scope, sizes, given_up, depth).peaks()
+
+
+@dataclass
+class _Walk:
+    scope: Scope
+    sizes: Sizes
+    given_up: Sequence[Value | None]
+    depth: int
+    roots: dict[Value, Value] = field(default_factory=dict)
+    readers: dict[Value, set[int]] = field(default_factory=dict)  # by root: operations, or OUT
+    makers: dict[Value, int] = field(default_factory=dict)
+    forced: set[Value] = field(default_factory=set)
+    real: set[Value] = field(default_factory=set)  # roots with memory of their own
+
+    def root(self, value: Value) -> Value:
+        while value in self.roots:
+            value = self.roots[value]
+        return value
+
+    def peaks(self) -> tuple[Peak, Peak]:
+        ops = self.scope.ops
+        for i, op in enumerate(ops):
+            for k, out in enumerate(op.outs):
+                source = op.ins[k] if k < len(op.ins) else None
+                if source is not None and self._is_view(op, source, out):
+                    self.roots[out] = source
+                else:
+                    self.makers[out] = i
+        self._sinks(self._sources())
+        return self._device_and_host()
+
+    def _is_view(self, op: Op, source: Value, out: Value) -> bool:
+        if op.name in MOVES:
+            same = self.sizes.cut(source) == self.sizes.cut(out) and source.host == out.host
+            return same and source.shape == out.shape
+        return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)
+
+    def _is_whole(self, op: Op, out: Value) -> bool:
+        """Whether its results have memory of their own, whoever reads them."""
+        if op.name in MOVES:
+            source = op.ins[op.outs.index(out)]
+            finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
+            return not finer or (source is not None and source.host != out.host)
+        return op.name in WHOLE
+
+    # -- what is computed where it is read -------------------------------------------------------
+
+    def _sources(self) -> dict[Value, set[Value] | None]:
+        """What an element-wise result is made of; None where making it again is expensive."""
+        found: dict[Value, set[Value] | None] = {}
+        for op in self.scope.ops:
+            for out in op.outs:
+                if out in self.roots or self._is_whole(op, out):
+                    continue
+                of: set[Value] | None = set()
+                for v in op.values:
+                    r = self.root(v)
+                    if 16 * v.size < out.size or of is None:
+                        continue
+                    inner = found.get(r, {r}) if r in self.makers else {r}
+                    of = None if inner is None else of | inner
+                expensive = op.name in EXPENSIVE and out.size > 1
+                found[out] = None if expensive else of
+        return found
+
+    def _sinks(self, sources: Mapping[Value, set[Value] | None]) -> None:
+        def read(value: Value | None, by: set[int], force: bool = False) -> None:
+            if value is not None:
+                r = self.root(value)
+                self.readers.setdefault(r, set()).update(by)
+                if force:
+                    self.forced.add(r)
+
+        for v in self.scope.outs:
+            read(v, {OUT})
+        for i in range(len(self.scope.ops) - 1, -1, -1):
+            op = self.scope.ops[i]
+            for k, out in enumerate(op.outs):
+                if out in self.roots or out not in self.readers:
+                    continue
+                if self._is_whole(op, out):
+                    self.real.add(out)
+                    inputs = [op.ins[k]] if op.name in MOVES else op.ins
+                    for v in inputs:
+                        read(v, {i}, op.name not in READS_ANYTHING)
+                    continue
+                by, of = self.readers[out], sources.get(out)
+                several = len(by) > 1 and (of is None or len(of) > 1)
+                if out in self.forced or several or OUT in by:
+                    self.real.add(out)
+                    by = {i}
+                for v in op.values:
+                    read(v, by)
+
+    # -- how long it lives -----------------------------------------------------------------------
+
+    def _device_and_host(self) -> tuple[Peak, Peak]:
+        ops, end = self.scope.ops, len(self.scope.ops)
+        free = self._written_elsewhere()
+        lives: list[tuple[int, int, Value, int]] = []
+        for value in self.real:
+            if value in free:
+                continue
+            by = self.readers[value]
+            last = end if OUT in by else max(by)
+            lives.append((self.makers[value], last, value, self.sizes.of(value)))
+        starts: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        for n, (first, last, _, _) in enumerate(lives):
+            starts.setdefault(first, []).append(n)
+            ends.setdefault(last, []).append(n)
+        last_of = {value: last for _, last, value, _ in lives}
+        best = [0, 0]
+        found: list[tuple[list[Held], Peak, set[Value]]] = [([], Peak(), set())] * 2
+        alive: set[int] = set()
+        now = [0, 0]
+        for i in range(end + 1):
+            for n in starts.get(i, ()):
+                alive.add(n)
+                now[lives[n][2].host] += lives[n][3]
+            op = ops[i] if i < end else None
+            inner = self._inside(op) if op else (Peak(), Peak())
+            reused = self._reused(op, i, last_of) if op else set()
+            for host in (0, 1):
+                credit = sum(self.sizes.of(v) for v in reused if v.host == host)
+                total = now[host] + inner[host].bytes - credit
+                if total > best[host]:
+                    best[host] = total
+                    held = [self._held(*lives[n]) for n in alive if lives[n][2].host == host]
+                    found[host] = (held, inner[host], reused)
+            for n in ends.get(i, ()):
+                alive.discard(n)
+                now[lives[n][2].host] -= lives[n][3]
+        made = []
+        for host in (0, 1):
+            held, within, reused = found[host]
+            mine = tuple(h for h in held if h.value not in reused)
+            made.append(Peak(best[host], mine + within.held))
+        return made[0], made[1]
+
+    def _held(self, first: int, last: int, value: Value, size: int) -> Held:
+        made_by = self.scope.ops[first]
+        readers = [self.scope.ops[i] for i in self.readers[value] if i != OUT]
+        kept = not made_by.backward and any(op.backward for op in readers)
+        return Held(value, size, made_by, self.depth, kept)
+
+    def _inside(self, op: Op) -> tuple[Peak, Peak]:
+        found = [Peak(), Peak()]
+        for body in op.bodies:
+            places: list[Value | None] = []
+            if op.name == "scan":
+                consts, carry = consts_and_carry(op)
+                places = [*body.ins[consts : consts + carry]]
+            elif op.name == "while":
+                places = list(body.ins[op.params["body_nconsts"] :])
+            for host, peak in enumerate(peaks(body, self.sizes, places, self.depth + 1)):
+                if peak.bytes > found[host].bytes:
+                    found[host] = peak
+        return found[0], found[1]
+
+    def _written_elsewhere(self) -> set[Value]:
+        """Outputs that are written to where they shall lie."""
+        free: set[Value] = set()
+        if not (self.given_up or self.depth):
+            return free
+        for i, out in enumerate(self.scope.outs):
+            if out is None:
+                continue
+            r = self.root(out)
+            if r not in self.real:
+                continue
+            place = self.given_up[i] if i < len(self.given_up) else None
+            if place is None:  # a part of what a loop stacks
+                if self.depth and self.readers[r] == {OUT}:
+                    free.add(r)
+                continue
+            read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
+            if read_last <= self.makers[r]:
+                free.add(r)
+        return free
+
+    def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
+        """Operands that end here, and in whose place a result is written."""
+        found: set[Value] = set()
+        if op.name == "scan":
+            consts, carry = consts_and_carry(op)
+            pairs = list(zip(op.ins[consts : consts + carry], op.outs, strict=False))
+        elif op.name in ("while", "dynamic_update_slice", "scatter", "scatter-add"):
+            pairs = list(zip(op.ins[-len(op.outs) :] if op.name == "while" else op.ins, op.outs))
+        elif op.name in WHOLE or op.name in MOVES:
+            return found
+        else:
+            pairs = [(v, out) for v in op.ins for out in op.outs]
+        for v, out in pairs:
+            if v is None or out not in self.real or out not in last_of:
+                continue
+            r = self.root(v)
+            ends_here = r not in found and last_of.get(r) == i
+            if ends_here and r.host == out.host and self.sizes.of(r) == self.sizes.of(out):
+                found.add(r)
+                break
+        return found
