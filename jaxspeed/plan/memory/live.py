@@ -5,7 +5,8 @@ Which values have memory of their own:
 - What products, kernels, loops, exchanges and lookups give, and sums over dims.
 - What loops keep for a later loop, stacked over their trips.
 - Of element-wise results only those that several of these read, unless they are made of a single
-  array again without an expensive function: a compiler computes the others where they are read.
+  array: a compiler computes the others where they are read, and what products give where their
+  result goes on.
 
 A reshape, a transpose or a constraint that changes nothing is another view of its operand. What a
 loop hands from trip to trip is updated where it lies, as is an argument that is given up.
@@ -41,10 +42,6 @@ WHOLE = {
     "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
 }  # fmt: skip
 READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
-EXPENSIVE = {
-    "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "sin", "cos",
-    "tan", "pow", "sqrt", "rsqrt", "cbrt",
-}  # fmt: skip
 OUT = -1  # the reader of what a scope gives
 
 
@@ -136,25 +133,22 @@ class _Walk:
 
     # -- what is computed where it is read -------------------------------------------------------
 
-    def _sources(self) -> dict[Value, set[Value] | None]:
-        """What an element-wise result is made of; None where making it again is expensive."""
-        found: dict[Value, set[Value] | None] = {}
+    def _sources(self) -> dict[Value, set[Value]]:
+        """What an element-wise result is made of, beside what is small against it."""
+        found: dict[Value, set[Value]] = {}
         for op in self.scope.ops:
             for out in op.outs:
                 if out in self.roots or self._is_whole(op, out):
                     continue
-                of: set[Value] | None = set()
+                of: set[Value] = set()
                 for v in op.values:
                     r = self.root(v)
-                    if 16 * v.size < out.size or of is None:
-                        continue
-                    inner = found.get(r, {r}) if r in self.makers else {r}
-                    of = None if inner is None else of | inner
-                expensive = op.name in EXPENSIVE and out.size > 1
-                found[out] = None if expensive else of
+                    if 16 * v.size >= out.size:
+                        of |= found.get(r, {r})
+                found[out] = of
         return found
 
-    def _sinks(self, sources: Mapping[Value, set[Value] | None]) -> None:
+    def _sinks(self, sources: Mapping[Value, set[Value]]) -> None:
         def read(value: Value | None, by: set[int], force: bool = False) -> None:
             if value is not None:
                 r = self.root(value)
@@ -167,33 +161,53 @@ class _Walk:
         for i in range(len(self.scope.ops) - 1, -1, -1):
             op = self.scope.ops[i]
             for k, out in enumerate(op.outs):
-                if out in self.roots or out not in self.readers:
+                if out in self.roots or not self.readers.get(out):
                     continue
                 if self._is_whole(op, out):
+                    if op.name in PRODUCTS and self._fused_into(out) is not None:
+                        for v in op.ins:
+                            read(v, self.readers[out])
+                        continue
                     self.real.add(out)
                     inputs = [op.ins[k]] if op.name in MOVES else op.ins
                     for v in inputs:
-                        read(v, {i}, op.name not in READS_ANYTHING)
+                        made_there = op.bodies and self._is_constant(v)
+                        read(v, set() if made_there else {i}, op.name not in READS_ANYTHING)
                     continue
-                by, of = self.readers[out], sources.get(out)
-                several = len(by) > 1 and (of is None or len(of) > 1)
+                by = self.readers[out]
+                several = len(by) > 1 and len(sources[out]) > 1
                 if out in self.forced or several or OUT in by:
                     self.real.add(out)
                     by = {i}
                 for v in op.values:
                     read(v, by)
 
+    def _fused_into(self, product: Value) -> Op | None:
+        """The element-wise operation that a product's result goes into, and nowhere else."""
+        by = self.readers[product]
+        if len(by) != 1 or OUT in by or product in self.forced:
+            return None
+        op = self.scope.ops[next(iter(by))]
+        return None if any(self._is_whole(op, out) for out in op.outs) else op
+
+    def _is_constant(self, value: Value | None) -> bool:
+        """One number in all places: a compiler makes it inside of the loop that reads it."""
+        if value is None or self.root(value) not in self.makers:
+            return False
+        maker = self.scope.ops[self.makers[self.root(value)]]
+        return maker.name == "broadcast_in_dim" and all(v.size == 1 for v in maker.values)
+
     # -- how long it lives -----------------------------------------------------------------------
 
     def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
-        free = self._written_elsewhere()
+        free, stacked = self._written_elsewhere()
         lives: list[tuple[int, int, Value, int]] = []
         for value in self.real:
             if value in free:
                 continue
             by = self.readers[value]
-            last = end if OUT in by else max(by)
+            last = end if OUT in by and value not in stacked else max(by - {OUT})
             lives.append((self.makers[value], last, value, self.sizes.of(value)))
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
@@ -249,11 +263,13 @@ class _Walk:
                     found[host] = peak
         return found[0], found[1]
 
-    def _written_elsewhere(self) -> set[Value]:
-        """Outputs that are written to where they shall lie."""
+    def _written_elsewhere(self) -> tuple[set[Value], set[Value]]:
+        """Outputs that are written to where they shall lie, and of the others those that a loop
+        stacks: copied there once made."""
         free: set[Value] = set()
+        stacked: set[Value] = set()
         if not (self.given_up or self.depth):
-            return free
+            return free, stacked
         for i, out in enumerate(self.scope.outs):
             if out is None:
                 continue
@@ -262,13 +278,14 @@ class _Walk:
                 continue
             place = self.given_up[i] if i < len(self.given_up) else None
             if place is None:  # a part of what a loop stacks
-                if self.depth and self.readers[r] == {OUT}:
-                    free.add(r)
+                if self.depth:
+                    (free if self.readers[r] == {OUT} else stacked).add(r)
                 continue
             read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
             if read_last <= self.makers[r]:
                 free.add(r)
-        return free
+        carried = {self.root(v) for v, at in zip(self.scope.outs, self.given_up) if v and at}
+        return free, stacked - carried
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
         """Operands that end here, and in whose place a result is written."""
