@@ -99,6 +99,7 @@ class _Walk:
     makers: dict[Value, int] = field(default_factory=dict)
     forced: set[Value] = field(default_factory=set)
     real: set[Value] = field(default_factory=set)  # roots with memory of their own
+    sources: dict[Value, set[Value]] = field(default_factory=dict)  # of element-wise results
 
     def root(self, value: Value) -> Value:
         while value in self.roots:
@@ -114,7 +115,8 @@ class _Walk:
                     self.roots[out] = source
                 else:
                     self.makers[out] = i
-        self._sinks(self._sources())
+        self.sources = self._sources()
+        self._sinks()
         return self._device_and_host()
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
@@ -148,7 +150,7 @@ class _Walk:
                 found[out] = of
         return found
 
-    def _sinks(self, sources: Mapping[Value, set[Value]]) -> None:
+    def _sinks(self) -> None:
         def read(value: Value | None, by: set[int], force: bool = False) -> None:
             if value is not None:
                 r = self.root(value)
@@ -175,7 +177,7 @@ class _Walk:
                         read(v, set() if made_there else {i}, op.name not in READS_ANYTHING)
                     continue
                 by = self.readers[out]
-                several = len(by) > 1 and len(sources[out]) > 1
+                several = len(by) > 1 and len(self.sources[out]) > 1
                 if out in self.forced or several or OUT in by:
                     self.real.add(out)
                     by = {i}
@@ -199,16 +201,55 @@ class _Walk:
 
     # -- how long it lives -----------------------------------------------------------------------
 
+    def _times(self, free: set[Value]) -> list[int]:
+        """When operations run: in their order, but what frees more than it takes, at once.
+
+        Compilers order operations so as to need little memory.
+        """
+        keys: list[tuple[int, ...]] = []
+        ready: dict[Value, tuple[int, ...]] = {}
+        for i, op in enumerate(self.scope.ops):
+            key: tuple[int, ...] = (i,)
+            after = max((ready.get(self.root(v), ()) for v in op.values), default=())
+            mine = [out for out in op.outs if out in self.real]
+            if mine and not op.bodies:
+                taken = sum(self.sizes.of(out) for out in mine if out not in free)
+                read = {r for v in op.values for r in self._read_by(v) if r in self.real}
+                ending = (r for r in read if OUT not in self.readers[r])
+                freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
+                if freed >= taken:
+                    key = (*after, i)
+            keys.append(key)
+            for out in op.outs:
+                if out not in self.roots:
+                    ready[out] = key if mine else after
+        times = [0] * len(keys)
+        for time, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
+            times[i] = time
+        return times
+
+    def _read_by(self, value: Value) -> set[Value]:
+        """What has memory behind a value that is computed where it is read."""
+        r = self.root(value)
+        if r in self.real or r not in self.makers:
+            return {r}
+        of: set[Value] = set()
+        for v in self.scope.ops[self.makers[r]].values:
+            of |= self._read_by(v)
+        return of
+
     def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
         free, stacked = self._written_elsewhere()
+        times = self._times(free)
         lives: list[tuple[int, int, Value, int]] = []
         for value in self.real:
             if value in free:
                 continue
             by = self.readers[value]
-            last = end if OUT in by and value not in stacked else max(by - {OUT})
-            lives.append((self.makers[value], last, value, self.sizes.of(value)))
+            kept = OUT in by and value not in stacked
+            last = end if kept else max(times[i] for i in by - {OUT})
+            lives.append((times[self.makers[value]], last, value, self.sizes.of(value)))
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lives):
@@ -219,11 +260,12 @@ class _Walk:
         found: list[tuple[list[Held], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
         now = [0, 0]
+        in_turn = sorted(range(end), key=times.__getitem__)
         for i in range(end + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
                 now[lives[n][2].host] += lives[n][3]
-            op = ops[i] if i < end else None
+            op = ops[in_turn[i]] if i < end else None
             inner = self._inside(op) if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
             for host in (0, 1):
@@ -244,7 +286,7 @@ class _Walk:
         return made[0], made[1]
 
     def _held(self, first: int, last: int, value: Value, size: int) -> Held:
-        made_by = self.scope.ops[first]
+        made_by = self.scope.ops[self.makers[value]]
         readers = [self.scope.ops[i] for i in self.readers[value] if i != OUT]
         kept = not made_by.backward and any(op.backward for op in readers)
         return Held(value, size, made_by, self.depth, kept)

@@ -21,6 +21,9 @@ PLACED, ENTER, LEAVE = "placed", "enter", "leave"
 PAIRWISE = (PLACED, ENTER, LEAVE, "optimization_barrier", "device_put")
 
 
+_NEVER_MERGED = {"sharding_constraint", "optimization_barrier", "device_put", "empty2"}
+
+
 class Value:
     """One array of the program: its shape on the devices that no `cut` tells apart.
 
@@ -84,6 +87,7 @@ class _Opening:
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
+        self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
 
     def value(self, variable: Any) -> Value:
         return Value(variable.aval, self.manual)
@@ -111,10 +115,14 @@ class _Opening:
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name in CALLS:
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
+            elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
+                env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
                 outs = [self.value(v) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, outs, strict=True))
                 ops.append(self._op(eqn, ins, outs))
+                if key is not None:
+                    self.made[key] = ops[-1]
 
     def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
         name, params = eqn.primitive.name, eqn.params
@@ -130,6 +138,11 @@ class _Opening:
     def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
         params = eqn.params
         inner = next(params[k] for k in ("call_jaxpr", "jaxpr", "fun_jaxpr") if k in params)
+        if params.get("differentiated") and params.get("prevent_cse"):
+            # What is made again must not be taken for what was made before.
+            again = [self.value(v) for v in eqn.invars]
+            ops.append(Op("optimization_barrier", {}, ins, again))
+            return self._inline(inner, again, ops)
         if eqn.primitive.name != "shard_map":
             return self._inline(inner, ins, ops)
         placed = [self.value(v) for v in eqn.invars]
@@ -179,6 +192,22 @@ def all_ops(scope: Scope) -> Iterator[Op]:
         yield op
         for body in op.bodies:
             yield from all_ops(body)
+
+
+def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
+    """By what two operations of a scope are one; None of those that are never merged."""
+    if eqn.effects or len(eqn.outvars) != 1 or eqn.primitive.name in _NEVER_MERGED:
+        return None
+    given = [
+        v if v is not None else getattr(a, "val", object())
+        for v, a in zip(ins, eqn.invars, strict=True)
+    ]
+    key = (id(ops), eqn.primitive.name, *given, tuple(sorted(eqn.params.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_backward(eqn: Any) -> bool:
