@@ -42,6 +42,7 @@ WHOLE = {
     "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
 }  # fmt: skip
 READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
+SMALL = 16  # times as large: what is read beside it does not count
 OUT = -1  # the reader of what a scope gives
 
 
@@ -79,13 +80,17 @@ class Sizes:
 
 
 def peaks(
-    scope: Scope, sizes: Sizes, given_up: Sequence[Value | None] = (), depth: int = 0
+    scope: Scope,
+    sizes: Sizes,
+    given_up: Sequence[Value | None] = (),
+    depth: int = 0,
+    origins: dict[Value, int] | None = None,
 ) -> tuple[Peak, Peak]:
     """The peaks of (device memory, host memory) while a scope runs, beside what it is given.
 
-    `given_up[i]` is the input in whose place output i is written.
+    `given_up[i]` is the input in whose place output i is written; `origins` are of outer loops.
     """
-    return _Walk(scope, sizes, given_up, depth).peaks()
+    return _Walk(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
 
 
 @dataclass
@@ -94,6 +99,7 @@ class _Walk:
     sizes: Sizes
     given_up: Sequence[Value | None]
     depth: int
+    origins: dict[Value, int]  # the size of the largest array that a value is made of
     roots: dict[Value, Value] = field(default_factory=dict)
     readers: dict[Value, set[int]] = field(default_factory=dict)  # by root: operations, or OUT
     makers: dict[Value, int] = field(default_factory=dict)
@@ -139,16 +145,25 @@ class _Walk:
         """What an element-wise result is made of, beside what is small against it."""
         found: dict[Value, set[Value]] = {}
         for op in self.scope.ops:
+            inside = [self.origins.get(self.root(v), v.size) for v in op.values]
             for out in op.outs:
                 if out in self.roots or self._is_whole(op, out):
                     continue
+                self.origins[out] = max(inside, default=0)
                 of: set[Value] = set()
                 for v in op.values:
                     r = self.root(v)
-                    if 16 * v.size >= out.size:
+                    if not self._is_spread(r) and SMALL * v.size >= out.size:
                         of |= found.get(r, {r})
                 found[out] = of
         return found
+
+    def _is_spread(self, value: Value) -> bool:
+        """Made of arrays that are small against it, a mask of positions say, or of nothing.
+
+        A compiler keeps those, and makes it where it is read, also inside of a loop.
+        """
+        return SMALL * self.origins.get(value, value.size) < value.size
 
     def _sinks(self) -> None:
         def read(value: Value | None, by: set[int], force: bool = False) -> None:
@@ -173,7 +188,7 @@ class _Walk:
                     self.real.add(out)
                     inputs = [op.ins[k]] if op.name in MOVES else op.ins
                     for v in inputs:
-                        made_there = op.bodies and self._is_constant(v)
+                        made_there = op.bodies and v is not None and self._is_spread(self.root(v))
                         read(v, set() if made_there else {i}, op.name not in READS_ANYTHING)
                     continue
                 by = self.readers[out]
@@ -191,13 +206,6 @@ class _Walk:
             return None
         op = self.scope.ops[next(iter(by))]
         return None if any(self._is_whole(op, out) for out in op.outs) else op
-
-    def _is_constant(self, value: Value | None) -> bool:
-        """One number in all places: a compiler makes it inside of the loop that reads it."""
-        if value is None or self.root(value) not in self.makers:
-            return False
-        maker = self.scope.ops[self.makers[self.root(value)]]
-        return maker.name == "broadcast_in_dim" and all(v.size == 1 for v in maker.values)
 
     # -- how long it lives -----------------------------------------------------------------------
 
@@ -298,12 +306,19 @@ class _Walk:
             if op.name == "scan":
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
+                self._hand_origins(op.ins[:consts], body.ins)
             elif op.name == "while":
                 places = list(body.ins[op.params["body_nconsts"] :])
-            for host, peak in enumerate(peaks(body, self.sizes, places, self.depth + 1)):
+            inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
+            for host, peak in enumerate(inner):
                 if peak.bytes > found[host].bytes:
                     found[host] = peak
         return found[0], found[1]
+
+    def _hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
+        for v, part in zip(given, parts, strict=False):
+            if v is not None and self.root(v) in self.origins:
+                self.origins[part] = self.origins[self.root(v)]
 
     def _written_elsewhere(self) -> tuple[set[Value], set[Value]]:
         """Outputs that are written to where they shall lie, and of the others those that a loop
@@ -340,7 +355,7 @@ class _Walk:
         elif op.name in WHOLE or op.name in MOVES:
             return found
         else:
-            pairs = [(v, out) for v in op.ins for out in op.outs]
+            pairs = [(v, out) for out in op.outs for v in self.sources.get(out, ())]
         for v, out in pairs:
             if v is None or out not in self.real or out not in last_of:
                 continue
