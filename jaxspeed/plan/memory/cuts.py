@@ -161,7 +161,7 @@ def _squeeze(op: Op) -> Iterator[Tie]:
 
 
 def _reduce(op: Op) -> Iterator[Tie]:
-    gone = {int(d) for d in op.params["axes"]}
+    gone = {int(d) for d in op.params.get("axes", op.params.get("dimensions"))}
     for v in op.values:
         left = [d for d in range(len(v.shape)) if d not in gone]
         for out in op.outs:
@@ -268,7 +268,7 @@ _RULES = {
         name: _reduce
         for name in (
             "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-            "argmax", "argmin",
+            "reduce", "argmax", "argmin",
         )
     },
 }  # fmt: skip

@@ -32,7 +32,9 @@ VIEWS = {
     "optimization_barrier", "bitcast_convert_type", "copy", ENTER, LEAVE,
 }  # fmt: skip
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
-SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+SUMS = {
+    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+}  # fmt: skip
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 WHOLE = {
     *PRODUCTS, *SUMS,
