@@ -12,6 +12,7 @@ from jaxspeed.plan.memory.components import Component, Memory
 from jaxspeed.plan.memory.cuts import cut_all
 from jaxspeed.plan.memory.kinds import KINDS, Kinds
 from jaxspeed.plan.memory.live import Held, Peak, Sizes, peaks
+from jaxspeed.plan.memory.narrow import narrow_values
 from jaxspeed.plan.memory.opened import Value, open_program
 from jaxspeed.plan.memory.tiles import local_shape, nbytes
 from jaxspeed.train.program import Program
@@ -35,7 +36,9 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
     scope = open_program(program.step.trace(*given).jaxpr, platform)
     leaves = jax.tree_util.tree_flatten_with_path(given)[0]
     cut_all(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
-    sizes = Sizes(dict(program.mesh.shape), tiled=platform == "tpu")
+    on_tpu = platform == "tpu"
+    narrow = narrow_values(scope) if on_tpu else frozenset()
+    sizes = Sizes(dict(program.mesh.shape), on_tpu, narrow)
     count = len(jax.tree.leaves(program.state))
     names = [_name(path) for path, _ in leaves]
     kinds = Kinds(scope, count, _vocabularies(program, leaves, scope.ins))

@@ -16,7 +16,8 @@ from jaxspeed.plan.memory.opened import PAIRWISE, Op, Scope, Value, consts_and_c
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
-KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD)
+COPIES = "copies of state"
+KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
 Rule = Callable[[Op], bool]
 _PARTS = {"dynamic_slice", "dynamic_update_slice", "slice", "concatenate", "pad", "split"}
 _ENDS = {*PRODUCTS, "pallas_call", "gather"}
@@ -59,7 +60,9 @@ class Kinds:
 
     def of(self, held: Held) -> str:
         value, op = held.value, held.op
-        if op is not None and op.name == "device_put":
+        if op is None:
+            return COPIES
+        if op.name == "device_put":
             return OFFLOAD
         if value in self.gradients:
             return GRADIENTS
@@ -67,7 +70,7 @@ class Kinds:
             return LOGITS
         if value in self.of_state and value not in self.of_batch:
             return WEIGHTS
-        return SAVED if held.kept or (op is not None and op.bodies) else WORKING
+        return SAVED if held.kept or op.bodies else WORKING
 
 
 def _table(op: Op, tables: set[Value]) -> bool:

@@ -15,6 +15,8 @@ loop hands from trip to trip is updated where it lies, as is an argument that is
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
+
 from jaxspeed.plan.memory.cuts import CONSTRAINT
 from jaxspeed.plan.memory.opened import (
     ENTER,
@@ -74,8 +76,11 @@ class Sizes:
     mesh: Mapping[str, int]
     tiled: bool
 
+    narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
+
     def of(self, value: Value) -> int:
-        return nbytes(local_shape(value, self.mesh), value.dtype, self.tiled and not value.host)
+        dtype = jnp.bfloat16 if value in self.narrow else value.dtype
+        return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
 
     def cut(self, value: Value) -> list[tuple[str, ...]]:
         return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
@@ -108,6 +113,7 @@ class _Walk:
     forced: set[Value] = field(default_factory=set)
     real: set[Value] = field(default_factory=set)  # roots with memory of their own
     sources: dict[Value, set[Value]] = field(default_factory=dict)  # of element-wise results
+    of_exp: set[Value] = field(default_factory=set)  # element-wise results made of an exponential
 
     def root(self, value: Value) -> Value:
         while value in self.roots:
@@ -139,6 +145,10 @@ class _Walk:
             source = op.ins[op.outs.index(out)]
             finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
             return not finer or (source is not None and source.host != out.host)
+        if op.name.startswith("scatter") and op.ins[0] is not None and op.ins[2] is not None:
+            # A few numbers among zeros: a comparison of indices, where the result is read.
+            into, updates = self.root(op.ins[0]), op.ins[2]
+            return not (self._is_spread(into) and SMALL * updates.size <= out.size)
         return op.name in WHOLE
 
     # -- what is computed where it is read -------------------------------------------------------
@@ -158,6 +168,9 @@ class _Walk:
                     if not self._is_spread(r) and SMALL * v.size >= out.size:
                         of |= found.get(r, {r})
                 found[out] = of
+                of_same = {self.root(v) for v in op.values if v.size == out.size}
+                if op.name == "exp" or of_same & self.of_exp:
+                    self.of_exp.add(out)
         return found
 
     def _is_spread(self, value: Value) -> bool:
@@ -191,7 +204,11 @@ class _Walk:
                     inputs = [op.ins[k]] if op.name in MOVES else op.ins
                     for v in inputs:
                         made_there = op.bodies and v is not None and self._is_spread(self.root(v))
-                        read(v, set() if made_there else {i}, op.name not in READS_ANYTHING)
+                        # A product reads its operands again for each block of its result: shares
+                        # of a softmax are made once, before it.
+                        shares = op.name in PRODUCTS and v is not None and self.root(v) in self.of_exp
+                        force = shares or op.name not in READS_ANYTHING
+                        read(v, set() if made_there else {i}, force)
                     continue
                 by = self.readers[out]
                 several = len(by) > 1 and len(self.sources[out]) > 1
@@ -252,6 +269,7 @@ class _Walk:
         ops, end = self.scope.ops, len(self.scope.ops)
         free, stacked = self._written_elsewhere()
         times = self._times(free)
+        copies = self._copies()
         lives: list[tuple[int, int, Value, int]] = []
         for value in self.real:
             if value in free:
@@ -260,6 +278,7 @@ class _Walk:
             kept = OUT in by and value not in stacked
             last = end if kept else max(times[i] for i in by - {OUT})
             lives.append((times[self.makers[value]], last, value, self.sizes.of(value)))
+        lives += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lives):
@@ -296,6 +315,8 @@ class _Walk:
         return made[0], made[1]
 
     def _held(self, first: int, last: int, value: Value, size: int) -> Held:
+        if value not in self.makers:
+            return Held(value, size, None, self.depth, kept=False)
         made_by = self.scope.ops[self.makers[value]]
         readers = [self.scope.ops[i] for i in self.readers[value] if i != OUT]
         kept = not made_by.backward and any(op.backward for op in readers)
@@ -316,6 +337,24 @@ class _Walk:
                 if peak.bytes > found[host].bytes:
                     found[host] = peak
         return found[0], found[1]
+
+    def _copies(self) -> dict[Value, int]:
+        """Arguments that several loops read and the last of them writes: it is given a copy.
+
+        Seen in XLA:TPU's buffer assignment (libtpu 0.0.52): the copy is made when the step begins.
+        """
+        found: dict[Value, int] = {}
+        for i, op in enumerate(self.scope.ops if not self.depth else ()):
+            if op.name != "scan":
+                continue
+            consts, carry = consts_and_carry(op)
+            for v in op.ins[consts : consts + carry]:
+                if v is None or self.root(v) in self.makers or v.host:
+                    continue
+                by = self.readers[self.root(v)] - {OUT, i}
+                if any(self.scope.ops[j].bodies for j in by):
+                    found[self.root(v)] = i
+        return found
 
     def _hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
         for v, part in zip(given, parts, strict=False):
