@@ -12,6 +12,10 @@ from jaxspeed.placement.show import as_text, bytes_text
 # How far below a compiler's figure the estimate may be: the measure that it is held to by
 # tests/plan over a grid of compiled steps, where it stays within it.
 MAY_BE_BELOW = 0.1
+# Where layers' parameters come from host memory, XLA:TPU's scheduler puts their transfers ahead and
+# other work off: in one step of the grid all chunks of the logits stay alive until the loss is
+# picked from them at its end, twice the estimate.
+MAY_BE_BELOW_WITH_TRANSFERS = 1.0
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -66,7 +70,9 @@ class Memory:
 
     def on(self, device_bytes: int) -> Verdict:
         """M against N. "fits" is said only where it holds although the estimate may be low."""
-        if self.device * (1 + MAY_BE_BELOW) <= device_bytes:
+        streamed = any(c.host and c.lasting and c.name == "parameters" for c in self.components)
+        below = MAY_BE_BELOW_WITH_TRANSFERS if streamed else MAY_BE_BELOW
+        if self.device * (1 + below) <= device_bytes:
             return "fits"
         return "tight" if self.device <= device_bytes else "does not fit"
 

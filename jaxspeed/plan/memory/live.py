@@ -339,21 +339,30 @@ class _Walk:
         return found[0], found[1]
 
     def _copies(self) -> dict[Value, int]:
-        """Arguments that several loops read and the last of them writes: it is given a copy.
-
-        Seen in XLA:TPU's buffer assignment (libtpu 0.0.52): the copy is made when the step begins.
+        """Arguments that loops read, and whose next value is no element-wise result: by their last
+        reader. What is gathered into an argument's place, or written there by a loop piece by piece,
+        has XLA:TPU copy it when the step begins, for the loops (seen in buffer assignments of
+        libtpu 0.0.52).
         """
         found: dict[Value, int] = {}
-        for i, op in enumerate(self.scope.ops if not self.depth else ()):
-            if op.name != "scan":
-                continue
-            consts, carry = consts_and_carry(op)
-            for v in op.ins[consts : consts + carry]:
-                if v is None or self.root(v) in self.makers or v.host:
-                    continue
-                by = self.readers[self.root(v)] - {OUT, i}
-                if any(self.scope.ops[j].bodies for j in by):
-                    found[self.root(v)] = i
+
+        def add(place: Value | None, writer: int) -> None:
+            if place is None or place in self.makers or place.host:
+                return
+            by = self.readers.get(place, set()) - {OUT, writer}
+            if any(self.scope.ops[j].bodies for j in by):
+                found[place] = max(by)
+
+        if self.depth:
+            return found
+        for i, op in enumerate(self.scope.ops):
+            if op.name == "scan":
+                consts, carry = consts_and_carry(op)
+                for v in op.ins[consts : consts + carry]:
+                    add(v and self.root(v), i)
+        for out, place in zip(self.scope.outs, self.given_up, strict=False):
+            if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
+                add(place, OUT)
         return found
 
     def _hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
