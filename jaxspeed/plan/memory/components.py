@@ -9,9 +9,9 @@ from rich.text import Text
 
 from jaxspeed.placement.show import as_text, bytes_text
 
-# How far below a compiler's figure the estimate may be: the measure that it is held to by
-# tests/plan over a grid of compiled steps, where it stays within it.
-MAY_BE_BELOW = 0.1
+# How far below a compiler's figure the estimate may be: tests/plan holds it within a fifth of the
+# compiler's, over a grid of compiled steps.
+MAY_BE_BELOW = 0.2
 # Where layers' parameters come from host memory, XLA:TPU's scheduler puts their transfers ahead and
 # other work off: in one step of the grid all chunks of the logits stay alive until the loss is
 # picked from them at its end, twice the estimate.

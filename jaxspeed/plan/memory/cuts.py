@@ -264,11 +264,11 @@ _RULES = {
     "cond": _cond,
     **dict.fromkeys(PAIRWISE, _pairwise),
     "pallas_call": _nothing,
-    **{
-        name: _reduce
-        for name in (
+    **dict.fromkeys(
+        (
             "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
             "reduce", "argmax", "argmin",
-        )
-    },
+        ),
+        _reduce,
+    ),
 }  # fmt: skip

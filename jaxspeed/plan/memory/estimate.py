@@ -11,10 +11,10 @@ from jaxspeed.placement.show import bytes_text
 from jaxspeed.plan.memory.components import Component, Memory
 from jaxspeed.plan.memory.cuts import cut_all
 from jaxspeed.plan.memory.kinds import KINDS, Kinds
-from jaxspeed.plan.memory.live import Held, Peak, Sizes, peaks
+from jaxspeed.plan.memory.live import Held, Peak, peaks
 from jaxspeed.plan.memory.narrow import narrow_values
 from jaxspeed.plan.memory.opened import Value, open_program
-from jaxspeed.plan.memory.tiles import local_shape, nbytes
+from jaxspeed.plan.memory.tiles import Sizes, local_shape, nbytes
 from jaxspeed.train.program import Program
 
 MOST_TERMS = 4  # of a formula; the rest is a sum

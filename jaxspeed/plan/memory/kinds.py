@@ -32,9 +32,7 @@ class Kinds:
       vocabularies: its inputs that are tables of a vocabulary.
     """
 
-    def __init__(
-        self, scope: Scope, state: int, vocabularies: Iterable[Value]
-    ) -> None:
+    def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
         self.of_batch = set(scope.ins[state:])
         _reach(scope, self.of_batch, lambda op: any(v in self.of_batch for v in op.values))
         self.of_state = set(scope.ins[:state])
@@ -89,7 +87,9 @@ def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
             for body in op.bodies:
                 given = op.ins[len(op.ins) - len(body.ins) :]
                 found |= {b for v, b in zip(given, body.ins, strict=True) if v in found}
-                found |= {b for v, b in zip(body.outs, _carried(op, body), strict=False) if v in found}
+                found |= {
+                    b for v, b in zip(body.outs, _carried(op, body), strict=False) if v in found
+                }
                 _reach(body, found, rule)
         for body in op.bodies:
             found |= {o for v, o in zip(body.outs, op.outs, strict=True) if v in found}

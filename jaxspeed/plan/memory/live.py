@@ -15,8 +15,6 @@ loop hands from trip to trip is updated where it lies, as is an argument that is
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from jaxspeed.plan.memory.cuts import CONSTRAINT
 from jaxspeed.plan.memory.opened import (
     ENTER,
@@ -27,7 +25,7 @@ from jaxspeed.plan.memory.opened import (
     Value,
     consts_and_carry,
 )
-from jaxspeed.plan.memory.tiles import local_shape, nbytes
+from jaxspeed.plan.memory.tiles import Sizes
 
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "name", "stop_gradient",
@@ -46,6 +44,9 @@ WHOLE = {
     "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
 }  # fmt: skip
 READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
+# Whether a value has memory hangs on what it is made of (before it) and on who reads it (after it):
+# found again from what was found, until all know of each other.
+ROUNDS = 3
 SMALL = 16  # times as large: what is read beside it does not count
 OUT = -1  # the reader of what a scope gives
 
@@ -67,23 +68,6 @@ class Peak:
 
     bytes: int = 0
     held: tuple[Held, ...] = ()
-
-
-@dataclass
-class Sizes:
-    """Bytes of values on a device."""
-
-    mesh: Mapping[str, int]
-    tiled: bool
-
-    narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
-
-    def of(self, value: Value) -> int:
-        dtype = jnp.bfloat16 if value in self.narrow else value.dtype
-        return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
-
-    def cut(self, value: Value) -> list[tuple[str, ...]]:
-        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
 
 
 def peaks(
@@ -129,8 +113,10 @@ class _Walk:
                     self.roots[out] = source
                 else:
                     self.makers[out] = i
-        self.sources = self._sources()
-        self._sinks()
+        for _ in range(ROUNDS):
+            self.sources = self._sources()
+            self.readers, self.forced, self.real = {}, set(), set()
+            self._sinks()
         return self._device_and_host()
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
@@ -166,7 +152,7 @@ class _Walk:
                 for v in op.values:
                     r = self.root(v)
                     if not self._is_spread(r) and SMALL * v.size >= out.size:
-                        of |= found.get(r, {r})
+                        of |= {r} if r in self.real else found.get(r, {r})
                 found[out] = of
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
                 if op.name == "exp" or of_same & self.of_exp:
@@ -206,7 +192,9 @@ class _Walk:
                         made_there = op.bodies and v is not None and self._is_spread(self.root(v))
                         # A product reads its operands again for each block of its result: shares
                         # of a softmax are made once, before it.
-                        shares = op.name in PRODUCTS and v is not None and self.root(v) in self.of_exp
+                        shares = (
+                            op.name in PRODUCTS and v is not None and self.root(v) in self.of_exp
+                        )
                         force = shares or op.name not in READS_ANYTHING
                         read(v, set() if made_there else {i}, force)
                     continue
@@ -237,10 +225,11 @@ class _Walk:
         ready: dict[Value, tuple[int, ...]] = {}
         for i, op in enumerate(self.scope.ops):
             key: tuple[int, ...] = (i,)
-            after = max((ready.get(self.root(v), ()) for v in op.values), default=())
+            after = max((ready.get(self.root(v), (-1,)) for v in op.values), default=(-1,))
             mine = [out for out in op.outs if out in self.real]
             if mine and not op.bodies:
-                taken = sum(self.sizes.of(out) for out in mine if out not in free)
+                arrays = (out for out in mine if out.shape and out not in free)
+                taken = sum(map(self.sizes.of, arrays))
                 read = {r for v in op.values for r in self._read_by(v) if r in self.real}
                 ending = (r for r in read if OUT not in self.readers[r])
                 freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
@@ -339,10 +328,10 @@ class _Walk:
         return found[0], found[1]
 
     def _copies(self) -> dict[Value, int]:
-        """Arguments that loops read, and whose next value is no element-wise result: by their last
-        reader. What is gathered into an argument's place, or written there by a loop piece by piece,
-        has XLA:TPU copy it when the step begins, for the loops (seen in buffer assignments of
-        libtpu 0.0.52).
+        """Arguments that are read, and whose next value is no element-wise result: by the last of
+        those that read them. What is gathered into an argument's place, or written there piece by
+        piece by a loop after others read it, has XLA:TPU copy it when the step begins (seen in
+        buffer assignments of libtpu 0.0.52).
         """
         found: dict[Value, int] = {}
 
@@ -350,7 +339,7 @@ class _Walk:
             if place is None or place in self.makers or place.host:
                 return
             by = self.readers.get(place, set()) - {OUT, writer}
-            if any(self.scope.ops[j].bodies for j in by):
+            if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
                 found[place] = max(by)
 
         if self.depth:

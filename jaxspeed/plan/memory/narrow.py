@@ -46,7 +46,7 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
 def _read_through(op: Op, wide: set[Value]) -> list[Value]:
     """What is read in full because a view of it, or a loop's part of it, is."""
     if op.name == "scan":
-        body, (consts, carry) = op.bodies[0], consts_and_carry(op)
+        body, (_, carry) = op.bodies[0], consts_and_carry(op)
         given = zip(op.ins, body.ins, strict=True)
         stacked = zip(body.outs[carry:], op.outs[carry:], strict=True)
         return [v for v, part in (*given, *stacked) if v is not None and part in wide]

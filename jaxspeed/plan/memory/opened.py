@@ -106,7 +106,7 @@ class _Opening:
         """Appends the operations; `chosen` are the branches that the platform takes."""
         for eqn in jaxpr.eqns:
             name, params = eqn.primitive.name, eqn.params
-            ins = [env[v] if is_var(v) else None for v in eqn.invars]
+            ins: list[Value | None] = [env[v] if is_var(v) else None for v in eqn.invars]
             if name == PLATFORM:
                 chosen[eqn.outvars[0]] = self._branch(params["platforms"])
                 env[eqn.outvars[0]] = None
@@ -118,9 +118,9 @@ class _Opening:
             elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
-                outs = [self.value(v) for v in eqn.outvars]
-                env.update(zip(eqn.outvars, outs, strict=True))
-                ops.append(self._op(eqn, ins, outs))
+                new = [self.value(v) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, new, strict=True))
+                ops.append(self._op(eqn, ins, new))
                 if key is not None:
                     self.made[key] = ops[-1]
 

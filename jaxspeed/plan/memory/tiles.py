@@ -1,13 +1,14 @@
 """How many bytes an array takes on a device.
 
-A TPU's memory holds tiles of 8 x 128 elements, over the two dims that its layout puts last
-(`xla/service/...`'s T(8,128); of 16-bit numbers two share a word, T(8,128)(2,1), and shorter
-columns have tiles of 4, 2 and 1 rows). An argument's layout is as its shape is written; of anything
+A TPU's memory holds tiles of 8 x 128 elements, over the two dims that its layout puts last (XLA
+writes T(8,128); of 16-bit numbers two share a word, T(8,128)(2,1), and shorter columns have tiles of
+4, 2 and 1 rows). An argument's layout is as its shape is written; of anything
 else the compiler chooses one that wastes little, so here the dim that fills its lanes best is last.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,23 @@ from jaxspeed.plan.memory.cuts import ways
 from jaxspeed.plan.memory.opened import Value
 
 LANES, ROWS = 128, 8
+
+
+@dataclass
+class Sizes:
+    """Bytes of values on a device."""
+
+    mesh: Mapping[str, int]
+    tiled: bool
+
+    narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
+
+    def of(self, value: Value) -> int:
+        dtype = jnp.bfloat16 if value in self.narrow else value.dtype
+        return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
+
+    def cut(self, value: Value) -> list[tuple[str, ...]]:
+        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
 
 
 def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -39,7 +57,9 @@ def _in_tiles(shape: Sequence[int], last: int) -> int:
     columns = _up(shape[last], LANES)
     if not rest:
         return columns
-    rows = min(_up(rest[-1], _rows(rest[-1])), *(_up(n, _rows(n)) * rest[-1] // n for n in rest if n))
+    rows = min(
+        _up(rest[-1], _rows(rest[-1])), *(_up(n, _rows(n)) * rest[-1] // n for n in rest if n)
+    )
     return columns * math.prod(rest) * rows // max(rest[-1], 1)
 
 
