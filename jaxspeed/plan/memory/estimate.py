@@ -72,12 +72,12 @@ def _vocabularies(
 def _state(
     names: Sequence[str], values: Sequence[Value], waits: Sequence[bool], sizes: Sizes
 ) -> Iterator[Component]:
-    """What stays from step to step, in the layout of an argument."""
+    """What stays from step to step."""
     total: dict[tuple[bool, str], int] = defaultdict(int)
     terms: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
     for name, value, host in zip(names, values, waits, strict=True):
         shape = local_shape(value, sizes.mesh)
-        size = nbytes(shape, value.dtype, sizes.tiled and not host, as_written=True)
+        size = nbytes(shape, value.dtype, sizes.tiled and not host)
         total[host, name] += size
         terms[host, name][f"{_short(value.dtype)}"] += size
     for (host, name), size in total.items():

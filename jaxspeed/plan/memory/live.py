@@ -16,15 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxspeed.plan.memory.cuts import CONSTRAINT
-from jaxspeed.plan.memory.opened import (
-    ENTER,
-    LEAVE,
-    PLACED,
-    Op,
-    Scope,
-    Value,
-    consts_and_carry,
-)
+from jaxspeed.plan.memory.opened import ENTER, LEAVE, PLACED, Op, Scope, Value, consts_and_carry
 from jaxspeed.plan.memory.tiles import Sizes
 
 VIEWS = {

@@ -1,9 +1,9 @@
 """How many bytes an array takes on a device.
 
 A TPU's memory holds tiles of 8 x 128 elements, over the two dims that its layout puts last (XLA
-writes T(8,128); of 16-bit numbers two share a word, T(8,128)(2,1), and shorter columns have tiles of
-4, 2 and 1 rows). An argument's layout is as its shape is written; of anything
-else the compiler chooses one that wastes little, so here the dim that fills its lanes best is last.
+writes T(8,128); of 16-bit numbers two share a word, T(8,128)(2,1), and shorter columns have tiles
+of 4, 2 and 1 rows). The compiler chooses a layout that wastes little, of arguments too: here the
+dim that fills its lanes best is last.
 """
 
 import math
@@ -43,13 +43,12 @@ def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(-(-n // parts) for n, parts in pairs)
 
 
-def nbytes(shape: Sequence[int], dtype: Any, tiled: bool, as_written: bool = False) -> int:
+def nbytes(shape: Sequence[int], dtype: Any, tiled: bool) -> int:
     """Bytes of an array on a device; `tiled` where its memory holds tiles."""
     width = _width(dtype)
     if not tiled or not shape:
         return math.prod(shape) * width
-    dims = [len(shape) - 1] if as_written else range(len(shape))
-    return min(_in_tiles(shape, last) for last in dims) * width
+    return min(_in_tiles(shape, last) for last in range(len(shape))) * width
 
 
 def _in_tiles(shape: Sequence[int], last: int) -> int:
