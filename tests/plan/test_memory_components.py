@@ -66,6 +66,6 @@ def test_another_stage_cuts_the_gradients():
 def test_the_platform_decides_whether_scores_are_held():
     program, batch = build("llama: stage 0")
     with_kernel, without = (memory_of(program, batch, p) for p in ("tpu", "cpu"))
-    scores = LAYERS * 8 * 8 * 1024 * 1024 * 4  # a layer's, of 8 samples and 8 heads, in fp32
-    assert without.device - with_kernel.device > scores / 2
+    scores = 8 * 8 * 1024 * 1024 * 4  # of a layer, of 8 samples and 8 heads, in fp32
+    assert without.device - with_kernel.device > scores
     assert memory_of(program, batch).device == without.device

@@ -70,7 +70,7 @@ def test_never_fits_where_the_compiler_needs_more(name):
 
 def test_host_memory_is_told():
     name = "llama: host optimizer"
-    assert estimate(name).host == pytest.approx(COMPILED[name]["host_argument"], rel=0.1)
+    assert estimate(name).host == pytest.approx(COMPILED[name]["host_argument"], rel=0.15)
 
 
 @pytest.mark.full
