@@ -1,0 +1,9 @@
+"""M, estimated: the traced step is opened (`opened`), cut as the partitioner cuts it (`cuts`), and
+walked for what is alive at once (`live`), in a device's layout (`tiles`); what is alive is named by
+what it is for (`kinds`), and told by component (`components`, `estimate`).
+"""
+
+from jaxspeed.plan.memory.components import Component, Memory
+from jaxspeed.plan.memory.estimate import memory_of
+
+__all__ = ["Component", "Memory", "memory_of"]
