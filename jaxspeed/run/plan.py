@@ -23,6 +23,7 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
+from jaxspeed.plan.memory import Memory, memory_of
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.targets import Target
 from jaxspeed.plan.torus import refuse_torus
@@ -46,6 +47,7 @@ class Plan:
     kept: Kept | None = None  # where the config says what units keep
     target: Target | None = None  # where it is for devices that need not be here
     outcome: Outcome | None = None  # of compiling for the target
+    memory: Memory | None = None  # estimated, for a target
 
     @property
     def fits(self) -> bool | None:
@@ -61,6 +63,8 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(m_against_n(program, temporary, target)),
         ]
+        if self.memory and target:
+            parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
         if compiled:
@@ -98,6 +102,7 @@ class Plan:
                 }
                 for role, (whole, part) in roles
             },
+            "memory": self.memory and self.target and self._memory_figures(),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "server": _server(self.program),
@@ -105,6 +110,32 @@ class Plan:
             "compiled": self.compiled and self.compiled.figures(),
             "outcome": self.outcome and self.target and self.outcome.figures(self.target),
         }
+
+    def _expected(self, memory: Memory, target: Target) -> list[str]:
+        """M against N by the estimate, and against the compiler's M where there is one."""
+        chip, word = target.chip, memory.on(target.chip.memory)
+        of = (
+            f"{show.bytes_text(memory.device)} of the {show.bytes_text(chip.memory)} of {chip.name}"
+        )
+        said = {
+            "fits": f"expected to fit: {of}",
+            "tight": f"tight: {of}, less room than the estimate may be wrong by; --compile tells",
+            "does not fit": f"not expected to fit: {of}",
+        }
+        lines = [said[word]]
+        if chip.platform != "tpu":
+            lines.append("(held against compilers for TPUs, not yet against one for GPUs)")
+        if word == "does not fit" and not self.outcome:
+            lines += remedies(self.program)
+        compiled = self.outcome.device_bytes if self.outcome else None
+        if compiled:
+            apart = memory.device / compiled - 1
+            lines.append(f"the compiler: {show.bytes_text(compiled)}; the estimate is {apart:+.1%}")
+        return lines
+
+    def _memory_figures(self) -> dict[str, Any]:
+        assert self.memory and self.target
+        return {**self.memory.figures(), "verdict": self.memory.on(self.target.chip.memory)}
 
     def _verdict(self, outcome: Outcome) -> list[str]:
         """Whether it fits, and if not, what would help."""
@@ -184,7 +215,10 @@ def plan_run(
     if transfer and target:
         transfer = replace(transfer, device_kind=target.chip.kind)
     schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-    estimated = Plan(program, schedule, None, transfer, kept, target)
+    memory = None
+    if target and target.chip.platform != "cpu":
+        memory = memory_of(program, batch, target.chip.platform)
+    estimated = Plan(program, schedule, None, transfer, kept, target, memory=memory)
     if not compiling or target is None:
         return estimated
     outcome = compile_for(target, _Job(source, batch), patience)

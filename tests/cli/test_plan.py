@@ -223,6 +223,19 @@ def test_a_target_is_told_with_its_devices_and_its_n(config):
     assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "N = 84.9 GB a device" in text
 
 
+def test_a_target_is_told_what_a_step_needs_by_component(config):
+    found = json.loads(plan(config, "--target", "v5e:2x4", "--json").stdout)
+    memory = found["memory"]
+    assert memory["verdict"] == "fits"
+    assert memory["device"] == memory["state"] + memory["temporary"]
+    assert memory["device"] == sum(c["bytes"] for c in memory["components"] if not c["host"])
+    names = {component["name"] for component in memory["components"]}
+    assert {"optimizer", "gradients", "batch"} <= names
+    text = plan(config, "--target", "v5e:2x4").stdout
+    assert "expected to fit" in text and "held against compilers" not in text
+    assert "not yet against one for GPUs" in plan(config, "--target", "h100:8").stdout
+
+
 def test_of_a_target_the_link_to_host_memory_is_the_chip_s(config):
     waits = OFFLOAD[OFFLOAD.index("--set") :]
     found = json.loads(plan(config, "--json", "--target", "h100:8", *waits).stdout)
@@ -264,6 +277,14 @@ def test_what_does_not_fit_is_said_with_what_would_help_and_ends_with_1(config, 
     done = plan(config, "--target", "crumb:8", "--hardware", path, "--compile")
     assert done.returncode == 1, done.stderr
     assert "does not fit: it needs" in done.stdout and "what would free most:" in done.stdout
+
+
+def test_what_is_not_expected_to_fit_is_said_with_what_would_help(config, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(TINY_CHIP.replace("platform: cpu", "platform: cuda"))
+    said = plan(config, "--target", "crumb:8", "--hardware", path)
+    assert said.returncode == 0, said.stderr
+    assert "not expected to fit: " in said.stdout and "what would free most:" in said.stdout
 
 
 def test_the_targets_are_listed_with_their_sources():

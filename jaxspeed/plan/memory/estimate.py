@@ -106,7 +106,7 @@ def _formula(arrays: Sequence[Held], sizes: Sizes) -> str:
         text = f"{_short(held.value.dtype)}[{shape}]"
         bytes_[text] += held.bytes
         counts[text] += 1
-    largest = bytes_.most_common(MOST_TERMS)
+    largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]
     terms = [f"{counts[t]} x {t}" if counts[t] > 1 else t for t, _ in largest]
     rest = sum(bytes_.values()) - sum(size for _, size in largest)
     return " + ".join([*terms, *([f"{bytes_text(rest)} of smaller ones"] if rest else [])])
