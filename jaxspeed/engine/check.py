@@ -128,7 +128,9 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
 
 def _plain(program: Program) -> Program:
     """The same run on one device: one data rank, stage 0, the same micro-batches."""
-    given = without_servers(program.config.given)
+    given = program.config.given
+    if isinstance(program, ServedProgram):
+        given = without_servers(given)
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
