@@ -146,8 +146,8 @@ COVERING = [
     Point("every", "cut", "cores", "host", 3, "tensor", "vit", 4),
 ]
 ALWAYS = {COVERING[i] for i in (1, 12, 16, 20, 23, 28, 29, 31, 36)}
-# XLA:CPU of jax 0.12 runs the sum of the loss's weights beside the first layers' exchange over tensor,
-# in another order on each simulated device.
+# XLA:CPU of jax 0.12 runs the sum of the loss's weights beside the layers' exchange over tensor, in
+# another order on each simulated device.
 HANGS = {COVERING[29]} if jax.__version_info__ >= (0, 12) else set()
 
 
