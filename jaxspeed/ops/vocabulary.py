@@ -23,6 +23,7 @@ from jax import lax
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.axes import over_vocabulary
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.together import gradients_together
 
 # Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
 AUTO_CHUNK = 8192
@@ -102,7 +103,10 @@ def sums_over_vocabulary(
 
     def body(seen: _Seen, xs: tuple[jax.Array, jax.Array | None, jax.Array]):
         chunk_weight, chunk_bias, start = xs
-        logits = logits_of(wide_hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
+        # XLA opens a loop of few chunks, and where the head's gradient goes to host memory at the
+        # end of the step it would hold the logits of all chunks until then (seen on TPU compiles).
+        hidden, chunk_weight = gradients_together(wide_hidden, chunk_weight)
+        logits = logits_of(hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
         logit_sum = seen.logit_sum
@@ -123,7 +127,7 @@ def sums_over_vocabulary(
     if n_chunks == 1:  # nothing to scan, and no logits to compute twice
         seen, _ = body(start, jax.tree.map(lambda x: x[0], xs))
     else:
-        seen, _ = lax.scan(jax.checkpoint(body, prevent_cse=False), start, xs)
+        seen, _ = lax.scan(jax.checkpoint(body), start, xs)
     if parts > 1:
         seen = _of_all_parts(seen)
     return Sums(seen.top + jnp.log(seen.total), seen.target_logit, seen.logit_sum)

@@ -10,8 +10,7 @@ just before: that gradient can still go to its shard while this product is under
 from collections.abc import Callable, Collection
 from typing import Any
 
-import jax
-
+from jaxspeed.placement.together import gradients_together
 from jaxspeed.placement.units.jaxprs import as_function, bindings, is_var, part
 
 
@@ -31,7 +30,7 @@ def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
             given = {v: env[v] for v in free}
             if number in waits_for:
                 moving, weight = products[number][0], waits_for[number]
-                given[moving], env[weight] = _met(env[moving], env[weight])
+                given[moving], env[weight] = gradients_together(env[moving], env[weight])
             outs = as_function(part(jaxpr, [eqn], free, eqn.outvars))(*given.values())
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
@@ -54,12 +53,3 @@ def _products(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]
             if weight is not None:
                 found[number] = moving, weight
     return found
-
-
-@jax.custom_vjp
-def _met(moving: Any, weight: Any) -> tuple[Any, Any]:
-    """Both as they are, with gradients that go on when both are there."""
-    return moving, weight
-
-
-_met.defvjp(lambda *both: (both, None), lambda _, grads: jax.lax.optimization_barrier(grads))

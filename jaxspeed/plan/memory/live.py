@@ -40,6 +40,9 @@ READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read ma
 # found again from what was found, until all know of each other.
 ROUNDS = 3
 SMALL = 16  # times as large: what is read beside it does not count
+# XLA:TPU opens loops of so many trips whose parts come from host memory, to bring them ahead, and
+# does not keep apart what the trips hold (libtpu 0.0.52; of six trips it keeps them apart).
+OPENED = 3
 OUT = -1  # the reader of what a scope gives
 
 
@@ -307,16 +310,19 @@ class _Walk:
         found = [Peak(), Peak()]
         for body in op.bodies:
             places: list[Value | None] = []
+            times = 1
             if op.name == "scan":
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
                 self._hand_origins(op.ins[:consts], body.ins)
+                streams = any(v is not None and v.host for v in op.ins[consts + carry :])
+                times = op.trips if streams and op.trips <= OPENED else 1
             elif op.name == "while":
                 places = list(body.ins[op.params["body_nconsts"] :])
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
             for host, peak in enumerate(inner):
-                if peak.bytes > found[host].bytes:
-                    found[host] = peak
+                if peak.bytes * times > found[host].bytes:
+                    found[host] = Peak(peak.bytes * times, peak.held * times)
         return found[0], found[1]
 
     def _copies(self) -> dict[Value, int]:
