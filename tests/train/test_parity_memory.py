@@ -146,9 +146,6 @@ COVERING = [
     Point("every", "cut", "cores", "host", 3, "tensor", "vit", 4),
 ]
 ALWAYS = {COVERING[i] for i in (1, 12, 16, 20, 23, 28, 29, 31, 36)}
-# XLA:CPU of jax 0.12 runs the sum of the loss's weights beside the layers' exchange over tensor, in
-# another order on each simulated device.
-HANGS = {COVERING[29]} if jax.__version_info__ >= (0, 12) else set()
 
 
 def optimizer(case):
@@ -171,8 +168,6 @@ def grid():
 
 @pytest.mark.parametrize("point", [*grid()])
 def test_what_is_saved_changes_no_result(point):
-    if point in HANGS:
-        pytest.skip("simulated devices of jax 0.12 hang: a sum of weights beside tensor's exchange")
     case = case_of(point.model, LAYERS)
     ours = run(case, point.stage, point.micro, optimizer(case), **point.sections)
     ranks = MESH[point.mesh]["data"]
