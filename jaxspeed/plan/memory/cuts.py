@@ -42,8 +42,8 @@ def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None
     changed = True
     while changed:
         changed = False
-        for source, d, target, e in ties:
-            changed |= _go(source, d, target, e, mesh)
+        while any([_go(source, d, target, e, mesh) for source, d, target, e in ties]):
+            changed = True
         for source, d, target, e in reversed(ties):
             changed |= _go(target, e, source, d, mesh)
 

@@ -67,9 +67,16 @@ class Moved:
     runs: int
 
 
-def traffic(scope: Scope, sizes: Sizes, kinds: Kinds) -> list[Moved]:
-    """All that is sent, in the order of the program."""
-    return _Walk(scope, sizes, kinds, 1).run()
+def traffic(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[Moved]:
+    """All that is sent, in the order of the program.
+
+    Args:
+      state: how many of its inputs are the state, and of its outputs the next one.
+    """
+    walk = _Walk(scope, sizes, kinds, 1)
+    walk.run()
+    walk.stored(state)
+    return walk.found
 
 
 class _Walk:
@@ -320,6 +327,12 @@ class _Walk:
                 best = within.found
         self.found += best
 
+    def stored(self, state: int) -> None:
+        """The next state comes to lie as the last one does."""
+        for v, place in zip(self.scope.outs[:state], self.scope.ins[:state], strict=True):
+            if v in self.makers and v is not None:
+                self._lie(v, place.cut, self.makers[v], before=False)
+
     def _doors_in(self, op: Op, within: "_Walk") -> None:
         consts, carry = consts_and_carry(op)
         for i, (v, inner) in enumerate(zip(op.ins, within.scope.ins, strict=True)):
@@ -343,7 +356,7 @@ class _Walk:
         wanted = [v.cut for v in self.scope.ins[consts : consts + carry]]
         wanted += [out.cut[1:] for out in op.outs[carry:]]
         for v, cut in zip(self.scope.outs, wanted, strict=True):
-            if v in self.makers:
+            if v is not None and v in self.makers:
                 self._lie(v, cut, self.makers[v], before=False)
 
 
@@ -353,7 +366,7 @@ def _batching(op: Op) -> Iterator[tuple[Value, int]]:
     if op.name == "gather" and op.ins[0] is not None:
         yield from ((op.ins[0], int(d)) for d in getattr(numbers, "operand_batching_dims", ()))
     elif op.name.startswith("scatter") and getattr(numbers, "operand_batching_dims", ()):
-        updates, window = op.ins[2], set(numbers.update_window_dims) if numbers else set()
+        updates, window = op.ins[2], op.params["dimension_numbers"].update_window_dims
         if updates is not None:
             yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
 

@@ -123,6 +123,8 @@ def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
     batches = along(out, range(first))
     rows = along(out, range(first, first + free))
     columns = along(out, range(first + free, len(out.shape)))
+    if min(rows, columns) <= 1:  # a sum of products: no work for matrix units
+        return 0.0, 1.0
     flops = 2 * batches * rows * columns * depth / depth_cut
     whole = _filled(rows, columns, depth / depth_cut, chip)
     return flops, _peak(op, chip) * chip.reached["products"] * whole
