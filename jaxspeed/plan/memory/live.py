@@ -12,7 +12,7 @@ A reshape, a transpose or a constraint that changes nothing is another view of i
 loop hands from trip to trip is updated where it lies, as is an argument that is given up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxspeed.plan.memory.cuts import CONSTRAINT
@@ -124,6 +124,8 @@ class Walk:
         if op.name in MOVES:
             same = self.sizes.cut(source) == self.sizes.cut(out) and source.host == out.host
             return same and source.shape == out.shape
+        if op.name == "broadcast_in_dim":
+            return source.size == out.size
         return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)
 
     def _is_whole(self, op: Op, out: Value) -> bool:
@@ -196,7 +198,8 @@ class Walk:
                         shares = (
                             op.name in PRODUCTS and v is not None and self.root(v) in self.of_exp
                         )
-                        force = shares or op.name not in READS_ANYTHING
+                        library = self.sizes.library and op.name in PRODUCTS
+                        force = shares or library or op.name not in READS_ANYTHING
                         read(v, set() if made_there else {i}, force)
                     continue
                 by = self.readers[out]
@@ -210,7 +213,7 @@ class Walk:
     def _fused_into(self, product: Value) -> Op | None:
         """The element-wise operation that a product's result goes into, and nowhere else."""
         by = self.readers[product]
-        if len(by) != 1 or OUT in by or product in self.forced:
+        if self.sizes.library or len(by) != 1 or OUT in by or product in self.forced:
             return None
         op = self.scope.ops[next(iter(by))]
         return None if any(self._is_whole(op, out) for out in op.outs) else op
@@ -223,6 +226,7 @@ class Walk:
         Compilers order operations so as to need little memory.
         """
         keys: list[tuple[int, ...]] = []
+        put_off = self._put_off()
         ready: dict[Value, tuple[int, ...]] = {}
         for i, op in enumerate(self.scope.ops):
             key: tuple[int, ...] = (i,)
@@ -236,6 +240,8 @@ class Walk:
                 freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
                 if freed >= taken:
                     key = (*after, i)
+            if i in put_off:
+                key = (put_off[i], *key)
             keys.append(key)
             for out in op.outs:
                 if out not in self.roots:
@@ -244,6 +250,27 @@ class Walk:
         for time, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
             times[i] = time
         return times
+
+    def _put_off(self) -> dict[int, int]:
+        """Of operations that make gradients: when a GPU's compiler runs them.
+
+        It runs what a backward pass goes on with first, and the gradients of unrolled layers' weights
+        when all else is done: seen in compiles for an H100, where what they are made of stays alive.
+        """
+        ops = self.scope.ops
+        if not self.sizes.library:
+            return {}
+        last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
+        found: dict[int, int] = {}
+        free: set[int] = set()  # of them, those that only hand on
+        for i in range(last, -1, -1):
+            op = ops[i]
+            by = set().union(*(self.readers.get(self.root(o), set()) for o in op.outs))
+            if op.backward and not op.bodies and all(r == OUT or r > last or r in free for r in by):
+                found[i] = last
+                if op.name not in READS_ANYTHING:
+                    free.add(i)
+        return found
 
     def read_by(self, value: Value) -> set[Value]:
         """What has memory behind a value that is computed where it is read."""
@@ -269,6 +296,7 @@ class Walk:
             last = end if kept else max(times[i] for i in by - {OUT})
             lives.append((times[self.makers[value]], last, value, self.sizes.of(value)))
         lives += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
+        lives += self._zeros(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lives):
@@ -330,6 +358,18 @@ class Walk:
                 if peak.bytes * times > found[host].bytes:
                     found[host] = Peak(peak.bytes * times, peak.held * times)
         return found[0], found[1]
+
+    def _zeros(self, times: Sequence[int]) -> Iterator[tuple[int, int, Value, int]]:
+        """What loops in a single round stack (the last one of a pipeline, say), until that begins.
+
+        XLA:GPU opens such a round, and fills all that is written piece by piece when the program
+        begins.
+        """
+        for i, op in enumerate(self.scope.ops):
+            if self.sizes.library and op.name == "scan" and op.trips == 1 and times[i]:
+                for held in self._inside(op)[0].held:
+                    if held.op and held.op.bodies and held.value.shape:
+                        yield 0, times[i] - 1, held.value, held.bytes
 
     def _copies(self) -> dict[Value, int]:
         """Arguments that are read, and whose next value is no element-wise result: by the last of

@@ -87,6 +87,7 @@ class _Opening:
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
+        self.backward = False  # whether in a call of a backward pass
         self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
 
     def value(self, variable: Any) -> Value:
@@ -114,7 +115,10 @@ class _Opening:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name in CALLS:
+                outside = self.backward
+                self.backward |= _is_backward(eqn)
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
+                self.backward = outside
             elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
@@ -126,7 +130,7 @@ class _Opening:
 
     def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
         name, params = eqn.primitive.name, eqn.params
-        op = Op(name, params, ins, outs, backward=_is_backward(eqn))
+        op = Op(name, params, ins, outs, backward=self.backward or _is_backward(eqn))
         if name == "scan":
             op.bodies, op.trips = [self.scope(*open_jaxpr(params["jaxpr"]))], params["length"]
         elif name == "while":

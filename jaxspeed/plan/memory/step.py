@@ -42,7 +42,7 @@ class Step:
         """How many bytes arrays take on a device."""
         tiled = self.platform == "tpu"
         narrow = narrow_values(self.scope) if tiled else frozenset()
-        return Sizes(dict(self.program.mesh.shape), tiled, narrow)
+        return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda")
 
     @cached_property
     def kinds(self) -> Kinds:

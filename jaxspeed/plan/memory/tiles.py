@@ -26,8 +26,8 @@ class Sizes:
 
     mesh: Mapping[str, int]
     tiled: bool
-
     narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
+    library: bool = False  # products are a library's kernels, into which nothing is fused
 
     def of(self, value: Value) -> int:
         dtype = jnp.bfloat16 if value in self.narrow else value.dtype
