@@ -68,10 +68,10 @@ class Walk:
     def fetch(self, x: jax.Array, lane: Lane, start: Any, rows: int, cores: Cores) -> jax.Array:
         """A piece, where these cores read it.
 
-        What is cut in one part is sliced as it is: XLA:GPU and XLA:TPU do not always reshape an
-        array in host memory.
+        What is cut in one part is sliced as it is, and a whole array is brought as it is: XLA:GPU
+        and XLA:TPU do not always reshape an array in host memory.
         """
-        if self.parts == 1:
+        if self.parts == 1 or rows == self.size:
             if rows < self.size:
                 x = jax.lax.dynamic_slice_in_dim(x, start, rows, self.dim)
             return cores.brought(x, lane.at)
@@ -84,7 +84,7 @@ class Walk:
         self, x: jax.Array, lane: Lane, start: Any, piece: jax.Array, cores: Cores
     ) -> jax.Array:
         """The array with a piece of it replaced by what these cores made."""
-        if self.parts == 1:
+        if self.parts == 1 or piece.shape == x.shape:
             piece = cores.put_back(piece, lane.at)
             if piece.shape == x.shape:
                 return piece

@@ -15,10 +15,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.rows import Offload
+from jaxspeed.memory.cores import OF_DEVICE
+from jaxspeed.memory.streaming import Lane, Walk
+from jaxspeed.placement.rows import HOST, Offload
 from jaxspeed.train import build
 from jaxspeed.train.build import build_program
 from jaxspeed.train.pipeline import Sums
@@ -252,3 +255,19 @@ def test_what_is_elementwise_is_walked_and_a_matrix_of_its_own_is_whole():
     assert walks["adam"]["table"].piece_shape((50, 8)) == (8, 8)
     assert walks["lamb"]["stack/w"].piece_shape((6, 8, 8)) == (1, 8, 8)
     assert walks["lamb"]["table"] is None
+
+
+def test_what_is_brought_at_once_is_not_reshaped_in_host_memory():
+    """XLA:GPU compiles no reshape of a whole array there ("Bitcast cannot have different memory
+    spaces"): a vector over several devices is one piece."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    at = NamedSharding(mesh, PartitionSpec("data"), memory_kind=HOST)
+    lane, walk = Lane((64,), at), Walk(0, parts=4, size=16, rows=16)
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=at)
+
+    def there_and_back(x):
+        return walk.write(x, lane, 0, 2 * walk.fetch(x, lane, 0, 16, OF_DEVICE), OF_DEVICE)
+
+    names = [eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(x).eqns]
+    assert "reshape" not in names
+    assert names.count("device_put") == 2

@@ -1,55 +1,84 @@
-"""What the TPU's compiler says of points of the grid; runs in a child process.
+"""What compilers say of points of the grid; they run in a child process.
 
-`python -m tests.plan.compiling` compiles what tests/plan/compiled_tpu.json lacks, and adds it.
+`python -m tests.plan.compiling tpu` (or `gpu`) compiles what tests/plan/compiled_tpu.json
+(compiled_gpu.json) lacks, and adds it.
 """
 
 import json
 import sys
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tests.plan.grid import Point, points
-from tests.support.topology import run_on_topology
+from jaxspeed.plan.chips import chips_of
+from jaxspeed.plan.compiling import compile_for
+from jaxspeed.plan.targets import Target, target_of
+from tests.plan.grid import DEVICES, Point, points
 
-STORED = Path(__file__).with_name("compiled_tpu.json")
+Platform = Literal["tpu", "gpu"]
+VERSIONS = {
+    "tpu": ("jax", "jaxlib", "libtpu"),
+    "gpu": ("jax", "jaxlib", "jax-cuda13-plugin"),
+}
 FIGURES = {
-    "argument": "argument_size_in_bytes",
-    "temp": "temp_size_in_bytes",
-    "host_argument": "host_argument_size_in_bytes",
-    "host_temp": "host_temp_size_in_bytes",
+    "argument": "argument_bytes",
+    "temp": "temp_bytes",
+    "host_argument": "host_argument_bytes",
+    "host_temp": "host_temp_bytes",
 }
 
 
-def stored() -> dict[str, dict[str, int]]:
+def stored(platform: Platform = "tpu") -> dict[str, dict[str, int]]:
     """Bytes of a device by point, as they were compiled."""
-    return json.loads(STORED.read_text())["points"]
+    return json.loads(_file(platform).read_text())["points"]
 
 
-def compile_point(devices: Any, name: str) -> dict[str, int]:
-    """In the child process."""
-    point = next(p for p in points() if p.name == name)
-    program, batch = point.program(devices)
-    compiled = program.step.lower(program.state, batch).compile().memory_analysis()
-    return {figure: getattr(compiled, field) for figure, field in FIGURES.items()}
+def target_for(point: Point, platform: Platform) -> Target:
+    name = point.target if platform == "tpu" else f"h100:{DEVICES[point.target]}"
+    return target_of(name, chips_of())
 
 
-def compiled(point: Point) -> dict[str, int]:
-    return run_on_topology("tests.plan.compiling:compile_point", point.target, name=point.name)
+@dataclass(frozen=True)
+class Job:
+    """Builds a point's program, in the process that compiles."""
+
+    name: str
+
+    def __call__(self, devices: Sequence[Any] | None) -> tuple[Any, Any]:
+        return next(p for p in points() if p.name == self.name).program(devices)
 
 
-def _add_missing() -> None:
-    found = stored() if STORED.exists() else {}
+def compiled(point: Point, platform: Platform = "tpu") -> dict[str, int]:
+    found = compile_for(target_for(point, platform), Job(point.name)).report
+    assert found is not None, "the chips of the grid are large enough"
+    return {figure: getattr(found, field) for figure, field in FIGURES.items()}
+
+
+def _file(platform: Platform) -> Path:
+    return Path(__file__).with_name(f"compiled_{platform}.json")
+
+
+def _add_missing(platform: Platform) -> None:
+    found = stored(platform) if _file(platform).exists() else {}
     for point in points():
         if point.name not in found:
-            found[point.name] = compiled(point)
-            write(found)
+            found[point.name] = compiled(point, platform)
+            write(platform, found)
 
 
-def write(found: dict[str, dict[str, int]]) -> None:
-    versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
-    STORED.write_text(json.dumps({"versions": versions, "points": found}, indent=1) + "\n")
+def write(platform: Platform, found: dict[str, dict[str, int]]) -> None:
+    versions = {name: _version(name) for name in VERSIONS[platform]}
+    _file(platform).write_text(json.dumps({"versions": versions, "points": found}, indent=1) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":
-    sys.exit(_add_missing())
+    sys.exit(_add_missing("gpu" if "gpu" in sys.argv else "tpu"))

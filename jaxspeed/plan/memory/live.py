@@ -134,7 +134,8 @@ class Walk:
             source = op.ins[op.outs.index(out)]
             finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
             return not finer or (source is not None and source.host != out.host)
-        if op.name.startswith("scatter") and op.ins[0] is not None and op.ins[2] is not None:
+        scatters = op.name.startswith("scatter") and not self.sizes.library
+        if scatters and op.ins[0] is not None and op.ins[2] is not None:
             # A few numbers among zeros: a comparison of indices, where the result is read.
             into, updates = self.root(op.ins[0]), op.ins[2]
             return not (self._is_spread(into) and SMALL * updates.size <= out.size)
@@ -349,7 +350,8 @@ class Walk:
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
                 self.hand_origins(op.ins[:consts], body.ins)
-                streams = any(v is not None and v.host for v in op.ins[consts + carry :])
+                parts = op.ins[consts + carry :]
+                streams = self.sizes.tiled and any(v is not None and v.host for v in parts)
                 times = op.trips if streams and op.trips <= OPENED else 1
             elif op.name == "while":
                 places = list(body.ins[op.params["body_nconsts"] :])
@@ -386,7 +388,7 @@ class Walk:
             if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
                 found[place] = max(by)
 
-        if self.depth:
+        if self.depth or self.sizes.library:
             return found
         for i, op in enumerate(self.scope.ops):
             if op.name == "scan":
