@@ -2,9 +2,10 @@
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.cli.common import command, loaded, out, print_json, refuse_unwritable
 from jaxspeed.errors import ConfigError
 from jaxspeed.plan.chips import chips_of, speeds_table
 from jaxspeed.plan.compiling import PATIENCE
@@ -44,6 +45,9 @@ def add(commands: Any) -> None:
         "needs jaxspeed[tpu], of GPUs jaxspeed[cuda], and neither device nor driver",
     )
     parser.add_argument(
+        "--html", metavar="FILE", help="write all of it as one page for a browser, too"
+    )
+    parser.add_argument(
         "--patience",
         metavar="SECONDS",
         type=float,
@@ -70,6 +74,8 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--target and --devices: give one; a target brings its own devices")
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
+    if given.html:
+        refuse_unwritable("--html", given.html)
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
         with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
@@ -85,6 +91,8 @@ def run(given: argparse.Namespace) -> int:
             given.devices = f"cpu:{given.devices}"
         source = source_of(loaded(given), name=given.config)
         found = plan_run(source, compiling=given.compile is not False)
+    if given.html:
+        Path(given.html).write_text(found.html(), "utf-8")
     if given.json:
         print_json(found.figures())
     else:

@@ -34,7 +34,7 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     """
     if not target.topology:
         return
-    devices = _standins(target)
+    devices = standins(target)
     if _holds(sizes, devices):
         return
     near = itertools.islice(_nearest(sizes), _TRIES)
@@ -46,7 +46,7 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     )
 
 
-def _standins(target: Target) -> list[_Standin]:
+def standins(target: Target) -> list[_Standin]:
     chip, dims = target.chip, (*target.topology, 1)[:3]
     places = itertools.product(*map(range, reversed(dims)))
     each = itertools.product(range(target.slices), places, range(chip.per_chip))

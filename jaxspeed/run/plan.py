@@ -1,5 +1,6 @@
 """What a config would train, told without making an array of its model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,8 +24,10 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
+from jaxspeed.plan.layout import layout_of
 from jaxspeed.plan.memory import Memory, memory_of
 from jaxspeed.plan.outcome import Outcome
+from jaxspeed.plan.page import page_of
 from jaxspeed.plan.targets import Target
 from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
@@ -84,7 +87,8 @@ class Plan:
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
         chip = self.target.chip if self.target else None
         return {
-            "target": self.target and _figures_of(self.target),
+            "model": self._model(),
+            "target": self.target and _figures_of(self.target, self.program.mesh.shape),
             "mesh": dict(self.program.mesh.shape),
             "devices": {
                 "count": len(self.program.devices),
@@ -109,6 +113,19 @@ class Plan:
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
             "outcome": self.outcome and self.target and self.outcome.figures(self.target),
+        }
+
+    def html(self) -> str:
+        """All of it as one page that needs nothing else."""
+        return page_of(self.figures())
+
+    def _model(self) -> dict[str, Any]:
+        config, rows = self.program.config, list(self.program.table)
+        named = config.model
+        return {
+            "name": (named.preset or named.family or named.factory) if named else None,
+            "parameters": sum(math.prod(row.leaf.shape) for row in rows),
+            "dtype": config.compute_dtype,
         }
 
     def _expected(self, memory: Memory, target: Target) -> list[str]:
@@ -243,7 +260,8 @@ class _Job:
         return program, self.batch
 
 
-def _figures_of(target: Target) -> dict[str, Any]:
+def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
+    chip = target.chip
     return {
         "name": str(target),
         "chip": target.chip.name,
@@ -251,7 +269,13 @@ def _figures_of(target: Target) -> dict[str, Any]:
         "topology": list(target.topology),
         "slices": target.slices,
         "node": target.node,
-        "memory": target.chip.memory,
+        "memory": chip.memory,
+        "host_memory": chip.host_memory,
+        "link": chip.link,
+        "outside": chip.outside,
+        "host_link": chip.host_link,
+        "wraps": list(target.wraps),
+        "layout": layout_of(target, sizes),
     }
 
 

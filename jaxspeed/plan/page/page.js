@@ -1,0 +1,37 @@
+"use strict";
+// The theme: what the system prefers, until the button says otherwise.
+(() => {
+  const root = document.documentElement;
+  const button = document.getElementById("theme");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const now = () => root.dataset.theme || (dark.matches ? "dark" : "light");
+  const other = () => (now() === "dark" ? "light" : "dark");
+  const name = () => { button.textContent = other(); button.setAttribute("aria-label", `${other()} colours`); };
+  button.addEventListener("click", () => { root.dataset.theme = other(); name(); });
+  dark.addEventListener("change", name);
+  name();
+})();
+// What a part says of itself, where it is pointed at, tapped or reached by key.
+(() => {
+  const tip = document.getElementById("tip");
+  const hide = () => { tip.style.display = "none"; };
+  const show = (part) => {
+    tip.textContent = part.dataset.tip;
+    tip.style.display = "block";
+    const at = part.getBoundingClientRect(), own = tip.getBoundingClientRect();
+    const wide = document.documentElement.clientWidth;
+    const left = Math.max(12, Math.min(at.left + at.width / 2 - own.width / 2, wide - own.width - 12));
+    const above = at.top - own.height - 8;
+    tip.style.left = `${left}px`;
+    tip.style.top = `${above > 8 ? above : at.bottom + 8}px`;
+  };
+  const over = (event) => {
+    const part = event.target instanceof Element && event.target.closest("[data-tip]");
+    if (part) show(part); else hide();
+  };
+  document.addEventListener("pointerover", over);
+  document.addEventListener("focusin", over);
+  document.addEventListener("focusout", hide);
+  document.addEventListener("scroll", hide, { passive: true });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
+})();

@@ -1,0 +1,27 @@
+"""What sections share: their heading, and tables."""
+
+from jaxspeed.plan.page.markup import Children, Markup, join, tag
+
+
+def section(name: str, title: str, lead: Children, *content: Children) -> Markup:
+    """A part of the page, with its heading."""
+    return tag(
+        "section",
+        tag("h2", title, id=f"{name}-title"),
+        tag("p", lead, cls="lead") if lead else None,
+        join(*content),
+        id=name,
+        aria_labelledby=f"{name}-title",
+    )
+
+
+def table(heads: tuple[str, ...], rows: Children, cls: str) -> Markup:
+    """A table; a head that begins with "r " is of a column of numbers."""
+    cells = (
+        tag("th", head[2:], scope="col", cls="r")
+        if head.startswith("r ")
+        else tag("th", head, scope="col")
+        for head in heads
+    )
+    body = join(tag("thead", tag("tr", list(cells))), tag("tbody", rows))
+    return tag("div", tag("table", body, cls=cls), cls="wide")
