@@ -1,13 +1,13 @@
 """Along which links of a target each axis of a mesh lies."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from jaxspeed.placement.mesh import AXES, laid_out
+from jaxspeed.placement.mesh import AXES
 from jaxspeed.plan.targets import Target
-from jaxspeed.plan.torus import standins
+from jaxspeed.plan.torus import placed_on
 
 DIMS = ("x", "y", "z")  # of a torus
 
@@ -23,30 +23,19 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
       target: devices that can hold the mesh.
       sizes: of all axes.
     """
-    placed = _placed(target, tuple(sizes[axis] for axis in AXES))
+    shape = tuple(sizes[axis] for axis in AXES)
+    placed = np.array(placed_on(target, sizes)).reshape(*shape, -1)
     found = {}
     for number, axis in enumerate(AXES):
         if sizes[axis] > 1:
             first = tuple(slice(None) if i == number else 0 for i in range(len(AXES)))
-            along = [len(set(places)) for places in zip(*placed[first])]
-            found[axis] = {link: n for link, n in zip(_links(target), along) if n > 1}
+            outside, *dims = (len(set(places)) for places in placed[first].T.tolist())
+            inside = sizes[axis] // outside // math.prod(dims)  # at one and the same place
+            links = {**dict(zip(DIMS, dims)), _INSIDE[bool(dims)]: inside}
+            links[_OUTSIDE[bool(dims)]] = outside
+            found[axis] = {link: n for link, n in links.items() if n > 1}
     return found
 
 
-def _links(target: Target) -> tuple[str, ...]:
-    if target.topology:
-        return (*DIMS[: len(target.topology)], "core", "slice")
-    return ("node", "network")
-
-
-def _placed(target: Target, shape: tuple[int, ...]) -> Any:
-    """The place of each device of the mesh, as `_links` names its parts; an array of tuples."""
-    if target.topology:
-        dims = len(target.topology)
-        devices = laid_out(shape, standins(target))
-        places = [(*d.coords[:dims], d.core_on_chip, d.slice_index) for d in devices.flat]
-    else:
-        places = [(i % target.node, i // target.node) for i in range(target.count)]
-    placed = np.empty(len(places), dtype=object)
-    placed[:] = places
-    return placed.reshape(shape)
+_INSIDE = {True: "core", False: "node"}  # by whether there is a torus
+_OUTSIDE = {True: "slice", False: "network"}

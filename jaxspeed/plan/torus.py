@@ -34,7 +34,7 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     """
     if not target.topology:
         return
-    devices = standins(target)
+    devices = _standins(target)
     if _holds(sizes, devices):
         return
     near = itertools.islice(_nearest(sizes), _TRIES)
@@ -46,7 +46,17 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     )
 
 
-def standins(target: Target) -> list[_Standin]:
+def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Where each device of a mesh stands, in the mesh's order: its slice or node, and on a torus
+    its coordinates there."""
+    if not target.topology:
+        return [(i // target.node,) for i in range(target.count)]
+    mesh = laid_out(tuple(sizes[axis] for axis in AXES), _standins(target))
+    dims = len(target.topology)
+    return [(device.slice_index, *device.coords[:dims]) for device in mesh.flat]
+
+
+def _standins(target: Target) -> list[_Standin]:
     chip, dims = target.chip, (*target.topology, 1)[:3]
     places = itertools.product(*map(range, reversed(dims)))
     each = itertools.product(range(target.slices), places, range(chip.per_chip))
