@@ -6,9 +6,9 @@ from typing import Any
 from jaxspeed.plan.page import looks
 from jaxspeed.plan.page.figures import Figures
 from jaxspeed.plan.page.markup import Children, Markup, tag
-from jaxspeed.plan.page.sections import section, table
+from jaxspeed.plan.page.sections import folded, section, table
 
-HOST = ("to host", "from host")
+SHOWN = 10  # rows; the rest is folded away
 
 
 def exchanges(figures: Figures) -> Markup | None:
@@ -58,7 +58,7 @@ def _estimated(figures: Figures) -> Markup:
         tag("span", tag("i", cls="swatch t3 hidden-part"), "behind compute"),
         cls="legend",
     )
-    return tag("div", table(heads, [row(i) for i in order], "exchanges"), legend)
+    return tag("div", folded(heads, [row(i) for i in order], "exchanges", SHOWN), legend)
 
 
 def _length(seconds: float, exposed: float, longest: float, look: str) -> Markup:

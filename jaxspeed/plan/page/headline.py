@@ -113,12 +113,17 @@ def _numbers(figures: Figures) -> Markup | None:
     if figures.get("time") is None:
         return None
     unit = figures.get("time", "unit") or "tokens"
-    entries = [
+    entries: list[tuple[Children, Markup]] = [
         ("step", figures.shown("seconds", "time", "step")),
         (f"{unit} a second", figures.shown("count", "time", "tokens_per_second")),
         ("MFU", figures.shown("percent", "time", "mfu")),
         (f"{unit} a step", figures.shown("count", "time", "tokens")),
     ]
+    if figures.get("time", "run", "device_hours"):
+        run = ("time", "run")
+        tokens = figures.shown("count", *run, "tokens")
+        name = tag("span", "device-hours of ", tokens, f" {unit}")
+        entries.append((name, figures.shown("count", *run, "device_hours")))
     return tag(
         "dl",
         [tag("div", tag("dt", name), tag("dd", value)) for name, value in entries],

@@ -14,8 +14,10 @@
 // What a part says of itself, where it is pointed at, tapped or reached by key.
 (() => {
   const tip = document.getElementById("tip");
-  const hide = () => { tip.style.display = "none"; };
+  let shown = null;
+  const hide = () => { tip.style.display = "none"; shown = null; };
   const show = (part) => {
+    shown = part;
     tip.textContent = part.dataset.tip;
     tip.style.display = "block";
     const at = part.getBoundingClientRect(), own = tip.getBoundingClientRect();
@@ -32,6 +34,8 @@
   document.addEventListener("pointerover", over);
   document.addEventListener("focusin", over);
   document.addEventListener("focusout", hide);
-  document.addEventListener("scroll", hide, { passive: true });
+  // The page scrolls to what is reached by key: it is still told of where it then stands.
+  const moved = () => { if (shown && shown === document.activeElement) show(shown); else hide(); };
+  document.addEventListener("scroll", moved, { passive: true });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
 })();

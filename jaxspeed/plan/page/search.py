@@ -7,7 +7,7 @@ from jaxspeed.plan.page.figures import Figures
 from jaxspeed.plan.page.forms import bytes_text, percent_text, seconds_text
 from jaxspeed.plan.page.markup import Children, Markup, tag
 from jaxspeed.plan.page.scale import Scale, scale_of
-from jaxspeed.plan.page.sections import section, table
+from jaxspeed.plan.page.sections import folded, section
 
 HEIGHT = 340
 FITS = {"fits": "fits", "tight": "tight", "does not fit": "no"}
@@ -144,13 +144,7 @@ def _table(figures: Figures) -> Markup:
     found = figures.get("search", "candidates")
     rows = [_row(figures, i) for i in range(len(found))]
     heads = ("", "candidate", "r step", "r tokens/s", "r MFU", "r device", "r host", "why it lost")
-    shown = table(heads, rows[:SHOWN], "candidates")
-    if len(rows) <= SHOWN:
-        return shown
-    rest = table(heads, rows[SHOWN:], "candidates")
-    return tag(
-        "div", shown, tag("details", tag("summary", f"{len(rows) - SHOWN} more candidates"), rest)
-    )
+    return folded(heads, rows, "candidates", SHOWN)
 
 
 def _row(figures: Figures, i: int) -> Markup:

@@ -25,3 +25,12 @@ def table(heads: tuple[str, ...], rows: Children, cls: str) -> Markup:
     )
     body = join(tag("thead", tag("tr", list(cells))), tag("tbody", rows))
     return tag("div", tag("table", body, cls=cls), cls="wide")
+
+
+def folded(heads: tuple[str, ...], rows: list[Markup], cls: str, shown: int) -> Markup:
+    """A table whose later rows are folded away."""
+    first = table(heads, rows[:shown], cls)
+    if len(rows) <= shown:
+        return first
+    rest = table(heads, rows[shown:], cls)
+    return tag("div", first, tag("details", tag("summary", f"{len(rows) - shown} more"), rest))
