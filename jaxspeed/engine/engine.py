@@ -16,6 +16,7 @@ from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.reporting import Reporter
+from jaxspeed.engine.room import warn_of_room
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.engine.telling import tell
@@ -248,7 +249,10 @@ def initialize(
       config: a path to JSON or YAML, a dict, or a Config.
       optimizer: any Optax transformation, in place of the config's.
       devices: which devices to use; all of them by default.
-      example_batch: a batch (or its shapes) from which a Linen module makes its parameters.
+      example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
+        makes its parameters. With it (or where the config names the model and `data.seq_len`) what
+        a step needs is estimated before anything is allocated, and a warning says so where the
+        devices have less.
       trainable: which parameters are trained: path patterns, a function of the path, or a
         Variable type such as `nnx.LoRAParam`; all by default.
 
@@ -267,6 +271,7 @@ def initialize(
         example_batch=example_batch,
         trainable=trainable,
     )
+    warn_of_room(program, example_batch)
     try:
         state = program.init(loaded.run.seed)
     except Exception as error:

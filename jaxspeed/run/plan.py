@@ -9,8 +9,7 @@ import jax
 from rich.console import Group
 from rich.text import Text
 
-from jaxspeed.config.data import Corpus
-from jaxspeed.data import build
+from jaxspeed.data import told_shapes
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.memory import remedies
@@ -312,15 +311,10 @@ def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct
     What the model reads tells them, so that no corpus need be here yet; only where the samples are
     the user's own (or the model is), one is read.
     """
-    data = source.config.data
-    sources: Sequence[Corpus] = data.mixture or [data]
-    own = any(":" in (each.source or "") for each in sources)
-    if own or source.reads.sample is None:
-        corpus = source.corpus()
-    else:
-        made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0}
-        corpus = build(data.model_copy(update=made), **vars(source.reads), seed=0)
-    first = corpus.train.batch(0, 1)
+    told = told_shapes(source.config.data, source.reads, samples)
+    if told is not None:
+        return told
+    first = source.corpus().train.batch(0, 1)
     return {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }
