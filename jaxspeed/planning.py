@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import optax
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.errors import ConfigError
 
 # Importing the folder `plan` before the function takes its name: an import sets it otherwise.
 from jaxspeed.plan.chips import chips_of
@@ -28,6 +29,7 @@ def plan(
     hardware: str | Path | None = None,
     patience: float = PATIENCE,
     tokens: float | None = None,
+    keep: str | Path | None = None,
 ) -> "Plan":
     """What a config would train, without making an array of its model.
 
@@ -41,6 +43,8 @@ def plan(
       hardware: a YAML file of chips beside the known ones.
       patience: seconds after which a compile for a target is given up.
       tokens: of a run, for its device-hours; by default `run.steps` of the config.
+      keep: a file that is to have the compiled step, for a run that starts without compilation
+        (`run.executable`).
 
     Raises:
       ConfigError, PlacementError, ModelError: what cannot be, with what would work.
@@ -52,7 +56,16 @@ def plan(
     found = target_of(target, chips_of(hardware)) if target is not None else None
     compile = found is None if compile is None else compile
     if found and compile:
-        refuse_missing(found)
+        refuse_missing(found, keep is not None)
+    if keep is not None and not (found and compile):
+        raise ConfigError("keep: there is a step to keep only where one is compiled for a target")
     devices = [f"run.devices=cpu:{found.count}"] if found else []
     source = source_of(load_config(config, devices), model, loss_fn, optimizer, name="plan")
-    return plan_run(source, compiling=compile, target=found, patience=patience, tokens=tokens)
+    return plan_run(
+        source,
+        compiling=compile,
+        target=found,
+        patience=patience,
+        tokens=tokens,
+        keep=keep,
+    )

@@ -46,6 +46,12 @@ def add(commands: Any) -> None:
         "needs jaxspeed[tpu], of GPUs jaxspeed[cuda], and neither device nor driver",
     )
     parser.add_argument(
+        "--keep",
+        metavar="FILE",
+        help="with --compile for a target: keep the compiled step, so that a run with "
+        "run.executable=FILE starts without compilation",
+    )
+    parser.add_argument(
         "--html", metavar="FILE", help="write all of it as one page for a browser, too"
     )
     parser.add_argument(
@@ -80,8 +86,11 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--target and --devices: give one; a target brings its own devices")
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
-    if given.html:
-        refuse_unwritable("--html", given.html)
+    if given.keep and not (given.target and given.compile):
+        raise ConfigError("--keep needs --target and --compile: it keeps what that compiles")
+    for option in ("keep", "html"):
+        if getattr(given, option):
+            refuse_unwritable(f"--{option}", getattr(given, option))
     tokens = _tokens(given.tokens) if given.tokens is not None else None
     if tokens and not given.target:
         raise ConfigError("--tokens needs a --target: device-hours are of a chip")
@@ -95,6 +104,7 @@ def run(given: argparse.Namespace) -> int:
                 hardware=given.hardware,
                 patience=given.patience,
                 tokens=tokens,
+                keep=given.keep,
             )
     else:
         if given.devices and given.devices.isdecimal():

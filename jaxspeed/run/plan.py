@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ class Plan:
         else:
             parts += [each for each in (self.kept, self.transfer) if each]
         if self.outcome:
-            parts.append(Text("\n".join(self._verdict(self.outcome))))
+            parts.append(Text("\n".join([*self._verdict(self.outcome), *self._kept()])))
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -196,6 +197,10 @@ class Plan:
             return [f"fits: {share}, and {host} of the {there}, {took}"]
         return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
 
+    def _kept(self) -> list[str]:
+        kept = self.outcome.kept if self.outcome else None
+        return [f"kept: a run with run.executable={kept} compiles no step"] if kept else []
+
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
 
@@ -226,10 +231,12 @@ def plan_run(
     target: Target | None = None,
     patience: float = PATIENCE,
     tokens: float | None = None,
+    keep: str | Path | None = None,
 ) -> Plan:
     """The plan of a config on the devices that there are, or that simulate those of a target.
 
-    Without `compiling` there are no figures of the compiler.
+    Without `compiling` there are no figures of the compiler. `keep` is a file that is to have the
+    executable of the target.
     """
     config = source.config
     enable_compilation_cache(config)
@@ -264,7 +271,7 @@ def plan_run(
     )
     if not compiling or target is None:
         return estimated
-    outcome = compile_for(target, _Job(source, batch), patience)
+    outcome = compile_for(target, _Job(source, batch), patience, keep)
     found = outcome.report
     if found and transfer:
         found = replace(found, transfer=transfer.counted(found.flops))
