@@ -9,6 +9,7 @@ import jax
 
 from jaxspeed.placement.rows import HOST
 from jaxspeed.plan.memory.cuts import cut_all
+from jaxspeed.plan.kernels import as_on
 from jaxspeed.plan.memory.kinds import Kinds
 from jaxspeed.plan.memory.narrow import narrow_values
 from jaxspeed.plan.memory.opened import Scope, Value, open_program
@@ -64,7 +65,9 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
     """
     platform = platform or _platform(program)
     given = (program.state, program.abstract_batch(batch))
-    scope = open_program(program.step.trace(*given).jaxpr, platform)
+    with as_on(platform):
+        traced = program.step.trace(*given)
+    scope = open_program(traced.jaxpr, platform)
     leaves = jax.tree_util.tree_flatten_with_path(given)[0]
     cut_all(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
     count = len(jax.tree.leaves(program.state))

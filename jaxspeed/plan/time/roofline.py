@@ -46,7 +46,7 @@ class _Clock:
         self.step, self.target = step, target
         self.links = Links(target, dict(step.program.mesh.shape))
         self.at: dict[tuple[int, int], list[Moved]] = defaultdict(list)
-        found = traffic(step.scope, step.sizes, step.kinds)
+        found = traffic(step.scope, step.sizes, step.kinds, step.state)
         self.seconds = _alone(found, self.links)
         self.moved = found
         for moved in found:
