@@ -71,6 +71,7 @@ def timed() -> dict[str, Any]:
         "tokens": 131072,
         "unit": "tokens",
         "tokens_per_second": 131072 / 1.91,
+        "run": {"tokens": 1e12, "device_hours": 1e12 / (131072 / 1.91) * 64 / 3600},
         "model_flops": 5.2e16,
         "mfu": 0.431,
         "formula": "6 x 8.03 billion parameters x 131,072 tokens + attention",

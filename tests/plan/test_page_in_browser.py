@@ -30,6 +30,9 @@ WIDE = """document.documentElement.scrollWidth <= innerWidth ? [] :
   [...document.querySelectorAll("body *")]
     .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
     .map(e => e.tagName + "." + (e.className.baseVal ?? e.className)).slice(0, 9)"""
+# What does not fit the box that it is in.
+CUT_OFF = """[...document.querySelectorAll(".numbers > div, .card, .node, .verdict")]
+  .filter(e => e.scrollWidth > e.clientWidth).map(e => e.textContent)"""
 # Texts with too little contrast to what is behind them (WCAG 2.2, 1.4.3: 4.5 to 1).
 FAINT = """(() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -84,6 +87,7 @@ def test_it_opens_at_a_phone_s_and_a_desk_s_width(opened, plan, dark):
     for width in WIDTHS:
         page.size(width, 900)
         assert page.evaluate(WIDE) == []
+        assert page.evaluate(CUT_OFF) == []
         assert page.evaluate(FAINT) == []
     assert page.said == []
     assert [address.split("/")[-1] for address in page.asked_for if "data:" not in address] == [

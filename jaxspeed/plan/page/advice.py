@@ -26,8 +26,8 @@ def _card(figures: Figures, name: str, found: dict[str, Any]) -> Markup:
         numbers.append(["frees ", figures.shown("bytes", *at, "frees")])
     if found.get("seconds") is not None:
         numbers.append([figures.shown("seconds", *at, "seconds"), " a step"])
-    if found.get("slower") is not None:
-        numbers.append(["slower by ", figures.shown("percent", *at, "slower")])
+    if (found.get("slower") or 0) > 0:
+        numbers.append([figures.shown("seconds", *at, "slower"), " slower"])
     return tag(
         "div",
         tag("h3", TITLES[name]),
