@@ -27,6 +27,7 @@ from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
+from jaxspeed.train.executable import read_identity
 from jaxspeed.train.family import resolve_model
 from jaxspeed.train.pace import Pace
 from jaxspeed.train.program import Metrics, Program
@@ -280,6 +281,8 @@ def initialize(
         example_batch=example_batch,
         trainable=trainable,
     )
+    if loaded.run.executable is not None:
+        read_identity(loaded.run.executable)  # what is wrong with the file, before anything is made
     warn_of_room(program, example_batch)
     try:
         state = program.init(loaded.run.seed)

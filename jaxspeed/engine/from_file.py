@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxspeed.errors import ConfigError
 from jaxspeed.train.executable import identity_of, load, read_identity
 from jaxspeed.train.program import Metrics, Program
-from jaxspeed.train.served import ServedProgram
 from jaxspeed.train.state import TrainState
 
 log = logging.getLogger("jaxspeed")
@@ -26,10 +24,6 @@ class StepFromFile:
 
     def __init__(self, program: Program, path: str | Path) -> None:
         """ConfigError where there is no such file, or it holds no executable."""
-        if isinstance(program, ServedProgram):
-            raise ConfigError(
-                "run.executable: a parameter server's step is many programs, and a file holds one"
-            )
         self.program, self.path = program, path
         self._identity = read_identity(path)
         self._found: dict[Shapes, Any] = {}

@@ -19,6 +19,7 @@ from jaxspeed.plan.targets import target_of
 from jaxspeed.train.build import build_program
 from jaxspeed.train.executable import MAGIC, Identity, identity_of, read_identity
 from jaxspeed.train.family import resolve_model
+from jaxspeed.train.program import Program
 from tests.plan import jobs
 from tests.plan.test_compiling import needs_libtpu
 
@@ -176,9 +177,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_file_that_is_none_is_refused_before_anything_is_allocated(kept, how, tmp_path):
+def test_a_file_that_is_none_is_refused_before_anything_is_made(kept, how, tmp_path, monkeypatch):
     path = tmp_path / "step.exe"
     write(path, how, kept)
+    monkeypatch.setattr(Program, "init", None)
     with pytest.raises(ConfigError, match=BROKEN[how]):
         jaxspeed.initialize(config=CONFIG, executable=path)
 
@@ -197,12 +199,15 @@ def test_nothing_of_a_damaged_file_is_unpickled(kept, tmp_path, monkeypatch):
         jaxspeed.initialize(config=CONFIG, executable=path)
 
 
-def test_a_parameter_server_has_no_one_step_to_keep(kept):
-    config = {**CONFIG, "parallel": {"data_reduction": "parameter_server", "servers": 2}}
-    config["zero_optimization"] = {"stage": 0}
-    config["train_batch_size"] = 24
-    with pytest.raises(ConfigError, match="many programs"):
-        jaxspeed.initialize(config=config, executable=kept)
+def test_a_parameter_server_has_no_one_step_to_keep():
+    with pytest.raises(ConfigError, match="step is many programs"):
+        Config.load(
+            {
+                "train_batch_size": 24,
+                "parallel": {"data_reduction": "parameter_server", "servers": 2},
+                "run": {"executable": "step.exe"},
+            }
+        )
 
 
 def test_for_absent_gpus_it_says_why_not():
@@ -210,6 +215,7 @@ def test_for_absent_gpus_it_says_why_not():
         refuse_missing(target_of("h100:8"), keep=True)
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_for_absent_tpus_a_step_is_kept_with_what_it_is_for(tmp_path):
     path = tmp_path / "step.exe"
