@@ -46,6 +46,11 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     )
 
 
+def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
+    """Whether the target can lay out this mesh."""
+    return not target.topology or _holds(sizes, _standins(target))
+
+
 def _standins(target: Target) -> list[_Standin]:
     chip, dims = target.chip, (*target.topology, 1)[:3]
     places = itertools.product(*map(range, reversed(dims)))
