@@ -27,6 +27,7 @@ def plan(
     compile: bool | None = None,
     hardware: str | Path | None = None,
     patience: float = PATIENCE,
+    tokens: float | None = None,
 ) -> "Plan":
     """What a config would train, without making an array of its model.
 
@@ -39,6 +40,7 @@ def plan(
       compile: whether to compile the step; by default only where there is no target.
       hardware: a YAML file of chips beside the known ones.
       patience: seconds after which a compile for a target is given up.
+      tokens: of a run, for its device-hours; by default `run.steps` of the config.
 
     Raises:
       ConfigError, PlacementError, ModelError: what cannot be, with what would work.
@@ -53,4 +55,4 @@ def plan(
         refuse_missing(found)
     devices = [f"run.devices=cpu:{found.count}"] if found else []
     source = source_of(load_config(config, devices), model, loss_fn, optimizer, name="plan")
-    return plan_run(source, compiling=compile, target=found, patience=patience)
+    return plan_run(source, compiling=compile, target=found, patience=patience, tokens=tokens)

@@ -11,8 +11,8 @@ from jaxspeed.actors.pieces import Pieces
 from jaxspeed.actors.share import shares
 from jaxspeed.config import load_config
 from jaxspeed.engine.cache import enable_compilation_cache
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.train import Program, build_program
+from jaxspeed.train.family import resolve_model
 
 
 @dataclass(frozen=True)

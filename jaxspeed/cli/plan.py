@@ -1,6 +1,7 @@
 """`jaxspeed plan CONFIG`."""
 
 import argparse
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -50,6 +51,11 @@ def add(commands: Any) -> None:
         default=PATIENCE,
         help="give up a compile for a target after that (%(default)g)",
     )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        help="of a whole run, as 300B or 1.5T, for its device-hours; by default run.steps",
+    )
     parser.add_argument("--targets", action="store_true", help="list what is known of each chip")
     parser.add_argument("--hardware", metavar="FILE", help="a YAML file of more chips")
     parser.add_argument(
@@ -70,6 +76,9 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--target and --devices: give one; a target brings its own devices")
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
+    tokens = _tokens(given.tokens) if given.tokens is not None else None
+    if tokens and not given.target:
+        raise ConfigError("--tokens needs a --target: device-hours are of a chip")
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
         with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
@@ -79,6 +88,7 @@ def run(given: argparse.Namespace) -> int:
                 compile=bool(given.compile),
                 hardware=given.hardware,
                 patience=given.patience,
+                tokens=tokens,
             )
     else:
         if given.devices and given.devices.isdecimal():
@@ -90,6 +100,16 @@ def run(given: argparse.Namespace) -> int:
     else:
         out().print(found)
     return FAILED if found.fits is False else 0
+
+
+def _tokens(written: str) -> float:
+    """`15T`, `300B`, `1e9`."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
+    scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    tokens = float(found[1]) * scale[found[2].upper()] if found else 0.0
+    if not 0 < tokens < 1e18:
+        raise ConfigError(f"--tokens {written}: needs a number of tokens, as 300B or 1.5T")
+    return tokens
 
 
 def _list_targets(given: argparse.Namespace) -> int:

@@ -12,13 +12,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import device_limit
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.memory import on_device
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers

@@ -13,7 +13,6 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.cache import enable_compilation_cache
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.reporting import Reporter
@@ -25,6 +24,7 @@ from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 from jaxspeed.train.pace import Pace
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.served import ServedProgram

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,16 @@ from jaxspeed.hardware.amounts import amount
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")
 PLATFORMS = ("tpu", "cuda", "cpu")
+# Of chips whose row says nothing of it.
+_ALL = {
+    "products": 0.8, "attention": 0.55, "bandwidth": 0.85, "links": 0.8, "outside": 0.8, "host": 0.8
+}  # fmt: skip
+REACHED: Mapping[str, Mapping[str, float]] = dict.fromkeys(PLATFORMS, _ALL)
+HOP: Mapping[str, Mapping[str, float]] = {
+    "tpu": {"links": 1e-6, "outside": 20e-6},
+    "cuda": {"links": 10e-6, "outside": 10e-6},
+    "cpu": {"links": 1e-6, "outside": 20e-6},
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,10 @@ class Chip:
       per_chip: devices of a chip, where each of its cores is one.
       pod: the largest torus of chips.
       compiler: what the compiler of its platform is told; None where none takes it.
+      reached: the share of each figure that programs reach: `products` and `attention` of flops,
+        `bandwidth`, `links`, `outside`, `host`.
+      hop: seconds that a message takes beside its bytes: over `links`, and `outside`.
+      tile: the side of the blocks in which products are computed.
     """
 
     name: str
@@ -58,6 +72,9 @@ class Chip:
     per_chip: int = 1
     pod: tuple[int, ...] = ()
     compiler: Mapping[str, Any] | None = field(default=None)
+    reached: Mapping[str, float] = field(default_factory=lambda: REACHED["cuda"])
+    hop: Mapping[str, float] = field(default_factory=lambda: HOP["cuda"])
+    tile: int = 128
 
     @property
     def compiles(self) -> bool:
@@ -121,9 +138,10 @@ _FIGURES = {
     "host_link": "B/s",
     "host_memory": "B",
 }
-_COUNTS = ("links", "node", "per_chip")
+_COUNTS = ("links", "node", "per_chip", "tile")
+_DEFAULTS = {"tile": 128}
 _KEYS = {each.name for each in fields(Chip)} - {"name", "kind"}
-_OPTIONAL = {"sources", "per_chip", "pod", "compiler"}
+_OPTIONAL = {"sources", "per_chip", "pod", "compiler", "reached", "hop", "tile"}
 
 
 def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
@@ -156,13 +174,19 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
     if not _is_list(kinds, str):
         problems.append(f"{name}.kinds: found {kinds!r}. Needs a list of JAX's names of it.")
         kinds = [""]
-    counts = {key: found.get(key, 1) for key in _COUNTS}
+    counts = {key: found.get(key, _DEFAULTS.get(key, 1)) for key in _COUNTS}
     for key, count in counts.items():
         if not isinstance(count, int) or count < 1:
             problems.append(f"{name}.{key}: found {count!r}. Needs a whole number from 1.")
     if not _is_list(found.get("pod", [1]), int):
         problems.append(f"{name}.pod: found {found['pod']!r}. Needs a list of whole numbers.")
     speeds = {kind: read(f"flops.{kind}", value, "FLOP/s") for kind, value in flops.items()}
+    platform = str(found["platform"])
+    reached = _numbers("reached", found.get("reached"), REACHED.get(platform, _ALL), read)
+    hop = _numbers("hop", found.get("hop"), HOP.get(platform, HOP["cuda"]), read)
+    for key, share in reached.items():
+        if share > 1:
+            problems.append(f"{name}.reached.{key}: found {share:g}. Needs a share, at most 1.")
     if len(problems) > before:
         return None
     given = "a user's hardware file"
@@ -184,7 +208,26 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
         per_chip=counts["per_chip"],
         pod=tuple(found.get("pod", ())),
         compiler=found.get("compiler"),
+        reached=reached,
+        hop=hop,
+        tile=counts["tile"],
     )
+
+
+def _numbers(
+    key: str,
+    found: Any,
+    usual: Mapping[str, float],
+    read: Callable[[str, Any, str], float],
+) -> dict[str, float]:
+    """What a row says of these figures, over the usual ones."""
+    found = {} if found is None else found
+    unknown = sorted(set(found) - set(usual)) if isinstance(found, Mapping) else [found]
+    if unknown:
+        read(f"{key}.{unknown[0]}", "an unknown key", "")
+        return dict(usual)
+    unit = "s" if key == "hop" else ""
+    return {**usual, **{k: read(f"{key}.{k}", v, unit) for k, v in found.items()}}
 
 
 def _is_list(found: Any, kind: type) -> bool:

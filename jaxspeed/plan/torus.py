@@ -51,6 +51,16 @@ def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
     return not target.topology or _holds(sizes, _standins(target))
 
 
+def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Where each device of a mesh stands, in the mesh's order: its slice or node, and on a torus
+    its coordinates there."""
+    if not target.topology:
+        return [(i // target.node,) for i in range(target.count)]
+    mesh = laid_out(tuple(sizes[axis] for axis in AXES), _standins(target))
+    dims = len(target.topology)
+    return [(device.slice_index, *device.coords[:dims]) for device in mesh.flat]
+
+
 def _standins(target: Target) -> list[_Standin]:
     chip, dims = target.chip, (*target.topology, 1)[:3]
     places = itertools.product(*map(range, reversed(dims)))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.errors import DataError
+from jaxspeed.train.family import resolve_model
 
 log = logging.getLogger("jaxspeed")
 

@@ -12,7 +12,6 @@ from jaxspeed.config.data import Corpus
 from jaxspeed.data import build
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.engine.memory import remedies
 from jaxspeed.engine.moving import asks, transfer_of
 from jaxspeed.errors import ConfigError
@@ -23,13 +22,15 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
-from jaxspeed.plan.memory import Memory, memory_of
+from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.targets import Target
+from jaxspeed.plan.time import Time, time_in
 from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
 from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import ServedProgram
 
@@ -48,6 +49,8 @@ class Plan:
     target: Target | None = None  # where it is for devices that need not be here
     outcome: Outcome | None = None  # of compiling for the target
     memory: Memory | None = None  # estimated, for a target
+    time: Time | None = None  # estimated, for a target
+    run_tokens: float | None = None  # for which device-hours are told
 
     @property
     def fits(self) -> bool | None:
@@ -65,6 +68,8 @@ class Plan:
         ]
         if self.memory and target:
             parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
+        if self.time:
+            parts.append(Group(self.time, Text(self._hours(self.time))))
         if self.pipeline:
             parts.append(self.pipeline.chart() if compiled else self.pipeline)
         if compiled:
@@ -103,6 +108,7 @@ class Plan:
                 for role, (whole, part) in roles
             },
             "memory": self.memory and self.target and self._memory_figures(),
+            "time": self.time and self._time_figures(self.time),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "server": _server(self.program),
@@ -136,6 +142,23 @@ class Plan:
     def _memory_figures(self) -> dict[str, Any]:
         assert self.memory and self.target
         return {**self.memory.figures(), "verdict": self.memory.on(self.target.chip.memory)}
+
+    def _tokens(self, time: Time) -> float:
+        """Of the run that hours are told for: as asked, else the config's steps."""
+        return self.run_tokens or (self.program.config.run.steps or 0) * time.tokens
+
+    def _hours(self, time: Time) -> str:
+        tokens = self._tokens(time)
+        if not tokens:
+            return "(--tokens tells the device-hours of a run)"
+        hours = time.device_hours(tokens)
+        days = hours / time.devices / 24
+        return f"{tokens:.3g} {time.unit}: {hours:,.0f} device-hours, {days:,.1f} days"
+
+    def _time_figures(self, time: Time) -> dict[str, Any]:
+        tokens = self._tokens(time)
+        hours = time.device_hours(tokens) if tokens else None
+        return {**time.figures(), "run": {"tokens": tokens or None, "device_hours": hours}}
 
     def _verdict(self, outcome: Outcome) -> list[str]:
         """Whether it fits, and if not, what would help."""
@@ -186,6 +209,7 @@ def plan_run(
     compiling: bool = True,
     target: Target | None = None,
     patience: float = PATIENCE,
+    tokens: float | None = None,
 ) -> Plan:
     """The plan of a config on the devices that there are, or that simulate those of a target.
 
@@ -215,10 +239,13 @@ def plan_run(
     if transfer and target:
         transfer = replace(transfer, device_kind=target.chip.kind)
     schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-    memory = None
+    memory = time = None
     if target and target.chip.platform != "cpu":
-        memory = memory_of(program, batch, target.chip.platform)
-    estimated = Plan(program, schedule, None, transfer, kept, target, memory=memory)
+        step = read_step(program, batch, target.chip.platform)
+        memory, time = memory_in(step), time_in(step, target)
+    estimated = Plan(
+        program, schedule, None, transfer, kept, target, None, memory, time, run_tokens=tokens
+    )
     if not compiling or target is None:
         return estimated
     outcome = compile_for(target, _Job(source, batch), patience)

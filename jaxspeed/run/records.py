@@ -11,7 +11,6 @@ from rich.console import Console
 
 from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
-from jaxspeed.engine.family import family_sizes
 from jaxspeed.errors import RunError
 from jaxspeed.observe.metrics import (
     Ledger,
@@ -24,6 +23,7 @@ from jaxspeed.observe.metrics import (
     utilisation,
 )
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.train.family import family_sizes
 
 
 @dataclass

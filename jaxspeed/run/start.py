@@ -16,12 +16,12 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
 from jaxspeed.engine.devices import start_devices
-from jaxspeed.engine.family import family_sizes, resolve_model
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.train.build import batch_of
+from jaxspeed.train.family import family_sizes, resolve_model
 
 log = logging.getLogger("jaxspeed")
 TOKENIZER = "tokenizer.json"

@@ -16,9 +16,9 @@ from jaxspeed import actors
 from jaxspeed.actors import cluster as clusters
 from jaxspeed.actors import crew as crews
 from jaxspeed.config import load_config
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.errors import BatchError, ModelError, RunError, StateLostError
 from jaxspeed.parallel.server import Rule
+from jaxspeed.train.family import resolve_model
 from tests.actors.parts import batches, config, plain
 
 pytestmark = pytest.mark.ray

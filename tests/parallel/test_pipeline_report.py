@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jaxspeed.config import load_config
 from jaxspeed.engine.engine import compiled_report
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.observe import Collective, ring_bytes
 from jaxspeed.parallel.pipeline import PipelineReport, schedule
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 from jaxspeed.train.program import Program
 
 # 4 stages of 5 layers, 4 micro-batches of 2 samples a data rank.

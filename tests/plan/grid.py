@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 from tests.plan import mixer
 
 GPT2 = {

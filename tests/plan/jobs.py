@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
-from jaxspeed.engine.family import resolve_model
 from jaxspeed.errors import PlacementError
 from jaxspeed.train.build import build_program
+from jaxspeed.train.family import resolve_model
 
 MLP: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

@@ -38,12 +38,12 @@ def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None
         elif op.name in (PLACED, LEAVE):
             for out, spec in zip(op.outs, op.params["specs"], strict=True):
                 _set(out, spec, fixed=False)
-    ties = [tie for op in ops for tie in _ties(op)]
+    ties = [tie for op in ops for tie in ties_of(op)]
     changed = True
     while changed:
         changed = False
-        for source, d, target, e in ties:
-            changed |= _go(source, d, target, e, mesh)
+        while any([_go(source, d, target, e, mesh) for source, d, target, e in ties]):
+            changed = True
         for source, d, target, e in reversed(ties):
             changed |= _go(target, e, source, d, mesh)
 
@@ -77,7 +77,8 @@ def _go(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -
     return True
 
 
-def _ties(op: Op) -> Iterator[Tie]:
+def ties_of(op: Op) -> Iterator[Tie]:
+    """Dims along which an operation reads and writes the same index."""
     rule = _RULES.get(op.name)
     if rule is not None:
         yield from rule(op)

@@ -4,16 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
-from jaxspeed.placement.rows import HOST
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.plan.memory.components import Component, Memory
-from jaxspeed.plan.memory.cuts import cut_all
 from jaxspeed.plan.memory.kinds import KINDS, Kinds
 from jaxspeed.plan.memory.live import Held, Peak, peaks
-from jaxspeed.plan.memory.narrow import narrow_values
-from jaxspeed.plan.memory.opened import Value, open_program
+from jaxspeed.plan.memory.opened import Value
+from jaxspeed.plan.memory.step import Step, read_step
 from jaxspeed.plan.memory.tiles import Sizes, local_shape, nbytes
 from jaxspeed.train.program import Program
 
@@ -31,42 +27,22 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
       batch: arrays or their shapes, of a whole step.
       platform: "tpu", "cuda" or "cpu", whose kernels and layouts count; by default the devices'.
     """
-    platform = platform or _platform(program)
-    given = (program.state, program.abstract_batch(batch))
-    scope = open_program(program.step.trace(*given).jaxpr, platform)
-    leaves = jax.tree_util.tree_flatten_with_path(given)[0]
-    cut_all(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
-    on_tpu = platform == "tpu"
-    narrow = narrow_values(scope) if on_tpu else frozenset()
-    sizes = Sizes(dict(program.mesh.shape), on_tpu, narrow)
-    count = len(jax.tree.leaves(program.state))
-    names = [_name(path) for path, _ in leaves]
-    kinds = Kinds(scope, count, _vocabularies(program, leaves, scope.ins))
-    device, host = peaks(scope, sizes, scope.ins[:count])
-    waits = [x.sharding.memory_kind == HOST for _, x in leaves]
-    state = _state(names, scope.ins, waits, sizes)
+    return memory_in(read_step(program, batch, platform))
+
+
+def memory_in(step: Step) -> Memory:
+    """As `memory_of`, of a step that was read."""
+    scope, sizes, kinds = step.scope, step.sizes, step.kinds
+    names = [_name(path) for path in step.paths]
+    device, host = peaks(scope, sizes, scope.ins[: step.state])
+    state = _state(names, scope.ins, step.in_host, sizes)
     made = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
     return Memory((*state, *made))
-
-
-def _platform(program: Program) -> str:
-    name = program.mesh.devices.flat[0].platform
-    return "cuda" if name == "gpu" else str(name)
 
 
 def _name(path: Sequence[Any]) -> str:
     field = getattr(path[1], "name", None) if path[0].idx == 0 else None
     return BATCH if path[0].idx else STATE.get(str(field), REST)
-
-
-def _vocabularies(
-    program: Program, leaves: Sequence[tuple[Any, Any]], values: Sequence[Value]
-) -> Iterator[Value]:
-    """The stored copies of parameters with a dim of the vocabulary."""
-    tables = {row.path for row in program.table if "vocab" in row.leaf.names}
-    for (path, _), value in zip(leaves, values, strict=True):
-        if getattr(path[-1], "key", None) in tables:
-            yield value
 
 
 def _state(

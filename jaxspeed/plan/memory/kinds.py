@@ -79,6 +79,9 @@ def _table(op: Op, tables: set[Value]) -> bool:
 def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
     """Adds what operations of the rule make, also through loops."""
     for op in scope.ops:
+        if op.name in PAIRWISE:
+            found.update(out for v, out in zip(op.ins, op.outs, strict=True) if v in found)
+            continue
         if not op.bodies:
             if rule(op):
                 found.update(op.outs)

@@ -73,11 +73,13 @@ def peaks(
 
     `given_up[i]` is the input in whose place output i is written; `origins` are of outer loops.
     """
-    return _Walk(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
+    return Walk(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
 
 
 @dataclass
-class _Walk:
+class Walk:
+    """One scope: which of its values have memory (`settle`), and how much at once (`peaks`)."""
+
     scope: Scope
     sizes: Sizes
     given_up: Sequence[Value | None]
@@ -97,6 +99,11 @@ class _Walk:
         return value
 
     def peaks(self) -> tuple[Peak, Peak]:
+        self.settle()
+        return self._device_and_host()
+
+    def settle(self) -> None:
+        """Finds which values have memory of their own, and who reads them."""
         ops = self.scope.ops
         for i, op in enumerate(ops):
             for k, out in enumerate(op.outs):
@@ -109,7 +116,6 @@ class _Walk:
             self.sources = self._sources()
             self.readers, self.forced, self.real = {}, set(), set()
             self._sinks()
-        return self._device_and_host()
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
         if op.name in MOVES:
@@ -222,7 +228,7 @@ class _Walk:
             if mine and not op.bodies:
                 arrays = (out for out in mine if out.shape and out not in free)
                 taken = sum(map(self.sizes.of, arrays))
-                read = {r for v in op.values for r in self._read_by(v) if r in self.real}
+                read = {r for v in op.values for r in self.read_by(v) if r in self.real}
                 ending = (r for r in read if OUT not in self.readers[r])
                 freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
                 if freed >= taken:
@@ -236,14 +242,14 @@ class _Walk:
             times[i] = time
         return times
 
-    def _read_by(self, value: Value) -> set[Value]:
+    def read_by(self, value: Value) -> set[Value]:
         """What has memory behind a value that is computed where it is read."""
         r = self.root(value)
         if r in self.real or r not in self.makers:
             return {r}
         of: set[Value] = set()
         for v in self.scope.ops[self.makers[r]].values:
-            of |= self._read_by(v)
+            of |= self.read_by(v)
         return of
 
     def _device_and_host(self) -> tuple[Peak, Peak]:
@@ -310,7 +316,7 @@ class _Walk:
             if op.name == "scan":
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
-                self._hand_origins(op.ins[:consts], body.ins)
+                self.hand_origins(op.ins[:consts], body.ins)
             elif op.name == "while":
                 places = list(body.ins[op.params["body_nconsts"] :])
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
@@ -346,7 +352,7 @@ class _Walk:
                 add(place, OUT)
         return found
 
-    def _hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
+    def hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
         for v, part in zip(given, parts, strict=False):
             if v is not None and self.root(v) in self.origins:
                 self.origins[part] = self.origins[self.root(v)]

@@ -33,6 +33,10 @@ class Sizes:
         dtype = jnp.bfloat16 if value in self.narrow else value.dtype
         return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
 
+    def plain(self, value: Value) -> int:
+        """As it is sent: without tiles."""
+        return nbytes(local_shape(value, self.mesh), value.dtype, False)
+
     def cut(self, value: Value) -> list[tuple[str, ...]]:
         return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
 
