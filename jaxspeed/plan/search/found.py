@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.errors import ConfigError
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.search.choice import Choice, applied
@@ -82,6 +83,14 @@ class Found:
     @property
     def winner(self) -> Candidate | None:
         return None if self.best is None else self.candidates[self.best]
+
+    @property
+    def proved(self) -> bool | None:
+        """Whether a compiler said that the best fits; None where it was not asked."""
+        asked = [each for each in self.candidates if each.outcome]
+        return (
+            any(each.outcome.fits(self.target) for each in asked if each.outcome) if asked else None
+        )
 
     def figures(self) -> dict[str, Any]:
         """As plain numbers and words."""
@@ -221,6 +230,17 @@ def _refused(outcome: Outcome, target: Target) -> str:
         host = bytes_text(target.chip.host_memory)
         return f"the compiler: needs {bytes_text(outcome.host_bytes)} of host memory, of {host}"
     return "the compiler says that it does not fit"
+
+
+def refuse_path(path: str | Path, searching: bool) -> None:
+    """ConfigError unless a config can be written there."""
+    where = Path(path)
+    if not searching:
+        raise ConfigError("--write: what is written is what --search finds; give that too")
+    if where.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"--write {path}: needs a name that ends in .yaml, .yml or .json")
+    if where.is_dir() or not where.resolve().parent.is_dir():
+        raise ConfigError(f"--write {path}: needs a file in a folder that is there")
 
 
 def write_config(

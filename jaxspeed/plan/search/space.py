@@ -13,6 +13,20 @@ WORDS = tuple(map(as_word, ("none", "attention", "dots", "full")))
 EVERY = (2, 4)  # units that are made again together
 MOST_CHUNKS = 4  # of a stage: messages grow with them, and what is saved of the wait shrinks
 _ALL = frozenset(field.name for field in fields(Choice))
+# Fields but the mesh, each after those that it depends on.
+_ORDER = (
+    "stage",
+    "recompute",
+    "activations_wait",
+    "optimizer_waits",
+    "parameters_wait",
+    "sequence",
+    "schedule",
+    "chunks",
+    "stage_keeps",
+    "gather",
+    "micro",
+)
 FAST = frozenset({"stage", "micro"})  # what DeepSpeed's autotuner changes in its fast mode
 
 
@@ -80,9 +94,7 @@ class Space:
         still = _ALL - self.changing
         if any(getattr(choice, field) != getattr(self.base, field) for field in still):
             return False
-        return all(
-            getattr(choice, field) in values for field, values in self._values(choice).items()
-        )
+        return all(getattr(choice, name) in self._of(name, choice) for name in _ORDER)
 
     def normal(self, choice: Choice) -> Choice:
         """With what says nothing here as the config has it."""
@@ -101,36 +113,48 @@ class Space:
             choice = replace(choice, stage_keeps="stage")
         return replace(choice, **{field: getattr(self.base, field) for field in idle})
 
-    def _values(self, at: Choice) -> dict[str, tuple[Any, ...]]:
-        """What each field but the mesh may be, with the others as they are there."""
-        some = lambda *values: tuple(dict.fromkeys(values))  # noqa: E731
-        base, both = self.base, (False, True)
-        found: dict[str, tuple[Any, ...]] = {
-            "stage": (0, 1, 2, 3),
-            "recompute": some(*WORDS, *map(as_word, self._every(at)), base.recompute),
-            "activations_wait": both if self.offload and at.recompute != NONE else (False,),
-            "optimizer_waits": both if self.offload else (False,),
-            # Parameters that wait are updated where they wait: moments wait with them.
-            "parameters_wait": both if self.offload and at.optimizer_waits else (False,),
-            "sequence": both if at.tensor > 1 else (base.sequence,),
-            "micro": self._micros(at),
-        }
-        if at.pipe > 1:
-            found["schedule"] = some("1f1b", "interleaved", base.schedule)
-            found["chunks"] = self._chunks(at)
-            found["stage_keeps"] = some("stage", "save", base.stage_keeps)
-            if at.stage == 3:
-                found["gather"] = ("tick", "step")
-        for field in found:
-            if field not in self.changing:
-                found[field] = (getattr(base, field),)
-            elif field != "micro" and at.mesh == base.mesh:
-                found[field] = some(*found[field], getattr(base, field))
-        return found
+    def _of(self, name: str, at: Choice) -> tuple[Any, ...]:
+        """What a field may be, with the others as they are there."""
+        own = getattr(self.base, name)
+        if name not in self.changing:
+            return (own,)
+        values = self._able(name, at)
+        return (
+            values
+            if at.mesh != self.base.mesh or own in values or name == "micro"
+            else (*values, own)
+        )
 
-    def _every(self, at: Choice) -> list[dict[str, int]]:
+    def _able(self, name: str, at: Choice) -> tuple[Any, ...]:
+        base, no, both = self.base, (False,), (False, True)
+        if name == "stage":
+            return (0, 1, 2, 3)
+        if name == "recompute":
+            return tuple(dict.fromkeys((*WORDS, *self._every(at), base.recompute)))
+        if name == "activations_wait":
+            return both if self.offload and at.recompute != NONE else no
+        if name == "optimizer_waits":
+            return both if self.offload else no
+        if name == "parameters_wait":
+            # They are updated where they wait: moments wait with them.
+            return both if self.offload and at.optimizer_waits else no
+        if name == "sequence":
+            return both if at.tensor > 1 else (base.sequence,)
+        if name == "micro":
+            return self._micros(at)
+        if name == "gather":
+            return ("tick", "step") if at.pipe > 1 and at.stage == 3 else (base.gather,)
+        if at.pipe == 1:
+            return (getattr(base, name),)
+        if name == "schedule":
+            return tuple(dict.fromkeys(("1f1b", "interleaved", base.schedule)))
+        if name == "chunks":
+            return self._chunks(at)
+        return tuple(dict.fromkeys(("stage", "save", base.stage_keeps)))
+
+    def _every(self, at: Choice) -> list[str]:
         layers = self.layers // at.pipe
-        return [{"every_n": n} for n in EVERY if layers and layers % n == 0]
+        return [as_word({"every_n": n}) for n in EVERY if layers and layers % n == 0]
 
     def _chunks(self, at: Choice) -> tuple[int, ...]:
         if at.schedule != "interleaved":
@@ -151,32 +175,36 @@ class Space:
         """Every choice, once; the config's own first."""
         yield self.base
         for mesh in self.meshes:
-            yield from (choice for choice in self._on(mesh) if choice != self.base)
+            yield from (choice for choice in self._on(mesh, {}) if choice != self.base)
 
-    def _on(self, mesh: tuple[int, int, int, int]) -> Iterator[Choice]:
-        """Field by field, each with the values that those before it leave."""
-        start = replace(self.base, **dict(zip(MESH, mesh)))
-        order = (
-            "stage",
-            "recompute",
-            "activations_wait",
-            "optimizer_waits",
-            "parameters_wait",
-            "sequence",
-            "schedule",
-            "chunks",
-            "stage_keeps",
-            "gather",
-            "micro",
-        )
-        made = {start: None}
-        for field in order:
-            made = {
-                replace(at, **{field: value}): None
-                for at in made
-                for value in self._values(at).get(field, (getattr(at, field),))
-            }
-        yield from dict.fromkeys(at for at in made if self.is_in(at))
+    def coarse(self) -> Iterator[Choice]:
+        """Those to begin with: of what a step away can be tried, one or two values each."""
+        some = {
+            "recompute": (*WORDS, self.base.recompute),
+            "gather": (self.base.gather,),
+            "sequence": (True, self.base.sequence),
+        }
+        yield self.base
+        for mesh in self.meshes:
+            yield from (choice for choice in self._on(mesh, some) if choice != self.base)
+
+    def _on(
+        self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
+    ) -> Iterator[Choice]:
+        """Field by field, each with the values that those before it leave, and of `some`."""
+        made = [replace(self.base, **dict(zip(MESH, mesh)))]
+        for name in _ORDER:
+            grown = []
+            for at in made:
+                values = self._of(name, at)
+                if name in some:
+                    values = tuple(v for v in values if v in some[name]) or values[:1]
+                grown += [
+                    at if value == getattr(at, name) else replace(at, **{name: value})
+                    for value in values
+                ]
+            made = grown
+        yield from dict.fromkeys(at for at in made if at == self.normal(at))
 
     def near(self, choice: Choice) -> list[Choice]:
         """Choices that are one change away, or one of two that belong together.
@@ -205,12 +233,11 @@ class Space:
             for mesh in self.meshes:
                 if mesh != choice.mesh:
                     yield self._with_batch(replace(choice, **dict(zip(MESH, mesh))))
-        values = self._values(choice)
-        for field, options in values.items():
-            if only in (None, field):
-                for value in options:
-                    if value != getattr(choice, field):
-                        yield self._with_batch(replace(choice, **{field: value}))
+        for name in _ORDER:
+            if only in (None, name):
+                for value in self._of(name, choice):
+                    if value != getattr(choice, name):
+                        yield self._with_batch(replace(choice, **{name: value}))
 
     def _with_batch(self, choice: Choice) -> Choice:
         """With what the change takes along: chunks, what waits, and a micro-batch that divides."""

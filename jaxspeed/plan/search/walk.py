@@ -61,6 +61,7 @@ class Walk:
     limits: Limits = Limits()
     told: Callable[[int, Choice | None], None] = lambda count, best: None
     done: dict[Choice, Estimate] = field(default_factory=dict)
+    considered: int = 0  # choices that formulas looked at
     _sketches: dict[Choice, Sketched] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
 
@@ -93,7 +94,8 @@ class Walk:
     def _seeds(self) -> list[Choice]:
         """Of each mesh what is fastest by formula among what may fit, the best meshes first."""
         first: dict[object, tuple[float, Choice]] = {}
-        for choice in self.space.all():
+        for choice in self.space.coarse():
+            self.considered += 1
             found = self.sketch(choice)
             if not self.fitting(found):
                 continue
