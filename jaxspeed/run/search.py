@@ -27,8 +27,8 @@ from jaxspeed.plan.search import (
     Space,
     Walk,
     applied,
-    certainly_too_large,
     choice_of,
+    lacking,
     sizes_of,
     words_of,
 )
@@ -296,7 +296,7 @@ def search_run(
         walk = Walk(
             space,
             sketch,
-            lambda found: not certainly_too_large(found, target),
+            lambda found: lacking(found, target),
             pool.submit,
             Limits(seconds, trials, workers),
             told,

@@ -1,6 +1,7 @@
 """Small spaces of choices, and made-up estimates of them, for tests of the search."""
 
 import math
+import random
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -39,7 +40,9 @@ def made_up(space, seed, noise=0.0):
     Not what any device does, but of its kind: recompute frees and costs, waiting in host memory
     too, a larger micro-batch is faster and larger, exchanges grow with what they are over.
     """
-    weight = lambda *key: 1 + (hash((seed, *key)) % 1000) / 1000  # noqa: E731
+
+    def weight(*key):
+        return 1 + random.Random(repr((seed, *key))).random()
 
     def bytes_of(at: Choice) -> float:
         kept = {'"none"': 8, '"dots"': 4, '"attention"': 2}.get(at.recompute, 1)
@@ -63,7 +66,7 @@ def made_up(space, seed, noise=0.0):
         return time + (0.1 if at.stage_keeps == "stage" and at.pipe > 1 else 0)
 
     def off(at: Choice, what: str) -> float:
-        return 1 + noise * ((hash((seed, what, at)) % 2001) / 1000 - 1)
+        return 1 + noise * (2 * random.Random(repr((seed, what, at))).random() - 1)
 
     def estimate(at: Choice) -> Estimate:
         device, seconds = bytes_of(at), seconds_of(at)

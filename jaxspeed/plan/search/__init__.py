@@ -7,7 +7,7 @@ walk can be held against an exhaustive one.
 from jaxspeed.plan.search.choice import Choice, applied, choice_of, words_of
 from jaxspeed.plan.search.estimate import Estimate
 from jaxspeed.plan.search.sizes import sizes_of
-from jaxspeed.plan.search.sketch import Sketch, certainly_too_large
+from jaxspeed.plan.search.sketch import Sketch, lacking
 from jaxspeed.plan.search.space import FAST, Space
 from jaxspeed.plan.search.walk import Limits, Walk
 
@@ -20,8 +20,8 @@ __all__ = [
     "Space",
     "Walk",
     "applied",
-    "certainly_too_large",
     "choice_of",
+    "lacking",
     "sizes_of",
     "words_of",
 ]

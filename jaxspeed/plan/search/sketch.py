@@ -3,15 +3,18 @@
 Nothing is decided by it but what is estimated first, and what certainly does not fit.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxspeed.plan.memory.components import MAY_BE_BELOW
 from jaxspeed.plan.search.choice import NONE, Choice
 from jaxspeed.plan.search.sizes import ModelSizes
 from jaxspeed.plan.targets import Target
 
 REACHED = 0.6  # of a chip's peak, by products of a usual size
+IN_STAGES = 1.3  # what ticks and messages add to a pipeline's compute
 HIDDEN = 0.7  # of the compute, behind which exchanges of parameters can go on
 _SMALL = 4096  # rows of a product below which a chip reaches less
 
@@ -67,6 +70,11 @@ class Sketch:
         working = unit * (2 * s.compute_bytes + s.grad_bytes) if at.stage == 3 else 0.0
         if at.stage == 3 and at.pipe > 1 and at.gather == "step":
             working = each * s.compute_bytes
+        # Stages bring all parameters that wait, and put interleaved ones into their order.
+        if at.pipe > 1 and (at.parameters_wait or at.schedule == "interleaved"):
+            working += each * (s.compute_bytes + s.grad_bytes)
+        elif at.accumulation(self.samples) > 1 and at.stage < 3:  # of one micro-batch, to add
+            working += each * s.compute_bytes
         return each * sum(device) + working, each * sum(host)
 
     @staticmethod
@@ -84,7 +92,8 @@ class Sketch:
         cut = at.tensor if at.sequence else 2 * at.tensor / (1 + at.tensor)
         everything = s.kept_by(NONE).bytes / cut
         kept = s.kept_by(at.recompute).bytes / cut
-        one_unit = everything / max(s.units, 1)
+        together = json.loads(at.recompute)["every_n"] if "every_n" in at.recompute else 1
+        one_unit = together * everything / max(s.units, 1)
         if at.pipe == 1:
             working = one_unit if at.recompute != NONE else 0.0
             if at.activations_wait:
@@ -120,8 +129,8 @@ class Sketch:
         compute = max(flops / (self.peak * reached), read)
         if at.pipe > 1:
             chunks = at.chunks if at.schedule == "interleaved" else 1
-            compute *= 1 + (at.pipe - 1) / (micros * chunks)
-        shown = compute + self._of_tensor(at, micros)
+            compute *= IN_STAGES * (1 + (at.pipe - 1) / (micros * chunks))
+        shown = compute + self._of_tensor(at, micros) + self._of_update(at)
         beside = max(self._of_data(at, micros), self._of_host(at, micros, kept_host))
         return shown + max(0.0, beside - HIDDEN * compute) + 0.1 * beside
 
@@ -157,12 +166,18 @@ class Sketch:
             along += 2 * shared * sums * s.grad_bytes / speed
         return along
 
+    def _of_update(self, at: Choice) -> float:
+        """State that comes from host memory for the update, and goes back: nothing hides it."""
+        if not at.optimizer_waits:
+            return 0.0
+        shard = at.data if at.stage >= 1 else 1
+        each = self.sizes.parameters / (at.pipe * at.tensor * shard)
+        return 2 * self.sizes.state_bytes * each / self.target.chip.host_link
+
     def _of_host(self, at: Choice, micros: int, kept_host: float) -> float:
         s, link = self.sizes, self.target.chip.host_link
         each = s.parameters / (at.pipe * at.tensor * at.data)
         moved = 0.0
-        if at.optimizer_waits:
-            moved += 2 * s.state_bytes * each
         if at.parameters_wait:
             moved += micros * 2 * (s.compute_bytes + s.grad_bytes) * each
         if at.activations_wait:
@@ -178,7 +193,8 @@ class Sketch:
         return 2 * chip.link if chip.platform == "tpu" else chip.link * chip.links
 
 
-def certainly_too_large(sketched: Sketched, target: Target) -> bool:
-    """Whether it does not fit even if the sketch is a quarter too high."""
+def lacking(sketched: Sketched, target: Target) -> float:
+    """By what factor it needs more than there is, with head room; 1 where that is not so."""
     chip = target.chip
-    return sketched.device * 0.75 > chip.memory or sketched.host * 0.75 > chip.host_memory
+    device = sketched.device * (1 + MAY_BE_BELOW) / chip.memory
+    return max(1.0, device, sketched.host / chip.host_memory)

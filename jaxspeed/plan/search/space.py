@@ -44,7 +44,7 @@ class Space:
       holds: whether the target can lay out (pipe, replica, data, tensor).
       offload: whether anything may wait in host memory.
       micro: the smallest and the largest micro-batch.
-      changing: the fields that may differ from the base's.
+      changing: the fields that may differ from the base's; of the mesh any stands for all.
       fixed: axes of the mesh that are not changed here (seq, expert) take so many devices.
     """
 
@@ -66,7 +66,7 @@ class Space:
         if not self.changing & set(MESH):
             return (self.base.mesh,)
         free = self.devices // self.fixed
-        tensors = self.tensor if "tensor" in self.changing else (self.base.tensor,)
+        tensors = self.tensor
         found = dict.fromkeys([self.base.mesh])
         for tensor in tensors:
             for pipe in divisors(free // tensor) if free % tensor == 0 else ():
@@ -91,7 +91,7 @@ class Space:
             return True
         if choice != self.normal(choice) or choice.mesh not in self.meshes:
             return False
-        still = _ALL - self.changing
+        still = _ALL - self.changing - set(MESH)  # meshes knows of those
         if any(getattr(choice, field) != getattr(self.base, field) for field in still):
             return False
         return all(getattr(choice, name) in self._of(name, choice) for name in _ORDER)
@@ -128,7 +128,7 @@ class Space:
     def _able(self, name: str, at: Choice) -> tuple[Any, ...]:
         base, no, both = self.base, (False,), (False, True)
         if name == "stage":
-            return (0, 1, 2, 3)
+            return (0, 1, 2, 3) if at.data > 1 else (0, 3)  # 3 keeps masters alone
         if name == "recompute":
             return tuple(dict.fromkeys((*WORDS, *self._every(at), base.recompute)))
         if name == "activations_wait":
@@ -180,7 +180,6 @@ class Space:
     def coarse(self) -> Iterator[Choice]:
         """Those to begin with: of what a step away can be tried, one or two values each."""
         some = {
-            "recompute": (*WORDS, self.base.recompute),
             "gather": (self.base.gather,),
             "sequence": (True, self.base.sequence),
         }

@@ -1,15 +1,17 @@
 """The search itself: what is estimated, in which order, and when nothing better is to be had.
 
-Formulas order all choices; of each mesh the most promising are estimated; from the best ones it
-goes on by single changes for as long as they help. A formula is wrong by much the same factor for
-two choices that are near each other, so each step corrects it by what is known of where it stands.
+Formulas order all choices; of each mesh the most promising is estimated. From the best it goes on
+by single changes for as long as they help, then anywhere that formulas still think better. They are
+wrong by much the same factor for two choices that are alike, so they are corrected by what is known
+of the most alike.
 """
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from statistics import median
 
 from jaxspeed.plan.search.choice import Choice
 from jaxspeed.plan.search.estimate import Estimate
@@ -18,7 +20,9 @@ from jaxspeed.plan.search.space import Space
 
 SEEDS = 16  # meshes that are looked at
 OF_A_MESH = 2  # estimates of each, where the first does not fit
-HILLS = 3  # from the best choices of so many meshes it goes on
+QUIET = 24  # estimates in a row without anything better are enough
+AT_ONCE = 6  # by one order of all choices
+HOPELESS = 1.5  # formulas are trusted to tell what is larger by that
 NEARLY = 1.25  # formulas are trusted to tell what is slower by more than that
 ROOM = 1.15  # ... and what needs more by that
 BETTER = 0.998  # what is faster by less is no reason to go on
@@ -48,7 +52,7 @@ class Walk:
     Attributes:
       space: what there is to choose from.
       sketch: bytes and seconds by formula.
-      fitting: whether a sketch may fit, when it is certain.
+      lacking: by what factor a sketch needs too much; 1 where it should fit.
       submit: begins an estimate.
       limits: when to stop.
       told: called as each estimate arrives, with the number of them and the best.
@@ -56,7 +60,7 @@ class Walk:
 
     space: Space
     sketch: Callable[[Choice], Sketched]
-    fitting: Callable[[Sketched], bool]
+    lacking: Callable[[Sketched], float]
     submit: Submit
     limits: Limits = Limits()
     told: Callable[[int, Choice | None], None] = lambda count, best: None
@@ -70,13 +74,10 @@ class Walk:
         self._estimate([self.space.base])
         self._estimate(self._seeds())
         self._mend()
-        climbed: set[Choice] = set()
-        while not self._over():
-            top = next((c for c in self._tops() if c not in climbed), None)
-            if top is None:
-                break
-            climbed.add(top)
-            self._climb(top, climbed)
+        top = self.best or self._nearest()
+        while top and not self._over():
+            self._climb(top)
+            top = self._elsewhere()
         return self.done
 
     @property
@@ -93,16 +94,16 @@ class Walk:
 
     def _seeds(self) -> list[Choice]:
         """Of each mesh what is fastest by formula among what may fit, the best meshes first."""
-        first: dict[object, tuple[float, Choice]] = {}
+        first: dict[object, tuple[tuple[float, float], Choice]] = {}
         for choice in self.space.coarse():
             self.considered += 1
             found = self.sketch(choice)
-            if not self.fitting(found):
+            if self.lacking(found) > HOPELESS:
                 continue
             self._sketches[choice] = found
-            at = first.get(choice.mesh)
-            if at is None or found.seconds < at[0]:
-                first[choice.mesh] = (found.seconds, choice)
+            value = self.lacking(found), found.seconds
+            if choice.mesh not in first or value < first[choice.mesh][0]:
+                first[choice.mesh] = value, choice
         order = heapq.nsmallest(SEEDS, first.values(), key=lambda item: item[0])
         return [choice for _, choice in order]
 
@@ -136,23 +137,58 @@ class Walk:
 
     # -- how it goes on ---------------------------------------------------------------------------
 
-    def _tops(self) -> Iterator[Choice]:
-        """The best choice of each of the best meshes; where nothing fits, the nearest to it."""
-        order = sorted(self.done, key=lambda c: order_of(self.done[c]))
-        meshes: dict[object, Choice] = {}
-        for choice in order:
-            if not self.done[choice].refused:
-                meshes.setdefault(choice.mesh, choice)
-        return iter(list(meshes.values())[:HILLS])
+    def _nearest(self) -> Choice | None:
+        """Where nothing fits, what lacks least."""
+        able = [c for c in self.done if not self.done[c].refused]
+        return min(able, key=lambda c: order_of(self.done[c]), default=None)
 
-    def _climb(self, top: Choice, climbed: set[Choice]) -> None:
+    def _climb(self, top: Choice) -> None:
         """Single changes from one choice, and on from what is better."""
         while not self._over():
-            better = self._estimate(self._promising(top), above=self.done[top])
+            near = self._promising(top)[:QUIET]
+            better = self._estimate(near, above=self.done[top])
             if better is None:
                 return
             top = better
-            climbed.add(top)
+
+    def _elsewhere(self) -> Choice | None:
+        """Something better than the best, from anywhere; None where formulas know of nothing."""
+        best, quiet = self.best, 0
+        while best and quiet < QUIET and not self._over():
+            likely = self._likely(self.done[best])
+            if not likely:
+                return None
+            if better := self._estimate(likely, above=self.done[best]):
+                return better
+            quiet += len(likely)
+        return None
+
+    def _likely(self, best: Estimate) -> list[Choice]:
+        """What formulas, corrected, think as fast as the best and not too large."""
+        factors = self._factors()
+        found = []
+        for i, (choice, sketch) in enumerate(self._sketches.items()):
+            if choice in self.done:
+                continue
+            slow, large = next(factors[key] for key in _alike(choice) if key in factors)
+            seconds, device = sketch.seconds * slow, sketch.device * large
+            if seconds < best.seconds and device * ROOM <= best.device_limit:
+                found.append((seconds, i, choice))
+        return [choice for *_, choice in heapq.nsmallest(AT_ONCE, found)]
+
+    def _factors(self) -> dict[object, tuple[float, float]]:
+        """By which formulas are wrong, of time and of bytes, for choices that are alike."""
+        seen: dict[object, list[tuple[float, float]]] = {}
+        for choice, found in self.done.items():
+            if not found.refused:
+                sketch = self.sketched(choice)
+                both = found.seconds / sketch.seconds, found.device / max(sketch.device, 1.0)
+                for key in _alike(choice):
+                    seen.setdefault(key, []).append(both)
+        return {
+            key: (median([t for t, _ in both]), median([m for _, m in both]))
+            for key, both in seen.items()
+        }
 
     def _promising(self, top: Choice) -> list[Choice]:
         """Neighbours that may be better than the best, the most promising first."""
@@ -216,6 +252,21 @@ class Walk:
         begun = len(self.done) + len(under_way)
         busy = len(under_way) >= self.limits.workers
         return busy or self._over() or begun >= self.limits.trials
+
+
+def _alike(choice: Choice) -> list[object]:
+    """Kinds that it is of, the narrowest first."""
+    mesh, kept = choice.mesh, (choice.recompute, choice.stage_keeps)
+    waits = choice.activations_wait, choice.optimizer_waits, choice.parameters_wait
+    return [
+        (mesh, kept, waits, choice.stage, choice.sequence),
+        (mesh, kept, waits),
+        (mesh, waits),
+        mesh,
+        (kept, waits),
+        waits,
+        None,
+    ]
 
 
 _RANKS = {"fits": 0, "tight": 1, "does not fit": 2}
