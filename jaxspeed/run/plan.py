@@ -21,6 +21,7 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
+from jaxspeed.plan.kernels import as_on
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.search.advice import Advice
@@ -234,7 +235,8 @@ def plan_run(
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     if target:
         refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
-    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+    with as_on(target.chip.platform if target else ""):
+        program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
     served = isinstance(program, ServedProgram)

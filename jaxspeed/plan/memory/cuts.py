@@ -42,8 +42,12 @@ def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None
     changed = True
     while changed:
         changed = False
-        while any([_go(source, d, target, e, mesh) for source, d, target, e in ties]):
-            changed = True
+        went = True  # forward as far as it goes, because data says more than what becomes of it
+        while went:
+            went = False
+            for source, d, target, e in ties:
+                went |= _go(source, d, target, e, mesh)
+            changed |= went
         for source, d, target, e in reversed(ties):
             changed |= _go(target, e, source, d, mesh)
 
@@ -62,12 +66,14 @@ def ways(value: Value, mesh: Mapping[str, int]) -> list[int]:
 def _set(value: Value, spec: Any, fixed: bool = True) -> None:
     value.cut = cut_of(spec, len(value.shape))
     value.axes |= {axis for entry in value.cut for axis in entry}
-    value.fixed = fixed and PartitionSpec.UNCONSTRAINED not in tuple(spec)
+    said = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
+    said += [True] * (len(value.shape) - len(said))
+    value.fixed = frozenset(d for d, says in enumerate(said) if says and fixed)
 
 
 def _go(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -> bool:
     cut = source.cut[d]
-    if not cut or target.fixed or target.cut[e] or target.axes.intersection(cut):
+    if not cut or e in target.fixed or target.cut[e] or target.axes.intersection(cut):
         return False
     parts = math.prod(mesh[axis] for axis in cut)
     if parts == 1 or target.shape[e] % parts:

@@ -29,7 +29,7 @@ class Value:
 
     Attributes:
       cut: for each dim the mesh axes over which it is cut.
-      fixed: whether the program says so, and not only what it is made of.
+      fixed: the dims of which the program says so, and not only what it is made of.
     """
 
     __slots__ = ("axes", "cut", "dtype", "fixed", "host", "shape", "size")
@@ -41,7 +41,7 @@ class Value:
         self.host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
         self.cut: list[tuple[str, ...]] = [()] * len(self.shape)
         self.axes = set(manual)  # all of the cut's, and those that cannot cut it
-        self.fixed = False
+        self.fixed: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)

@@ -28,7 +28,9 @@ from jaxspeed.plan.memory.opened import (
 )
 from jaxspeed.plan.memory.tiles import Sizes
 
-PARTIAL_SUMS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+PARTIAL_SUMS = {
+    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
+}  # fmt: skip
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, "convert_element_type", "name", "reshape", "transpose", "squeeze", "neg"}
 _SAID = {  # by a manual region: its primitive, and what it is
@@ -140,7 +142,7 @@ class _Walk:
                 self._lie(v, cut, op)
         partial = {a for a in partial if self.mesh[a] > 1}
         if partial:
-            if op.name in PARTIAL_SUMS and op.name != "reduce_sum":
+            if op.name in PARTIAL_SUMS and op.name not in ("reduce", "reduce_sum"):
                 self._send("all-reduce", partial, out, op, before=False)
             else:
                 self.pending[out] = (partial, out)
@@ -362,13 +364,16 @@ class _Walk:
 
 def _batching(op: Op) -> Iterator[tuple[Value, int]]:
     """Dims of a lookup along which tables and indices go together."""
-    numbers = op.params.get("dimension_numbers")
-    if op.name == "gather" and op.ins[0] is not None:
-        yield from ((op.ins[0], int(d)) for d in getattr(numbers, "operand_batching_dims", ()))
-    elif op.name.startswith("scatter") and getattr(numbers, "operand_batching_dims", ()):
-        updates, window = op.ins[2], op.params["dimension_numbers"].update_window_dims
-        if updates is not None:
-            yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
+    if op.name != "gather" and not op.name.startswith("scatter"):
+        return
+    numbers = op.params["dimension_numbers"]
+    batching = getattr(numbers, "operand_batching_dims", ())
+    if op.name == "gather":
+        if op.ins[0] is not None:
+            yield from ((op.ins[0], int(d)) for d in batching)
+    elif batching and (updates := op.ins[2]) is not None:
+        window = numbers.update_window_dims
+        yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
 
 
 def _cut_as(value: Value, cut: Sequence[tuple[str, ...]]) -> Value:

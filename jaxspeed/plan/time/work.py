@@ -13,7 +13,6 @@ from jaxspeed.plan.memory.opened import Op, Value
 from jaxspeed.plan.memory.tiles import Sizes
 
 KERNELS = ("pallas_call", "dot_product_attention")
-_BY_INDEX = {"gather", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add"}
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,50 @@ def _passed(walk: Walk, sizes: Sizes) -> list[float]:
     ops = walk.scope.ops
     found = [0.0] * len(ops)
     by_product = _read_for_products(walk)
-
-    def passes(i: int, size: float) -> None:
-        if not ops[i].bodies and ops[i].name not in VIEWS:
-            found[i] += min(size, _touched(ops[i], sizes, size))
-
     for value, by in walk.readers.items():
         if value.host or not value.shape or (value not in walk.real and value in walk.makers):
             continue
-        for i in by - {OUT}:
-            passes(by_product.get((value, i), i), sizes.of(value))
+        for reader in by - {OUT}:
+            i = by_product.get((value, reader), reader)
+            if not ops[i].bodies and not _is_view(ops[i]):
+                base = ops[i].ins[0]
+                indexed = base is not None and walk.root(base) is value
+                found[i] += _read_of(ops[i], sizes) if indexed else sizes.of(value)
     for value in walk.real:
-        if not value.host and value.shape:
-            passes(walk.makers[value], sizes.of(value))
+        i = walk.makers[value]
+        if not ops[i].bodies and not _is_view(ops[i]) and not value.host and value.shape:
+            found[i] += _written_of(ops[i], value, sizes)
     return found
+
+
+def _read_of(op: Op, sizes: Sizes) -> float:
+    """Of its first operand, which some operations read by indices."""
+    if op.name in ("gather", "dynamic_slice"):
+        return sizes.of(op.outs[0])
+    if op.name == "dynamic_update_slice":
+        return 0
+    if op.name.startswith("scatter"):
+        return _updates(op, sizes)
+    return sizes.of(op.ins[0]) if op.ins[0] is not None else 0
+
+
+def _written_of(op: Op, value: Value, sizes: Sizes) -> float:
+    if op.name == "dynamic_update_slice" or op.name.startswith("scatter"):
+        return _updates(op, sizes)
+    return sizes.of(value)
+
+
+def _updates(op: Op, sizes: Sizes) -> float:
+    """Of what is written in the place of an operand's part."""
+    updates = op.ins[1 if op.name == "dynamic_update_slice" else 2]
+    return min(sizes.of(updates), sizes.of(op.outs[0])) if updates else sizes.of(op.outs[0])
+
+
+def _is_view(op: Op) -> bool:
+    """Whether it passes nothing: what it gives is what it reads."""
+    if op.name == "broadcast_in_dim":
+        return op.ins[0] is not None and op.ins[0].size == op.outs[0].size
+    return op.name in VIEWS
 
 
 def _read_for_products(walk: Walk) -> dict[tuple[Value, int], int]:
@@ -70,16 +99,6 @@ def _read_for_products(walk: Walk) -> dict[tuple[Value, int], int]:
         for i in walk.readers.get(op.outs[0], set()) - {OUT}:
             found.update({(r, i): j for v in op.values for r in walk.read_by(v)})
     return found
-
-
-def _touched(op: Op, sizes: Sizes, whole: float) -> float:
-    """Of an array that is read or written by indices, what it comes to."""
-    if op.name not in _BY_INDEX:
-        return whole
-    if op.name in ("gather", "dynamic_slice"):
-        return sizes.of(op.outs[0])
-    updates = op.ins[1 if op.name == "dynamic_update_slice" else 2]
-    return 2 * sizes.of(updates) if updates is not None else whole
 
 
 # -- products --------------------------------------------------------------------------------------
