@@ -15,7 +15,8 @@ from jaxspeed.plan.search.space import Space
 
 CHANGES = 3  # of a set, at most
 WIDE = 60  # sets of one size that grow into larger ones
-SINGLES, SETS = 5, 10  # that are estimated
+SINGLES = 4  # kinds of change that are estimated
+SETS, FITTING = 8, 4  # sets that are, and how many of them that fit are enough
 EACH = 0.01  # what one change more has to save, of a step
 
 
@@ -111,7 +112,7 @@ class Adviser:
     sketch: Callable[[Choice], Sketched]
     estimate: Callable[[Choice], Estimate]
     words: Callable[[Choice], Mapping[str, Any]]
-    seconds: float = 20.0
+    seconds: float = 15.0
 
     def advise(self) -> Advice:
         """Of the space's base, which does not fit."""
@@ -119,7 +120,8 @@ class Adviser:
         self._done: dict[Choice, Estimate] = {}
         base = self.space.base
         self._base, self._sketched = self._of(base), self.sketch(base)
-        return Advice(self._single(), self._cheapest())
+        cheapest = self._cheapest()
+        return Advice(self._single(), cheapest)
 
     def _of(self, choice: Choice) -> Estimate:
         if choice not in self._done:
@@ -157,18 +159,14 @@ class Adviser:
 
     def _cheapest(self) -> Change | None:
         """The fastest that fits, of the sets that do by formula, and of what was estimated."""
+        fitting = 0
+        for count, choice in enumerate(self._promising()):
+            enough = fitting >= FITTING or (fitting and count >= SETS) or count >= 2 * SETS
+            if enough or (self._late and count):
+                break
+            fitting += self._of(choice).fits == "fits"
         fit = self._fastest()
-        for choice in self._promising():
-            if self._late and (fit or len(self._done) > 2 * (SINGLES + SETS)):
-                break
-            self._of(choice)
-            fit = self._fastest()
-            fitting = sum(found.fits == "fits" for found in self._done.values())
-            if fitting >= 3 and len(self._done) >= SINGLES + SETS:
-                break
-        if fit is None:
-            return None
-        return self._change(self._fewest(fit))
+        return self._change(self._fewest(fit)) if fit else None
 
     def _fastest(self) -> Choice | None:
         able = [c for c, e in self._done.items() if not e.refused and e.fits != "does not fit"]
@@ -201,7 +199,7 @@ class Adviser:
             edge = dict(heapq.nsmallest(WIDE, grown.items(), key=lambda item: item[1]))
         # Nearly fitting sets come after those that fit: formulas are not exact.
         order = sorted(found, key=lambda c: (round(max(found[c][0] - 1.1, 0), 2), found[c][1]))
-        return iter(order[: 4 * SETS])
+        return iter(order[: 2 * SETS])
 
     def _fewest(self, choice: Choice) -> Choice:
         """Without changes that it fits without, where those make it no faster."""

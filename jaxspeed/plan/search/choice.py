@@ -187,8 +187,8 @@ def _words(
             if _found(given, key) and not (field == "sequence" and choice.sequence):
                 yield key, neutral
     if choice.mesh != base.mesh or choice.micro != base.micro:
-        yield MICRO, choice.micro
-        yield ACCUMULATION, choice.accumulation(samples)
+        numbers = {MICRO: choice.micro, ACCUMULATION: choice.accumulation(samples)}
+        yield from ((key, n) for key, n in numbers.items() if given.get(key) != n)
 
 
 def _value(field: str, value: Any) -> Any:
