@@ -243,9 +243,7 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         fits = "does not fit"
     parts = {COMPUTE: spent.compute, MEMORY: spent.memory, PIPELINE: spent.bubble}
     for each in spent.exchanges:
-        name = f"{each.kind}s of {each.what}"
-        if not each.axes:
-            name = f"{each.what} {each.kind}"
+        name = f"{each.kind}s of {each.what}" if each.axes else f"moves {each.kind} of {each.what}"
         parts[name] = parts.get(name, 0.0) + each.exposed
     return Estimate(
         memory.device,

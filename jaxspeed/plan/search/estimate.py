@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.placement.show import bytes_text
 from jaxspeed.plan.memory.components import Verdict
+from jaxspeed.plan.time.told import seconds_text
 
 # Of an estimate's parts.
 COMPUTE, MEMORY, PIPELINE = "compute", "memory", "pipeline"
@@ -64,16 +65,8 @@ def why_lost(lost: Estimate, best: Estimate) -> str:
     name = max(more, key=lambda name: more[name])
     if name == PIPELINE:
         return f"waits {lost.parts[name] / lost.seconds:.0%} in the pipeline"
-    what = {
-        COMPUTE: "computes",
-        MEMORY: "waits for device memory",
-    }.get(name)
-    seconds = seconds_text(more[name])
-    return f"{what} {seconds} more" if what else f"{name} {_take(name)} {seconds} more"
-
-
-def _take(name: str) -> str:
-    return "take" if name.split(" of ")[0].split(" to ")[0].endswith("s") else "takes"
+    what = {COMPUTE: "computes", MEMORY: "waits for device memory"}.get(name, f"{name} take")
+    return f"{what} {seconds_text(more[name])} more"
 
 
 def _of(needs: int, has: int) -> str:
@@ -82,17 +75,6 @@ def _of(needs: int, has: int) -> str:
     scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}[unit]
     digits = 0 if abs(needs - has) >= scale and has / scale >= 10 else 1
     return f"{needs / scale:.{digits}f} {unit} of {has / scale:.{digits}f}"
-
-
-def seconds_text(seconds: float) -> str:
-    """0.42 s, 31 ms."""
-    return scaled_text(seconds, "s") if seconds >= 1 else f"{_small(seconds)}"
-
-
-def _small(seconds: float) -> str:
-    if seconds >= 0.1:
-        return f"{seconds:.2g} s"
-    return f"{seconds * 1e3:.2g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} us"
 
 
 def figures(estimate: Estimate) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.search.choice import Choice, applied
-from jaxspeed.plan.search.estimate import Estimate, figures, seconds_text, why_lost
+from jaxspeed.plan.search.estimate import Estimate, figures, why_lost
 from jaxspeed.plan.targets import Target
+from jaxspeed.plan.time.told import seconds_text
 
 SHOWN = 12  # rows of the table
 
@@ -114,7 +115,7 @@ class Found:
         for number, each in self._shown():
             found = each.estimate
             table.add_row(
-                str(number + 1),
+                f"{number + 1}{'' if each.words else '*'}",
                 each.name,
                 seconds_text(found.seconds) if found.seconds else "",
                 f"{found.mfu:.0%}" if found.seconds else "",
@@ -141,7 +142,7 @@ class Found:
     def _told(self) -> list[str]:
         lines = [
             f"{self.tried} of {self.considered} candidates estimated in {self.seconds:.0f} s, each "
-            f"with the {self.samples} samples of a step that the config gives"
+            f"with the {self.samples} samples of a step that the config gives (* the config as it is)"
         ]
         best = self.winner
         if best is None:

@@ -19,6 +19,8 @@ from jaxspeed.plan.search.sketch import Sketched
 from jaxspeed.plan.search.space import Space
 
 SEEDS = 16  # meshes that are looked at
+FEW_SEEDS = 6  # ... at least
+FAR = 1.5  # meshes that are slower by formula by more than that are left out of them
 OF_A_MESH = 2  # estimates of each, where the first does not fit
 QUIET = 24  # estimates in a row without anything better are enough
 AT_ONCE = 6  # by one order of all choices
@@ -105,7 +107,9 @@ class Walk:
             if choice.mesh not in first or value < first[choice.mesh][0]:
                 first[choice.mesh] = value, choice
         order = heapq.nsmallest(SEEDS, first.values(), key=lambda item: item[0])
-        return [choice for _, choice in order]
+        slowest = min((seconds for (_, seconds), _ in order), default=0.0) * FAR
+        near = [choice for (_, seconds), choice in order if seconds <= slowest]
+        return near if len(near) >= FEW_SEEDS else [choice for _, choice in order[:FEW_SEEDS]]
 
     def _mend(self) -> None:
         """Where a mesh's first choice does not fit, what is likely to, as far as formulas know."""
