@@ -142,7 +142,7 @@ class Found:
     def _told(self) -> list[str]:
         lines = [
             f"{self.tried} of {self.considered} candidates estimated in {self.seconds:.0f} s, each "
-            f"with the {self.samples} samples of a step that the config gives (* the config as it is)"
+            f"with the {self.samples} samples of a step that the config gives (* is the config)"
         ]
         best = self.winner
         if best is None:

@@ -12,6 +12,7 @@ from jaxspeed.memory.budget import Costs, Unit
 from jaxspeed.memory.costs import flops, flops_of, nbytes
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import ATTENTION
+from jaxspeed.placement.rows import ROLES
 from jaxspeed.placement.units.jaxprs import is_var
 from jaxspeed.plan.search.choice import NONE, as_word
 from jaxspeed.train.program import Program
@@ -68,15 +69,16 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
     jaxpr = traced.closed.jaxpr
     found = tuple(members(jaxpr, traced.batch, traced.units))
     costs = Costs(tuple(map(Unit.of, found)))
-    roles = {role: whole for role, (whole, _) in table.bytes_by_role().items()}
+    stored = {role: whole for role, (whole, _) in table.bytes_by_role().items()}
+    param, master, grad, opt = (stored.get(role, 0) for role in ROLES)
     parameters = sum(int(np.prod(row.leaf.shape)) for row in table)
     in_units = sum(each.times * _weights(each) for each in found)
     return ModelSizes(
         parameters,
         min(in_units, parameters),
-        roles["param"] / parameters,
-        (roles["master"] + roles["opt"]) / parameters,
-        roles["grad"] / parameters,
+        param / parameters,
+        (master + opt) / parameters,
+        grad / parameters,
         sum(each.times for each in found),
         float(flops(jaxpr)),
         costs.input_bytes,

@@ -33,7 +33,8 @@ class Workers:
         self._closed = False
         self._said = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-        env = {**os.environ, **environment, "PYTHONPATH": path}
+        ours = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        env = {**ours, **environment, "PYTHONPATH": path}
         self._processes = [_started(job, said, env) for said in self._said]
         # Daemons: they wait for processes that are killed when this one ends, however it does.
         for process, said in zip(self._processes, self._said):
