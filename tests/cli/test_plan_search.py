@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_sent_to_other_processes_is_searched_in_this_one(
     )
     assert made.search is not None and made.search.winner is not None
     assert {each.choice.mesh for each in made.search.candidates} == {(1, 1, 8, 1)}
-    assert {each.choice.stage for each in made.search.candidates} == {0, 1, 2, 3}
+    assert len({(each.choice.stage, each.choice.micro) for each in made.search.candidates}) > 3
 
 
 def samples():

@@ -148,7 +148,12 @@ class Adviser:
             if kind not in kinds or device < kinds[kind][0]:
                 kinds[kind] = device, choice
         order = heapq.nsmallest(SINGLES, kinds.values(), key=lambda item: item[0])
-        able = [c for _, c in order if not self._of(c).refused and self._host_holds(c)]
+        able: list[Choice] = []
+        for _, choice in order:
+            if self._late and able:
+                break
+            if not self._of(choice).refused and self._host_holds(choice):
+                able.append(choice)
         best = min(able, key=lambda c: self._of(c).device, default=None)
         if best is None or self._of(best).device >= self._base.device:
             return None
