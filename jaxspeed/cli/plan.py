@@ -94,7 +94,7 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--target and --devices: give one; a target brings its own devices")
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
-    tokens = _tokens(given.tokens) if given.tokens is not None else None
+    tokens = tokens_of(given.tokens) if given.tokens is not None else None
     if tokens and not given.target:
         raise ConfigError("--tokens needs a --target: device-hours are of a chip")
     if given.search and not given.target:
@@ -131,7 +131,7 @@ def run(given: argparse.Namespace) -> int:
     return FAILED if found.fits is False else 0
 
 
-def _tokens(written: str) -> float:
+def tokens_of(written: str) -> float:
     """`15T`, `300B`, `1e9`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
     scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

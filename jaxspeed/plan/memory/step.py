@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxspeed.placement.rows import HOST
-from jaxspeed.plan.memory.cuts import cut_all
 from jaxspeed.plan.kernels import as_on
+from jaxspeed.plan.memory.cuts import cut_all
 from jaxspeed.plan.memory.kinds import Kinds
 from jaxspeed.plan.memory.narrow import narrow_values
 from jaxspeed.plan.memory.opened import Scope, Value, open_program
