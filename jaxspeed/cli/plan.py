@@ -10,7 +10,8 @@ from jaxspeed.cli.common import command, loaded, out, print_json, refuse_unwrita
 from jaxspeed.errors import ConfigError
 from jaxspeed.plan.chips import chips_of, speeds_table
 from jaxspeed.plan.compiling import PATIENCE
-from jaxspeed.planning import plan
+from jaxspeed.plan.search.found import refuse_path
+from jaxspeed.planning import SEARCH_SECONDS, plan
 from jaxspeed.run import plan_run, source_of
 
 FAILED = 1
@@ -66,6 +67,23 @@ def add(commands: Any) -> None:
         metavar="N",
         help="of a whole run, as 300B or 1.5T, for its device-hours; by default run.steps",
     )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the config that is fastest on the target: other meshes, stages, schedules, "
+        "recompute, offload and micro-batches, for the same batch of a step. With --compile the "
+        "best are compiled for proof",
+    )
+    parser.add_argument(
+        "--search-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=SEARCH_SECONDS,
+        help="estimate nothing more after that (%(default)g)",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the config that --search finds, as YAML or JSON"
+    )
     parser.add_argument("--targets", action="store_true", help="list what is known of each chip")
     parser.add_argument("--hardware", metavar="FILE", help="a YAML file of more chips")
     parser.add_argument(
@@ -91,12 +109,17 @@ def run(given: argparse.Namespace) -> int:
     for option in ("keep", "html"):
         if getattr(given, option):
             refuse_unwritable(f"--{option}", getattr(given, option))
-    tokens = _tokens(given.tokens) if given.tokens is not None else None
+    tokens = tokens_of(given.tokens) if given.tokens is not None else None
     if tokens and not given.target:
         raise ConfigError("--tokens needs a --target: device-hours are of a chip")
+    if given.search and not given.target:
+        raise ConfigError("--search needs a --target, whose devices it is for")
+    if given.write is not None:
+        refuse_path(given.write, given.search)
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
-        with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
+        # On a terminal alone.
+        with out(stderr=True).status(f"{doing} for {given.target}") as status:
             found = plan(
                 loaded(given),
                 given.target,
@@ -105,6 +128,10 @@ def run(given: argparse.Namespace) -> int:
                 patience=given.patience,
                 tokens=tokens,
                 keep=given.keep,
+                search=given.search,
+                search_seconds=given.search_seconds,
+                write=given.write,
+                progress=status.update,
             )
     else:
         if given.devices and given.devices.isdecimal():
@@ -117,10 +144,12 @@ def run(given: argparse.Namespace) -> int:
         print_json(found.figures())
     else:
         out().print(found)
+    if found.search and not found.search.winner:
+        return FAILED
     return FAILED if found.fits is False else 0
 
 
-def _tokens(written: str) -> float:
+def tokens_of(written: str) -> float:
     """`15T`, `300B`, `1e9`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
     scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -214,7 +214,6 @@ REPORTS: tuple[Entry, ...] = (
 )
 
 UNBUILT: tuple[Entry, ...] = (
-    refused_section("autotuning", "Not built; choose the batch and the stage yourself."),
     Entry(
         "aio",
         "refused",

@@ -13,7 +13,6 @@ from rich.text import Text
 from jaxspeed.data import told_shapes
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
-from jaxspeed.engine.memory import remedies
 from jaxspeed.engine.moving import asks, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.memory.kept import Kept
@@ -28,10 +27,13 @@ from jaxspeed.plan.layout import layout_of
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.page import page_of
+from jaxspeed.plan.search.advice import Advice
+from jaxspeed.plan.search.found import Found
 from jaxspeed.plan.targets import Target
 from jaxspeed.plan.time import Time, time_in
 from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
+from jaxspeed.run.search import Progress, advice_of, search_run
 from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
 from jaxspeed.train.family import resolve_model
@@ -55,10 +57,14 @@ class Plan:
     memory: Memory | None = None  # estimated, for a target
     time: Time | None = None  # estimated, for a target
     run_tokens: float | None = None  # for which device-hours are told
+    advice: Advice | None = None  # where it does not fit a target
+    search: Found | None = None  # among configs like it
 
     @property
     def fits(self) -> bool | None:
         """Whether the step fits a device of the target, where its compiler was asked."""
+        if self.search and self.search.proved is not None:
+            return self.search.proved
         return self.outcome.fits(self.target) if self.outcome and self.target else None
 
     def __rich__(self) -> Group:
@@ -82,6 +88,8 @@ class Plan:
             parts += [each for each in (self.kept, self.transfer) if each]
         if self.outcome:
             parts.append(Text("\n".join([*self._verdict(self.outcome), *self._kept()])))
+        if self.search:
+            parts.append(self.search)
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -114,6 +122,8 @@ class Plan:
             },
             "memory": self.memory and self.target and self._memory_figures(),
             "time": self.time and self._time_figures(self.time),
+            "advice": self.advice and self.advice.figures(),
+            "search": self.search and self.search.figures(),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "server": _server(self.program),
@@ -149,8 +159,8 @@ class Plan:
         lines = [said[word]]
         if chip.platform != "tpu":
             lines.append("(held against compilers for TPUs, not yet against one for GPUs)")
-        if word == "does not fit" and not self.outcome:
-            lines += remedies(self.program)
+        if self.advice and not self.outcome:
+            lines += self.advice.lines()
         compiled = self.outcome.device_bytes if self.outcome else None
         if compiled:
             apart = memory.device / compiled - 1
@@ -187,7 +197,8 @@ class Plan:
         if not outcome.fits_device(self.target):
             what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
             said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
-            return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
+            advice = self.advice.lines() if self.advice else []
+            return [f"does not fit: it needs {what} {has}; {took}", *advice, *said]
         assert needed is not None
         share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
         if not outcome.host_bytes:
@@ -233,11 +244,14 @@ def plan_run(
     patience: float = PATIENCE,
     tokens: float | None = None,
     keep: str | Path | None = None,
+    search_seconds: float | None = None,
+    progress: Progress = lambda text: None,
 ) -> Plan:
     """The plan of a config on the devices that there are, or that simulate those of a target.
 
-    Without `compiling` there are no figures of the compiler. `keep` is a file that is to have the
-    executable of the target.
+    Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
+    are searched for so long, and with both what is compiled is the best of them.
+    `keep` is a file that is to have the executable of the target.
     """
     config = source.config
     enable_compilation_cache(config)
@@ -271,13 +285,41 @@ def plan_run(
     estimated = Plan(
         program, schedule, None, transfer, kept, target, None, memory, time, run_tokens=tokens
     )
-    if not compiling or target is None:
+    if target is None:
         return estimated
+    if search_seconds is not None:
+        found = search_run(
+            source,
+            program,
+            batch,
+            target,
+            seconds=search_seconds,
+            compiling=compiling,
+            patience=patience,
+            progress=progress,
+        )
+        return _advised(replace(estimated, search=found), source, batch)
+    if not compiling:
+        return _advised(estimated, source, batch)
     outcome = compile_for(target, _Job(source, batch), patience, keep)
-    found = outcome.report
-    if found and transfer:
-        found = replace(found, transfer=transfer.counted(found.flops))
-    return replace(estimated, compiled=found, outcome=outcome)
+    report = outcome.report
+    if report and transfer:
+        report = replace(report, transfer=transfer.counted(report.flops))
+    return _advised(replace(estimated, compiled=report, outcome=outcome), source, batch)
+
+
+def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
+    """With advice, where it does not fit by the compiler, or else by the estimate."""
+    target, outcome, memory = plan.target, plan.outcome, plan.memory
+    assert target is not None
+    if outcome:
+        short = not outcome.fits(target)
+    else:
+        short = memory is not None and memory.on(target.chip.memory) == "does not fit"
+    if not short:
+        return plan
+    needed = outcome.device_bytes if outcome else None
+    return replace(plan, advice=advice_of(source, plan.program, batch, target, needed))
 
 
 @dataclass(frozen=True)
