@@ -16,6 +16,8 @@ def seconds_text(seconds: float) -> str:
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
+    if 0 < seconds < 1e-9:
+        return "<1 ns"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 

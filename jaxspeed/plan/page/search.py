@@ -128,7 +128,8 @@ def _tip(each: dict[str, Any], best: bool) -> str:
 def _legend() -> Markup:
     def mark(look: str) -> Markup:
         circle = tag("circle", cx=7, cy=7, r=4.5, cls=f"point {look}")
-        return tag("svg", circle, width=14, height=14, aria_hidden="true")
+        core = tag("circle", cx=7, cy=7, r=2, cls="core") if look == "tight" else None
+        return tag("svg", circle, core, width=14, height=14, aria_hidden="true")
 
     best = tag("svg", tag("circle", cx=7, cy=7, r=6, cls="ring"), width=14, height=14)
     names = (("fits", "fits"), ("tight", "tight"), ("no", "does not fit"))
