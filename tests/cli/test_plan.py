@@ -195,6 +195,14 @@ MISTAKES = {
         ["CONFIG", "--target", "h100:8", "--set", "train_batch_size=12"],
         "train_batch_size",
     ),
+    "nothing to keep": (
+        ["CONFIG", "--target", "cpu:8", "--keep", "x.exe"],
+        "--keep needs --target",
+    ),
+    "no way to keep it": (
+        ["CONFIG", "--target", "h100:8", "--compile", "--keep", "x.exe"],
+        "jax cannot keep it",
+    ),
     "no place for the page": (["CONFIG", "--html", "/nowhere/x.html"], "no file can be written"),
     "no compiler": (["CONFIG", "--target", "v100-32g:8", "--compile"], "no compiler here takes"),
 }

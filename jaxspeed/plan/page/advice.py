@@ -31,7 +31,6 @@ def _card(figures: Figures, name: str, found: dict[str, Any]) -> Markup:
     return tag(
         "div",
         tag("h3", TITLES[name]),
-        tag("p", found["text"]) if found.get("text") else None,
         tag(
             "ul", [tag("li", tag("code", words(key, value))) for key, value in found["set"].items()]
         ),

@@ -51,6 +51,7 @@ def _bar(bar: Bar, scale: float) -> Markup:
         if at > room:
             left, over = room / scale, (at - room) / scale
             marks.append(tag("span", cls="over", style=f"left:{left:.4%};width:{over:.4%}"))
+        marks.append(tag("span", cls="mark", style=f"left:{room / scale:.4%}"))
         style = f"right:{1 - room / scale:.4%}"
         marks.append(tag("span", bar.room_label, cls="limit", style=style))
     track = tag("div", pieces, marks, cls="track" if room is None else "track limited")
