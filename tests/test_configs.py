@@ -30,6 +30,7 @@ SMALL = {
     "offload_tiny.yaml": {},
     "gpt2_tiny_zero3.json": {},
     "gpt2_small.yaml": NARROW | {"num_attention_heads": 4},
+    "gpt2_xl.yaml": NARROW | {"num_attention_heads": 4},
     "llama3_8b.yaml": NARROW
     | {"intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
     "llama3_70b.yaml": NARROW

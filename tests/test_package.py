@@ -62,10 +62,11 @@ def wheel(tmp_path_factory):
     return found
 
 
-def test_the_wheel_holds_every_module_the_table_of_hardware_and_the_marker_for_type_checkers(wheel):
+def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules_on_disk() <= names
-    assert {"jaxspeed/py.typed", "jaxspeed/hardware/chips.yaml"} <= names
+    files = {"py.typed", "hardware/chips.yaml", "plan/page/page.css", "plan/page/page.js"}
+    assert {f"jaxspeed/{file}" for file in files} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 
 

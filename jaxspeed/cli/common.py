@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.errors import ConfigError
 
 
 def command(
@@ -69,6 +72,13 @@ def out(stderr: bool = False) -> Console:
     """Where a command prints: wide enough not to break tables when it is a pipe."""
     console = Out(stderr=stderr)
     return console if console.is_terminal else Out(stderr=stderr, width=120)
+
+
+def refuse_unwritable(option: str, path: str) -> None:
+    """ConfigError unless a file can be written there: before minutes are spent on what goes in."""
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: no file can be written there")
 
 
 def print_json(value: Any) -> None:

@@ -3,13 +3,15 @@
 import argparse
 import re
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.cli.common import command, loaded, out, print_json, refuse_unwritable
 from jaxspeed.errors import ConfigError
 from jaxspeed.plan.chips import chips_of, speeds_table
 from jaxspeed.plan.compiling import PATIENCE
-from jaxspeed.planning import plan
+from jaxspeed.plan.search.found import refuse_path
+from jaxspeed.planning import SEARCH_SECONDS, plan
 from jaxspeed.run import plan_run, source_of
 
 FAILED = 1
@@ -45,6 +47,15 @@ def add(commands: Any) -> None:
         "needs jaxspeed[tpu], of GPUs jaxspeed[cuda], and neither device nor driver",
     )
     parser.add_argument(
+        "--keep",
+        metavar="FILE",
+        help="with --compile for a target: keep the compiled step, so that a run with "
+        "run.executable=FILE starts without compilation",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write all of it as one page for a browser, too"
+    )
+    parser.add_argument(
         "--patience",
         metavar="SECONDS",
         type=float,
@@ -55,6 +66,23 @@ def add(commands: Any) -> None:
         "--tokens",
         metavar="N",
         help="of a whole run, as 300B or 1.5T, for its device-hours; by default run.steps",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="look for the config that is fastest on the target: other meshes, stages, schedules, "
+        "recompute, offload and micro-batches, for the same batch of a step. With --compile the "
+        "best are compiled for proof",
+    )
+    parser.add_argument(
+        "--search-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=SEARCH_SECONDS,
+        help="estimate nothing more after that (%(default)g)",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the config that --search finds, as YAML or JSON"
     )
     parser.add_argument("--targets", action="store_true", help="list what is known of each chip")
     parser.add_argument("--hardware", metavar="FILE", help="a YAML file of more chips")
@@ -76,12 +104,22 @@ def run(given: argparse.Namespace) -> int:
         raise ConfigError("--target and --devices: give one; a target brings its own devices")
     if not given.patience > 0:
         raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
-    tokens = _tokens(given.tokens) if given.tokens is not None else None
+    if given.keep and not (given.target and given.compile):
+        raise ConfigError("--keep needs --target and --compile: it keeps what that compiles")
+    for option in ("keep", "html"):
+        if getattr(given, option):
+            refuse_unwritable(f"--{option}", getattr(given, option))
+    tokens = tokens_of(given.tokens) if given.tokens is not None else None
     if tokens and not given.target:
         raise ConfigError("--tokens needs a --target: device-hours are of a chip")
+    if given.search and not given.target:
+        raise ConfigError("--search needs a --target, whose devices it is for")
+    if given.write is not None:
+        refuse_path(given.write, given.search)
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
-        with out(stderr=True).status(f"{doing} for {given.target}"):  # on a terminal alone
+        # On a terminal alone.
+        with out(stderr=True).status(f"{doing} for {given.target}") as status:
             found = plan(
                 loaded(given),
                 given.target,
@@ -89,20 +127,29 @@ def run(given: argparse.Namespace) -> int:
                 hardware=given.hardware,
                 patience=given.patience,
                 tokens=tokens,
+                keep=given.keep,
+                search=given.search,
+                search_seconds=given.search_seconds,
+                write=given.write,
+                progress=status.update,
             )
     else:
         if given.devices and given.devices.isdecimal():
             given.devices = f"cpu:{given.devices}"
         source = source_of(loaded(given), name=given.config)
         found = plan_run(source, compiling=given.compile is not False)
+    if given.html:
+        Path(given.html).write_text(found.html(), "utf-8")
     if given.json:
         print_json(found.figures())
     else:
         out().print(found)
+    if found.search and not found.search.winner:
+        return FAILED
     return FAILED if found.fits is False else 0
 
 
-def _tokens(written: str) -> float:
+def tokens_of(written: str) -> float:
     """`15T`, `300B`, `1e9`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBT]?)\s*", written, re.IGNORECASE)
     scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -23,6 +23,7 @@ def check(settings: Settings) -> Iterator[Problem]:
     yield from _precision(settings)
     yield from _batch(settings)
     yield from _elasticity(settings)
+    yield from _autotuning(settings)
     yield from _optimizer(settings)
     yield from _schedule(settings)
     yield from _gradients(settings)
@@ -92,6 +93,25 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         found = f"no device count from {elasticity.min_gpus} to {elasticity.max_gpus} that fits"
         works = "Widen min_gpus and max_gpus, or raise max_train_batch_size."
         yield Problem("elasticity", found, works)
+
+
+def _autotuning(settings: Settings) -> Iterator[Problem]:
+    """Bounds that leave nothing to try."""
+    tuning, section = settings.autotuning, "autotuning"
+    if not tuning.enabled:
+        return
+    for what in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        low, high = getattr(tuning, f"min_{what}"), getattr(tuning, f"max_{what}")
+        if high is not None and low > high:
+            found, works = f"{low}, above max_{what} {high}", f"Needs at most {high}."
+            yield Problem(f"{section}.min_{what}", found, works, (f"{section}.max_{what}",))
+    batch = settings.train_batch_size
+    low, high = tuning.min_train_batch_size, tuning.max_train_batch_size
+    if batch is not None and not low <= batch <= (high or batch):
+        key = "min_train_batch_size" if batch < low else "max_train_batch_size"
+        works = "The batch of a step is kept as the config has it: needs bounds around it."
+        found = f"{getattr(tuning, key)}, while train_batch_size is {batch}"
+        yield Problem(f"{section}.{key}", found, works, ("train_batch_size",))
 
 
 def _optimizer(settings: Settings) -> Iterator[Problem]:

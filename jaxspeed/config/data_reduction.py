@@ -83,6 +83,9 @@ def _ring(settings: Settings) -> Iterator[Problem]:
 
 
 def _server(settings: Settings) -> Iterator[Problem]:
+    if settings.run.executable is not None:
+        works = "A parameter server's step is many programs, and a file holds one: leave it out."
+        yield Problem("run.executable", shown(settings.run.executable), works, (_KEY,))
     parallel = settings.parallel
     yield from _no_pipeline(
         settings,

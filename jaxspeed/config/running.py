@@ -94,6 +94,7 @@ class Run(Section):
     checkpoints: Text | None = None
     init_from: Text | None = None
     compilation_cache: CacheFolder = True
+    executable: Text | None = None
     eval_every: Count | None = None
     eval_batches: Count | None = None
     checkpoint_every: Count | None = None

@@ -1,5 +1,6 @@
 """Every key that a config may hold, with DeepSpeed's defaults; fields only."""
 
+from jaxspeed.config.autotuning import Autotuning
 from jaxspeed.config.data import Data
 from jaxspeed.config.observing import CommsLogger, FileMonitor, FlopsProfiler, Wandb
 from jaxspeed.config.optimizers import Optimizer
@@ -89,7 +90,7 @@ class Settings(Section):
     vocabulary_size: Natural | None = None
     dataloader_drop_last: Flag = False
 
-    autotuning: Opaque | None = None
+    autotuning: Autotuning = Autotuning()
     aio: Opaque | None = None
     compile: Opaque | None = None
     hybrid_engine: Opaque | None = None

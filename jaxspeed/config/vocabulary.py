@@ -1,6 +1,7 @@
 """The whole vocabulary: one row a key, one verdict a row, true of today's code."""
 
 from jaxspeed.config.verdicts import Entry
+from jaxspeed.config.words_autotuning import AUTOTUNING
 from jaxspeed.config.words_parallelism import PARALLELISM
 from jaxspeed.config.words_pipeline import PIPELINE
 from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
@@ -8,7 +9,16 @@ from jaxspeed.config.words_training import TRAINING
 
 VOCABULARY: dict[str, Entry] = {
     entry.path: entry
-    for entry in (*TRAINING, *ZERO, *PARALLELISM, *PIPELINE, *REPORTS, *UNBUILT, *OWN)
+    for entry in (
+        *TRAINING,
+        *ZERO,
+        *PARALLELISM,
+        *PIPELINE,
+        *REPORTS,
+        *AUTOTUNING,
+        *UNBUILT,
+        *OWN,
+    )
 }
 
 

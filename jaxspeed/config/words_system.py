@@ -214,7 +214,6 @@ REPORTS: tuple[Entry, ...] = (
 )
 
 UNBUILT: tuple[Entry, ...] = (
-    refused_section("autotuning", "Not built; choose the batch and the stage yourself."),
     Entry(
         "aio",
         "refused",
@@ -303,6 +302,8 @@ OWN: tuple[Entry, ...] = (
             "optimizer and the step begin anew.",
             "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "
             "path in that one, false not at all.",
+            "executable": "A file of `jaxspeed plan --compile --keep`, from which the step starts "
+            "without compilation. Loading it runs what is in it: only from whom you trust.",
             "eval_every": "Steps between evaluations on held-out samples; the end has one always.",
             "eval_batches": "Batches of an evaluation; all that there are by default.",
             "checkpoint_every": "Steps between checkpoints; a tenth of the run by default, at "

@@ -9,6 +9,7 @@ Grain's business.
 from jaxspeed.data.corpus import Corpus, build, tokenize
 from jaxspeed.data.facts import Facts, facts
 from jaxspeed.data.feeder import Feeder, Place, placer
+from jaxspeed.data.shapes import told_shapes
 from jaxspeed.data.split import Split
 from jaxspeed.data.tokenizer import (
     BPETokenizer,
@@ -33,4 +34,5 @@ __all__ = [
     "placer",
     "read_tokenizer",
     "tokenize",
+    "told_shapes",
 ]

@@ -1,5 +1,6 @@
 """The engine: a state, the compiled step that advances it, and what can be asked of both."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +14,11 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.cache import enable_compilation_cache
+from jaxspeed.engine.from_file import StepFromFile
 from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.reporting import Reporter
+from jaxspeed.engine.room import warn_of_room
 from jaxspeed.engine.saving import Saver
 from jaxspeed.engine.shapes import ShapeLog
 from jaxspeed.engine.telling import tell
@@ -24,6 +27,7 @@ from jaxspeed.observe import CompiledReport, report
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
+from jaxspeed.train.executable import read_identity
 from jaxspeed.train.family import resolve_model
 from jaxspeed.train.pace import Pace
 from jaxspeed.train.program import Metrics, Program
@@ -43,6 +47,8 @@ class Engine:
 
     def _open(self, program: Program, step: int) -> None:
         self.program = program
+        path = program.config.run.executable
+        self._from_file = StepFromFile(program, path) if path is not None else None
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
         self._reporter = Reporter(program, step)
         self._pace = Pace(program.mesh.devices.flat[0])
@@ -94,7 +100,7 @@ class Engine:
 
         It uses up the state that it is given.
         """
-        return self.program.step
+        return self._from_file or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
         """Calls `fn(step, metrics)` every so many steps, with numbers.
@@ -211,7 +217,7 @@ class Engine:
 
     def compiled(self, batch: Batch) -> CompiledReport:
         """Bytes, flops and collectives of the step for such a batch, without running it."""
-        return compiled_report(self.program, batch)
+        return compiled_report(self.program, batch, self._from_file)
 
     def check(self, batch: Batch, **smaller: Any) -> checking.CheckReport:
         """This step against the same step on one device, from the state of now, which is kept.
@@ -237,6 +243,7 @@ def initialize(
     devices: Sequence[jax.Device] | None = None,
     example_batch: Any = None,
     trainable: Any = None,
+    executable: str | Path | None = None,
 ) -> Engine:
     """An engine with a freshly initialised state, each array made straight into its shards.
 
@@ -248,14 +255,21 @@ def initialize(
       config: a path to JSON or YAML, a dict, or a Config.
       optimizer: any Optax transformation, in place of the config's.
       devices: which devices to use; all of them by default.
-      example_batch: a batch (or its shapes) from which a Linen module makes its parameters.
+      example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
+        makes its parameters. With it (or where the config names the model and `data.seq_len`) what
+        a step needs is estimated before anything is allocated, and a warning says so where the
+        devices have less.
       trainable: which parameters are trained: path patterns, a function of the path, or a
         Variable type such as `nnx.LoRAParam`; all by default.
+      executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
+        where it is of this very step; over `run.executable`. Loading it runs what is in it: only
+        from whom you trust.
 
     Raises:
       ConfigError, PlacementError, ModelError: with everything that is wrong, and what would work.
     """
-    loaded = load_config({} if config is None else config)
+    over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
+    loaded = load_config({} if config is None else config, over)
     model, loss_fn = resolve_model(loaded, model, loss_fn)
     enable_compilation_cache(loaded)
     program = build_program(
@@ -267,6 +281,9 @@ def initialize(
         example_batch=example_batch,
         trainable=trainable,
     )
+    if loaded.run.executable is not None:
+        read_identity(loaded.run.executable)  # what is wrong with the file, before anything is made
+    warn_of_room(program, example_batch)
     try:
         state = program.init(loaded.run.seed)
     except Exception as error:
@@ -281,17 +298,19 @@ def initialize(
     return Engine(program, state)
 
 
-def compiled_report(program: Program, batch: Any) -> CompiledReport:
-    """What the compiler makes of a program's step for a batch of these shapes."""
+def compiled_report(
+    program: Program, batch: Any, from_file: StepFromFile | None = None
+) -> CompiledReport:
+    """What the compiler makes of a program's step for a batch of these shapes, or made of it."""
     program.check_batch(batch, program.batch.train, abstract=True)
     if isinstance(program, ServedProgram):
         return _compiled_worker(program, batch)
     traced = program.step.trace(program.state, program.abstract_batch(batch))
     transfer = transfer_of(program, traced)
-    lowered = traced.lower()
+    kept_one = from_file.compiled(batch) if from_file else None
     start = time.perf_counter()
-    compiled = lowered.compile()
-    timed = _timed(time.perf_counter() - start)
+    compiled = kept_one or traced.lower().compile()
+    timed = None if kept_one else _timed(time.perf_counter() - start)
     waiting = program.table.host_bytes_by_role()
     schedule = program.pipeline_report(batch)
     kept = program.kept_report(batch)

@@ -21,8 +21,9 @@ import jax
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe import CompiledReport, report
 from jaxspeed.plan import deviceless_cuda
-from jaxspeed.plan.outcome import PRINTED, Failure, Outcome, Request, out_of_memory
+from jaxspeed.plan.outcome import KEPT, PRINTED, Failure, Outcome, Request, out_of_memory
 from jaxspeed.plan.targets import Target
+from jaxspeed.train.executable import identity_of, write
 from jaxspeed.train.program import Program
 
 # From the devices to a program and the shapes of its batch.
@@ -34,7 +35,8 @@ def main() -> None:
     request: Request = pickle.load(sys.stdin.buffer)
     folder = Path(request.answer).parent
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    made = run(pickle.loads(request.job), request.target, printed_in=folder / PRINTED)
+    kept_in = folder / KEPT if request.keep else None
+    made = run(pickle.loads(request.job), request.target, folder / PRINTED, kept_in)
     # A file that is there is whole.
     part = Path(f"{request.answer}.part")
     part.write_bytes(pickle.dumps(made))
@@ -49,10 +51,13 @@ def _end_with_parent(folder: Path) -> None:
     os.killpg(0, signal.SIGKILL)  # with what the compiler has started
 
 
-def run(job: Job, target: Target, printed_in: Path | None = None) -> Outcome | Failure:
+def run(
+    job: Job, target: Target, printed_in: Path | None = None, kept_in: Path | None = None
+) -> Outcome | Failure:
     """Build, lower and compile the step that would run.
 
-    `printed_in` is the folder that XLA was told to print programs into, if it was.
+    `printed_in` is the folder that XLA was told to print programs into, if it was; `kept_in` the
+    file that is to have the executable.
     """
     started = time.perf_counter()
     try:
@@ -66,6 +71,8 @@ def run(job: Job, target: Target, printed_in: Path | None = None) -> Outcome | F
         lowering = time.perf_counter() - started
         compiled = _compile(lowered, target)
         seconds = time.perf_counter() - started - lowering
+        if kept_in:
+            write(kept_in, compiled, identity_of(lowered, program.devices, program.mesh))
     except JaxspeedError as error:
         return Failure(error)
     except jax.errors.JaxRuntimeError as error:

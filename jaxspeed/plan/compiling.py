@@ -5,23 +5,27 @@ import importlib.util
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.plan import deviceless_cuda
-from jaxspeed.plan.outcome import PRINTED, Failure, Outcome, Request
+from jaxspeed.plan.outcome import KEPT, PRINTED, Failure, Outcome, Request
 from jaxspeed.plan.targets import Target
 
 PATIENCE = 1800.0  # seconds; the largest that were seen took a tenth
 _LAST_LINES = 12  # of what a process said before it failed
 
 
-def compile_for(target: Target, job: Any, patience: float = PATIENCE) -> Outcome:
+def compile_for(
+    target: Target, job: Any, patience: float = PATIENCE, keep: str | Path | None = None
+) -> Outcome:
     """What the target's compiler makes of a step.
 
     Args:
@@ -29,6 +33,7 @@ def compile_for(target: Target, job: Any, patience: float = PATIENCE) -> Outcome
       job: called with devices in the other process as `(program, batch) = job(devices)`; it has to
         be picklable.
       patience: seconds after which the compile is given up.
+      keep: a file that is to have the executable.
 
     Raises:
       ConfigError: the compiler is not installed, or does not know the chip.
@@ -36,23 +41,33 @@ def compile_for(target: Target, job: Any, patience: float = PATIENCE) -> Outcome
       RunError: the compile failed, or took too long.
       JaxspeedError: whatever building the program raised there.
     """
-    refuse_missing(target)
+    refuse_missing(target, keep is not None)
     request = _pickled(job)
     with tempfile.TemporaryDirectory(prefix="jaxspeed-plan-") as folder:
         answer, said = Path(folder) / "answer", Path(folder) / "said"
         with said.open("wb") as output:
-            code = _run(target, Request(request, target, str(answer)), output, patience)
+            asked = Request(request, target, str(answer), keep is not None)
+            code = _run(target, asked, output, patience)
         if not answer.exists():
             raise RunError(_why(target, code, said.read_text("utf-8", "replace")))
         found = pickle.loads(answer.read_bytes())
+        if keep is not None and isinstance(found, Outcome) and found.report:
+            shutil.move(Path(folder) / KEPT, keep)
+            found = replace(found, kept=str(keep))
     if isinstance(found, Failure):
         raise found.error
     return found
 
 
-def refuse_missing(target: Target) -> None:
-    """ConfigError unless the target's compiler is installed."""
+def refuse_missing(target: Target, keep: bool = False) -> None:
+    """ConfigError unless the target's compiler is installed, and what it makes can be kept."""
     chip = target.chip
+    if keep and chip.platform == "cuda":
+        raise ConfigError(
+            f"--keep: target {target}: what is compiled for absent GPUs goes past jax's own path "
+            "(plan/deviceless_cuda.py), so jax cannot keep it; on the GPUs themselves "
+            "run.compilation_cache keeps the step of the first start"
+        )
     if not chip.compiles:
         raise ConfigError(
             f"target {target}: no compiler here takes {chip.name}; leave out --compile for the "

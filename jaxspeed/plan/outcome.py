@@ -10,6 +10,7 @@ from jaxspeed.placement.show import bytes_text
 from jaxspeed.plan.targets import Target
 
 PRINTED = "printed"  # the folder of programs, beside the answer
+KEPT = "kept"  # the executable, there too
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 # As libtpu says it, now and before.
 _NEEDED = (
@@ -27,6 +28,7 @@ class Request:
     job: bytes
     target: Target
     answer: str
+    keep: bool = False  # the executable, in a file beside the answer
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Outcome:
     report: CompiledReport | None
     refused: Refusal | None
     seconds: float  # from the start of the process's own work to its end
+    kept: str | None = None  # the file that has its executable
 
     @property
     def device_bytes(self) -> int | None:
@@ -78,6 +81,7 @@ class Outcome:
             "host_bytes": self.host_bytes,
             "refused": self.refused.said if self.refused else None,
             "seconds": self.seconds,
+            "kept": self.kept,
         }
 
 

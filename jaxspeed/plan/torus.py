@@ -46,6 +46,11 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     )
 
 
+def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
+    """Whether the target can lay out this mesh."""
+    return not target.topology or _holds(sizes, _standins(target))
+
+
 def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """Where each device of a mesh stands, in the mesh's order: its slice or node, and on a torus
     its coordinates there."""

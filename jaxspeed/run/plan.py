@@ -1,18 +1,18 @@
 """What a config would train, told without making an array of its model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Group
 from rich.text import Text
 
-from jaxspeed.config.data import Corpus
-from jaxspeed.data import build
+from jaxspeed.data import told_shapes
 from jaxspeed.engine.cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
-from jaxspeed.engine.memory import remedies
 from jaxspeed.engine.moving import asks, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.memory.kept import Kept
@@ -23,12 +23,17 @@ from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
 from jaxspeed.plan.kernels import as_on
+from jaxspeed.plan.layout import layout_of
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
+from jaxspeed.plan.page import page_of
+from jaxspeed.plan.search.advice import Advice
+from jaxspeed.plan.search.found import Found
 from jaxspeed.plan.targets import Target
 from jaxspeed.plan.time import Time, time_in
 from jaxspeed.plan.torus import refuse_torus
 from jaxspeed.run.opening import m_against_n, on_what
+from jaxspeed.run.search import Progress, advice_of, search_run
 from jaxspeed.run.start import Source
 from jaxspeed.train.build import build_program
 from jaxspeed.train.family import resolve_model
@@ -52,10 +57,14 @@ class Plan:
     memory: Memory | None = None  # estimated, for a target
     time: Time | None = None  # estimated, for a target
     run_tokens: float | None = None  # for which device-hours are told
+    advice: Advice | None = None  # where it does not fit a target
+    search: Found | None = None  # among configs like it
 
     @property
     def fits(self) -> bool | None:
         """Whether the step fits a device of the target, where its compiler was asked."""
+        if self.search and self.search.proved is not None:
+            return self.search.proved
         return self.outcome.fits(self.target) if self.outcome and self.target else None
 
     def __rich__(self) -> Group:
@@ -78,7 +87,9 @@ class Plan:
         else:
             parts += [each for each in (self.kept, self.transfer) if each]
         if self.outcome:
-            parts.append(Text("\n".join(self._verdict(self.outcome))))
+            parts.append(Text("\n".join([*self._verdict(self.outcome), *self._kept()])))
+        if self.search:
+            parts.append(self.search)
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
     def __str__(self) -> str:
@@ -90,7 +101,8 @@ class Plan:
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
         chip = self.target.chip if self.target else None
         return {
-            "target": self.target and _figures_of(self.target),
+            "model": self._model(),
+            "target": self.target and _figures_of(self.target, self.program.mesh.shape),
             "mesh": dict(self.program.mesh.shape),
             "devices": {
                 "count": len(self.program.devices),
@@ -110,12 +122,27 @@ class Plan:
             },
             "memory": self.memory and self.target and self._memory_figures(),
             "time": self.time and self._time_figures(self.time),
+            "advice": self.advice and self.advice.figures(),
+            "search": self.search and self.search.figures(),
             "kept": self.kept and self.kept.figures(),
             "transfer": self.transfer and self.transfer.figures(),
             "server": _server(self.program),
             "pipeline": self.pipeline and self.pipeline.figures(),
             "compiled": self.compiled and self.compiled.figures(),
             "outcome": self.outcome and self.target and self.outcome.figures(self.target),
+        }
+
+    def html(self) -> str:
+        """All of it as one page that needs nothing else."""
+        return page_of(self.figures())
+
+    def _model(self) -> dict[str, Any]:
+        config, rows = self.program.config, list(self.program.table)
+        named = config.model
+        return {
+            "name": (named.preset or named.family or named.factory) if named else None,
+            "parameters": sum(math.prod(row.leaf.shape) for row in rows),
+            "dtype": config.compute_dtype,
         }
 
     def _expected(self, memory: Memory, target: Target) -> list[str]:
@@ -132,8 +159,8 @@ class Plan:
         lines = [said[word]]
         if chip.platform != "tpu":
             lines.append("(held against compilers for TPUs, not yet against one for GPUs)")
-        if word == "does not fit" and not self.outcome:
-            lines += remedies(self.program)
+        if self.advice and not self.outcome:
+            lines += self.advice.lines()
         compiled = self.outcome.device_bytes if self.outcome else None
         if compiled:
             apart = memory.device / compiled - 1
@@ -170,7 +197,8 @@ class Plan:
         if not outcome.fits_device(self.target):
             what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
             said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
-            return [f"does not fit: it needs {what} {has}; {took}", *remedies(self.program), *said]
+            advice = self.advice.lines() if self.advice else []
+            return [f"does not fit: it needs {what} {has}; {took}", *advice, *said]
         assert needed is not None
         share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
         if not outcome.host_bytes:
@@ -180,6 +208,10 @@ class Plan:
         if outcome.fits(self.target):
             return [f"fits: {share}, and {host} of the {there}, {took}"]
         return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
+
+    def _kept(self) -> list[str]:
+        kept = self.outcome.kept if self.outcome else None
+        return [f"kept: a run with run.executable={kept} compiles no step"] if kept else []
 
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
@@ -211,10 +243,15 @@ def plan_run(
     target: Target | None = None,
     patience: float = PATIENCE,
     tokens: float | None = None,
+    keep: str | Path | None = None,
+    search_seconds: float | None = None,
+    progress: Progress = lambda text: None,
 ) -> Plan:
     """The plan of a config on the devices that there are, or that simulate those of a target.
 
-    Without `compiling` there are no figures of the compiler.
+    Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
+    are searched for so long, and with both what is compiled is the best of them.
+    `keep` is a file that is to have the executable of the target.
     """
     config = source.config
     enable_compilation_cache(config)
@@ -248,13 +285,41 @@ def plan_run(
     estimated = Plan(
         program, schedule, None, transfer, kept, target, None, memory, time, run_tokens=tokens
     )
-    if not compiling or target is None:
+    if target is None:
         return estimated
-    outcome = compile_for(target, _Job(source, batch), patience)
-    found = outcome.report
-    if found and transfer:
-        found = replace(found, transfer=transfer.counted(found.flops))
-    return replace(estimated, compiled=found, outcome=outcome)
+    if search_seconds is not None:
+        found = search_run(
+            source,
+            program,
+            batch,
+            target,
+            seconds=search_seconds,
+            compiling=compiling,
+            patience=patience,
+            progress=progress,
+        )
+        return _advised(replace(estimated, search=found), source, batch)
+    if not compiling:
+        return _advised(estimated, source, batch)
+    outcome = compile_for(target, _Job(source, batch), patience, keep)
+    report = outcome.report
+    if report and transfer:
+        report = replace(report, transfer=transfer.counted(report.flops))
+    return _advised(replace(estimated, compiled=report, outcome=outcome), source, batch)
+
+
+def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
+    """With advice, where it does not fit by the compiler, or else by the estimate."""
+    target, outcome, memory = plan.target, plan.outcome, plan.memory
+    assert target is not None
+    if outcome:
+        short = not outcome.fits(target)
+    else:
+        short = memory is not None and memory.on(target.chip.memory) == "does not fit"
+    if not short:
+        return plan
+    needed = outcome.device_bytes if outcome else None
+    return replace(plan, advice=advice_of(source, plan.program, batch, target, needed))
 
 
 @dataclass(frozen=True)
@@ -272,7 +337,8 @@ class _Job:
         return program, self.batch
 
 
-def _figures_of(target: Target) -> dict[str, Any]:
+def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
+    chip = target.chip
     return {
         "name": str(target),
         "chip": target.chip.name,
@@ -280,7 +346,13 @@ def _figures_of(target: Target) -> dict[str, Any]:
         "topology": list(target.topology),
         "slices": target.slices,
         "node": target.node,
-        "memory": target.chip.memory,
+        "memory": chip.memory,
+        "host_memory": chip.host_memory,
+        "link": chip.link,
+        "outside": chip.outside,
+        "host_link": chip.host_link,
+        "wraps": list(target.wraps),
+        "layout": layout_of(target, sizes),
     }
 
 
@@ -290,15 +362,10 @@ def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct
     What the model reads tells them, so that no corpus need be here yet; only where the samples are
     the user's own (or the model is), one is read.
     """
-    data = source.config.data
-    sources: Sequence[Corpus] = data.mixture or [data]
-    own = any(":" in (each.source or "") for each in sources)
-    if own or source.reads.sample is None:
-        corpus = source.corpus()
-    else:
-        made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0}
-        corpus = build(data.model_copy(update=made), **vars(source.reads), seed=0)
-    first = corpus.train.batch(0, 1)
+    told = told_shapes(source.config.data, source.reads, samples)
+    if told is not None:
+        return told
+    first = source.corpus().train.batch(0, 1)
     return {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }

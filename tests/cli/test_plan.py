@@ -17,6 +17,7 @@ from jaxspeed.observe import Collective, CompiledReport
 from jaxspeed.placement.show import as_text
 from jaxspeed.run import plan_run, source_of
 from jaxspeed.run.plan import batch_shapes
+from tests.plan import page_read
 from tests.run import small
 
 # 2 stages, 4 data ranks; XLA:CPU cannot compile a pipeline in bf16.
@@ -194,6 +195,15 @@ MISTAKES = {
         ["CONFIG", "--target", "h100:8", "--set", "train_batch_size=12"],
         "train_batch_size",
     ),
+    "nothing to keep": (
+        ["CONFIG", "--target", "cpu:8", "--keep", "x.exe"],
+        "--keep needs --target",
+    ),
+    "no way to keep it": (
+        ["CONFIG", "--target", "h100:8", "--compile", "--keep", "x.exe"],
+        "jax cannot keep it",
+    ),
+    "no place for the page": (["CONFIG", "--html", "/nowhere/x.html"], "no file can be written"),
     "no compiler": (["CONFIG", "--target", "v100-32g:8", "--compile"], "no compiler here takes"),
 }
 
@@ -234,6 +244,21 @@ def test_a_target_is_told_what_a_step_needs_by_component(config):
     text = plan(config, "--target", "v5e:2x4").stdout
     assert "expected to fit" in text and "held against compilers" not in text
     assert "not yet against one for GPUs" in plan(config, "--target", "h100:8").stdout
+
+
+def test_the_page_holds_what_json_prints(config, tmp_path):
+    path = tmp_path / "plan.html"
+    done = plan(config, "--target", "v5e:2x4", "--json", "--html", path)
+    assert done.returncode == 0, done.stderr
+    assert page_read.embedded(path.read_text("utf-8")) == json.loads(done.stdout)
+
+
+def test_the_page_of_a_pipeline_has_its_schedule(config, tmp_path):
+    path = tmp_path / "plan.html"
+    done = plan(config, "--devices", "8", "--no-compile", "--html", path, *STAGES)
+    assert done.returncode == 0, done.stderr
+    ids = {e.attributes.get("id") for e in page_read.elements(path.read_text("utf-8"))}
+    assert "schedule" in ids and "memory" not in ids  # nothing is estimated without a target
 
 
 def test_of_a_target_the_link_to_host_memory_is_the_chip_s(config):

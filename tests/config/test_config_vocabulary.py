@@ -13,6 +13,7 @@ from jaxspeed.config.tensor import PartitionConfig
 from jaxspeed.config.tree import read, schema_leaves
 from jaxspeed.config.verdicts import judge
 from jaxspeed.config.vocabulary import VOCABULARY
+from jaxspeed.config.words_autotuning import AUTOTUNING
 from jaxspeed.config.words_parallelism import PARALLELISM
 from jaxspeed.config.words_pipeline import PIPELINE
 from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
@@ -121,7 +122,27 @@ DEEPSPEED = {
     "elasticity.micro_batch_sizes": [2, 4, 6],
     "elasticity.min_gpus": 1,
     "elasticity.max_gpus": 10000,
-    "autotuning": None,
+    "autotuning.enabled": False,
+    "autotuning.fast": True,
+    "autotuning.metric": "throughput",
+    "autotuning.metric_path": None,
+    "autotuning.mp_size": 1,
+    "autotuning.min_train_batch_size": 1,
+    "autotuning.max_train_batch_size": None,
+    "autotuning.min_train_micro_batch_size_per_gpu": 1,
+    "autotuning.max_train_micro_batch_size_per_gpu": 1024,
+    "autotuning.num_tuning_micro_batch_sizes": 3,
+    "autotuning.tuner_type": "gridsearch",
+    "autotuning.tuner_early_stopping": 5,
+    "autotuning.tuner_num_trials": 50,
+    "autotuning.results_dir": "autotuning_results",
+    "autotuning.exps_dir": "autotuning_exps",
+    "autotuning.overwrite": True,
+    "autotuning.start_profile_step": 3,
+    "autotuning.end_profile_step": 5,
+    "autotuning.arg_mappings": None,
+    "autotuning.model_info": None,
+    "autotuning.model_info_path": None,
     "progressive_layer_drop": None,
     "curriculum_learning": None,
     "data_efficiency": None,
@@ -179,7 +200,7 @@ def test_every_leaf_of_the_schema_has_a_verdict_and_every_verdict_a_leaf():
 
 
 def test_no_key_has_two_verdicts():
-    rows = [*TRAINING, *ZERO, *PARALLELISM, *PIPELINE, *REPORTS, *UNBUILT, *OWN]
+    rows = [*TRAINING, *ZERO, *PARALLELISM, *PIPELINE, *REPORTS, *AUTOTUNING, *UNBUILT, *OWN]
     assert len(rows) == len(VOCABULARY)
 
 
@@ -250,6 +271,7 @@ def test_what_is_refused_is_an_error_and_says_why(path):
         {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": False}}},
         {"tensor_parallel": {"autotp_size": 1}},
         {"autotuning": {}},
+        {"autotuning": {"enabled": False, "mp_size": 4}},
     ],
 )
 def test_what_is_switched_off_is_accepted(section):

@@ -203,6 +203,7 @@ class PipelineReport:
             "gatherings": {name: found._asdict() for name, found in self.gatherings.items()},
             "reduced_sent": self.reduced_sent,
             "moved_sent": self.moved_sent,
+            "work": self.schedule.runs(),
         }
 
     def chart(self) -> "Chart":

@@ -117,6 +117,18 @@ class Schedule:
         """The micro-batch whose first chunk runs backward in each tick, else -1; int32 [ticks]."""
         return _micro_at(self.backward, chunk=0, stage=0)
 
+    def runs(self) -> dict[str, list[list[list[int]]]]:
+        """The table in short: of `forward` and `backward` the runs of each stage.
+
+        A run is [tick, chunk, micro-batch, length]: so many micro-batches, one a tick, through one
+        chunk.
+        """
+        both = {"forward": self.forward, "backward": self.backward}
+        return {
+            name: [_runs(work.micro[:, s], work.chunk[:, s]) for s in range(self.stages)]
+            for name, work in both.items()
+        }
+
     @property
     def _trains(self) -> bool:
         return self.backward_units > 0
@@ -214,6 +226,19 @@ def _fill_slots(forward: Work, backward: Work) -> int:
         free[s, depth[s]] = slot
         depth[s] += 1
     return slots
+
+
+def _runs(micro: np.ndarray, chunk: np.ndarray) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for tick in map(int, np.flatnonzero(micro >= 0)):
+        here = [tick, int(chunk[tick]), int(micro[tick])]
+        if runs:
+            start, through, first, length = runs[-1]
+            if here == [start + length, through, first + length]:
+                runs[-1][3] += 1
+                continue
+        runs.append([*here, 1])
+    return runs
 
 
 def _micro_at(work: Work, chunk: int, stage: int) -> np.ndarray:

@@ -63,9 +63,11 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
       batch: arrays or their shapes, of a whole step.
       platform: by default the devices'.
     """
-    platform = platform or _platform(program)
+    own = _platform(program)
+    platform = platform or own
     given = (program.state, program.abstract_batch(batch))
-    with as_on(platform):
+    # On the devices themselves JAX keeps the trace for the first step: it is to choose what runs.
+    with as_on("" if platform == own else platform):
         traced = program.step.trace(*given)
     scope = open_program(traced.jaxpr, platform)
     leaves = jax.tree_util.tree_flatten_with_path(given)[0]

@@ -134,7 +134,7 @@ class _Walk:
         for v, d, axes in self._summed(op):
             wanted[v, d] |= axes
             partial |= axes
-        for v, d in _batching(op):
+        for v, d in (*_batching(op), *_filled(op)):
             wanted[v, d] |= set(v.cut[d])
         for v in dict.fromkeys(op.values):
             if v.cut and any(v.cut):
@@ -198,6 +198,10 @@ class _Walk:
         """`v` shall lie cut so: what is gathered, and what changes its dim."""
         if len(cut) != len(v.cut):
             return
+        spread = self._spread(v)
+        if spread is not None and spread.ins[0] is not None:
+            v, dims = spread.ins[0], spread.params["broadcast_dimensions"]
+            cut = [cut[int(e)] if n > 1 else v.cut[d] for d, (n, e) in _dims(v, dims)]
         there = {a for e in cut for a in e}
         moved = {a for e, new in zip(v.cut, cut, strict=True) for a in e if a not in new}
         moved = {a for a in moved if self.mesh[a] > 1}
@@ -208,6 +212,14 @@ class _Walk:
             self._send("all-to-all", changes, v, op, before=before)
         if gathers:
             self._send("all-gather", gathers, v, op, before=before)
+
+    def _spread(self, v: Value) -> Op | None:
+        """The operation that has spread a smaller array to this one: the smaller one is sent."""
+        maker = self.makers.get(v)
+        while maker and maker.name in (CONSTRAINT, "convert_element_type"):
+            v = maker.ins[0] if maker.ins[0] is not None else v
+            maker = self.makers.get(v) if maker.ins[0] is not None else None
+        return maker if maker and maker.name == "broadcast_in_dim" else None
 
     def _settle(self, op: Op) -> None:
         """Reduces the partial sums that this operation reads, or hands them on."""
@@ -362,6 +374,12 @@ class _Walk:
                 self._lie(v, cut, self.makers[v], before=False)
 
 
+def _filled(op: Op) -> Iterator[tuple[Value, int]]:
+    """Dims that are filled up, or cut to size: neighbours exchange their edges, which is little."""
+    if op.name in ("slice", "pad") and op.ins[0] is not None:
+        yield from ((op.ins[0], d) for d in range(len(op.ins[0].shape)))
+
+
 def _batching(op: Op) -> Iterator[tuple[Value, int]]:
     """Dims of a lookup along which tables and indices go together."""
     if op.name != "gather" and not op.name.startswith("scatter"):
@@ -374,6 +392,11 @@ def _batching(op: Op) -> Iterator[tuple[Value, int]]:
     elif batching and (updates := op.ins[2]) is not None:
         window = numbers.update_window_dims
         yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
+
+
+def _dims(v: Value, dims: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(dim of `v`, (its size, which dim of what it is spread to it becomes))."""
+    yield from enumerate(zip(v.shape, dims, strict=True))
 
 
 def _cut_as(value: Value, cut: Sequence[tuple[str, ...]]) -> Value:
