@@ -202,8 +202,7 @@ def sketch_of(searched: Searched) -> Sketch:
     """Formulas for the model, from its loss traced on one sample and one device."""
     base, target = searched.base, searched.target
     alone = replace(
-        base,
-        **dict.fromkeys(MESH, 1),
+        base.on((1, 1, 1, 1)),
         stage=0,
         recompute=NONE,
         activations_wait=False,
@@ -255,6 +254,7 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         spent.tokens_per_second,
         spent.mfu,
         parts,
+        unit=spent.unit,
     )
 
 
@@ -301,7 +301,7 @@ def search_run(
         )
         done = walk.run()
     estimated = {choice: (found, searched.words(choice)) for choice, found in done.items()}
-    unit = "tokens"
+    unit = done[space.base].unit
     took = time.monotonic() - began
     found = found_of(target, searched.samples, unit, walk.considered, took, estimated, walk.best)
     if compiling:

@@ -191,7 +191,7 @@ class Space:
         self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
     ) -> Iterator[Choice]:
         """Field by field, each with the values that those before it leave, and of `some`."""
-        made = [replace(self.base, **dict(zip(MESH, mesh)))]
+        made = [self.base.on(mesh)]
         for name in _ORDER:
             grown = []
             for at in made:
@@ -231,7 +231,7 @@ class Space:
         if only in (None, "mesh"):
             for mesh in self.meshes:
                 if mesh != choice.mesh:
-                    yield self._with_batch(replace(choice, **dict(zip(MESH, mesh))))
+                    yield self._with_batch(choice.on(mesh))
         for name in _ORDER:
             if only in (None, name):
                 for value in self._of(name, choice):
@@ -269,12 +269,3 @@ _PAIRS = (
 def divisors(number: int) -> tuple[int, ...]:
     low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(dict.fromkeys(itertools.chain(low, (number // n for n in reversed(low)))))
-
-
-def changed(base: Choice, choice: Choice) -> Mapping[str, Any]:
-    """The fields in which two choices differ, with the second's values."""
-    return {
-        field.name: getattr(choice, field.name)
-        for field in fields(Choice)
-        if getattr(choice, field.name) != getattr(base, field.name)
-    }
