@@ -22,7 +22,7 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
-from jaxspeed.plan.kernels import as_on
+from jaxspeed.plan.kernels import as_on, with_overlap
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.targets import Target
@@ -221,7 +221,10 @@ def plan_run(
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     if target:
         refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
-    with as_on(target.chip.platform if target else ""):
+    platform = target.chip.platform if target else ""
+    if target:
+        config = with_overlap(config, platform)
+    with as_on(platform):
         program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
