@@ -216,16 +216,25 @@ def plan_run(
 
     Without `compiling` there are no figures of the compiler.
     """
+    # What is traced first is kept, so all of it is as on the target.
+    with as_on(target.chip.platform if target else ""):
+        return _planned(source, compiling, target, patience, tokens)
+
+
+def _planned(
+    source: Source,
+    compiling: bool,
+    target: Target | None,
+    patience: float,
+    tokens: float | None,
+) -> Plan:
     config = source.config
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     if target:
         refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
-    platform = target.chip.platform if target else ""
-    if target:
-        config = with_overlap(config, platform)
-    with as_on(platform):
-        program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+        config = with_overlap(config, target.chip.platform)
+    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
     served = isinstance(program, ServedProgram)
