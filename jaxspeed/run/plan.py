@@ -21,7 +21,7 @@ from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.plan.compiling import PATIENCE, compile_for
-from jaxspeed.plan.kernels import as_on
+from jaxspeed.plan.kernels import as_on, with_overlap
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.search.advice import Advice
@@ -230,13 +230,27 @@ def plan_run(
     Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
     are searched for so long, and with both what is compiled is the best of them.
     """
+    # What is traced first is kept, so all of it is as on the target.
+    with as_on(target.chip.platform if target else ""):
+        return _planned(source, compiling, target, patience, tokens, search_seconds, progress)
+
+
+def _planned(
+    source: Source,
+    compiling: bool,
+    target: Target | None,
+    patience: float,
+    tokens: float | None,
+    search_seconds: float | None,
+    progress: Progress,
+) -> Plan:
     config = source.config
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     if target:
         refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
-    with as_on(target.chip.platform if target else ""):
-        program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+        config = with_overlap(config, target.chip.platform)
+    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
     served = isinstance(program, ServedProgram)
