@@ -1,7 +1,10 @@
-"""Kernels of a platform that a trace on another machine would not choose."""
+"""What a program takes on its platform, and a trace on another machine would not choose."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from jaxspeed.config import Config
+from jaxspeed.parallel.tensor import best_overlap
 
 CUDNN = 91300  # of the CUDA wheels that jaxspeed[cuda] installs
 
@@ -30,3 +33,12 @@ def as_on(platform: str) -> Iterator[None]:
         yield
     finally:
         asked.check_cudnn_version, asked.check_compute_capability = before
+
+
+def with_overlap(config: Config, platform: str) -> Config:
+    """The config with `parallel.tensor_overlap: auto` as it is on that platform."""
+    best = best_overlap({"cuda": "gpu"}.get(platform, platform))
+    if config.tensor_overlap != "auto" or not config.parallel.sequence_parallel_activations:
+        return config
+    parallel = config.parallel.model_copy(update={"tensor_overlap": best})
+    return config.model_copy(update={"parallel": parallel})

@@ -3,7 +3,8 @@
 from jaxspeed.run.ending import show_ending
 from jaxspeed.run.on_ray import RaySource
 from jaxspeed.run.opening import show_opening
-from jaxspeed.run.plan import Plan, plan_run
+from jaxspeed.run.plan import Plan
+from jaxspeed.run.planned import plan_run
 from jaxspeed.run.start import Source, open_run, source_of
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.run.whole import check_run, evaluate_run, sample_run, train

@@ -1,42 +1,27 @@
 """What a config would train, told without making an array of its model."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 from rich.console import Group
 from rich.text import Text
 
-from jaxspeed.data import told_shapes
-from jaxspeed.engine.cache import enable_compilation_cache
-from jaxspeed.engine.engine import compiled_report
-from jaxspeed.engine.moving import asks, transfer_of
-from jaxspeed.errors import ConfigError
 from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement import show
-from jaxspeed.placement.mesh import resolve_sizes
-from jaxspeed.plan.compiling import PATIENCE, compile_for
-from jaxspeed.plan.kernels import as_on
 from jaxspeed.plan.layout import layout_of
-from jaxspeed.plan.memory import Memory, memory_in, read_step
+from jaxspeed.plan.memory import Memory
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.page import page_of
 from jaxspeed.plan.search.advice import Advice
 from jaxspeed.plan.search.found import Found
 from jaxspeed.plan.targets import Target
-from jaxspeed.plan.time import Time, time_in
-from jaxspeed.plan.torus import refuse_torus
+from jaxspeed.plan.time import Time
 from jaxspeed.run.opening import m_against_n, on_what
-from jaxspeed.run.search import Progress, advice_of, search_run
-from jaxspeed.run.start import Source
-from jaxspeed.train.build import build_program
-from jaxspeed.train.family import resolve_model
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import ServedProgram
 
@@ -236,107 +221,6 @@ def _server(program: Program) -> dict[str, Any] | None:
     }
 
 
-def plan_run(
-    source: Source,
-    *,
-    compiling: bool = True,
-    target: Target | None = None,
-    patience: float = PATIENCE,
-    tokens: float | None = None,
-    keep: str | Path | None = None,
-    search_seconds: float | None = None,
-    progress: Progress = lambda text: None,
-) -> Plan:
-    """The plan of a config on the devices that there are, or that simulate those of a target.
-
-    Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
-    are searched for so long, and with both what is compiled is the best of them.
-    `keep` is a file that is to have the executable of the target.
-    """
-    config = source.config
-    enable_compilation_cache(config)
-    model, loss_fn = resolve_model(config, source.model, source.loss_fn)
-    if target:
-        refuse_torus(target, resolve_sizes(config.mesh.model_dump(), target.count))
-    with as_on(target.chip.platform if target else ""):
-        program = build_program(config, model, loss_fn, optimizer=source.optimizer)
-    batch = batch_shapes(source, program.batch.train)
-    program.check_batch(batch, program.batch.train, abstract=True)
-    served = isinstance(program, ServedProgram)
-    if served and target:
-        raise ConfigError(
-            "--target: a parameter server's step is many programs on two meshes, and what is "
-            'planned is one. Leave --target out, or parallel.data_reduction at "xla" or "ring"'
-        )
-    if compiling and target is None:
-        compiled = compiled_report(program, batch)
-        return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
-    transfer = None
-    if asks(program) and not served:
-        traced = program.step.trace(program.state, program.abstract_batch(batch))
-        transfer = transfer_of(program, traced)
-    if transfer and target:
-        transfer = replace(transfer, device_kind=target.chip.kind)
-    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-    memory = time = None
-    if target and target.chip.platform != "cpu":
-        step = read_step(program, batch, target.chip.platform)
-        memory, time = memory_in(step), time_in(step, target)
-    estimated = Plan(
-        program, schedule, None, transfer, kept, target, None, memory, time, run_tokens=tokens
-    )
-    if target is None:
-        return estimated
-    if search_seconds is not None:
-        found = search_run(
-            source,
-            program,
-            batch,
-            target,
-            seconds=search_seconds,
-            compiling=compiling,
-            patience=patience,
-            progress=progress,
-        )
-        return _advised(replace(estimated, search=found), source, batch)
-    if not compiling:
-        return _advised(estimated, source, batch)
-    outcome = compile_for(target, _Job(source, batch), patience, keep)
-    report = outcome.report
-    if report and transfer:
-        report = replace(report, transfer=transfer.counted(report.flops))
-    return _advised(replace(estimated, compiled=report, outcome=outcome), source, batch)
-
-
-def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
-    """With advice, where it does not fit by the compiler, or else by the estimate."""
-    target, outcome, memory = plan.target, plan.outcome, plan.memory
-    assert target is not None
-    if outcome:
-        short = not outcome.fits(target)
-    else:
-        short = memory is not None and memory.on(target.chip.memory) == "does not fit"
-    if not short:
-        return plan
-    needed = outcome.device_bytes if outcome else None
-    return replace(plan, advice=advice_of(source, plan.program, batch, target, needed))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Builds the program on other devices, in another process."""
-
-    source: Source
-    batch: Mapping[str, jax.ShapeDtypeStruct]
-
-    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
-        config = self.source.config
-        model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
-        optimizer = self.source.optimizer
-        program = build_program(config, model, loss_fn, optimizer=optimizer, devices=devices)
-        return program, self.batch
-
-
 def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
     chip = target.chip
     return {
@@ -353,19 +237,4 @@ def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
         "host_link": chip.host_link,
         "wraps": list(target.wraps),
         "layout": layout_of(target, sizes),
-    }
-
-
-def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a global batch.
-
-    What the model reads tells them, so that no corpus need be here yet; only where the samples are
-    the user's own (or the model is), one is read.
-    """
-    told = told_shapes(source.config.data, source.reads, samples)
-    if told is not None:
-        return told
-    first = source.corpus().train.batch(0, 1)
-    return {
-        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
     }

@@ -16,6 +16,7 @@ from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import LOGICAL_RULES, model_cut
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.plan.compiling import compile_for
+from jaxspeed.plan.kernels import as_on, with_overlap
 from jaxspeed.plan.memory import Memory, memory_in, read_step
 from jaxspeed.plan.outcome import Outcome
 from jaxspeed.plan.search import (
@@ -84,15 +85,17 @@ class Searched:
 
     def estimate(self, choice: Choice) -> Estimate:
         """What a choice takes, by its traced step."""
+        platform, devices = self.target.chip.platform, jax.devices("cpu")[: self.target.count]
         try:
-            program = self.program(choice, jax.devices("cpu")[: self.target.count])
-            step = read_step(program, self.batch, self.target.chip.platform)
-            return estimate_of(memory_in(step), time_in(step, self.target), self.target)
+            with as_on(platform):
+                program = self.program(with_overlap(self.config(choice), platform), devices)
+                step = read_step(program, self.batch, platform)
+                return estimate_of(memory_in(step), time_in(step, self.target), self.target)
         except JaxspeedError as error:
             return Estimate(refused=_first_line(error))
 
-    def program(self, choice: Choice, devices: Sequence[Any]) -> Program:
-        config, source = self.config(choice), self.source
+    def program(self, config: Config, devices: Sequence[Any]) -> Program:
+        source = self.source
         model, loss_fn = resolve_model(config, source.model, source.loss_fn)
         return build_program(config, model, loss_fn, optimizer=source.optimizer, devices=devices)
 
@@ -105,7 +108,8 @@ class _Chosen:
     choice: Choice
 
     def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
-        return self.searched.program(self.choice, devices), self.searched.batch
+        config = self.searched.config(self.choice)
+        return self.searched.program(config, devices), self.searched.batch
 
 
 def searched_of(
@@ -202,8 +206,7 @@ def sketch_of(searched: Searched) -> Sketch:
     """Formulas for the model, from its loss traced on one sample and one device."""
     base, target = searched.base, searched.target
     alone = replace(
-        base,
-        **dict.fromkeys(MESH, 1),
+        base.on((1, 1, 1, 1)),
         stage=0,
         recompute=NONE,
         activations_wait=False,
@@ -255,6 +258,7 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         spent.tokens_per_second,
         spent.mfu,
         parts,
+        unit=spent.unit,
     )
 
 
@@ -301,7 +305,7 @@ def search_run(
         )
         done = walk.run()
     estimated = {choice: (found, searched.words(choice)) for choice, found in done.items()}
-    unit = "tokens"
+    unit = done[space.base].unit
     took = time.monotonic() - began
     found = found_of(target, searched.samples, unit, walk.considered, took, estimated, walk.best)
     if compiling:

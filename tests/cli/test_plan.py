@@ -16,7 +16,7 @@ from jaxspeed.config import load_config
 from jaxspeed.observe import Collective, CompiledReport
 from jaxspeed.placement.show import as_text
 from jaxspeed.run import plan_run, source_of
-from jaxspeed.run.plan import batch_shapes
+from jaxspeed.run.planned import batch_shapes
 from tests.plan import page_read
 from tests.run import small
 

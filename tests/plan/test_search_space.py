@@ -56,17 +56,17 @@ def is_valid(written):
     return True
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(BATCHES, ALIASES, st.randoms(use_true_random=False))
 def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, words, chance):
     written = {**batch, **dict(words)}
     if not is_valid(written):
         return
     space = space_of(written, 8)
-    choices = list(space.all())
-    assert choices[0] == choice_of(Config.load(written), 8)
-    assert len(choices) == len(set(choices))
-    for choice in chance.sample(choices, min(12, len(choices))):
+    choice = choice_of(Config.load(written), 8)
+    assert space.base == choice
+    for _ in range(10):  # steps from it
+        choice = chance.choice(space.near(choice))
         assert space.is_in(choice)
         made = Config.load(applied(written, words_of(written, space.base, choice, space.samples)))
         assert choice_of(made, 8) == choice
@@ -89,13 +89,15 @@ def test_a_choice_is_near_to_what_it_is_near_to_and_all_are_reached():
         4,
         layers=4,
         tensor=(1, 2),
-        changing=frozenset({"pipe", "tensor", "stage", "micro", "recompute"}),
+        changing=frozenset({"pipe", "tensor", "stage", "micro"}),
     )
     seen, edge = {space.base}, [space.base]
     while edge:
         edge = [c for at in edge for c in space.single(at) if c not in seen]
         seen.update(edge)
-    assert seen == set(space.all())
+    choices = list(space.all())
+    assert choices[0] == space.base and len(choices) == len(set(choices)) > 50
+    assert seen == set(choices)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,4 +1,4 @@
-"""The exchanges that are read from a traced step, against those of the compiled one and formulas."""
+"""The exchanges read from a traced step, against those of the compiled one and formulas."""
 
 import functools
 from collections import Counter

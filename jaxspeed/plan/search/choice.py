@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspeed.config import Config
@@ -81,6 +81,11 @@ class Choice:
     @property
     def mesh(self) -> tuple[int, int, int, int]:
         return self.pipe, self.replica, self.data, self.tensor
+
+    def on(self, mesh: tuple[int, int, int, int]) -> "Choice":
+        """The same on another mesh."""
+        pipe, replica, data, tensor = mesh
+        return replace(self, pipe=pipe, replica=replica, data=data, tensor=tensor)
 
     @property
     def ranks(self) -> int:

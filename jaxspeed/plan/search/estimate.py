@@ -25,6 +25,7 @@ class Estimate:
       parts: seconds that add up to the step: compute, memory, pipeline, and each exchange that
         compute does not hide, by what is exchanged.
       refused: why there is no such program; then all else is zero.
+      unit: of what is counted a second: samples where they have no sequence.
     """
 
     device: int = 0
@@ -37,6 +38,7 @@ class Estimate:
     mfu: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     refused: str | None = None
+    unit: str = "tokens"
 
     @property
     def over(self) -> float:

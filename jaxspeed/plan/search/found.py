@@ -130,7 +130,8 @@ class Found:
         rows = list(enumerate(self.candidates))
         first = [row for row in rows if row[0] == self.best or not row[1].words]
         seen: set[Any] = set()
-        others, again = [], []
+        others: list[tuple[int, Candidate]] = []
+        again: list[tuple[int, Candidate]] = []
         for row in rows:
             if row in first:
                 continue

@@ -58,7 +58,8 @@ class ModelSizes:
 
 def sizes_of(program: Program, sample: Any) -> ModelSizes:
     """Of a program on one device, and a batch of one sample's shapes."""
-    return program.in_mesh(_sizes)(program, sample)  # type: ignore[no-any-return]
+    made: ModelSizes = program.in_mesh(_sizes)(program, sample)
+    return made
 
 
 def _sizes(program: Program, sample: Any) -> ModelSizes:

@@ -70,7 +70,8 @@ class Space:
         found = dict.fromkeys([self.base.mesh])
         for tensor in tensors:
             for pipe in divisors(free // tensor) if free % tensor == 0 else ():
-                if pipe > 1 and self.layers % pipe:  # padding computes for nothing
+                # Padding computes for nothing.
+                if pipe > 1 and (not self.layers or self.layers % pipe):
                     continue
                 ranks = free // tensor // pipe
                 for replica in self._copies(ranks, tensor):
@@ -82,7 +83,7 @@ class Space:
     def _copies(self, ranks: int, tensor: int) -> Iterable[int]:
         """How many copies of the state: one, as the config has, or one a node."""
         inside = max(1, self.node // tensor)
-        of_node = ranks // inside if ranks % inside == 0 else 1
+        of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
         return dict.fromkeys(n for n in (1, self.base.replica, of_node) if ranks % n == 0)
 
     def is_in(self, choice: Choice) -> bool:
@@ -128,7 +129,10 @@ class Space:
     def _able(self, name: str, at: Choice) -> tuple[Any, ...]:
         base, no, both = self.base, (False,), (False, True)
         if name == "stage":
-            return (0, 1, 2, 3) if at.data > 1 else (0, 3)  # 3 keeps masters alone
+            if at.data == 1:
+                return (0, 3)  # of which 3 keeps masters alone
+            # At stage 0 ranks are all alike, copies or not.
+            return (0, 1, 2, 3) if at.replica in (1, base.replica) else (1, 2, 3)
         if name == "recompute":
             return tuple(dict.fromkeys((*WORDS, *self._every(at), base.recompute)))
         if name == "activations_wait":
@@ -191,7 +195,7 @@ class Space:
         self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
     ) -> Iterator[Choice]:
         """Field by field, each with the values that those before it leave, and of `some`."""
-        made = [replace(self.base, **dict(zip(MESH, mesh)))]
+        made = [self.base.on(mesh)]
         for name in _ORDER:
             grown = []
             for at in made:
@@ -231,7 +235,7 @@ class Space:
         if only in (None, "mesh"):
             for mesh in self.meshes:
                 if mesh != choice.mesh:
-                    yield self._with_batch(replace(choice, **dict(zip(MESH, mesh))))
+                    yield self._with_batch(choice.on(mesh))
         for name in _ORDER:
             if only in (None, name):
                 for value in self._of(name, choice):
@@ -269,12 +273,3 @@ _PAIRS = (
 def divisors(number: int) -> tuple[int, ...]:
     low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(dict.fromkeys(itertools.chain(low, (number // n for n in reversed(low)))))
-
-
-def changed(base: Choice, choice: Choice) -> Mapping[str, Any]:
-    """The fields in which two choices differ, with the second's values."""
-    return {
-        field.name: getattr(choice, field.name)
-        for field in fields(Choice)
-        if getattr(choice, field.name) != getattr(base, field.name)
-    }

@@ -26,7 +26,7 @@ QUIET = 24  # estimates in a row without anything better are enough
 AT_ONCE = 6  # by one order of all choices
 HOPELESS = 1.5  # formulas are trusted to tell what is larger by that
 NEARLY = 1.25  # formulas are trusted to tell what is slower by more than that
-ROOM = 1.15  # ... and what needs more by that
+ROOM = 1.1  # head room by formula, corrected, of what is worth an estimate
 BETTER = 0.998  # what is faster by less is no reason to go on
 
 Submit = Callable[[Choice], "Future[Estimate]"]
@@ -201,13 +201,14 @@ class Walk:
         fits = best.fits == "fits"
         slow = here.seconds / sketch.seconds if sketch.seconds else 1.0
         large = here.device / sketch.device if sketch.device else 1.0
+        room = ROOM if fits else 1 / ROOM
         found = []
         for i, choice in enumerate(self.space.near(top)):
             if choice in self.done:
                 continue
             guess = self.sketched(choice)
             device, seconds = guess.device * large, guess.seconds * slow
-            if device > here.device_limit * ROOM and device > here.device:
+            if device * room > here.device_limit and device > here.device:
                 continue
             if fits and seconds > best.seconds * NEARLY:
                 continue
