@@ -127,7 +127,7 @@ def in_child(name: str) -> Estimated:
     return Estimated(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def _table() -> None:  # pragma: no cover
+def _table() -> None:
     print("| run | on | published | estimated | apart | compute, memory, exchanges, bubble |")
     print("|---|---|---|---|---|---|")
     for name, run in listed().items():

@@ -74,7 +74,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_they_end_with_the_process_that_asked_however_it_ends(how):
     asking = subprocess.Popen(
         [sys.executable, "-c", ASKS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -22,14 +22,12 @@ class Route:
       across: over how many slices or nodes they are.
       lanes: links of a device over which a ring sends at once; 0 where `inside` is 1.
       hops: from one end of the group inside to the other.
-      shared: groups whose messages go over one link of this device's at once.
     """
 
     inside: int
     across: int
     lanes: float
     hops: int
-    shared: int = 1
 
 
 class Links:

@@ -178,15 +178,13 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
     if op.name == "pallas_call":
         inner = forward_flops(op.params["jaxpr"])
         return inner * math.prod(op.params["grid_mapping"].grid) * _CAUSAL
-    query, key = op.ins[0], op.ins[1]
-    if query is None or key is None:
+    query = op.ins[0]
+    if query is None:
         return 0.0
     batch, seq, heads, dim = query.shape  # or [batch, heads, seq, dim]
     if op.params.get("layout") == 1:
         heads, seq = seq, heads
     ways = math.prod(mesh[a] for e in query.cut for a in e)
-    longer = key.size // max(key.shape[0] * dim, 1)
-    del longer
     products = 2 if "fwd" in op.name else 5
     causal = _CAUSAL if "CAUSAL" in str(op.params.get("mask_type")) else 1.0
     return products * 2 * batch * heads * seq * seq * dim * causal / ways
