@@ -12,10 +12,9 @@ from jaxspeed.placement.show import as_text, bytes_text
 # How far below a compiler's figure the estimate may be: tests/plan holds it within a fifth of the
 # compiler's, over a grid of compiled steps.
 MAY_BE_BELOW = 0.2
-# Where layers' parameters come from host memory, XLA:TPU's scheduler puts their transfers ahead and
-# other work off: in one step of the grid all chunks of the logits stay alive until the loss is
-# picked from them at its end, twice the estimate.
-MAY_BE_BELOW_WITH_TRANSFERS = 1.0
+# Where layers' parameters come from host memory, XLA:TPU opens loops to bring them ahead, and what
+# it then holds hangs on their length (a fifth above the estimate in the worst that was compiled).
+MAY_BE_BELOW_WITH_TRANSFERS = 0.5
 Verdict = Literal["fits", "tight", "does not fit"]
 
 

@@ -11,8 +11,9 @@
 
 from collections.abc import Callable, Iterable
 
-from jaxspeed.plan.memory.live import PRODUCTS, SUMS, Held
+from jaxspeed.plan.memory.live import Held
 from jaxspeed.plan.memory.opened import PAIRWISE, Op, Scope, Value, consts_and_carry
+from jaxspeed.plan.memory.real import PRODUCTS, SUMS
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"

@@ -1,49 +1,19 @@
 """What is alive at once: a walk over an opened program, loop by loop, as a compiler would place it.
 
-Which values have memory of their own:
-
-- What products, kernels, loops, exchanges and lookups give, and sums over dims.
-- What loops keep for a later loop, stacked over their trips.
-- Of element-wise results only those that several of these read, unless they are made of a single
-  array: a compiler computes the others where they are read, and what products give where their
-  result goes on.
-
-A reshape, a transpose or a constraint that changes nothing is another view of its operand. What a
-loop hands from trip to trip is updated where it lies, as is an argument that is given up.
+What a loop hands from trip to trip is updated where it lies, as is an argument that is given up.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from jaxspeed.plan.memory.cuts import CONSTRAINT
-from jaxspeed.plan.memory.opened import ENTER, LEAVE, PLACED, Op, Scope, Value, consts_and_carry
+from jaxspeed.plan.memory.opened import Op, Scope, Value, consts_and_carry
+from jaxspeed.plan.memory.order import Ordered
+from jaxspeed.plan.memory.real import MOVES, OUT, WHOLE
 from jaxspeed.plan.memory.tiles import Sizes
 
-VIEWS = {
-    "reshape", "squeeze", "expand_dims", "transpose", "name", "stop_gradient",
-    "optimization_barrier", "bitcast_convert_type", "copy", ENTER, LEAVE,
-}  # fmt: skip
-MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
-SUMS = {
-    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-}  # fmt: skip
-PRODUCTS = {"dot_general", "conv_general_dilated"}
-WHOLE = {
-    *PRODUCTS, *SUMS,
-    "scan", "while", "cond", "pallas_call", "gather", "scatter", "scatter-add", "sort", "cumsum",
-    "cumlogsumexp", "cummax", "cumprod", "argmax", "argmin", "top_k", "psum", "ppermute",
-    "all_gather", "all_to_all", "reduce_scatter", "psum_scatter", "psum2", "psum_invariant",
-    "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
-}  # fmt: skip
-READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
-# Whether a value has memory hangs on what it is made of (before it) and on who reads it (after it):
-# found again from what was found, until all know of each other.
-ROUNDS = 3
-SMALL = 16  # times as large: what is read beside it does not count
 # XLA:TPU opens loops of so many trips whose parts come from host memory, to bring them ahead, and
 # does not keep apart what the trips hold (libtpu 0.0.52; of six trips it keeps them apart).
 OPENED = 3
-OUT = -1  # the reader of what a scope gives
 
 
 @dataclass(frozen=True)
@@ -76,217 +46,20 @@ def peaks(
 
     `given_up[i]` is the input in whose place output i is written; `origins` are of outer loops.
     """
-    return Walk(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
+    return _Lives(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
 
 
-@dataclass
-class Walk:
-    """One scope: which of its values have memory (`settle`), and how much at once (`peaks`)."""
-
-    scope: Scope
-    sizes: Sizes
-    given_up: Sequence[Value | None]
-    depth: int
-    origins: dict[Value, int]  # the size of the largest array that a value is made of
-    roots: dict[Value, Value] = field(default_factory=dict)
-    readers: dict[Value, set[int]] = field(default_factory=dict)  # by root: operations, or OUT
-    makers: dict[Value, int] = field(default_factory=dict)
-    forced: set[Value] = field(default_factory=set)
-    real: set[Value] = field(default_factory=set)  # roots with memory of their own
-    sources: dict[Value, set[Value]] = field(default_factory=dict)  # of element-wise results
-    of_exp: set[Value] = field(default_factory=set)  # element-wise results made of an exponential
-
-    def root(self, value: Value) -> Value:
-        while value in self.roots:
-            value = self.roots[value]
-        return value
+class _Lives(Ordered):
+    """A scope with how long each of its values lives."""
 
     def peaks(self) -> tuple[Peak, Peak]:
         self.settle()
         return self._device_and_host()
 
-    def settle(self) -> None:
-        """Finds which values have memory of their own, and who reads them."""
-        ops = self.scope.ops
-        for i, op in enumerate(ops):
-            for k, out in enumerate(op.outs):
-                source = op.ins[k] if k < len(op.ins) else None
-                if source is not None and self._is_view(op, source, out):
-                    self.roots[out] = source
-                else:
-                    self.makers[out] = i
-        for _ in range(ROUNDS):
-            self.sources = self._sources()
-            self.readers, self.forced, self.real = {}, set(), set()
-            self._sinks()
-
-    def _is_view(self, op: Op, source: Value, out: Value) -> bool:
-        if op.name in MOVES:
-            same = self.sizes.cut(source) == self.sizes.cut(out) and source.host == out.host
-            return same and source.shape == out.shape
-        if op.name == "broadcast_in_dim":
-            return source.size == out.size
-        return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)
-
-    def _is_whole(self, op: Op, out: Value) -> bool:
-        """Whether its results have memory of their own, whoever reads them."""
-        if op.name in MOVES:
-            source = op.ins[op.outs.index(out)]
-            finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
-            return not finer or (source is not None and source.host != out.host)
-        scatters = op.name.startswith("scatter") and not self.sizes.library
-        if scatters and op.ins[0] is not None and op.ins[2] is not None:
-            # A few numbers among zeros: a comparison of indices, where the result is read.
-            into, updates = self.root(op.ins[0]), op.ins[2]
-            return not (self._is_spread(into) and SMALL * updates.size <= out.size)
-        return op.name in WHOLE
-
-    # -- what is computed where it is read -------------------------------------------------------
-
-    def _sources(self) -> dict[Value, set[Value]]:
-        """What an element-wise result is made of, beside what is small against it."""
-        found: dict[Value, set[Value]] = {}
-        for op in self.scope.ops:
-            inside = [self.origins.get(self.root(v), v.size) for v in op.values]
-            for out in op.outs:
-                if out in self.roots or self._is_whole(op, out):
-                    continue
-                self.origins[out] = max(inside, default=0)
-                of: set[Value] = set()
-                for v in op.values:
-                    r = self.root(v)
-                    if not self._is_spread(r) and SMALL * v.size >= out.size:
-                        of |= {r} if r in self.real else found.get(r, {r})
-                found[out] = of
-                of_same = {self.root(v) for v in op.values if v.size == out.size}
-                if op.name == "exp" or of_same & self.of_exp:
-                    self.of_exp.add(out)
-        return found
-
-    def _is_spread(self, value: Value) -> bool:
-        """Made of arrays that are small against it, a mask of positions say, or of nothing.
-
-        A compiler keeps those, and makes it where it is read, also inside of a loop.
-        """
-        return SMALL * self.origins.get(value, value.size) < value.size
-
-    def _sinks(self) -> None:
-        def read(value: Value | None, by: set[int], force: bool = False) -> None:
-            if value is not None:
-                r = self.root(value)
-                self.readers.setdefault(r, set()).update(by)
-                if force:
-                    self.forced.add(r)
-
-        for v in self.scope.outs:
-            read(v, {OUT})
-        for i in range(len(self.scope.ops) - 1, -1, -1):
-            op = self.scope.ops[i]
-            for k, out in enumerate(op.outs):
-                if out in self.roots or not self.readers.get(out):
-                    continue
-                if self._is_whole(op, out):
-                    if op.name in PRODUCTS and self._fused_into(out) is not None:
-                        for v in op.ins:
-                            read(v, self.readers[out])
-                        continue
-                    self.real.add(out)
-                    inputs = [op.ins[k]] if op.name in MOVES else op.ins
-                    for v in inputs:
-                        made_there = op.bodies and v is not None and self._is_spread(self.root(v))
-                        # A product reads its operands again for each block of its result: shares
-                        # of a softmax are made once, before it.
-                        shares = (
-                            op.name in PRODUCTS and v is not None and self.root(v) in self.of_exp
-                        )
-                        library = self.sizes.library and op.name in PRODUCTS
-                        force = shares or library or op.name not in READS_ANYTHING
-                        read(v, set() if made_there else {i}, force)
-                    continue
-                by = self.readers[out]
-                several = len(by) > 1 and len(self.sources[out]) > 1
-                if out in self.forced or several or OUT in by:
-                    self.real.add(out)
-                    by = {i}
-                for v in op.values:
-                    read(v, by)
-
-    def _fused_into(self, product: Value) -> Op | None:
-        """The element-wise operation that a product's result goes into, and nowhere else."""
-        by = self.readers[product]
-        if self.sizes.library or len(by) != 1 or OUT in by or product in self.forced:
-            return None
-        op = self.scope.ops[next(iter(by))]
-        return None if any(self._is_whole(op, out) for out in op.outs) else op
-
-    # -- how long it lives -----------------------------------------------------------------------
-
-    def _times(self, free: set[Value]) -> list[int]:
-        """When operations run: in their order, but what frees more than it takes, at once.
-
-        Compilers order operations so as to need little memory.
-        """
-        keys: list[tuple[int, ...]] = []
-        put_off = self._put_off()
-        ready: dict[Value, tuple[int, ...]] = {}
-        for i, op in enumerate(self.scope.ops):
-            key: tuple[int, ...] = (i,)
-            after = max((ready.get(self.root(v), (-1,)) for v in op.values), default=(-1,))
-            mine = [out for out in op.outs if out in self.real]
-            if mine and not op.bodies:
-                arrays = (out for out in mine if out.shape and out not in free)
-                taken = sum(map(self.sizes.of, arrays))
-                read = {r for v in op.values for r in self.read_by(v) if r in self.real}
-                ending = (r for r in read if OUT not in self.readers[r])
-                freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
-                if freed >= taken:
-                    key = (*after, i)
-            if i in put_off:
-                key = (put_off[i], *key)
-            keys.append(key)
-            for out in op.outs:
-                if out not in self.roots:
-                    ready[out] = key if mine else after
-        times = [0] * len(keys)
-        for time, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
-            times[i] = time
-        return times
-
-    def _put_off(self) -> dict[int, int]:
-        """Of operations that make gradients: when a GPU's compiler runs them.
-
-        It runs what a backward pass goes on with first, and the gradients of unrolled layers' weights
-        when all else is done: seen in compiles for an H100, where what they are made of stays alive.
-        """
-        ops = self.scope.ops
-        if not self.sizes.library:
-            return {}
-        last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
-        found: dict[int, int] = {}
-        free: set[int] = set()  # of them, those that only hand on
-        for i in range(last, -1, -1):
-            op = ops[i]
-            by = set().union(*(self.readers.get(self.root(o), set()) for o in op.outs))
-            if op.backward and not op.bodies and all(r == OUT or r > last or r in free for r in by):
-                found[i] = last
-                if op.name not in READS_ANYTHING:
-                    free.add(i)
-        return found
-
-    def read_by(self, value: Value) -> set[Value]:
-        """What has memory behind a value that is computed where it is read."""
-        r = self.root(value)
-        if r in self.real or r not in self.makers:
-            return {r}
-        of: set[Value] = set()
-        for v in self.scope.ops[self.makers[r]].values:
-            of |= self.read_by(v)
-        return of
-
     def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
         free, stacked = self._written_elsewhere()
-        times = self._times(free)
+        times = self.times(free)
         copies = self._copies()
         lives: list[tuple[int, int, Value, int]] = []
         for value in self.real:
@@ -399,11 +172,6 @@ class Walk:
             if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
                 add(place, OUT)
         return found
-
-    def hand_origins(self, given: Sequence[Value | None], parts: Sequence[Value]) -> None:
-        for v, part in zip(given, parts, strict=False):
-            if v is not None and self.root(v) in self.origins:
-                self.origins[part] = self.origins[self.root(v)]
 
     def _written_elsewhere(self) -> tuple[set[Value], set[Value]]:
         """Outputs that are written to where they shall lie, and of the others those that a loop

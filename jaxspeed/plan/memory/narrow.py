@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.plan.memory.live import PRODUCTS, VIEWS
 from jaxspeed.plan.memory.opened import PAIRWISE, Op, Scope, Value, all_ops, consts_and_carry
+from jaxspeed.plan.memory.real import PRODUCTS, VIEWS
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 

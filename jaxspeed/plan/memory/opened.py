@@ -51,6 +51,7 @@ class Op:
     Attributes:
       bodies: what it runs, of a loop or a branch.
       backward: whether it belongs to a derivative's backward pass.
+      again: whether that makes again what the forward pass did not keep.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Op:
     outs: list[Value]
     bodies: list["Scope"] = field(default_factory=list)
     backward: bool = False
+    again: bool = False
     trips: int = 1
 
     @property
@@ -88,6 +90,7 @@ class _Opening:
         self.platform = platform
         self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
         self.backward = False  # whether in a call of a backward pass
+        self.again = False  # ... that makes things again
         self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
 
     def value(self, variable: Any) -> Value:
@@ -115,10 +118,11 @@ class _Opening:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name in CALLS:
-                outside = self.backward
+                outside = self.backward, self.again
                 self.backward |= _is_backward(eqn)
+                self.again |= bool(params.get("differentiated"))
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
-                self.backward = outside
+                self.backward, self.again = outside
             elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
@@ -130,7 +134,9 @@ class _Opening:
 
     def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
         name, params = eqn.primitive.name, eqn.params
-        op = Op(name, params, ins, outs, backward=self.backward or _is_backward(eqn))
+        op = Op(
+            name, params, ins, outs, backward=self.backward or _is_backward(eqn), again=self.again
+        )
         if name == "scan":
             op.bodies, op.trips = [self.scope(*open_jaxpr(params["jaxpr"]))], params["length"]
         elif name == "while":

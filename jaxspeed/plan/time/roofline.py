@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxspeed.observe.metrics import ModelFlops, language_flops, traced_flops
-from jaxspeed.plan.memory.live import Walk
 from jaxspeed.plan.memory.opened import Scope, Value
+from jaxspeed.plan.memory.real import Walk
 from jaxspeed.plan.memory.step import Step, read_step
 from jaxspeed.plan.memory.tiles import local_shape
 from jaxspeed.plan.targets import Target

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxspeed.observe.metrics.traced import forward_flops
 from jaxspeed.plan.chips import Chip
-from jaxspeed.plan.memory.live import OUT, PRODUCTS, VIEWS, Walk
 from jaxspeed.plan.memory.opened import Op, Value
+from jaxspeed.plan.memory.real import OUT, PRODUCTS, VIEWS, Walk
 from jaxspeed.plan.memory.tiles import Sizes
 
 KERNELS = ("pallas_call", "dot_product_attention")
