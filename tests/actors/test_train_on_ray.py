@@ -89,6 +89,7 @@ def done(folder):
     return len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.full
 def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder):
     run = folder / "ray"
     child = started(folder, "ray")

@@ -145,6 +145,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
     assert made.fits and "compiled: 3 GB a device, fits" in str(made)
 
 
+@pytest.mark.full
 def test_where_a_config_does_not_fit_advice_is_given(tmp_path, config):
     path = tmp_path / "own.yaml"
     path.write_text(SMALL_CHIP)

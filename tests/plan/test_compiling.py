@@ -224,4 +224,5 @@ def test_an_answer_is_plain_data():
         "host_bytes": 0,
         "refused": refused.said,
         "seconds": 2.0,
+        "kept": None,
     }

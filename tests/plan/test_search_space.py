@@ -1,6 +1,7 @@
 """What a search chooses from: every choice is a config, and says the batch that the user said."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -75,6 +76,15 @@ def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, 
 
 
 PLAIN = {"train_batch_size": 64}
+
+
+def test_what_no_longer_waits_in_host_memory_is_still_made_again():
+    """`cpu_checkpointing` alone says `full`, which must not go with it."""
+    written = {**PLAIN, "activation_checkpointing": {"cpu_checkpointing": True}}
+    space = space_of(written, 8)
+    stays = replace(space.base, activations_wait=False)
+    words = words_of(written, space.base, stays, space.samples)
+    assert choice_of(Config.load(applied(written, words)), 8) == stays
 
 
 def test_the_config_as_it_is_needs_no_words():

@@ -176,6 +176,8 @@ def _words(
     given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
 ) -> Iterator[tuple[str, Any]]:
     changed = {field for field in _KEYS if getattr(base, field) != getattr(choice, field)}
+    if "activations_wait" in changed:  # to wait in host memory says to keep little, if nothing else
+        changed.add("recompute")
     shards = "stage" in changed and _found(given, "zero_optimization.mics_shard_size")
     if choice.mesh != base.mesh or shards:  # a shard size is refused at stage 0
         changed.add("mesh")
