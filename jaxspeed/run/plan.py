@@ -142,8 +142,6 @@ class Plan:
             "does not fit": f"not expected to fit: {of}",
         }
         lines = [said[word]]
-        if chip.platform != "tpu":
-            lines.append("(held against compilers for TPUs, not yet against one for GPUs)")
         if self.advice and not self.outcome:
             lines += self.advice.lines()
         compiled = self.outcome.device_bytes if self.outcome else None

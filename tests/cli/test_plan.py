@@ -241,9 +241,8 @@ def test_a_target_is_told_what_a_step_needs_by_component(config):
     assert memory["device"] == sum(c["bytes"] for c in memory["components"] if not c["host"])
     names = {component["name"] for component in memory["components"]}
     assert {"optimizer", "gradients", "batch"} <= names
-    text = plan(config, "--target", "v5e:2x4").stdout
-    assert "expected to fit" in text and "held against compilers" not in text
-    assert "not yet against one for GPUs" in plan(config, "--target", "h100:8").stdout
+    for target in ("v5e:2x4", "h100:8"):
+        assert "expected to fit" in plan(config, "--target", target).stdout
 
 
 def test_the_page_holds_what_json_prints(config, tmp_path):

@@ -216,5 +216,6 @@ class _Lives(Ordered):
             ends_here = r not in found and last_of.get(r) == i
             if ends_here and r.host == out.host and self.sizes.of(r) == self.sizes.of(out):
                 found.add(r)
-                break
+                if not op.bodies:
+                    break
         return found
