@@ -66,7 +66,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_offload_trains_as_the_resident_state_does(name, stage):
     """The config's own optimizers, on meshes, with clipping, an average and a schedule."""
     case, mesh = CASES["gpt2"], MESHES[name]
