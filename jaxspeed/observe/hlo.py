@@ -250,7 +250,7 @@ def _value(text: str, start: int) -> str:
             depth += 1
         elif char in ")]}":
             depth -= 1
-        elif char == "," and depth == 0 and re.match(r", [a-z_]+=(?!\()", text[at:]):
+        elif char == "," and depth == 0 and re.match(r", [a-z_-]+=(?!\()", text[at:]):
             # `mesh['a'=4], device_ids=(0,2,1,3) {'a'}` is one value: its comma is passed over.
             return text[start:at]
         at += 1

@@ -90,6 +90,23 @@ def test_an_instruction_may_go_on_over_lines():
     assert module.devices == 4
 
 
+def test_what_runs_before_an_instruction_is_not_called_by_it():
+    """As XLA:GPU orders what moves to host memory."""
+    module = parse(
+        "HloModule m\n\n"
+        "%inner (p: f32[]) -> f32[] {\n"
+        "  ROOT %p = f32[] parameter(0)\n"
+        "}\n\n"
+        "ENTRY %main (x: f32[]) -> f32[] {\n"
+        "  %x = f32[] parameter(0)\n"
+        "  %first = f32[] negate(%x)\n"
+        "  ROOT %made = f32[] fusion(%x), kind=kLoop, calls=%inner, control-predecessors={%first}\n"
+        "}\n"
+    )
+    assert module.entry.instructions["made"].called("calls") == ("inner",)
+    assert len([*walk(module)]) == 4
+
+
 def test_text_without_an_entry_is_an_error():
     with pytest.raises(ValueError, match="ENTRY"):
         parse("HloModule m\n")
