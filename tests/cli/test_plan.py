@@ -1,34 +1,25 @@
 """`jaxspeed plan`: what it says is what training then does, and it makes nothing."""
 
-import contextlib
 import io
 import json
 import subprocess
-from types import SimpleNamespace
 
 import jax
 import pytest
 from rich.console import Console
 
 import jaxspeed
-from jaxspeed.cli.main import main
 from jaxspeed.config import load_config
 from jaxspeed.observe import Collective, CompiledReport
 from jaxspeed.placement.show import as_text
 from jaxspeed.run import plan_run, source_of
 from jaxspeed.run.planned import batch_shapes
+from tests.cli.planning import plan
 from tests.plan import page_read
 from tests.run import small
 
 # 2 stages, 4 data ranks; XLA:CPU cannot compile a pipeline in bf16.
 STAGES = ("--set", "mesh.pipe=2", "--set", "bf16.enabled=false")
-
-
-def plan(*words):
-    said, complained = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
-        code = main(["plan", *map(str, words)])
-    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -1,30 +1,20 @@
 """`jaxspeed plan --search`: a config that is estimated to be faster, and the same batch."""
 
-import contextlib
-import io
 import json
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 import jaxspeed
-from jaxspeed.cli.main import main
 from jaxspeed.config import load_config
 from jaxspeed.plan.outcome import Outcome, Refusal
 from jaxspeed.run import plan_run, search, source_of
+from tests.cli.planning import plan
 from tests.engine.tiny import Listed, batch, squared_error
 from tests.run import small
 
 TARGET = "h100:8"
 FEW = ("--set", "autotuning.enabled=true", "--set", "autotuning.tuner_num_trials=5")
-
-
-def plan(*words):
-    said, complained = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
-        code = main(["plan", *map(str, words)])
-    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from jaxspeed.placement.mesh import AXES
 from jaxspeed.plan.memory.opened import Op, Scope, Value
 from jaxspeed.plan.targets import target_of
 from jaxspeed.plan.time.links import Links
-from jaxspeed.plan.time.traffic import Moved
+from jaxspeed.plan.time.moved import Moved
 
 GB = 1_000_000_000
 NOTHING = Op("op", {}, [], [])

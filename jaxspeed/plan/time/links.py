@@ -7,7 +7,7 @@ from functools import cached_property
 
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.plan.targets import Target
-from jaxspeed.plan.time.traffic import Moved, sent
+from jaxspeed.plan.time.moved import Moved, sent
 from jaxspeed.plan.torus import placed_on
 
 LINKS, NETWORK, HOST = "links", "network", "host"

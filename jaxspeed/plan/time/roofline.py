@@ -15,8 +15,9 @@ from jaxspeed.plan.targets import Target
 from jaxspeed.plan.time.exchange import Exchange
 from jaxspeed.plan.time.flow import UNITS, Task, flow
 from jaxspeed.plan.time.links import Links
+from jaxspeed.plan.time.moved import Moved, sent
 from jaxspeed.plan.time.told import Time
-from jaxspeed.plan.time.traffic import Moved, sent, traffic
+from jaxspeed.plan.time.traffic import traffic
 from jaxspeed.plan.time.work import works
 from jaxspeed.train.family import family_sizes
 from jaxspeed.train.program import Program

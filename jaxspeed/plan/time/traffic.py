@@ -13,7 +13,6 @@ A partitioner exchanges where an operation wants an array to lie otherwise than 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from jaxspeed.plan.memory.cuts import CONSTRAINT, ties_of
 from jaxspeed.plan.memory.kinds import Kinds
@@ -26,11 +25,10 @@ from jaxspeed.plan.memory.opened import (
     Value,
     consts_and_carry,
 )
+from jaxspeed.plan.memory.real import SUMS
 from jaxspeed.plan.memory.tiles import Sizes
+from jaxspeed.plan.time.moved import Moved
 
-PARTIAL_SUMS = {
-    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-}  # fmt: skip
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, "convert_element_type", "name", "reshape", "transpose", "squeeze", "neg"}
 _SAID = {  # by a manual region: its primitive, and what it is
@@ -41,32 +39,6 @@ _SAID = {  # by a manual region: its primitive, and what it is
     "all_to_all": "all-to-all", "ppermute": "permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
 _NOWHERE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
-
-
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """One exchange as it stands in the program.
-
-    Attributes:
-      kind, axes, what: as of an `Exchange`.
-      payload: bytes of a device in one run: what an all-gather gathered, what a reduce-scatter or
-        an all-to-all was given, the operand of the others.
-      value: what is exchanged.
-      scope: in which it runs.
-      op: of that scope, which waits for it or has made what is sent.
-      before: whether it runs before `op`, or after it.
-      runs: how often, all trips multiplied.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    what: str
-    payload: int
-    value: Value
-    scope: Scope
-    op: Op
-    before: bool
-    runs: int
 
 
 def traffic(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[Moved]:
@@ -142,7 +114,7 @@ class _Walk:
                 self._lie(v, cut, op)
         partial = {a for a in partial if self.mesh[a] > 1}
         if partial:
-            if op.name in PARTIAL_SUMS and op.name not in ("reduce", "reduce_sum"):
+            if op.name in SUMS and op.name not in ("reduce", "reduce_sum"):
                 self._send("all-reduce", partial, out, op, before=False)
             else:
                 self.pending[out] = (partial, out)
@@ -151,7 +123,7 @@ class _Walk:
         """Dims that the devices of some axes may each sum over their part of."""
         if op.name == "dot_general":
             yield from self._contracted(op)
-        elif op.name in PARTIAL_SUMS:
+        elif op.name in SUMS:
             for v in op.values:
                 for d in op.params.get("axes", op.params.get("dimensions", ())):
                     yield v, int(d), set(v.cut[int(d)])
@@ -412,10 +384,3 @@ def _sum(found: Sequence[Moved]) -> int:
 
 def _width(v: Value) -> int:
     return int(getattr(v.dtype, "itemsize", 4) or 4)
-
-
-def sent(moved: Moved, ways: int) -> float:
-    """Bytes that a device sends in one run, when the group forms a ring."""
-    share = (ways - 1) / ways
-    factor = {"all-reduce": 2 * share, "permute": 1.0, "to host": 1.0, "from host": 1.0}
-    return moved.payload * factor.get(moved.kind, share)
