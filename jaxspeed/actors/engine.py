@@ -33,7 +33,7 @@ from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.observe import CompiledReport
 from jaxspeed.parallel.server import Rule
-from jaxspeed.placement.rows import Row
+from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.program import Metrics, Program
 from jaxspeed.train.served import wire_of
 from jaxspeed.train.state import TrainState
@@ -68,7 +68,10 @@ class RayProgram(Program):
             assert row.grad is not None
             return row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
 
-        return sum(_elements(row) * jnp.dtype(wire or made(row)).itemsize for row in self._trained)
+        return sum(
+            _elements(row) * jnp.dtype(reduction_dtype(made(row), wire)).itemsize
+            for row in self._trained
+        )
 
     @property
     def _trained(self) -> list[Row]:

@@ -6,7 +6,7 @@ is not its own: each server adds up the squares of its gradients, and all are gi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -105,13 +105,16 @@ class ModelShare:
         values, _ = self.whole.init(seed)
         return {path: piece.of(values[path]) for path, piece in self.pieces.items()}, {}
 
+    def notes(self, compute_dtype: Any) -> Sequence[str]:
+        return self.whole.notes(compute_dtype)
+
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return self.whole.native(flat, absent)
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
         raise NotImplementedError("servers compute no loss")
 
-    def mutated(self, bound: Any) -> Arrays:
+    def mutated(self, bound: Any, params: Arrays) -> Arrays:
         raise NotImplementedError("servers compute no loss")
 
     def naming(self, bound: Any) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspeed.actors.pieces import Piece, Pieces
 from jaxspeed.actors.serving import Published, Told
+from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import refuse_statistics, wire_of
 from jaxspeed.train.state import Arrays
@@ -45,7 +46,7 @@ class Working:
 
             def cut(pieces: Pieces) -> Arrays:
                 mine = {path: piece.of(sums.grads[path]) for path, piece in trained(pieces)}
-                return {path: x.astype(wire or x.dtype) for path, x in mine.items()}
+                return {path: x.astype(reduction_dtype(x.dtype, wire)) for path, x in mine.items()}
 
             return list(map(cut, self.shares)), Told(sums.total, sums.weight, sums.metrics, scale)
 

@@ -16,6 +16,7 @@ _NAMES = {
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
     "int64": "I64",

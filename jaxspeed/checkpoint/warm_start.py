@@ -101,7 +101,7 @@ def _is_weight(name: str, leaf: KeptLeaf) -> bool:
 
 
 def _floats(dtype: Any) -> bool:
-    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
 
 
 def _names_any(path: str, leaves: Mapping[str, Any]) -> bool:

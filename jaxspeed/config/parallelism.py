@@ -72,6 +72,7 @@ class Parallel(Section):
 
     units: list[Pattern] = Field(default_factory=list)
     full_precision: list[Pattern] = Field(default_factory=list)
+    state_collections: list[Text] | None = None
     logical_axes: dict[Pattern, list[Text | None]] = Field(default_factory=dict)
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)

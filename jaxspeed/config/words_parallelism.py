@@ -28,6 +28,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
             "by default they are found.",
             "full_precision": "Parameters that are never cast, as path patterns.",
+            "state_collections": "What is carried from step to step beside parameters: Linen "
+            "collections or nnx Variable types by name; by default all but sown and intermediate "
+            "values.",
             "logical_axes": "Names of the dims of parameters that their model gives none, by path "
             'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
             "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Group
 from rich.table import Table
@@ -22,7 +21,7 @@ from jaxspeed.train.family import resolve_model
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Program
 from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers
-from jaxspeed.train.state import TrainState, pad, unpad, updated_values
+from jaxspeed.train.state import TrainState, pad, unpad, updated_values, wide_dtype
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
 # million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and
@@ -218,7 +217,8 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Any]:
 
         grads = on_device(sums.grads)
         grads = {
-            r.path: unpad(grads[r.path], r.leaf.shape).astype(jnp.float32) / scale for r in trained
+            r.path: unpad(grads[r.path], r.leaf.shape).astype(wide_dtype(r)) / scale
+            for r in trained
         }
         return metrics["loss"], grads, logical(on_device(state)), logical(on_device(after))
 

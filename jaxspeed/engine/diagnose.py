@@ -15,8 +15,14 @@ import jax.numpy as jnp
 from jaxspeed.observe import nonfinite_flags
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.units.choose import bodies
-from jaxspeed.placement.units.jaxprs import as_function, bindings, is_var, open_jaxpr, part
-from jaxspeed.placement.units.pieces import consts_and_carry
+from jaxspeed.placement.units.jaxprs import (
+    as_function,
+    bindings,
+    consts_and_carry,
+    is_var,
+    open_jaxpr,
+    part,
+)
 from jaxspeed.placement.units.tags import calls_in
 from jaxspeed.train.program import Program
 from jaxspeed.train.state import TrainState, unpad

@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 
+from jaxspeed.engine.telling import clips_by_default
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Metrics, Program
 
 log = logging.getLogger("jaxspeed")
+CLIPPED = 1 - 1e-5  # a norm below this share of another one is not its rounding
 SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
 
 
@@ -32,6 +34,7 @@ class Reporter:
         self._seconds: deque[float] = deque(maxlen=100)
         self._step = step
         self._hooks: list[tuple[Hook, int]] = []
+        self._clips_by_default = clips_by_default(program)
 
     def add_hook(self, hook: Hook, every: int) -> None:
         """Call this with every so many steps' metrics."""
@@ -69,6 +72,18 @@ class Reporter:
                 step,
                 int(metrics["skipped_steps"]),
                 float(metrics["loss_scale"]),
+            )
+        elif self._clips_by_default and float(metrics["grad_norm_clipped"]) < CLIPPED * float(
+            metrics["grad_norm"]
+        ):
+            self._clips_by_default = False  # said once
+            log.warning(
+                "step %d: the gradient's norm %.4g was clipped to %.4g, which is the default of "
+                "gradient_clipping (DeepSpeed's too); it is 0 for no clipping. Later steps that "
+                "are clipped are not logged: compare the metrics grad_norm and grad_norm_clipped",
+                step,
+                float(metrics["grad_norm"]),
+                float(metrics["grad_norm_clipped"]),
             )
         for hook, often in self._hooks:
             if step % often == 0:

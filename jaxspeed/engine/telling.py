@@ -25,6 +25,9 @@ def tell(program: Program) -> None:
     """What a user should know of a program before its first step."""
     if program.config.dump_state:
         log.info("config: %s\n%s", program.config.given, program.table)
+    for note in program.model.notes(program.objective.compute_dtype):
+        log.warning("%s", note)
+    _tell_of_clipping(program)
     if program.proposal is not None:
         log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
     ways = program.mesh.shape["tensor"]
@@ -49,6 +52,22 @@ def tell(program: Program) -> None:
                 room,
                 room / own.layers,
             )
+
+
+def _tell_of_clipping(program: Program) -> None:
+    """Which norm gradients are clipped to, where the config leaves it to the default."""
+    if clips_by_default(program):
+        log.info(
+            "gradient_clipping: gradients are clipped to a global norm of %g, DeepSpeed's default; "
+            "set gradient_clipping to another norm, or to 0 for none",
+            program.optimizer.clipping,
+        )
+
+
+def clips_by_default(program: Program) -> bool:
+    """Whether gradients are clipped though the config says nothing of it."""
+    said = "gradient_clipping" in program.config.model_fields_set
+    return program.optimizer.clipping > 0 and not said
 
 
 def _tell_of_the_pool(program: Program) -> None:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxspeed.memory.costs import programs_in
 from jaxspeed.placement.units import Units
 from jaxspeed.placement.units.choose import bodies
-from jaxspeed.placement.units.jaxprs import is_var, part
+from jaxspeed.placement.units.jaxprs import consts_and_carry, is_var, part
 from jaxspeed.placement.units.keeping import made_of
-from jaxspeed.placement.units.pieces import Way, consts_and_carry, pieces
+from jaxspeed.placement.units.pieces import Way, pieces
 
 
 @dataclass(frozen=True)

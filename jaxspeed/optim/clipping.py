@@ -11,13 +11,18 @@ _EPS = 1e-6  # DeepSpeed's: in `unscale_and_clip_grads` and `clip_tensors_by_glo
 def global_norm(tree: Any) -> jax.Array:
     """The L2 norm of all leaves as one vector, squared and summed in float32 at least.
 
+    Of complex numbers the magnitudes count.
+
     It is finite only if every element is: the check for an overflow needs no second pass.
     """
-    squares = [jnp.sum(_square(leaf)) for leaf in jax.tree.leaves(tree)]
+    squares = [jnp.sum(squared(leaf)) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _square(x: jax.Array) -> jax.Array:
+def squared(x: jax.Array) -> jax.Array:
+    """|x|^2, element by element, in float32 at least."""
+    if jnp.iscomplexobj(x):
+        return squared(x.real) + squared(x.imag)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * x
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspeed.optim.clipping import squared
 from jaxspeed.optim.paths import map_with_path
 
 
@@ -28,8 +29,9 @@ def scale_by_lamb_coefficient(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def scaled(path: str, u: jax.Array, p: jax.Array) -> jax.Array:
             dims = tuple(range(stacked(path), p.ndim))
-            p_norm = jnp.sqrt(jnp.sum(p * p, axis=dims, keepdims=True))
-            u_norm = jnp.sqrt(jnp.sum(u * u, axis=dims, keepdims=True))
+            p_norm, u_norm = (
+                jnp.sqrt(jnp.sum(squared(x), axis=dims, keepdims=True)) for x in (p, u)
+            )
             either_zero = (p_norm == 0) | (u_norm == 0)
             ratio = p_norm / jnp.where(either_zero, 1, u_norm)
             return jnp.where(either_zero, 1, jnp.clip(ratio, min_coeff, max_coeff)) * u

@@ -261,7 +261,7 @@ def muon(
     weight_decay: float = 0.0,
     ns_method: NewtonSchulz = "gram",
 ) -> optax.GradientTransformation:
-    """DeepSpeed's MuonWithAuxAdam: Muon for hidden matrices, AdamW for everything else.
+    """DeepSpeed's MuonWithAuxAdam: Muon for hidden (real) matrices, AdamW for everything else.
 
     `muon_lr` and `adam_lr` stand over `lr`; without any, 0.02 and 3e-4. A scheduler with an lr of
     its own (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to the same,
@@ -276,7 +276,7 @@ def muon(
 
     def label(path: str, p: Any) -> str:
         is_matrix = uses_muon(path, p.ndim - parts.stacked(path), parts.inputs(path))
-        return "muon" if is_matrix else "adam"
+        return "muon" if is_matrix and not jnp.iscomplexobj(p) else "adam"
 
     def labels(params: Any) -> Any:
         return map_with_path(label, params)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspeed.optim.clipping import squared
 from jaxspeed.optim.paths import map_with_path
 
 Step = jax.typing.ArrayLike  # the number of optimizer updates that were completed before this one
@@ -151,7 +152,9 @@ def scale_by_adagrad(
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        total = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, updates)
+        total = jax.tree.map(
+            lambda s, g: s + squared(g).astype(s.dtype), state.sum_of_squares, updates
+        )
         slower = 1 + state.step * lr_decay
         updates = jax.tree.map(
             lambda g, s: g / ((jnp.sqrt(s) + eps) * slower.astype(g.dtype)), updates, total

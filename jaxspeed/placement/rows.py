@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ROLES = ("param", "master", "grad", "opt")
@@ -55,6 +56,11 @@ class Precision:
 
 
 AS_MADE = Precision()
+
+
+def reduction_dtype(dtype: Any, wanted: Any) -> Any:
+    """In which a gradient is reduced: in `wanted` if that is a dtype, and never complex as real."""
+    return dtype if wanted is None or jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
 @dataclass(frozen=True)

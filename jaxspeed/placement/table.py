@@ -211,6 +211,8 @@ def _row(
     notes += [f"dim {dim} padded {a} -> {b}" for dim, (a, b) in sizes if a != b]
     note = ", ".join(filter(None, notes))
 
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):  # there is no 16-bit complex dtype
+        precision = AS_MADE
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 

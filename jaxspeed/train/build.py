@@ -89,6 +89,7 @@ def _on_one_mesh(
         trainable=trainable,
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
+        state_collections=config.parallel.state_collections,
     )
     _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)

@@ -20,6 +20,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.memory import Lane, in_host, mean_in_host, zeros_in_host
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
+from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.loss import Loss
 from jaxspeed.train.objective import Objective
@@ -123,7 +124,7 @@ class Gradients:
             return "micro_batch", "the loss is not a (sum, weight), so it may mix samples"
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
-        if program.changes_variables:
+        if program.written:
             return "micro_batch", "the training pass changes the model's statistics"
         return "step", "the loss is a weighted sum over samples"
 
@@ -140,9 +141,13 @@ class Gradients:
         """One micro-batch: gradients of scale * total / `among`(weight)."""
         trained = {row.path for row in self.table if row.leaf.trainable}
 
+        # Parameters that an earlier micro-batch's loss wrote come among the variables.
+        sources = {path: variables.get(path, value) for path, value in sources.items()}
+        state = {path: value for path, value in variables.items() if path not in sources}
+
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             every = {path: active.get(path, value) for path, value in sources.items()}
-            loss, after = self.objective(every, variables, batch, step, micro, True)
+            loss, after = self.objective(every, state, batch, step, micro, True)
             if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
                 raise ModelError(
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
@@ -154,6 +159,7 @@ class Gradients:
 
         active = {path: value for path, value in sources.items() if path in trained}
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
+        grads = jax.tree.map(steepest, grads)
         return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
 
     def _accumulate(
@@ -176,7 +182,7 @@ class Gradients:
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
                 sums = self.pipeline.gradients(sources, variables, micro, step, scale, placed)
-            return sums, variables
+            return sums._replace(grads=jax.tree.map(steepest, sums.grads)), variables
 
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]
@@ -218,16 +224,20 @@ class Gradients:
             return (Sums(grads, total, weight, metrics, new.errors), variables), None
 
         indices = first + jnp.arange(self.accumulation)
-        zero = self._zeros(run, variables, micro, errors, place)
+        zero, written = self._zeros(run, variables, micro, errors, place)
+        variables = {**{path: sources[path] for path in written}, **variables}
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
         # Here too, else the compiler may cut whole accumulators (stage 1) as the optimizer's state.
         grads = {path: place(path, grad) for path, grad in sums.grads.items()}
         return sums._replace(grads=grads), variables
 
-    def _zeros(self, run: Micro, variables: Arrays, micro: Any, errors: Arrays, place: Any) -> Sums:
+    def _zeros(
+        self, run: Micro, variables: Arrays, micro: Any, errors: Arrays, place: Any
+    ) -> tuple[Sums, set[str]]:
+        """What sums begin with, and the parameters that the loss writes."""
         first = jax.tree.map(lambda x: x[0], micro)
-        shape = jax.eval_shape(run, variables, first, jnp.asarray(0), errors)[0]
+        shape, after = jax.eval_shape(run, variables, first, jnp.asarray(0), errors)
 
         def zero(path: str, grad: Any) -> jax.Array:
             placement = self.table[path].grad
@@ -238,7 +248,7 @@ class Gradients:
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
         grads = {path: zero(path, g) for path, g in shape.grads.items()}
-        return sums._replace(grads=grads, errors=errors)
+        return sums._replace(grads=grads, errors=errors), after.keys() - variables.keys()
 
     def _lane(self, path: str) -> Lane:
         """How the gradient of a parameter waits in host memory."""
@@ -269,7 +279,8 @@ class Gradients:
         share = jnp.where(weight > 0, parts.weight / weight, 0)  # [ranks]
 
         def mean(part: jax.Array, wire: Any = None) -> jax.Array:  # [ranks, ...]
-            shares = (part * share.reshape(-1, *[1] * (part.ndim - 1))).astype(wire or part.dtype)
+            shares = part * share.reshape(-1, *[1] * (part.ndim - 1))
+            shares = shares.astype(reduction_dtype(part.dtype, wire))
             # Not jnp.sum, which widens 16-bit numbers before they cross.
             zero = jnp.zeros((), shares.dtype)
             return jax.lax.reduce(shares, zero, jax.lax.add, (0,)).astype(part.dtype)
@@ -280,6 +291,12 @@ class Gradients:
             weight,
             jax.tree.map(mean, parts.metrics),
         )
+
+
+def steepest(grad: jax.Array) -> jax.Array:
+    """The direction in which a loss rises most: of a complex parameter, the conjugate of what JAX
+    calls its gradient (dL/dx - i dL/dy of x + i y). A real one is that already."""
+    return jnp.conj(grad)
 
 
 def batch_specs(batch: Any) -> Any:

@@ -17,24 +17,30 @@ from jax.sharding import NamedSharding
 
 from jaxspeed.config import match
 from jaxspeed.config.recompute import NOTHING_SAID, Recompute
+from jaxspeed.errors import ModelError
 from jaxspeed.memory.kept import Kept, kept_of
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
+from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
+from jaxspeed.placement.units.jaxprs import forwarded
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
-from jaxspeed.train.state import Arrays, unpad
+from jaxspeed.train.state import Arrays, pad, unpad
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`__call__(sources, variables, batch, step, micro, train) -> (Loss, new variables)`."""
+    """`__call__(sources, variables, batch, step, micro, train) -> (Loss, what the loss wrote)`.
+
+    Written are variables of the model, by path, and parameters, as they are stored.
+    """
 
     model: Model
     loss_fn: Callable[[Any, Any], Any]
@@ -67,7 +73,8 @@ class Objective:
         way = self.way(crossed, program, program.batch, recompute)
         way = replace(way, samples=self.samples(batch))
         outs = run_sliced(crossed, program.closed.consts, args, storage, way)
-        return jax.tree.unflatten(program.out_tree, outs)
+        loss, written = jax.tree.unflatten(program.out_tree, outs)
+        return loss, self._as_stored(written)
 
     def _given(self, row: Row, source: jax.Array) -> jax.Array:
         """A stored parameter as units are given it; of an exchange, this rank's cut."""
@@ -122,7 +129,44 @@ class Objective:
     def _direct(
         self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        return self._traced_loss(params, variables, batch, step, micro, train, named=False)[:2]
+        args = (variables, batch, step, micro)
+        loss, after, _ = self._traced_loss(params, *args, train, named=False)
+        if after.keys() & params.keys():  # other values, or the same through a jit of the model's
+            rest = jax.tree.map(jnp.asarray, args)
+            written = self.trace(rest, train).written
+            after = {path: x for path, x in after.items() if path in written}
+        return loss, self._as_stored(after)
+
+    def _as_stored(self, written: Arrays) -> Arrays:
+        """What the loss wrote, parameters as the table stores them.
+
+        ModelError for a parameter that layers read in another dtype or bring from host memory: what
+        the loss computes from such a copy has lost what the stored one knows.
+        """
+        stored = {}
+        for path, value in written.items():
+            if path in self.table.rows:
+                row = self.table[path]
+                self._refuse_copies(row)
+                value = pad(value, row.shape(row.source))
+                value = constrain(value, self.table.sharding(row.source), "written")
+            stored[path] = value
+        return stored
+
+    def _refuse_copies(self, row: Row) -> None:
+        if row.read.dtype != row.source.dtype or row.read.dtype != row.leaf.dtype:
+            raise ModelError(
+                f"the loss writes the parameter {row.path}, which is {row.leaf.dtype} and is read "
+                f"as {row.read.dtype}: small changes would be rounded away. Keep it in its own "
+                f'dtype: "parallel": {{"full_precision": ["{row.path}"]}} (a pattern, as '
+                '"teacher/**", covers several)'
+            )
+        if row.read.memory_kind != row.source.memory_kind:
+            raise ModelError(
+                f"the loss writes the parameter {row.path}, which zero_optimization.offload_param "
+                "keeps in host memory; leave offload_param out, or let the loss write an "
+                "nnx.Variable that is no Param"
+            )
 
     def _traced_loss(
         self,
@@ -139,8 +183,10 @@ class Objective:
         with naming, foreign("loss_fn(model, batch)", batch):
             returned = self.loss_fn(bound, batch)
         loss, is_sum = parse_loss(returned)
-        after = self.model.mutated(bound) if train else {}
-        return loss, {p: jnp.asarray(v, variables[p].dtype) for p, v in after.items()}, is_sum
+        after = self.model.mutated(bound, params) if train else {}
+        dtypes = {path: x.dtype for path, x in (params | variables).items()}
+        dtypes |= {path: self.table[path].leaf.dtype for path in params}
+        return loss, {p: jnp.asarray(v, dtypes[p]) for p, v in after.items()}, is_sum
 
     def trace(self, rest: tuple[Any, ...], train: bool) -> "Traced":
         """The loss as a program, with parameters as layers read them, and its units.
@@ -162,12 +208,13 @@ class Objective:
             return loss, after
 
         closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
+        closed, out_tree = _without_unwritten(closed, shape, [*params, *rest[0]])
         parameters = closed.jaxpr.invars[: len(params)]
         # After them come (variables, batch, step, micro), each with its leaves.
         first = len(params) + len(jax.tree.leaves(rest[0]))
         batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(rest[1]))]
         units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
-        return Traced(closed, parameters, batch, jax.tree.structure(shape), units, is_sum)
+        return Traced(closed, parameters, batch, out_tree, units, is_sum)
 
     def samples(self, batch: Any) -> int | None:
         """How many samples a batch has, where the ranks can share them evenly.
@@ -222,18 +269,30 @@ class Traced:
         return _any_primitive(self.closed.jaxpr, RANDOM)
 
     @property
-    def changes_variables(self) -> bool:
-        """Whether what the model keeps (statistics, say) leaves the loss other than it came."""
-        after = self.closed.jaxpr.outvars[_LOSS_LEAVES + self._metric_count :]
-        return any(v not in set(self.closed.jaxpr.invars) for v in after)
+    def written(self) -> frozenset[str]:
+        """The parameters and variables (statistics, say) that the loss changes."""
+        _, after = jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))
+        return frozenset(after)
 
-    @property
-    def _metric_count(self) -> int:
-        return len(jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))[0].metrics)
+
+def _without_unwritten(closed: Any, shape: Any, paths: Sequence[str]) -> tuple[Any, Any]:
+    """(program, tree of its results) of a traced loss, without what leaves it as it came.
+
+    `paths` are those of the program's first inputs: parameters and variables.
+    """
+    loss, after = shape
+    count = len(jax.tree.leaves(loss))
+    origins = forwarded(closed.jaxpr)[count:]
+    own = dict(zip(closed.jaxpr.invars, paths, strict=False))
+    names = jax.tree.unflatten(jax.tree.structure(after), range(len(origins)))
+    kept = {path: i for path, i in names.items() if own.get(origins[i]) != path}
+    outs = closed.jaxpr.outvars
+    outs = [*outs[:count], *(outs[count + i] for i in kept.values())]
+    jaxpr = closed.jaxpr.replace(outvars=outs)
+    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, kept))
 
 
 RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
-_LOSS_LEAVES = 2  # total and weight
 
 
 def _any_primitive(jaxpr: Any, names: Sequence[str]) -> bool:

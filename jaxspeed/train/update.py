@@ -58,9 +58,19 @@ class Update:
         as_made = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
         # One multiplication for clipping and scale, fused into the update.
         whole = factor * unscale if self.optimizer.clipping or not as_made else None
+        state = self._with_written(state, variables, finite)
         update = self.streamed or self._resident
         changed = update(scaled, whole, state, finite)
         return self.settled(state, sums, variables, changed, norm, factor, finite)
+
+    def _with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
+        """The state with the parameters that the loss wrote, unless the step is skipped."""
+        written = {
+            path: jnp.where(finite, variables[path], old)
+            for path, old in state.params.items()
+            if path in variables
+        }
+        return replace(state, params=state.params | written) if written else state
 
     def settled(
         self,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxspeed.models.layers import Linear, normal, stacked
 
-from jaxspeed.placement.units.pieces import consts_and_carry
+from jaxspeed.placement.units.jaxprs import consts_and_carry
 from jaxspeed.train.model.repeated_run import Run, find_run, scan_run, stacked_run
 
 DEPTH, WIDTH = 4, 6

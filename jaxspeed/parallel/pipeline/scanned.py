@@ -5,8 +5,7 @@ from typing import Any
 
 from jaxspeed.errors import ModelError
 from jaxspeed.parallel.pipeline.blocks import Blocks, Rows, Weights
-from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
-from jaxspeed.placement.units.pieces import consts_and_carry
+from jaxspeed.placement.units.jaxprs import consts_and_carry, is_var, open_jaxpr
 
 CASTS = ("convert_element_type", "copy")
 

@@ -3,6 +3,7 @@
 A leaf that is cut over the ranks is laid out so that rank r's chunk of the bucket is its cut of
 each leaf: after the first phase nothing is left to exchange. Whole leaves follow each other flat,
 and only the end of their bucket is padded. The two never share a bucket, nor do unlike dtypes.
+Complex numbers go round as pairs of real ones.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,12 +30,28 @@ class Part:
     dim: int | None = None
 
     @property
+    def is_complex(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    @property
+    def real_shape(self) -> tuple[int, ...]:
+        """The shape as real numbers."""
+        return (*self.shape, 2) if self.is_complex else self.shape
+
+    @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        """How many real numbers it is."""
+        return math.prod(self.real_shape)
 
     @property
     def nbytes(self) -> int:
-        return self.size * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def to_real(self, x: Array) -> Array:
+        return jnp.stack([x.real, x.imag], -1) if self.is_complex else x
+
+    def from_real(self, x: Array) -> Array:
+        return jax.lax.complex(x[..., 0], x[..., 1]) if self.is_complex else x
 
 
 @dataclass(frozen=True)
@@ -55,24 +73,30 @@ class Bucket:
 
     @property
     def dtype(self) -> Any:
-        return self.parts[0].dtype
+        """Of the real numbers that travel."""
+        return (
+            jnp.finfo(self.parts[0].dtype).dtype
+            if self.parts[0].is_complex
+            else self.parts[0].dtype
+        )
 
     def laid_out(self, leaves: Mapping[str, Array]) -> Array:
-        """[ranks, length] of whole leaves by path."""
+        """[ranks, length] of whole leaves by path, in the bucket's dtype."""
+        real = {p.path: p.to_real(leaves[p.path]).astype(self.dtype) for p in self.parts}
         if self.is_cut:
-            return jnp.concatenate([_in_cuts(leaves[p.path], p, self.ranks) for p in self.parts], 1)
-        flat = jnp.concatenate([leaves[p.path].reshape(-1) for p in self.parts])
+            return jnp.concatenate([_in_cuts(real[p.path], p, self.ranks) for p in self.parts], 1)
+        flat = jnp.concatenate([real[p.path].reshape(-1) for p in self.parts])
         return jnp.pad(flat, (0, self.ranks * self.length - flat.size)).reshape(self.ranks, -1)
 
     def own_chunk(self, cuts: Mapping[str, Array]) -> Array:
         """[length] of one rank's cuts."""
-        return jnp.concatenate([cuts[part.path].reshape(-1) for part in self.parts])
+        return jnp.concatenate([p.to_real(cuts[p.path]).reshape(-1) for p in self.parts])
 
     def cuts(self, chunk: Array) -> dict[str, Array]:
         """One rank's cut of each leaf, from its chunk [length]."""
         sizes = [part.size // self.ranks for part in self.parts]
         return {
-            part.path: flat.reshape(_cut_shape(part, self.ranks))
+            part.path: part.from_real(flat.reshape(_cut_shape(part, self.ranks)))
             for part, flat in zip(self.parts, _split(chunk, sizes, 0), strict=True)
         }
 
@@ -83,7 +107,10 @@ class Bucket:
             columns = _split(chunks, sizes, 1)
             return {p.path: _from_cuts(x, p) for p, x in zip(self.parts, columns, strict=True)}
         flats = _split(chunks.reshape(-1), [part.size for part in self.parts], 0)
-        return {p.path: x.reshape(p.shape) for p, x in zip(self.parts, flats, strict=True)}
+        return {
+            p.path: p.from_real(x.reshape(p.real_shape))
+            for p, x in zip(self.parts, flats, strict=True)
+        }
 
 
 def buckets_of(parts: Iterable[Part], ranks: int, nbytes: int) -> tuple[Bucket, ...]:
@@ -101,14 +128,14 @@ def buckets_of(parts: Iterable[Part], ranks: int, nbytes: int) -> tuple[Bucket, 
 
 
 def _cut_shape(part: Part, ranks: int) -> tuple[int, ...]:
-    return tuple(n // ranks if d == part.dim else n for d, n in enumerate(part.shape))
+    return tuple(n // ranks if d == part.dim else n for d, n in enumerate(part.real_shape))
 
 
 def _in_cuts(leaf: Array, part: Part, ranks: int) -> Array:
     """[ranks, length]: each rank's cut, flat."""
     dim = part.dim
     assert dim is not None
-    before, after = part.shape[:dim], part.shape[dim:]
+    before, after = part.real_shape[:dim], part.real_shape[dim:]
     folded = leaf.reshape(*before, ranks, after[0] // ranks, *after[1:])
     return jnp.moveaxis(folded, dim, 0).reshape(ranks, -1)
 
@@ -117,7 +144,8 @@ def _from_cuts(cuts: Array, part: Part) -> Array:
     """The leaf, of each rank's cut [ranks, length]."""
     dim, ranks = part.dim, cuts.shape[0]
     assert dim is not None
-    return jnp.moveaxis(cuts.reshape(ranks, *_cut_shape(part, ranks)), 0, dim).reshape(part.shape)
+    whole = jnp.moveaxis(cuts.reshape(ranks, *_cut_shape(part, ranks)), 0, dim)
+    return part.from_real(whole.reshape(part.real_shape))
 
 
 def _split(x: Array, sizes: Sequence[int], axis: int) -> list[Array]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxspeed.parallel.tensor.classes import Classes, Node, Nodes
 from jaxspeed.parallel.tensor.primitives import results
-from jaxspeed.placement.units.jaxprs import is_var, open_jaxpr
-from jaxspeed.placement.units.pieces import consts_and_carry
+from jaxspeed.placement.units.jaxprs import consts_and_carry, is_var, open_jaxpr
 
 # Primitives that run one function of theirs, and the parameter that holds it.
 CALLS = {

@@ -6,6 +6,11 @@ from typing import Any
 from jax.extend import core as jex
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
+CALLS = (  # that run one function of theirs on their operands
+    *INLINED,
+    *("remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+)
 
 
 def is_var(atom: Any) -> bool:
@@ -20,7 +25,15 @@ def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
 
 def called(eqn: Any) -> Any:
     """What a call runs."""
-    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+    return next(eqn.params[k] for k in ("call_jaxpr", "fun_jaxpr", "jaxpr") if k in eqn.params)
+
+
+def consts_and_carry(scan: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many its carry."""
+    if "num_carry" in scan.params:
+        return scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry = scan.params["ft_in"].unpack()[:2]  # jax 0.12
+    return len(consts), len(carry)
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
@@ -68,3 +81,49 @@ def evaluate(
         pairs = zip(eqn.outvars, values, strict=True)
         env.update((v, on_value(v, value)) for v, value in pairs)
     return [read(v) for v in jaxpr.outvars]
+
+
+def forwarded(jaxpr: Any) -> list[Any]:
+    """For each result of a jaxpr the input variable that it is, unchanged; None for all others.
+
+    Looked for inside of calls, loops and branches too: what a jit returns as it came is the same.
+    """
+    origin = {v: v for v in jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        for out, i in zip(eqn.outvars, _forwarded_operands(eqn)):
+            if i is not None and is_var(eqn.invars[i]) and eqn.invars[i] in origin:
+                origin[out] = origin[eqn.invars[i]]
+    return [origin.get(v) if is_var(v) else None for v in jaxpr.outvars]
+
+
+def _forwarded_operands(eqn: Any) -> list[int | None]:
+    """For each result of an equation the operand that it is; empty where nothing is known."""
+    name = eqn.primitive.name
+    if name == "cond":
+        branches = [_places(open_jaxpr(branch)[0]) for branch in eqn.params["branches"]]
+        same = [found[0] if len({*found}) == 1 else None for found in zip(*branches)]
+        return [None if i is None else i + 1 for i in same]
+    if name == "while":
+        consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        own = eqn.params["body_nconsts"]  # before the carry, in the body
+        places = _places(open_jaxpr(eqn.params["body_jaxpr"])[0])
+        return [consts + i if found == own + i else None for i, found in enumerate(places)]
+    if name not in (*CALLS, "scan"):
+        return []
+    places = _places(open_jaxpr(called(eqn))[0])
+    if name != "scan":
+        return places
+    # A carry that comes out as it went in, and a slice of an input that is stacked up again.
+    consts, carry = consts_and_carry(eqn)
+    return [
+        found
+        if found is not None and (found == consts + i if i < carry else found >= consts + carry)
+        else None
+        for i, found in enumerate(places)
+    ]
+
+
+def _places(jaxpr: Any) -> list[int | None]:
+    """`forwarded`, by the inputs' places."""
+    place = {v: i for i, v in enumerate(jaxpr.invars)}
+    return [None if v is None else place[v] for v in forwarded(jaxpr)]

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspeed.placement.units.choose import Units, bodies
-from jaxspeed.placement.units.jaxprs import INLINED, called, is_var, open_jaxpr
+from jaxspeed.placement.units.jaxprs import (
+    INLINED,
+    called,
+    consts_and_carry,
+    is_var,
+    open_jaxpr,
+)
 from jaxspeed.placement.units.keeping import Keeping
 from jaxspeed.placement.units.lookup import looks_up
 from jaxspeed.placement.units.stored import Stored
@@ -157,10 +163,3 @@ def _scans_over(eqn: Any, stored: set[Any]) -> bool:
         return False
     first_xs = sum(consts_and_carry(eqn))
     return any(is_var(v) and v in stored for v in eqn.invars[first_xs:])
-
-
-def consts_and_carry(scan: Any) -> tuple[int, int]:
-    if "num_carry" in scan.params:
-        return scan.params["num_consts"], scan.params["num_carry"]
-    consts, carry = scan.params["ft_in"].unpack()[:2]  # jax 0.12
-    return len(consts), len(carry)

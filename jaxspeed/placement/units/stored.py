@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.rows import HOST
+from jaxspeed.placement.rows import HOST, reduction_dtype
 
 
 class Exchange(Protocol):
@@ -112,8 +112,7 @@ class Stored:
 
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of what `read` gave, as the gradient of the stored array."""
-        if self.wire is not None:
-            grad = grad.astype(self.wire)
+        grad = grad.astype(reduction_dtype(grad.dtype, self.wire))
         if grad.shape != like.shape:
             grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
         at = self.grad_cut or self._here

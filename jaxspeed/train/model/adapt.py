@@ -22,6 +22,7 @@ def adapt_model(
     trainable: Any = None,
     frozen: Sequence[str] = (),
     full_precision: Sequence[str] = (),
+    state_collections: Sequence[str] | None = None,
 ) -> Model:
     """The Model behind an nnx factory, a Linen module or a pair (init, apply).
 
@@ -30,6 +31,8 @@ def adapt_model(
         or a Variable type (`nnx.LoRAParam`).
       frozen: path patterns of parameters that are not trained, whatever `trainable` says.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
+      state_collections: what is carried from step to step beside parameters: names of Linen
+        collections or of nnx Variable types; None for all but sown and intermediate values.
     """
     chosen = _trainable(trainable)
 
@@ -49,7 +52,7 @@ def adapt_model(
                 "a Linen module makes its parameters from a batch: pass "
                 "initialize(..., example_batch=...); its shapes are what is used"
             )
-        return LinenModel(model, loss_fn, example_batch, is_trained, is_full)
+        return LinenModel(model, loss_fn, example_batch, is_trained, is_full, state_collections)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return PairModel(model[0], model[1], example_batch, is_trained, is_full)
     if isinstance(model, nnx.Module):
@@ -62,7 +65,7 @@ def adapt_model(
             f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
             "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
         )
-    return NnxModel(model, is_trained, is_full)
+    return NnxModel(model, is_trained, is_full, state_collections)
 
 
 def _trainable(wanted: Any) -> Trainable:

@@ -5,28 +5,37 @@ them at its first call.
 """
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import RLock
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax.core import meta
+from flax.core.scope import DenyList
 
 from jaxspeed.errors import ModelError
+from jaxspeed.placement.paths import flat_with_paths, path_of
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.units.tags import scope
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.model.face import (
     SEED,
+    STATISTICS,
     Arrays,
     Trainable,
     example_shapes,
-    is_floating,
+    frozen_part,
+    frozen_statistics_note,
+    is_inexact,
     mode_arguments,
     nested,
 )
 from jaxspeed.train.rng import linen_rngs, micro_batch_key
+
+_lock = RLock()
 
 
 class LinenModel:
@@ -39,86 +48,147 @@ class LinenModel:
         example_batch: Any,
         trainable: Trainable,
         full_precision: Callable[[str], bool],
+        state_collections: Sequence[str] | None = None,
     ) -> None:
         self._module, self._loss_fn = module, loss_fn
         self._example = example_shapes(example_batch)
-        boxed = jax.eval_shape(self._create, jax.random.key(0))
+        self._state_collections = state_collections
+        with _recorded_sows() as sown:
+            boxed = jax.eval_shape(self._create, jax.random.key(0))
+        self._sown = frozenset(sown)
         names = _boxed_names(boxed)
-        flat = _flatten(meta.unbox(boxed))
-        self._keys = {_path(keys): keys for keys in flat}
-        found = {_path(keys): leaf for keys, leaf in flat.items()}
-        own = [p for p, k in self._keys.items() if k[0] == "params" and is_floating(found[p])]
+        tree = self._without_fresh(meta.unbox(boxed))
+        self._refuse_growing(tree)
+        self._tree, found = jax.tree.structure(tree), _flat(tree)
+        self._paths = list(found)
+        params = _flat({"params": tree.get("params", {})})
         self.leaves = tuple(
             Leaf(
                 path,
-                tuple(found[path].shape),
-                found[path].dtype,
+                tuple(leaf.shape),
+                leaf.dtype,
                 names.get(path, ()),
-                trainable(path, found[path]),
+                trainable(path, leaf),
                 full_precision(path),
             )
-            for path in own
+            for path, leaf in params.items()
+            if is_inexact(leaf)
         )
-        rest = {p: found[p] for p in found if p not in set(own)}
+        self._frozen = frozen_part(self.leaves)
+        own = {leaf.path for leaf in self.leaves}
         key = jax.eval_shape(lambda: jax.random.key(0))
+        rest = {path: leaf for path, leaf in found.items() if path not in own}
         self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
+
+    def _without_fresh(self, variables: Any) -> Any:
+        """Without what each call sows anew: sown values, unless the config calls them state."""
+        said = self._state_collections or ()
+
+        def kept(tree: Any, place: tuple[str, ...]) -> Any:
+            if not isinstance(tree, Mapping):
+                return tree
+            inside = {name: kept(x, (*place, name)) for name, x in tree.items()}
+            return {
+                name: x
+                for name, x in inside.items()
+                if (*place, name) not in self._sown and not (isinstance(x, dict) and not x)
+            }
+
+        collections = {
+            name: x if name in said else kept(x, (name,)) for name, x in variables.items()
+        }
+        return {name: x for name, x in collections.items() if jax.tree.leaves(x)}
+
+    def _refuse_growing(self, variables: Any) -> None:
+        for place in sorted(self._sown):
+            value = functools.reduce(lambda tree, name: (tree or {}).get(name), place, variables)
+            if isinstance(value, tuple):
+                raise ModelError(
+                    f"parallel.state_collections names {place[0]!r}, into which the model sows "
+                    f"{'/'.join(place[1:])} without a reduce_fn: a tuple that grows with each call "
+                    "cannot be carried from step to step; sow it with reduce_fn and init_fn"
+                )
+
+    def _is_state(self, path: str) -> bool:
+        """Whether a variable is carried from step to step."""
+        if self._state_collections is None:
+            return path != SEED
+        return path.split("/")[0] in self._state_collections
 
     def _create(self, key: jax.Array) -> Any:
         bound = _Creating(self._module, key)
         zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
         with foreign("loss_fn(model, example_batch)", self._example):
             self._loss_fn(bound, zeros)
-        if bound.variables is None:
+        if bound.created is None:
             raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-        return bound.variables
+        return bound.created
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        flat = _flatten(meta.unbox(self._create(key)))
-        values = {_path(keys): leaf for keys, leaf in flat.items()} | {SEED: key}
+        made = self._without_fresh(meta.unbox(self._create(key)))
+        values = _flat(made) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
     def bind(
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
     ) -> "BoundLinen":
-        values = {**params, **{p: v for p, v in variables.items() if p != SEED}}
-        tree = nested({self._keys[path]: value for path, value in values.items()})
+        values = {**params, **variables}
+        tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
         key = micro_batch_key(variables[SEED], step, micro)
-        return BoundLinen(self._module, tree, linen_rngs(key), train)
+        return BoundLinen(self._module, tree, linen_rngs(key), train, self._frozen)
 
-    def mutated(self, bound: "BoundLinen") -> Arrays:
-        after = {_path(keys): leaf for keys, leaf in _flatten(bound.variables).items()}
-        return {path: after[path] for path in self.variables if path in after}
+    def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
+        after = _flat(bound.variables)
+        state = [path for path in self.variables if self._is_state(path)]
+        return {path: after[path] for path in state if path in after}
 
     def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
         return _naming()
 
+    def notes(self, compute_dtype: Any) -> list[str]:
+        statistics = [path.split("/") for path in self.variables if path.startswith("batch_stats/")]
+        modules = dict.fromkeys("/".join(path[1:-1]) for path in statistics)
+        return frozen_statistics_note([path for path in modules if self._frozen(path)])
+
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return nested(
-            {self._keys[leaf.path][1:]: flat.get(leaf.path, absent) for leaf in self.leaves}
+            {tuple(leaf.path.split("/")): flat.get(leaf.path, absent) for leaf in self.leaves}
         )
 
 
 class BoundLinen:
-    """A Linen module with its variables, called as the module is; it keeps what a call changes."""
+    """A Linen module with its variables, called as the module is; it keeps what a call changes.
+
+    `variables` also holds what the calls so far have sown: `model.variables["losses"]`.
+    """
 
     def __init__(
-        self, module: nn.Module, variables: Any, rngs: dict[str, jax.Array], training: bool
+        self,
+        module: nn.Module,
+        variables: Any,
+        rngs: dict[str, jax.Array],
+        training: bool,
+        is_frozen: Callable[[str], bool],
     ) -> None:
         self.module, self.variables, self.training = module, variables, training
-        self._rngs = rngs
+        self._rngs, self._is_frozen = rngs, is_frozen
+        # In evaluation state is only read; what is no state (sown values) is made all the same.
+        self._constant = ("params",) if training else tuple(variables)
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
-        mutable = [c for c in self.variables if c != "params"] if self.training else False
-        rngs = self._rngs if self.training else None
-        result = self.module.apply(
-            self.variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs
-        )
-        if mutable is False:
-            return result
-        out, changed = result
+        frozen = _frozen_statistics(self._is_frozen)
+        with frozen if self.training else contextlib.nullcontext():
+            out, changed = self.module.apply(
+                self.variables,
+                *args,
+                rngs=self._rngs if self.training else None,
+                mutable=DenyList(self._constant),
+                method=method,
+                **kwargs,
+            )
         self.variables = {**self.variables, **changed}
         return out
 
@@ -130,22 +200,70 @@ class _Creating:
 
     def __init__(self, module: nn.Module, key: jax.Array) -> None:
         self.module, self._key = module, key
-        self.variables: Any = None
+        self.created: Any = None
+        self.variables: Any = {}  # as the loss may look at them
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         kwargs = {**_mode(self.module, method, False), **kwargs}
-        if self.variables is None:
-            out, self.variables = self.module.init_with_output(
-                self._key, *args, method=method, **kwargs
+        if self.created is None:
+            out, self.created = self.module.init_with_output(
+                {"params": self._key}, *args, method=method, mutable=True, **kwargs
             )
+            self.variables = meta.unbox(self.created)
             return out
-        plain = meta.unbox(self.variables)
-        return self.module.apply(plain, *args, method=method, mutable=False, **kwargs)
+        out, changed = self.module.apply(
+            self.variables, *args, method=method, mutable=DenyList(("params",)), **kwargs
+        )
+        self.variables = {**self.variables, **changed}
+        return out
 
 
 def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
     called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
     return mode_arguments(inspect.signature(called).parameters, training)
+
+
+@contextlib.contextmanager
+def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
+    """Inside, the places (collection, ...) into which modules sow are added to the set."""
+    places: set[tuple[str, ...]] = set()
+    original = nn.Module.sow
+
+    def sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+        places.add((col, *self.path, name))
+        return original(self, col, name, *args, **kwargs)
+
+    with _lock:
+        nn.Module.sow = sow  # type: ignore[method-assign]
+        try:
+            yield places
+        finally:
+            nn.Module.sow = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, normalisations of frozen parts use their running statistics, which stay."""
+
+    def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if (
+            context.method_name == "__call__"
+            and hasattr(module, STATISTICS)
+            and is_frozen("/".join(module.path))
+        ):
+            # Flax takes it as a setting of the module or as an argument, and refuses both.
+            given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
+            given.arguments.pop(STATISTICS, None)
+            if getattr(module, STATISTICS) is None:
+                given.arguments[STATISTICS] = True
+            else:
+                object.__setattr__(module, STATISTICS, True)
+            return next_fun(*given.args[1:], **given.kwargs)
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(call):
+        yield
 
 
 @contextlib.contextmanager
@@ -160,13 +278,10 @@ def _naming() -> Iterator[None]:
         yield
 
 
-def _flatten(tree: Any) -> dict[tuple[str, ...], Any]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(key.key for key in keys): leaf for keys, leaf in pairs}
-
-
-def _path(keys: tuple[str, ...]) -> str:
-    return "/".join(keys[1:] if keys[0] == "params" else keys)
+def _flat(variables: Any) -> dict[str, Any]:
+    """{path: array} of variables {collection: tree}."""
+    pairs = flat_with_paths(variables).items()
+    return {path.removeprefix("params/"): leaf for path, leaf in pairs}
 
 
 def _boxed_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
@@ -175,7 +290,7 @@ def _boxed_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
 
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
     return {
-        _path(tuple(key.key for key in keys)): tuple(getattr(box, "names", ()))
+        path_of(keys).removeprefix("params/"): tuple(getattr(box, "names", ()))
         for keys, box in pairs
         if is_box(box)
     }

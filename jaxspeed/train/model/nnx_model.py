@@ -1,19 +1,31 @@
 """An `nnx.Module` factory as a Model."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.variablelib import VariableTypeCache
 
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.units import tagged
 from jaxspeed.train.foreign import foreign
-from jaxspeed.train.model.face import Arrays, Trainable, is_array, is_floating, nested
+from jaxspeed.train.model.face import (
+    EVALUATION,
+    STATISTICS,
+    Arrays,
+    Trainable,
+    frozen_part,
+    frozen_statistics_note,
+    is_array,
+    is_inexact,
+    listed,
+    nested,
+)
 from jaxspeed.train.rng import micro_batch_key
 
 # Where Flax versions and models keep the logical names of a parameter's dims.
@@ -28,6 +40,7 @@ class NnxModel:
         factory: Callable[[nnx.Rngs], nnx.Module],
         trainable: Trainable,
         full_precision: Callable[[str], bool],
+        state_collections: Sequence[str] | None = None,
     ) -> None:
         self._factory = factory
         with nnx.use_eager_sharding(False):
@@ -47,6 +60,14 @@ class NnxModel:
             for path, (_, v) in self._kinds.items()
             if _is_parameter(v)
         )
+        self._state_collections = state_collections
+        self._frozen = frozen_part(self.leaves)
+        self._modes = [(path, mode) for path, _, mode in _modes(module)]
+        self._norms = [
+            _path(keys)
+            for keys, node in nnx.iter_graph(module)
+            if isinstance(node, nnx.BatchNorm) and node.dtype is None
+        ]
         own = {leaf.path for leaf in self.leaves}
         self.variables = {
             path: jax.ShapeDtypeStruct(v.shape, v.dtype)
@@ -62,6 +83,7 @@ class NnxModel:
                 f"the model factory returned a {type(module).__name__}; it must return an "
                 "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
             )
+        _drop_sown(module)
         keep_arrays(module)
         return module
 
@@ -76,7 +98,14 @@ class NnxModel:
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
     ) -> nnx.Module:
         module = self.module({**params, **self._reseeded(variables, step, micro)})
-        module.train() if train else module.eval()
+        for path, part, mode in _modes(module):
+            for name, value in mode.items():
+                if not train:
+                    setattr(part, name, EVALUATION[name])
+                elif value is None:
+                    setattr(part, name, not EVALUATION[name])
+            if train and STATISTICS in mode and self._frozen(path):
+                setattr(part, STATISTICS, True)
         return module
 
     def module(self, values: Arrays) -> nnx.Module:
@@ -97,14 +126,13 @@ class NnxModel:
 
         return {path: fresh(path, value) for path, value in variables.items()}
 
-    def mutated(self, bound: nnx.Module) -> Arrays:
-        """What the loss changed; random streams are made anew each time and are not carried."""
+    def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
+        """Random streams are made anew for each micro-batch, and intermediate values too."""
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
-        return {
-            path: value_of(after[path])
-            for path in self.variables
-            if path in after and not issubclass(type(self._kinds[path][1]), nnx.RngState)
-        }
+        kinds = {path: self._kinds[path][1] for path in self.variables}
+        state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
+        found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
+        return {path: x for path, x in found.items() if x is not params.get(path)}
 
     def naming(self, bound: nnx.Module) -> contextlib.AbstractContextManager[None]:
         paths: dict[int, str] = {}
@@ -115,10 +143,65 @@ class NnxModel:
                 classes.append(type(node))
         return tagged(classes, lambda module: paths.get(id(module), ""))
 
+    def notes(self, compute_dtype: Any) -> list[str]:
+        frozen = [p for p, mode in self._modes if STATISTICS in mode and self._frozen(p)]
+        evaluating = [
+            f"{path or 'the model'} ({name})"
+            for path, mode in self._modes
+            for name, value in mode.items()
+            if value == EVALUATION[name] and path not in frozen
+        ]
+        found = frozen_statistics_note(frozen)
+        if evaluating:
+            found.append(
+                "modules that the model's factory set to evaluation mode stay in it during "
+                f"training: {listed(evaluating)}"
+            )
+        if compute_dtype is not None and self._norms:
+            name = jnp.dtype(compute_dtype).name
+            found.append(
+                "nnx.BatchNorm keeps its statistics in float32, and without a dtype it promotes "
+                f"what it returns to float32, and with it all that follows, under {name}: give it "
+                f"dtype=jnp.{name} ({listed(self._norms)})"
+            )
+        return found
+
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return nested(
             {self._kinds[leaf.path][0]: flat.get(leaf.path, absent) for leaf in self.leaves}
         )
+
+
+def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]]]:
+    """(path, module, its attributes that hold a mode) of each module that has any."""
+    for keys, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            mode = {name: getattr(node, name) for name in EVALUATION if hasattr(node, name)}
+            if mode:
+                yield _path(keys), node, mode
+
+
+def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
+    """Whether a variable is carried from step to step: of these collections, by the names of their
+    types; None for all but intermediate values."""
+    if isinstance(variable, nnx.RngState):
+        return False
+    if collections is None or not isinstance(variable, nnx.Variable):
+        return not isinstance(variable, nnx.Intermediate)
+    kinds = [kind for kind in type(variable).__mro__ if issubclass(kind, nnx.Variable)]
+    names = {kind.__name__ for kind in kinds} | {
+        name for name, kind in VariableTypeCache.items() if kind in kinds
+    }
+    return any(name in names for name in collections)
+
+
+def _drop_sown(module: nnx.Module) -> None:
+    """Take out what calls in the factory have sown, as `nnx.pop` does: tuples that grow."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, nnx.Intermediate) and isinstance(value.get_value(), tuple):
+                    delattr(node, name)
 
 
 def _path(keys: tuple[Any, ...]) -> str:
@@ -164,7 +247,7 @@ def _check_array(path: str, value: Any) -> None:
 
 
 def _is_parameter(variable: Any) -> bool:
-    return isinstance(variable, nnx.Param) and is_floating(variable)
+    return isinstance(variable, nnx.Param) and is_inexact(variable)
 
 
 def dim_names(variable: Any) -> tuple[str | None, ...]:

@@ -24,7 +24,7 @@ from jaxspeed.train.model.face import (
     Trainable,
     example_shapes,
     is_array,
-    is_floating,
+    is_inexact,
     mode_arguments,
 )
 from jaxspeed.train.rng import micro_batch_key
@@ -33,7 +33,7 @@ KEY_WORDS = ("rng", "key", "rng_key")
 
 
 class PairModel:
-    """Leaves that are not floating (tables of indices, say) are kept but not trained."""
+    """Leaves that are not floating-point (tables of indices, say) are kept but not trained."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class PairModel:
         self.leaves = tuple(
             Leaf(path, tuple(x.shape), x.dtype, (), trainable(path, x), full_precision(path))
             for path, x in flat.items()
-            if is_floating(x)
+            if is_inexact(x)
         )
-        rest = {path: x for path, x in flat.items() if not is_floating(x)}
+        rest = {path: x for path, x in flat.items() if not is_inexact(x)}
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
         self._parameters = inspect.signature(apply).parameters
@@ -99,11 +99,14 @@ class PairModel:
             given[word] = micro_batch_key(variables[SEED], step, micro)
         return BoundPair(self._apply, tree, given, train)
 
-    def mutated(self, bound: "BoundPair") -> Arrays:
+    def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
         return {}
 
     def naming(self, bound: "BoundPair") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def notes(self, compute_dtype: Any) -> list[str]:
+        return []
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return jax.tree.unflatten(self._tree, [flat.get(path, absent) for path in self._paths])

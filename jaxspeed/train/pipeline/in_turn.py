@@ -63,5 +63,5 @@ def once_all_there(split: Split, values: Values, first: Any, micro: jax.Array) -
     leaves = [x for x in jax.tree.leaves(first) if not waits(x)]
     if not leaves or not simulated(split.table.mesh):
         return values
-    total = sum(jnp.sum(x).astype(jnp.float32) for x in leaves)
+    total = sum(jnp.sum(x).real.astype(jnp.float32) for x in leaves)
     return once_there(split, values, [total] * len(values), micro)

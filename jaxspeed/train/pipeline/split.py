@@ -47,7 +47,7 @@ class Split:
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
         program = self.objective.trace(rest, self.train)
-        if self.train and program.changes_variables:
+        if self.train and program.written:
             raise ModelError(
                 "mesh.pipe: the training pass changes variables of the model (the statistics of a "
                 "BatchNorm, say), and the stages work on several micro-batches at once; a "

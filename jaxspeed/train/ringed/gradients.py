@@ -44,7 +44,7 @@ class RingGradients(Gradients):
     def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = jax.tree.map(lambda x: first_of(x, self.accumulation), batch)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        if self.objective.trace(rest, train=True).changes_variables:
+        if self.objective.trace(rest, train=True).written:
             raise ModelError(
                 'parallel.data_reduction "ring": the training pass changes variables of the model '
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "

@@ -22,7 +22,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.ringed.rings import Rings, cut_dim, local_shape, without_data
-from jaxspeed.train.state import Arrays, pad, unpad
+from jaxspeed.train.state import Arrays, pad, unpad, wide_dtype
 
 OF_RANKS = P(DATA_AXES)  # a leading dim with each rank's own
 OF_DEVICES = P(AXES)  # ... with each device's own
@@ -90,7 +90,7 @@ class Reduction:
             own = {part.path: grads[part.path][0] for part in bucket.parts}
             if not weighed:
                 own = {path: grad * share for path, grad in own.items()}
-            x = bucket.laid_out({path: grad.astype(bucket.dtype) for path, grad in own.items()})
+            x = bucket.laid_out(own)
             if errors:
                 x = x + errors[name][0] * scale
             go_round = sum_of_chunk if bucket.is_cut else sum_of_all
@@ -123,7 +123,7 @@ class Reduction:
         if not self.rings.feedback:
             return {}
         rows = [row for row in self.table if row.leaf.trainable]
-        every = {row.path: jax.ShapeDtypeStruct((1, *_shape(row)), jnp.float32) for row in rows}
+        every = {row.path: jax.ShapeDtypeStruct((1, *_shape(row)), wide_dtype(row)) for row in rows}
         devices, at = self.rings.mesh.size, NamedSharding(self.rings.mesh, OF_DEVICES)
         return {
             name: jax.ShapeDtypeStruct(

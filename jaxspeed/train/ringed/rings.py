@@ -90,7 +90,9 @@ class Rings:
         """
         if not self.levels.inner.unrolled:
             return ranks
-        total = sum(x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(values) if x.size)
+        total = sum(
+            x.reshape(-1)[0].real.astype(jnp.float32) for x in jax.tree.leaves(values) if x.size
+        )
         never = jnp.asarray(total).astype(jnp.int32)
         outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
         return Ranks(inner, outer)

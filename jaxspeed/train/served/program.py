@@ -18,7 +18,7 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
 from jaxspeed.parallel.server import Rule
 from jaxspeed.placement.mesh import apart, build_mesh
-from jaxspeed.placement.rows import Row
+from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.gradients import batch_specs
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.program import Metrics, Program
@@ -83,7 +83,7 @@ class ServedProgram(Program):
             grad = self.of_worker.table[row.path].grad
             assert grad is not None
             made = grad.dtype if self.batch.accumulation > 1 else row.read.dtype
-            return wire_of(self.config) or made
+            return reduction_dtype(made, wire_of(self.config))
 
         return sum(_bytes(row, dtype(row)) for row in self.table if row.leaf.trainable)
 

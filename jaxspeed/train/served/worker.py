@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
+from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.train.pipeline import Sums
 from jaxspeed.train.precision import DTYPES
 from jaxspeed.train.program import Program
@@ -45,7 +46,7 @@ class Worker:
             sources = self.joined(pulled)
             sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
             grads = {
-                path: self.cuts[path].pieces(grad.astype(wire or grad.dtype))
+                path: self.cuts[path].pieces(grad.astype(reduction_dtype(grad.dtype, wire)))
                 for path, grad in sums.grads.items()
             }
             return sums._replace(grads=grads)
@@ -104,7 +105,7 @@ def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
     count = program.batch.accumulation
     few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
     rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
-    if program.objective.trace(rest, train=True).changes_variables:
+    if program.objective.trace(rest, train=True).written:
         raise ModelError(
             'parallel.data_reduction "parameter_server": the training pass changes statistics '
             "that the model keeps (of a batch norm, say), and workers push gradients alone. "
