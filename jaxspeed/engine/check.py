@@ -1,9 +1,9 @@
 """Proof of parity: the sharded step against the same step on one device, leaf by leaf."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,17 +11,20 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.config import match
 from jaxspeed.engine.memory import device_limit
+from jaxspeed.engine.plain import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.memory import on_device
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.build import build_program
 from jaxspeed.train.family import resolve_model
-from jaxspeed.train.pipeline import Sums
+from jaxspeed.train.pipeline import Sums, micro_batches
 from jaxspeed.train.program import Program
+from jaxspeed.train.rng import is_key
 from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers
-from jaxspeed.train.state import TrainState, pad, unpad, updated_values, wide_dtype
+from jaxspeed.train.state import Arrays, TrainState, pad, unpad, updated_values, wide_dtype
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
 # million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and
@@ -42,7 +45,7 @@ class LeafDifference:
     """
 
     path: str
-    gradient: float
+    gradient: float  # the larger of those against the plain step and against plain Flax
     update: float  # of the change that the step made, not of the parameter
 
 
@@ -54,6 +57,8 @@ class CheckReport:
     leaves: tuple[LeafDifference, ...]
     tolerance: float
     devices: int
+    # What is trained or carried to the next step otherwise than by plain JAX and Flax.
+    faults: tuple[str, ...] = ()
 
     @property
     def gradient(self) -> float:
@@ -62,10 +67,12 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether loss and gradients agree. Updates are shown, not judged: Adam turns the rounding
-        noise of a gradient that is zero into full steps."""
+        """Whether loss and gradients agree, and what is trained and carried. Updates are shown, not
+        judged: Adam turns the rounding noise of a gradient that is zero into full steps."""
         differences = [self.loss, *(leaf.gradient for leaf in self.leaves)]
-        return all(d <= self.tolerance for d in differences)  # a NaN is no agreement
+        return not self.faults and all(
+            d <= self.tolerance for d in differences
+        )  # a NaN is no agreement
 
     def __rich__(self) -> Group:
         verdict = "agrees with" if self.ok else "DIFFERS from"
@@ -82,7 +89,7 @@ class CheckReport:
             table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
         if len(worst) > SHOWN:
             table.add_row(f"{len(worst) - SHOWN} others, each less", "", "")
-        return Group(Text(title), table)
+        return Group(Text(title), table, *map(Text, self.faults))
 
     def __str__(self) -> str:
         return as_text(self, width=100)
@@ -96,7 +103,7 @@ def check(
     layers: int | None = None,
     model: Any = None,
 ) -> CheckReport:
-    """Run one step both ways from the same state, which is kept."""
+    """Run one step on all devices, on one, and by plain Flax, from the same (kept) state."""
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
@@ -107,8 +114,10 @@ def check(
     state, ours = _at_a_scale_without_overflow(program, state, placed)
     single = _moved(state, program, plain)
     order = jax.tree.map(lambda x: _in_micro_batches(np.asarray(x), program), batch)
-    theirs = _probe(plain)(single, jax.device_put(order, plain.batch_shardings(order)))
-    return _compare(program, jax.device_get(ours), jax.device_get(theirs))
+    order = jax.device_put(order, plain.batch_shardings(order))
+    theirs = _probe(plain)(single, order)
+    by_flax = _by_flax(plain)(single, order)
+    return _compare(program, *jax.device_get((ours, theirs, by_flax)))
 
 
 def _smaller(program: Program, layers: int | None, model: Any) -> Program:
@@ -182,8 +191,43 @@ def _fits(plain: Program) -> None:
         )
 
 
+class Seen(NamedTuple):
+    """What is compared of a step."""
+
+    loss: Any
+    grads: Arrays
+    old: Arrays  # parameters, trained or not, before the step
+    new: Arrays  # ... and after it
+    variables: Arrays  # after it, but for random keys
+
+
+def _by_flax(program: Program) -> Any:
+    """(state, batch) -> PlainGradients of the same micro-batches on the same device."""
+
+    def gradients(state: TrainState, batch: Any) -> PlainGradients:
+        params = {
+            r.path: unpad(updated_values(state, r), r.leaf.shape).astype(r.read.dtype)
+            for r in program.table
+        }
+        batch = jax.tree.map(program.objective.cast, batch)
+        micro = micro_batches(batch, program.batch.accumulation, 1)
+        found = plain_gradients(
+            program.model,
+            program.objective.loss_fn,
+            params,
+            state.variables,
+            micro,
+            state.step,
+            program.config.parallel.state_collections,
+        )
+        values = {path: x for path, x in found.values.items() if not is_key(x)}
+        return found._replace(values=values)
+
+    return jax.jit(program.in_mesh(gradients))
+
+
 def _probe(program: Program) -> Any:
-    """(state, batch) -> (loss, gradients, parameters before and after), nothing used up."""
+    """(state, batch) -> Seen, nothing used up."""
     if isinstance(program, ServedProgram):
         seen = jax.jit(program.in_mesh(_seen(program)))
 
@@ -204,23 +248,26 @@ def _probe(program: Program) -> Any:
     return jax.jit(program.in_mesh(probe))
 
 
-def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Any]:
+def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
     """What is compared of a step, from its gradients on."""
 
-    def seen(state: TrainState, sums: Sums, variables: Any) -> Any:
+    def seen(state: TrainState, sums: Sums, variables: Any) -> Seen:
         scale = state.loss_scale.scale
         after, metrics = program.update(state, sums, variables)
         trained = [row for row in program.table if row.leaf.trainable]
 
-        def logical(state: TrainState) -> dict[str, jax.Array]:
-            return {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in trained}
+        def logical(state: TrainState) -> Arrays:
+            return {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in program.table}
 
         grads = on_device(sums.grads)
         grads = {
             r.path: unpad(grads[r.path], r.leaf.shape).astype(wide_dtype(r)) / scale
             for r in trained
         }
-        return metrics["loss"], grads, logical(on_device(state)), logical(on_device(after))
+        kept = {path: x for path, x in after.variables.items() if not is_key(x)}
+        return Seen(
+            metrics["loss"], grads, logical(on_device(state)), logical(on_device(after)), kept
+        )
 
     return seen
 
@@ -237,7 +284,7 @@ def _at_a_scale_without_overflow(
     while True:
         found = probe(state, batch)
         scale = state.loss_scale.scale
-        if not dynamic or scale <= 1 or math.isfinite(sum(map(_norm, found[1].values()))):
+        if not dynamic or scale <= 1 or math.isfinite(sum(map(_norm, found.grads.values()))):
             return state, found
         state = replace(state, loss_scale=state.loss_scale._replace(scale=scale / 2))
 
@@ -280,27 +327,71 @@ def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
     return np.swapaxes(parts, 0, 1).reshape(x.shape)
 
 
-def _compare(program: Program, ours: Any, theirs: Any) -> CheckReport:
-    (loss, grads, old, new), (loss_1, grads_1, old_1, new_1) = ours, theirs
-    floor = 1e-3 * math.sqrt(sum(_norm(g) ** 2 for g in grads_1.values()))
+def _compare(program: Program, ours: Seen, theirs: Seen, by_flax: PlainGradients) -> CheckReport:
+    floor = 1e-3 * math.sqrt(sum(_norm(g) ** 2 for g in theirs.grads.values()))
+
+    def gradient(path: str) -> float:
+        sides = [theirs.grads[path], by_flax.grads.get(path, theirs.grads[path])]
+        return max(_difference(ours.grads[path], side, floor) for side in sides)
+
     leaves = tuple(
         LeafDifference(
             path,
-            _difference(grads[path], grads_1[path], floor),
-            _difference(new[path] - old[path], new_1[path] - old_1[path]),
+            gradient(path),
+            _difference(ours.new[path] - ours.old[path], theirs.new[path] - theirs.old[path]),
         )
-        for path in grads
+        for path in ours.grads
     )
     tolerance = TOLERANCE[program.config.compute_dtype]
     if program.update.ring:
         tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
-    return CheckReport(_difference(loss, loss_1), leaves, tolerance, len(program.devices))
+    loss = max(_difference(ours.loss, side) for side in (theirs.loss, by_flax.loss))
+    faults = _faults(program, ours, by_flax, tolerance)
+    return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults))
+
+
+def _faults(
+    program: Program, ours: Seen, by_flax: PlainGradients, tolerance: float
+) -> Iterator[str]:
+    """What is trained or carried otherwise than by plain JAX and Flax."""
+    for path, grad in by_flax.grads.items():
+        if path not in ours.grads and _norm(grad) > 0 and not _frozen_by_user(program, path):
+            yield f"{path} is not trained: jax.grad gives it a gradient of norm {_norm(grad):.3g}"
+    for path in ours.grads.keys() - by_flax.grads.keys():
+        yield f"{path} is trained, and is no parameter for Flax"
+    # A parameter that is not trained, and every variable, is what the loss left of it.
+    kept = {path: x for path, x in ours.new.items() if path not in ours.grads} | ours.variables
+    for path, value in kept.items():
+        wanted = by_flax.values.get(path)
+        off = 0.0 if wanted is None else _difference(value, wanted, tolerance)
+        if not off <= tolerance:  # a NaN is no agreement
+            yield f"{path} is carried to the next step otherwise than by plain Flax: {off:.2e}"
+
+
+def _frozen_by_user(program: Program, path: str) -> bool:
+    """Whether `trainable` or a group of the optimizer leaves a parameter out."""
+    optimizer, trainable = program.config.optimizer, program.source.trainable
+    if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
+        return True
+    if trainable is None:
+        return False
+    if isinstance(trainable, type):  # only the table knows types
+        return path in program.table.rows
+    if callable(trainable):
+        return not trainable(path)
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    return not any(match(pattern, path) for pattern in patterns)
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _norm(x: Any) -> float:
-    return float(np.linalg.norm(np.asarray(x, np.float64)))
+    return float(np.linalg.norm(_wide(x).reshape(-1)))
 
 
 def _difference(a: Any, b: Any, floor: float = 0.0) -> float:
-    apart = _norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+    apart = _norm(_wide(a) - _wide(b))
     return 0.0 if apart == 0 else apart / (max(_norm(b), floor) or math.nan)

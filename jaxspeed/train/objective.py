@@ -148,7 +148,7 @@ class Objective:
             if path in self.table.rows:
                 row = self.table[path]
                 self._refuse_copies(row)
-                value = pad(value, row.shape(row.source))
+                value = pad(value.astype(row.source.dtype), row.shape(row.source))
                 value = constrain(value, self.table.sharding(row.source), "written")
             stored[path] = value
         return stored
@@ -184,9 +184,8 @@ class Objective:
             returned = self.loss_fn(bound, batch)
         loss, is_sum = parse_loss(returned)
         after = self.model.mutated(bound, params) if train else {}
-        dtypes = {path: x.dtype for path, x in (params | variables).items()}
-        dtypes |= {path: self.table[path].leaf.dtype for path in params}
-        return loss, {p: jnp.asarray(v, dtypes[p]) for p, v in after.items()}, is_sum
+        dtypes = {path: x.dtype for path, x in variables.items()}
+        return loss, {p: jnp.asarray(v, dtypes.get(p)) for p, v in after.items()}, is_sum
 
     def trace(self, rest: tuple[Any, ...], train: bool) -> "Traced":
         """The loss as a program, with parameters as layers read them, and its units.

@@ -188,3 +188,35 @@ def test_a_state_that_is_put_back_counts_on_from_its_step():
 def test_a_hook_that_is_called_never_is_refused():
     with pytest.raises(ValueError, match="every is 0"):
         tiny.engine().add_hook(print, every=0)
+
+
+# -- clipping by default --------------------------------------------------------------------------
+
+
+def clipping_said(caplog, scale, **config):
+    settings = {k: v for k, v in tiny.config().items() if k != "gradient_clipping"} | config
+    engine = tiny.jaxspeed.initialize(PAIR, tiny.squared_error, settings)
+    batch = {name: scale * x for name, x in tiny.batch().items()}
+    metrics = [engine.train_batch(batch) for _ in range(3)]
+    engine.wait()
+    lines = [r.getMessage() for r in caplog.records if "clipp" in r.getMessage()]
+    return lines, metrics
+
+
+def test_clipping_that_nobody_asked_for_is_said_at_the_start_and_when_it_first_happens(caplog):
+    (start, first), metrics = clipping_said(caplog, scale=10.0)
+    assert "clipped to a global norm of 1, DeepSpeed's default" in start and "0 for none" in start
+    norm, clipped = (float(metrics[0][name]) for name in ("grad_norm", "grad_norm_clipped"))
+    assert norm > 1 and clipped == pytest.approx(1, rel=1e-5)
+    assert first.startswith(f"step 1: the gradient's norm {norm:.4g} was clipped to {clipped:.4g}")
+
+
+def test_gradients_below_the_norm_are_not_said_to_be_clipped(caplog):
+    (start,), metrics = clipping_said(caplog, scale=1e-2)
+    assert float(metrics[0]["grad_norm"]) < 1
+    assert "clipped to a global norm of 1" in start
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0, 0.5])
+def test_clipping_that_the_config_asks_for_is_not_said(caplog, norm):
+    assert clipping_said(caplog, scale=10.0, gradient_clipping=norm)[0] == []

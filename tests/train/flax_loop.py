@@ -1,0 +1,196 @@
+"""Training loops of plain Flax and Optax on one device, as a user writes them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import jaxspeed
+from tests.support.reference import slice_of_each_rank
+
+SEED, DEVICES = 3, 8
+
+
+class Setting(NamedTuple):
+    """How jaxspeed runs it."""
+
+    stage: int
+    accumulation: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        return DEVICES // self.tensor
+
+    def config(self, samples: int, **sections: Any) -> dict[str, Any]:
+        return {
+            "train_batch_size": samples,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "mesh": {"data": -1, "tensor": self.tensor},
+            "run": {"seed": SEED, "compilation_cache": False},
+            **sections,
+        }
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        return [
+            jax.tree.map(
+                lambda x, i=i: slice_of_each_rank(x, i, self.accumulation, self.ranks), batch
+            )
+            for i in range(self.accumulation)
+        ]
+
+
+SETTINGS = [
+    pytest.param(Setting(*s), id="stage{}-x{}-tensor{}".format(*s))
+    for s in ((0, 4, 1), (3, 4, 1), (0, 1, 2), (3, 4, 2))
+]
+
+
+class Ended(NamedTuple):
+    """Where a run came to."""
+
+    losses: list[float]
+    values: dict[str, np.ndarray]  # of parameters and state, by path
+
+
+def train_nnx(
+    factory: Callable[[nnx.Rngs], nnx.Module],
+    loss_fn: Callable[[Any, Any], jax.Array],
+    batches: list[Any],
+    optimizer: optax.GradientTransformation,
+    setting: Setting,
+    frozen: Callable[[str], bool] = lambda path: False,
+    mode: Callable[[nnx.Module], None] = lambda module: module.train(),
+) -> Ended:
+    module = factory(nnx.Rngs(SEED))
+    mode(module)
+
+    def flat(kind: Any) -> dict[str, Any]:
+        pairs = nnx.to_flat_state(nnx.state(module, kind))
+        return {"/".join(map(str, keys)): v.get_value() for keys, v in pairs}
+
+    def trained() -> dict[str, Any]:
+        return {path: x for path, x in flat(nnx.Param).items() if not frozen(path)}
+
+    state, losses = optimizer.init(trained()), []
+    for batch in batches:
+        sums: dict[str, Any] = {}
+        seen = []
+        for part in setting.micro_batches(batch):
+            loss, grads = nnx.value_and_grad(loss_fn)(module, part)
+            nnx.pop(module, nnx.Intermediate)
+            seen.append(float(loss))
+            for keys, g in nnx.to_flat_state(grads):
+                path, g = "/".join(map(str, keys)), jnp.conj(g.get_value()) / setting.accumulation
+                sums[path] = sums.get(path, 0) + g
+        losses.append(float(np.mean(seen)))
+        old = trained()
+        updates, state = optimizer.update({path: sums[path] for path in old}, state, old)
+        new = optax.apply_updates(old, updates)
+        for keys, _ in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+            path = "/".join(map(str, keys))
+            if path in new:
+                _at(module, keys).set_value(new[path])
+    every = flat(nnx.Not(nnx.RngState))
+    return Ended(losses, {path: np.array(x) for path, x in every.items()})
+
+
+def _at(module: Any, keys: tuple[Any, ...]) -> Any:
+    for key in keys:
+        module = module[key] if isinstance(key, int) else getattr(module, key)
+    return module
+
+
+def train_linen(
+    module: Any,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    batches: list[Any],
+    optimizer: optax.GradientTransformation,
+    setting: Setting,
+    carried: tuple[str, ...] = ("batch_stats",),
+    frozen: Callable[[str], bool] = lambda path: False,
+    **kwargs: Any,
+) -> Ended:
+    """`loss_fn(out, what was sown and carried, batch)`; `kwargs` are the module's in training."""
+    variables = dict(module.init(jax.random.key(SEED), batches[0]["x"][:1]))
+    params = flatten_dict(variables["params"], sep="/")
+    state = {name: variables[name] for name in carried if name in variables}
+    fixed = {path: x for path, x in params.items() if frozen(path)}
+    params = {path: x for path, x in params.items() if path not in fixed}
+    opt, losses = optimizer.init(params), []
+
+    def loss_of(params: Any, state: Any, part: Any) -> Any:
+        tree = {"params": unflatten_dict({**params, **fixed}, sep="/"), **state}
+        out, after = module.apply(tree, part["x"], mutable=list(MUTABLE), **kwargs)
+        return loss_fn(out, after, part), {name: after[name] for name in state}
+
+    for batch in batches:
+        sums: Any = jax.tree.map(jnp.zeros_like, params)
+        seen = []
+        for part in setting.micro_batches(batch):
+            (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params, state, part)
+            seen.append(float(loss))
+            sums = jax.tree.map(lambda s, g: s + jnp.conj(g) / setting.accumulation, sums, grads)
+        losses.append(float(np.mean(seen)))
+        updates, opt = optimizer.update(sums, opt, params)
+        params = optax.apply_updates(params, updates)
+    values = {**params, **fixed, **flatten_dict(state, sep="/")}
+    return Ended(losses, {path: np.array(x) for path, x in values.items()})
+
+
+MUTABLE = ("batch_stats", "cache", "counters", "losses", "metrics", "intermediates")
+
+
+def train_jaxspeed(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    batches: list[Any],
+    transform: optax.GradientTransformation | None,
+    setting: Setting,
+    *,
+    check: bool = True,
+    trainable: Any = None,
+    **sections: Any,
+) -> Ended:
+    """The same by jaxspeed, which also has to agree with its own check."""
+    samples = batches[0]["x"].shape[0]
+    engine = jaxspeed.initialize(
+        model,
+        loss_fn,
+        setting.config(samples, **sections),
+        transform,
+        example_batch=batches[0],
+        trainable=trainable,
+    )
+    losses = [float(engine.train_batch(batch)["loss"]) for batch in batches]
+    if check:
+        report = engine.check(batches[0])
+        assert report.ok, str(report)
+    state = {
+        path: x
+        for path, x in engine.state.variables.items()
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    }
+    return Ended(losses, {path: np.array(x) for path, x in (engine.parameters | state).items()})
+
+
+def assert_alike(
+    ours: Ended, plain: Ended, tolerance: float = 1e-5, also: tuple[str, ...] = ()
+) -> None:
+    """Losses, every parameter and every state variable; nothing else is kept but what is `also`."""
+    np.testing.assert_allclose(ours.losses, plain.losses, rtol=tolerance, atol=1e-7)
+    kept = {path for path in ours.values if not path.endswith(("/count", *also))}
+    assert kept == set(plain.values)
+    for path, value in plain.values.items():
+        scale = max(np.abs(value).max(), 1e-3)
+        np.testing.assert_allclose(
+            ours.values[path], value, rtol=0, atol=tolerance * scale, err_msg=path
+        )
