@@ -94,7 +94,8 @@ class Spec(Described):
     Attributes:
       container: list, dict or attributes.
       freezing: how `trainable` says it: patterns, function, or type (of Variable).
-      reads: how the loss gets at what an nnx module has sown: attribute, state or pop.
+      reads: how the loss gets at what an nnx module has sown: as an attribute, or by nnx.state,
+        nnx.pop or nnx.capture.
       weighted: whether the loss is a (sum, weight).
       evaluating: whether the factory calls `.eval()` on the whole module.
       setup: Linen's way of making submodules; else compact.
@@ -182,7 +183,7 @@ def specs(kinds: tuple[str, ...], linen: bool) -> st.SearchStrategy[Spec]:
             {"setup": st.booleans(), "collection": st.sampled_from(("losses", "counters"))}
             if linen
             else {
-                "reads": st.sampled_from(("attribute", "state", "pop")),
+                "reads": st.sampled_from(("attribute", "state", "pop", "capture")),
                 "evaluating": st.sampled_from((False, False, False, True)),
             }
         ),
@@ -504,25 +505,24 @@ def tell_by_type(module: nnx.Module, spec: Spec) -> None:
                 setattr(node, name, nnx.LoRAParam(value[...]))
 
 
-def nnx_sown(model: NnxNet) -> dict[str, list[Any]]:
-    """What has been sown, by name: all that a loss may read."""
-    kinds = {"sow": ("penalty",), "add": ("penalty", "ones"), "declared": ("penalty",)}
-    if model.spec.reads == "attribute":
-        found = [
-            (name, getattr(part, name).get_value())
-            for kind, names in kinds.items()
-            for part in model.innermost(kind)
-            for name in names
-            if hasattr(part, name)
-        ]
-    else:
-        pop = nnx.pop if model.spec.reads == "pop" else nnx.state
-        flat = nnx.to_flat_state(pop(model, nnx.Intermediate))
-        found = [(str(keys[-1]), v.get_value()) for keys, v in flat]
+def nnx_call(model: NnxNet, x: jax.Array) -> tuple[jax.Array, dict[str, list[Any]]]:
+    """(output, what has been sown by name), got at as the Spec says."""
     sown: dict[str, list[Any]] = {"penalty": [], "ones": []}
-    for name, value in found:
+    reads = model.spec.reads
+    if reads == "capture":
+        y, found = nnx.capture(model, nnx.Intermediate)(x)
+    else:
+        y = model(x)
+        found = (nnx.pop if reads == "pop" else nnx.state)(model, nnx.Intermediate)
+    if reads == "attribute":
+        parts = [p for kind in ("sow", "add", "declared") for p in model.innermost(kind)]
+        pairs = [(name, getattr(p, name)) for p in parts for name in sown if hasattr(p, name)]
+    else:
+        pairs = [(str(keys[-1]), leaf) for keys, leaf in nnx.to_flat_state(found)]
+    for name, leaf in pairs:
+        value = leaf.get_value()
         sown[name] += list(value) if isinstance(value, tuple) else [value]
-    return sown
+    return y, sown
 
 
 def nnx_writes(model: NnxNet) -> None:
@@ -689,8 +689,9 @@ def linen_module(spec: Spec, plain: bool = False) -> nn.Module:
 SOWN = ("penalty", "ones", "seen")  # names of what is sown
 
 
-def linen_sown(model: Any, collection: str) -> dict[str, list[Any]]:
-    """What has been sown, by name."""
+def linen_call(model: Any, x: jax.Array, collection: str) -> tuple[jax.Array, dict[str, list[Any]]]:
+    """(output, what has been sown by name)."""
+    y = model(x)
     sown: dict[str, list[Any]] = {"penalty": [], "ones": []}
     kept = model.variables.get(collection, {})
     for keys, value in jax.tree_util.tree_leaves_with_path(kept):
@@ -698,7 +699,7 @@ def linen_sown(model: Any, collection: str) -> dict[str, list[Any]]:
         name = next((name for name in names if name in sown), None)
         if name is not None:
             sown[name].append(value)
-    return sown
+    return y, sown
 
 
 # -- the loss -------------------------------------------------------------------------------------
@@ -708,9 +709,9 @@ def loss_of(spec: Spec, linen: bool) -> Callable[[Any, Any], Any]:
     """It reads what was sown, counts it as a metric, and writes what a loss may write."""
 
     def loss(model: Any, batch: Any) -> Any:
-        error = per_sample(model(batch["x"]) - batch["y"])
-        sown = linen_sown(model, spec.collection) if linen else nnx_sown(model)
-        error = error + 0.1 * sum(sown["penalty"])
+        x = batch["x"]
+        y, sown = linen_call(model, x, spec.collection) if linen else nnx_call(model, x)
+        error = per_sample(y - batch["y"]) + 0.1 * sum(sown["penalty"])
         if not linen:
             nnx_writes(model)
         metrics = {"sown": jnp.asarray(len(sown["penalty"]) + sum(sown["ones"]), jnp.float32)}
