@@ -261,7 +261,11 @@ class Gradients:
     ) -> Sums:
         """Partial gradients of each data rank, summed over the ranks after the loop."""
 
-        def local(sources: Arrays, batch: Any) -> Any:
+        # Not closed over: inside, an array's type says that the data axes are manual.
+        every = variables, jnp.asarray(step), jnp.asarray(scale)
+
+        def local(sources: Arrays, every: Any, batch: Any) -> Any:
+            variables, step, scale = every
             micro = micro_batches(batch, self.accumulation, 1)
             sums, _ = self._accumulate(sources, variables, micro, step, scale, placed=False)
             return jax.tree.map(lambda x: x[None], sums)
@@ -270,11 +274,11 @@ class Gradients:
         parts: Sums = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(PartitionSpec(), batch_specs(batch)),
+            in_specs=(PartitionSpec(), PartitionSpec(), batch_specs(batch)),
             out_specs=PartitionSpec(DATA_AXES),
             axis_names=set(DATA_AXES),
             check_vma=False,
-        )(sources, batch)
+        )(sources, every, batch)
         weight = parts.weight.sum()
         share = jnp.where(weight > 0, parts.weight / weight, 0)  # [ranks]
 
