@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,38 @@ class Mask:
         distance = jnp.arange(seq)[:, None] - jnp.arange(kv_seq)
         seen = distance >= 0 if self.causal else jnp.ones_like(distance, bool)
         return seen if self.window is None else seen & (jnp.abs(distance) < self.window)
+
+    def blocks(self, seq: int, kv_seq: int, block_q: int, block_kv: int) -> tuple[int, int]:
+        """(blocks of the scores in which any query sees a key, all blocks)."""
+        first = np.arange(0, seq, block_q)
+        last = np.minimum(first + block_q, seq) - 1
+        lowest, highest = np.zeros_like(first), np.full_like(last, kv_seq - 1)
+        if self.causal:
+            highest = np.minimum(highest, last)
+        if self.window is not None:
+            lowest = np.maximum(lowest, first - self.window + 1)
+            highest = np.minimum(highest, last + self.window - 1)
+        seen = np.maximum(highest // block_kv - lowest // block_kv + 1, 0) * (highest >= lowest)
+        return int(seen.sum()), len(first) * -(-kv_seq // block_kv)
+
+    def share(self, seq: int, kv_seq: int) -> float:
+        """The share of the scores that the mask leaves."""
+        seen, every = self.blocks(seq, kv_seq, 1, 1)
+        return seen / every
+
+
+def computes_blocks(count: int) -> Any:
+    """Inside, a kernel is traced that computes so many blocks of the last two dims of its grid.
+
+    The grid does not tell: kernels skip blocks in it, and shrink it where a mask leaves few.
+    """
+    return jax.named_scope(f"computes_{count}_blocks")
+
+
+def computed_blocks(scopes: str) -> int | None:
+    """What `computes_blocks` said, in the names of the scopes around a kernel."""
+    found = re.findall(r"computes_(\d+)_blocks", scopes)
+    return int(found[-1]) if found else None
 
 
 class Segments(NamedTuple):

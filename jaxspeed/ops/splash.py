@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.mask import Mask, Segments, computes_blocks
 from jaxspeed.ops.two_passes import gradients_from
 
 LANES = 128  # the width of a TPU register: blocks are multiples of it
@@ -36,7 +36,8 @@ def forward(
     Shapes as in `attention`. `interpret` runs it off a TPU, slowly.
     """
     kernel = _kernel(q, k, mask, interpret, save_residuals=True)
-    out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
+    with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
+        out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
     return out.swapaxes(1, 2), sums
 
 
@@ -60,7 +61,14 @@ def backward(
         return _over_batch(kernel, q, k, v, segments, scale)
 
     kept = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
-    return gradients_from(kept, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
+    with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
+        return gradients_from(kept, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
+
+
+def _blocks(q: jax.Array, k: jax.Array) -> tuple[int, int]:
+    """The sizes of the blocks of queries and of keys."""
+    block_q, block_kv = (next(b for b in BLOCKS if x.shape[1] % b == 0) for x in (q, k))
+    return block_q, block_kv
 
 
 def _kernel(q: jax.Array, k: jax.Array, mask: Mask, interpret: bool, **options: Any) -> Any:
@@ -71,8 +79,7 @@ def _kernel(q: jax.Array, k: jax.Array, mask: Mask, interpret: bool, **options: 
     sides = mask.sides() or ((None, 0) if mask.causal else None)
     shape = (seq, kv_seq)
     head_mask = splash.FullMask(shape) if sides is None else splash.LocalMask(shape, sides, 0)
-    block_q = next(size for size in BLOCKS if seq % size == 0)
-    block_kv = next(size for size in BLOCKS if kv_seq % size == 0)
+    block_q, block_kv = _blocks(q, k)
     return splash.make_splash_mha(
         splash.MultiHeadMask([head_mask] * heads),
         head_shards=1,

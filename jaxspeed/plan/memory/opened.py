@@ -52,6 +52,7 @@ class Op:
       bodies: what it runs, of a loop or a branch.
       backward: whether it belongs to a derivative's backward pass.
       again: whether that makes again what the forward pass did not keep.
+      scopes: of a kernel, the named scopes that it was traced under.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Op:
     backward: bool = False
     again: bool = False
     trips: int = 1
+    scopes: str = ""
 
     @property
     def values(self) -> list[Value]:
@@ -91,6 +93,7 @@ class _Opening:
         self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
         self.backward = False  # whether in a call of a backward pass
         self.again = False  # ... that makes things again
+        self.scopes = ""  # the named scopes around the calls that are open
         self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
 
     def value(self, variable: Any) -> Value:
@@ -118,11 +121,12 @@ class _Opening:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name in CALLS:
-                outside = self.backward, self.again
+                outside = self.backward, self.again, self.scopes
                 self.backward |= _is_backward(eqn)
                 self.again |= bool(params.get("differentiated"))
+                self.scopes += f"{eqn.source_info.name_stack}/"
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
-                self.backward, self.again = outside
+                self.backward, self.again, self.scopes = outside
             elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
@@ -137,6 +141,8 @@ class _Opening:
         op = Op(
             name, params, ins, outs, backward=self.backward or _is_backward(eqn), again=self.again
         )
+        if name == "pallas_call":
+            op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
         if name == "scan":
             op.bodies, op.trips = [self.scope(*open_jaxpr(params["jaxpr"]))], params["length"]
         elif name == "while":

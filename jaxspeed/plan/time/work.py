@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxspeed.observe.metrics.traced import forward_flops
+from jaxspeed.ops.mask import Mask, computed_blocks
 from jaxspeed.plan.chips import Chip
 from jaxspeed.plan.memory.opened import Op, Value
 from jaxspeed.plan.memory.real import OUT, PRODUCTS, VIEWS, Walk
@@ -174,10 +175,12 @@ def _floats(v: Value) -> bool:
 
 
 def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
-    """Of an attention kernel: blocks that a causal mask leaves out are not computed."""
+    """Of a kernel: its whole grid, less the blocks that the mask of `ops.attention` leaves out."""
     if op.name == "pallas_call":
         inner = forward_flops(op.params["jaxpr"])
-        return inner * math.prod(op.params["grid_mapping"].grid) * _CAUSAL
+        grid = op.params["grid_mapping"].grid
+        blocks = computed_blocks(op.scopes)
+        return inner * (math.prod(grid) if blocks is None else math.prod(grid[:-2]) * blocks)
     query = op.ins[0]
     if query is None:
         return 0.0
@@ -186,8 +189,8 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
         heads, seq = seq, heads
     ways = math.prod(mesh[a] for e in query.cut for a in e)
     products = 2 if "fwd" in op.name else 5
-    causal = _CAUSAL if "CAUSAL" in str(op.params.get("mask_type")) else 1.0
-    return products * 2 * batch * heads * seq * seq * dim * causal / ways
-
-
-_CAUSAL = 0.5
+    keys = op.ins[1].shape[2 if op.params.get("layout") == 1 else 1] if op.ins[1] else seq
+    # cuDNN's window looks back: a query sees itself and so many keys less one before it.
+    mask = Mask("CAUSAL" in str(op.params.get("mask_type")), op.params.get("sliding_window_length"))
+    seen = mask.share(seq, keys)
+    return products * 2 * batch * heads * seq * keys * dim * seen / ways
