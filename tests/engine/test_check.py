@@ -14,6 +14,8 @@ from jaxspeed.placement.units.stored import Stored
 from jaxspeed.train.gradients import Gradients
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
+from tests.support.awkward import AWKWARD
+from tests.train import cases
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
 PATHS = {"layers/0/w", "layers/1/w", "layers/2/w", "out"}
@@ -205,3 +207,26 @@ def test_dropout_is_the_same_on_one_device_and_on_eight():
 
     _, report = checked(1, 2, model=Dropped)
     assert report.ok and report.loss < 1e-6
+
+
+# -- what is trained and carried, by plain Flax ---------------------------------------------------
+
+QUICK = {"OwnScan", "OwnVmap", "BatchStatistics"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(m, id=m.__name__, marks=() if m.__name__ in QUICK else pytest.mark.full)
+        for m in AWKWARD
+    ],
+)
+def test_no_awkward_model_is_trained_otherwise_than_by_plain_flax(model):
+    """In bf16, where a write that is none would be refused."""
+    config = tiny.config(3, bf16={"enabled": True}, train_micro_batch_size_per_gpu=2)
+    engine = tiny.jaxspeed.initialize(model, cases.squared_error, config)
+    batch = cases.vectors(np.random.default_rng(0), 16)
+    engine.train_batch(batch)
+    report = engine.check(batch)
+    assert report.faults == ()
+    assert report.loss <= report.tolerance
