@@ -21,11 +21,13 @@ from jaxspeed.memory.kept import Kept, kept_of
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
+from jaxspeed.parallel.draws import shared_sizes, with_draws_sharded
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
+from jaxspeed.placement.units.jaxprs import as_function
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
@@ -109,8 +111,9 @@ class Objective:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
         in_units = bool(self.recompute) or any(row.gathered for row in self.table)
+        sizes = self._shared_sizes(program.batch)
         return with_crossings(
-            program.closed.jaxpr,
+            with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
             dict(zip(paths, program.parameters, strict=True)),
             program.batch,
             {row.path: row.read.spec for row in self.table},
@@ -122,7 +125,22 @@ class Objective:
     def _direct(
         self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        return self._traced_loss(params, variables, batch, step, micro, train, named=False)[:2]
+        def run(*given: Any) -> tuple[Loss, Arrays]:
+            return self._traced_loss(*given, train, False)[:2]
+
+        given = (params, variables, batch, jnp.asarray(step), jnp.asarray(micro))
+        sizes = self._shared_sizes(jax.tree.leaves(batch))
+        if not sizes:
+            return run(*given)
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(*given)
+        jaxpr = with_draws_sharded(closed.jaxpr, sizes, self.table.mesh)
+        outs = as_function(jaxpr, closed.consts)(*jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    def _shared_sizes(self, batch: Sequence[Any]) -> frozenset[int]:
+        """The numbers of samples in a batch of arrays or variables that the data ranks share."""
+        avals = [getattr(x, "aval", x) for x in batch]
+        return shared_sizes({x.shape[0] for x in avals if x.shape}, self.table.mesh)
 
     def _traced_loss(
         self,
