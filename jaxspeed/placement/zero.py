@@ -18,10 +18,10 @@ RELUCTANCE = {
     "head_dim": 0.01,
 }
 
-# The same for the window of a convolution's kernel [*window, in, out]. Each device would compute its
-# own offsets of the gradient, from all samples: where they are replicated, XLA's partitioner fails
-# on a strided transposed convolution ("Slice dim size 1 greater than dynamic slice dimension: 0",
-# jax 0.10.2, with a window as wide as the axis), and where they are sharded it reduces first anyway.
+# The same for the window of a convolution's kernel [*window, in, out]: of a gradient whose samples
+# are replicated each device would compute some offsets. XLA's partitioner fails at that for a
+# strided transposed convolution with a window as wide as the axis ("Slice dim size 1 greater than
+# dynamic slice dimension: 0", jax 0.10.2). It costs as much as doubling the leaf.
 WINDOW_RELUCTANCE = 1.0
 
 # TPUs keep the last two dims of an array in tiles of 8 x 128. Where a cut ends inside a tile, or

@@ -125,8 +125,11 @@ class Objective:
     def _direct(
         self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        def run(*given: Any) -> tuple[Loss, Arrays]:
-            return self._traced_loss(*given, train, False)[:2]
+        def run(
+            params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any
+        ) -> tuple[Loss, Arrays]:
+            traced = self._traced_loss(params, variables, batch, step, micro, train, named=False)
+            return traced[:2]
 
         given = (params, variables, batch, jnp.asarray(step), jnp.asarray(micro))
         sizes = self._shared_sizes(jax.tree.leaves(batch))

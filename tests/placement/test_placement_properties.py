@@ -71,7 +71,9 @@ def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
     assert all(n < ways_of(e, sizes) for n, e in zip(added, cut.spec, strict=True))
     window = window_dims(leaf.shape, leaf.names)
     divides = any(
-        name not in ("layers", "vocab") and dim not in window and size % (data * ways_of(entry, sizes)) == 0
+        name not in ("layers", "vocab")
+        and dim not in window
+        and size % (data * ways_of(entry, sizes)) == 0
         for dim, (size, name, entry) in enumerate(zip(leaf.shape, leaf.names, spec, strict=True))
     )
     if divides:
