@@ -11,7 +11,6 @@ rows, and they are the same numbers.
 import enum
 import functools
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ class _Writing:
         outs = list(eqn.outvars)
         for i, (out, kind) in enumerate(zip(eqn.outvars, made, strict=True)):
             if kind is Kind.DRAWN and out.aval.shape[:1] and out.aval.shape[0] in self.sizes:
-                pin = Spliced.of(partial(constrain, sharding=self._rows(out), site="draw"), [out])
+                pin = Spliced.of(self._constrained, [out])
                 after += pin.eqns(pin.ins, [out], eqn)
                 outs[i], made[i] = pin.ins[0], Kind.OTHER
         return [eqn.replace(outvars=outs) if after else eqn, *after], made
@@ -115,10 +114,10 @@ class _Writing:
         made = [Kind.OTHER if loops else max(kinds) for kinds in zip(*found, strict=True)]
         return called, made
 
-    def _rows(self, v: Any) -> NamedSharding:
-        rest = [PartitionSpec.UNCONSTRAINED] * (len(v.aval.shape) - 1)
-        rows = sample_axes(self.mesh, v.aval.shape[0])
-        return NamedSharding(self.mesh, PartitionSpec(rows, *rest))
+    def _constrained(self, drawn: jax.Array) -> jax.Array:
+        rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
+        rows = sample_axes(self.mesh, drawn.shape[0])
+        return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
 
 
 def _is_threefry(eqn: Any) -> bool:

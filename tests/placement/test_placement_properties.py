@@ -90,6 +90,32 @@ def test_the_stack_of_layers_is_cut_only_to_save_a_quarter(shape, data):
         assert all(-size % data / size >= padding + 0.25 for size in shape[1:])
 
 
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.integers(17, 64),
+    st.booleans(),
+    COUNTS,
+)
+def test_a_convolutions_kernel_is_not_cut_on_its_window(window, few, features, turned, data):
+    """[*window, in, out], however well its window divides; padding at most doubles it."""
+    assume(window[0] * few != features or len(window) > 1)
+    shape = [*window, *((features, few) if turned else (few, features))]
+    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
+    if cut is not None:
+        assert cut.spec[-1] == "data" or cut.spec[-2] == "data"
+        assert math.prod(cut.stored_shape) <= 2 * math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((512, 8, 64), 0), ((8, 64, 512), 0), ((16, 128, 2048), 0)]
+)
+def test_attention_without_names_has_no_window(shape, dim):
+    """[embed, heads, head_dim] and [heads, head_dim, embed] are cut on their first dim."""
+    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(8, 1))
+    assert cut is not None and cut.spec[dim] == "data" and cut.stored_shape == shape
+
+
 # -- meshes ---------------------------------------------------------------------------------------
 
 
