@@ -17,9 +17,11 @@ from jaxspeed.memory.kept import Kept
 from jaxspeed.memory.transfer import Transfer
 from jaxspeed.observe.collectives import Collective, collectives, ring_bytes, unknown_loops
 from jaxspeed.observe.cost import cost
+from jaxspeed.observe.replicated import replicated_flops
 from jaxspeed.parallel.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
 
+SHOWN_SHARE = 0.01  # of the flops: what is replicated is shown above that
 _CPU_NOTE = " * by the placement table: XLA:CPU counts host memory as the device's"
 
 
@@ -39,7 +41,9 @@ class CompiledReport:
         which `temp_bytes` leaves out, and what is in host memory; XLA:CPU's leaves `temp_bytes`
         out, so add them there.
       flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`). None,
-        like the next two, where the backend does not give the program's text.
+        like the next three, where the backend does not give the program's text.
+      replicated_flops: those of them that the data ranks compute alike, each all of it (see
+        `observe.replicated`): a loss's part that depends on nothing of the batch, for example.
       bytes_accessed: what the instructions read and write, loops multiplied out.
       collectives: each one of the program.
       compile_seconds: wall time of the compilation, None where it was not timed.
@@ -74,6 +78,7 @@ class CompiledReport:
     waiting: Mapping[str, int] = field(default_factory=dict)
     untold: str | None = None
     kept: Kept | None = None
+    replicated_flops: int | None = None
 
     def __rich__(self) -> Group:
         # A pipeline's loop over micro-batches goes tick by tick.
@@ -149,6 +154,7 @@ def report(
         waiting=dict(waiting),
         untold=untold,
         kept=kept,
+        replicated_flops=replicated_flops(text, mesh) if text else None,
     )
 
 
@@ -193,6 +199,9 @@ def _summary(report: CompiledReport) -> Table:
         table.add_row("of these arguments in host memory*", bytes_text(waiting))
     if report.flops is not None and report.bytes_accessed is not None:
         table.add_row("flops (products, convolutions)", scaled_text(report.flops, "flop"))
+        if (report.replicated_flops or 0) > SHOWN_SHARE * report.flops:
+            share = f"{report.replicated_flops / report.flops:.0%}"  # type: ignore[operator]
+            table.add_row("  of these replicated over data", share)
         table.add_row("bytes accessed", bytes_text(report.bytes_accessed))
     if report.compile_seconds is not None:
         table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")

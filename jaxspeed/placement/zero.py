@@ -18,6 +18,12 @@ RELUCTANCE = {
     "head_dim": 0.01,
 }
 
+# The same for the window of a convolution's kernel [*window, in, out]: of a gradient whose samples
+# are replicated each device would compute some offsets. XLA's partitioner fails at that for a
+# strided transposed convolution with a window as wide as the axis ("Slice dim size 1 greater than
+# dynamic slice dimension: 0", jax 0.10.2). It costs as much as doubling the leaf.
+WINDOW_RELUCTANCE = 1.0
+
 # TPUs keep the last two dims of an array in tiles of 8 x 128. Where a cut ends inside a tile, or
 # leaves an odd number of them along the last dim, XLA reduces a gradient by all-reduce, at twice
 # the cost of a reduce-scatter (seen with jax 0.10.2 for v5e: 64, 96, 128 and 384 columns).
@@ -59,8 +65,11 @@ def cut_leaf(
     steps = [axis_sizes[axis] * ways(entry, axis_sizes) for entry in entries]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
+    window = window_dims(shape, names)
+
     def cost(dim: int) -> tuple[float, bool, bool, int, int]:
         growth = stored[dim] / shape[dim] - 1 + RELUCTANCE.get(names[dim] or "", 0.0)
+        growth += WINDOW_RELUCTANCE * (dim in window)
         from_last = len(shape) - 1 - dim
         tile = TILE[1 - from_last] if from_last < 2 else 1
         in_tiles = stored[dim] // steps[dim] % tile == 0
@@ -72,6 +81,17 @@ def cut_leaf(
     axes = (*outer, axis, *([inner] if inner in _axes(entries[dim]) else []))
     entries[dim] = axes if len(axes) > 1 else axis
     return Cut(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
+
+
+def window_dims(shape: Sequence[int], names: Sequence[str | None]) -> set[int]:
+    """The dims of a leaf that are, by its shape, the window of a convolution: [*window, in, out].
+
+    Those without a name that are smaller than what is largest of the last two. So is a stack of
+    layers or experts, which is not to be cut first either; [heads, head_dim, embed] is none.
+    """
+    if len(shape) < 3 or (len(shape) == 3 and shape[0] * shape[1] == shape[2]):
+        return set()
+    return {d for d in range(len(shape) - 2) if names[d] is None and shape[d] < max(shape[-2:])}
 
 
 def ways(entry: str | tuple[str, ...] | None, axis_sizes: Mapping[str, int]) -> int:

@@ -7,7 +7,7 @@ with each unit gathering its own parameters.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ from jaxspeed.memory.kept import Kept, kept_of
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
+from jaxspeed.parallel.draws import shared_sizes, with_draws_sharded
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
-from jaxspeed.placement.units.jaxprs import forwarded
+from jaxspeed.placement.units.jaxprs import as_function, forwarded
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
@@ -116,8 +117,9 @@ class Objective:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
         in_units = bool(self.recompute) or any(row.gathered for row in self.table)
+        sizes = self._shared_sizes(program.batch)
         return with_crossings(
-            program.closed.jaxpr,
+            with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
             dict(zip(paths, program.parameters, strict=True)),
             program.batch,
             {row.path: row.read.spec for row in self.table},
@@ -129,13 +131,20 @@ class Objective:
     def _direct(
         self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
-        args = (variables, batch, step, micro)
-        loss, after, _ = self._traced_loss(params, *args, train, named=False)
-        if after.keys() & params.keys():  # other values, or the same through a jit of the model's
-            rest = jax.tree.map(jnp.asarray, args)
-            written = self.trace(rest, train).written
-            after = {path: x for path, x in after.items() if path in written}
-        return loss, self._as_stored(after)
+        def run(
+            values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
+        ) -> tuple[Loss, Arrays]:
+            given = dict(zip(params, values, strict=True))
+            return self._traced_loss(given, variables, batch, step, micro, train, named=False)[:2]
+
+        given = (list(params.values()), variables, batch, jnp.asarray(step), jnp.asarray(micro))
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(*given)
+        closed, out_tree = _without_unwritten(closed, shape, params, variables)
+        sizes = self._shared_sizes(jax.tree.leaves(batch))
+        jaxpr = with_draws_sharded(closed.jaxpr, sizes, self.table.mesh)
+        outs = as_function(jaxpr, closed.consts)(*jax.tree.leaves(given))
+        loss, written = jax.tree.unflatten(out_tree, outs)
+        return loss, self._as_stored(written)
 
     def _as_stored(self, written: Arrays) -> Arrays:
         """What the loss wrote, parameters as the table stores them.
@@ -167,6 +176,11 @@ class Objective:
                 "keeps in host memory; leave offload_param out, or let the loss write an "
                 "nnx.Variable that is no Param"
             )
+
+    def _shared_sizes(self, batch: Sequence[Any]) -> frozenset[int]:
+        """The numbers of samples in a batch of arrays or variables that the data ranks share."""
+        avals = [getattr(x, "aval", x) for x in batch]
+        return shared_sizes({x.shape[0] for x in avals if x.shape}, self.table.mesh)
 
     def _traced_loss(
         self,
@@ -207,7 +221,7 @@ class Objective:
             return loss, after
 
         closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
-        closed, out_tree = _without_unwritten(closed, shape, [*params, *rest[0]])
+        closed, out_tree = _without_unwritten(closed, shape, params, rest[0])
         parameters = closed.jaxpr.invars[: len(params)]
         # After them come (variables, batch, step, micro), each with its leaves.
         first = len(params) + len(jax.tree.leaves(rest[0]))
@@ -274,11 +288,14 @@ class Traced:
         return frozenset(after)
 
 
-def _without_unwritten(closed: Any, shape: Any, paths: Sequence[str]) -> tuple[Any, Any]:
+def _without_unwritten(
+    closed: Any, shape: Any, params: Iterable[str], variables: Arrays
+) -> tuple[Any, Any]:
     """(program, tree of its results) of a traced loss, without what leaves it as it came.
 
-    `paths` are those of the program's first inputs: parameters and variables.
+    Its first inputs are the parameters at these paths, one by one, and then the variables.
     """
+    paths = [*params, *sorted(variables)]
     loss, after = shape
     count = len(jax.tree.leaves(loss))
     origins = forwarded(closed.jaxpr)[count:]

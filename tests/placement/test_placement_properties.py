@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement.mesh import AXES, build_mesh, resolve_sizes
 from jaxspeed.placement.table import Leaf, Precision, build_table
-from jaxspeed.placement.zero import cut_leaf
+from jaxspeed.placement.zero import cut_leaf, window_dims
 
 NAMES = (None, "embed", "mlp", "heads", "head_dim", "vocab", "layers")
 COUNTS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
@@ -69,9 +69,12 @@ def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
     added = [b - a for a, b in zip(leaf.shape, cut.stored_shape, strict=True)]
     assert sum(n > 0 for n in added) <= 1
     assert all(n < ways_of(e, sizes) for n, e in zip(added, cut.spec, strict=True))
+    window = window_dims(leaf.shape, leaf.names)
     divides = any(
-        name not in ("layers", "vocab") and size % (data * ways_of(entry, sizes)) == 0
-        for size, name, entry in zip(leaf.shape, leaf.names, spec, strict=True)
+        name not in ("layers", "vocab")
+        and dim not in window
+        and size % (data * ways_of(entry, sizes)) == 0
+        for dim, (size, name, entry) in enumerate(zip(leaf.shape, leaf.names, spec, strict=True))
     )
     if divides:
         assert not any(added)
@@ -85,6 +88,32 @@ def test_the_stack_of_layers_is_cut_only_to_save_a_quarter(shape, data):
     if cut is not None and cut.spec[0] == "data":
         padding = -shape[0] % data / shape[0]
         assert all(-size % data / size >= padding + 0.25 for size in shape[1:])
+
+
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.integers(17, 64),
+    st.booleans(),
+    COUNTS,
+)
+def test_a_convolutions_kernel_is_not_cut_on_its_window(window, few, features, turned, data):
+    """[*window, in, out], however well its window divides; padding at most doubles it."""
+    assume(window[0] * few != features or len(window) > 1)
+    shape = [*window, *((features, few) if turned else (few, features))]
+    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
+    if cut is not None:
+        assert cut.spec[-1] == "data" or cut.spec[-2] == "data"
+        assert math.prod(cut.stored_shape) <= 2 * math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((512, 8, 64), 0), ((8, 64, 512), 0), ((16, 128, 2048), 0)]
+)
+def test_attention_without_names_has_no_window(shape, dim):
+    """[embed, heads, head_dim] and [heads, head_dim, embed] are cut on their first dim."""
+    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(8, 1))
+    assert cut is not None and cut.spec[dim] == "data" and cut.stored_shape == shape
 
 
 # -- meshes ---------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
 ELSEWHERE |= {*test_kept_activations.SITES}
+ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 
 
 @pytest.fixture(scope="module")

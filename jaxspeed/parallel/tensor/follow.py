@@ -228,12 +228,13 @@ def loop_parts(eqn: Any) -> tuple[int, int]:
 def holds_opaque(jaxpr: Any) -> bool:
     """Whether a function runs a kernel whose dims cannot be followed."""
     return any(
-        eqn.primitive.name in OPAQUE or any(holds_opaque(f) for f in _functions(eqn))
+        eqn.primitive.name in OPAQUE or any(holds_opaque(f) for f in functions(eqn))
         for eqn in jaxpr.eqns
     )
 
 
-def _functions(eqn: Any) -> list[Any]:
+def functions(eqn: Any) -> list[Any]:
+    """The functions that an equation runs, but for what is opaque and the condition of a loop."""
     name = eqn.primitive.name
     if name in CALLS:
         return [_open(eqn.params[CALLS[name]])]

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.ops.axes import TENSOR, free_axes
 from jaxspeed.parallel.tensor.crossings import Cut
@@ -72,8 +73,18 @@ class Sides:
         return {"axis": TENSOR, "both_ways": both_ways} if length % ways == 0 else {}
 
     def samples(self, size: int) -> Any:
-        """The data axes that cut the samples here: none that is manual, or does not divide."""
-        free = free_axes(self.mesh)
-        axes = tuple(axis for axis in DATA_AXES if axis in free)
-        ways = math.prod(free[axis] for axis in axes)
-        return axes if ways > 1 and size % ways == 0 else None
+        return sample_axes(self.mesh, size)
+
+
+def context_mesh(mesh: Mesh) -> Any:
+    """The mesh as the trace under way sees it: inside a shard_map some axes are manual."""
+    context = jax.sharding.get_abstract_mesh()
+    return mesh if context.empty else context
+
+
+def sample_axes(mesh: Any, size: int) -> tuple[str, ...] | None:
+    """The data axes that shard so many samples here: none that is manual, or does not divide."""
+    free = free_axes(mesh)
+    axes = tuple(axis for axis in DATA_AXES if axis in free)
+    ways = math.prod(free[axis] for axis in axes)
+    return axes if ways > 1 and size % ways == 0 else None

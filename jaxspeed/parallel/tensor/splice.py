@@ -6,7 +6,11 @@ from typing import Any
 
 import jax
 
+from jaxspeed.parallel.tensor.follow import CALLS
 from jaxspeed.placement.units.jaxprs import is_var
+
+# Functions with a derivative of their own: what is written into one pass would miss the other.
+OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,14 @@ class Spliced:
             )
             for e in self.jaxpr.eqns
         ]
+
+
+def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:
+    """An equation with `new(function)` for each function that it runs; itself if none changes."""
+    name = eqn.primitive.name
+    key = {"cond": "branches", "scan": "jaxpr", "while": "body_jaxpr"}.get(name) or CALLS[name]
+    old = eqn.params[key]
+    found = tuple(map(new, old if name == "cond" else (old,)))
+    if all(a is b for a, b in zip(found, old if name == "cond" else (old,), strict=True)):
+        return eqn
+    return eqn.replace(params={**eqn.params, key: found if name == "cond" else found[0]})

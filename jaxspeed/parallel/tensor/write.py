@@ -15,18 +15,15 @@ from jax.sharding import Mesh
 
 from jaxspeed.ops.axes import TENSOR, free_axes
 from jaxspeed.parallel.tensor.crossings import Cut, dims_cut_over
-from jaxspeed.parallel.tensor.follow import CALLS, Frame, follow
+from jaxspeed.parallel.tensor.follow import Frame, follow
 from jaxspeed.parallel.tensor.grouped import each_on_its_own, is_grouped
 from jaxspeed.parallel.tensor.moves import columns, enter, leave
 from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
-from jaxspeed.parallel.tensor.sides import Sides, Style
-from jaxspeed.parallel.tensor.splice import Spliced
+from jaxspeed.parallel.tensor.sides import Sides, Style, context_mesh
+from jaxspeed.parallel.tensor.splice import OWN_DERIVATIVE, Spliced, with_functions
 from jaxspeed.placement.units.jaxprs import is_var
 
 log = logging.getLogger("jaxspeed")
-
-# Functions with a derivative of their own: what is written into one pass would miss the other.
-OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def with_crossings(
@@ -50,7 +47,7 @@ def with_crossings(
     cut = Cut(followed, dims_cut_over(TENSOR, specs), mesh.shape[TENSOR], followed.samples)
     if style.sequence_parallel and cut.dims and not cut.sequences:
         warn_that_nothing_is_a_sequence()
-    return _Writing(Sides(cut, _in_context(mesh), style), followed.top, unit_of).run()
+    return _Writing(Sides(cut, context_mesh(mesh), style), followed.top, unit_of).run()
 
 
 @functools.cache
@@ -61,12 +58,6 @@ def warn_that_nothing_is_a_sequence() -> None:
         "products has no dim between samples and features, as [batch, sequence, features] has "
         "(samples and sequence folded into one dim cannot be cut apart)"
     )
-
-
-def _in_context(mesh: Mesh) -> Any:
-    """The mesh as the trace under way sees it: inside a shard_map some axes are manual."""
-    context = jax.sharding.get_abstract_mesh()
-    return mesh if context.empty else context
 
 
 class _Writing:
@@ -220,13 +211,7 @@ class _Writing:
             found = written.get(id(jaxpr), jaxpr)
             return closed.replace(jaxpr=found) if jaxpr is not closed else found
 
-        name, params = eqn.primitive.name, dict(eqn.params)
-        if name == "cond":
-            params["branches"] = tuple(map(new, params["branches"]))
-        else:
-            key = {"scan": "jaxpr", "while": "body_jaxpr"}.get(name) or CALLS[name]
-            params[key] = new(params[key])
-        return eqn.replace(params=params)
+        return with_functions(eqn, new)
 
 
 def bound(eqn: Any, side: int) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -50,9 +50,9 @@ def part(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequen
     )
 
 
-def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A jaxpr without constants as a function; names and sources of its equations are kept."""
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))
+def as_function(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., list[Any]]:
+    """A jaxpr as a function; names and sources of its equations are kept."""
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))
 
 
 def evaluate(
