@@ -531,15 +531,21 @@ OVERWRITING: dict[str, tuple[Spec, Settings]] = {
     "in each micro-batch": (Spec((Part(OVERWRITTEN),), weighted=True), Settings(0, 4)),
 }
 # One failure is made as simple as it can be; more of them would take minutes each.
-SHORT = settings(max_examples=10, report_multiple_bugs=False)
+SHORT = settings(max_examples=8, report_multiple_bugs=False)
 LONG = settings(SHORT, max_examples=200)
 MODULES = specs(NNX_KINDS, linen=False)
 LINEN_MODULES = specs(KINDS, linen=True)
 
 
 # These go the way of another that always runs.
-FULL_NNX = ("complex parameters", "sown into a sum", "norms that are frozen in part")
+FULL_NNX = (
+    "complex parameters",
+    "sown into a sum",
+    "norms that are frozen in part",
+    "weights cut over a tensor axis",
+)
 FULL_LINEN = (
+    "a norm on its statistics",
     "real parameters",
     "complex parameters, cut",
     "state that becomes a constant",
