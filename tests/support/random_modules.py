@@ -1,9 +1,10 @@
 """Random small modules: what one is made of is a `Spec`, drawn by hypothesis, printed readably.
 
 A Spec says the same of an nnx and of a Linen module: a row of parts `[batch, WIDTH] -> [batch,
-WIDTH]`, each with its own kind of parameter, state or random draw, and a trained head. Every part
-reads what it keeps, so that a state that is carried wrongly moves the parameters wrongly too. What
-is trained, and which norms run on their statistics, is decided here from the Spec alone.
+WIDTH]`, each with its own kind of parameter, state or random draw and a tanh behind it, which keeps
+training from diverging, and a trained head. Every part reads what it keeps, so that a state that is
+carried wrongly moves the parameters wrongly too. What is trained, and which norms run on their
+statistics, is decided here from the Spec alone.
 
 `plain=True` makes the module as a user of plain Flax would: each mode that training has to respect
 is written out, and nothing is left for anyone to fill in.
@@ -199,7 +200,7 @@ def per_sample(x: jax.Array) -> jax.Array:
 
 
 def counted(x: jax.Array, count: jax.Array) -> jax.Array:
-    return x * (1 + 0.1 * count.astype(x.dtype))
+    return x * (1 + 0.5 * jnp.cos(count.astype(x.dtype)))
 
 
 def averaged(x: jax.Array, old: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -222,9 +223,9 @@ def shifted(x: jax.Array, shift: jax.Array, known: jax.Array) -> tuple[jax.Array
 
 
 def spectral(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
-    """Real in, real out; the gradient of what is neither its own conjugate nor real."""
+    """Real in, real out, of both parts: the gradient is not its own conjugate."""
     z = x @ kernel
-    return x + jnp.real(z) + 0.3 * jnp.imag(z) ** 2 + bias
+    return x + jnp.real(z) + jnp.sin(jnp.imag(z)) + bias
 
 
 def complex_kernel(key: jax.Array, shape: tuple[int, int] = (WIDTH, WIDTH)) -> jax.Array:
@@ -480,7 +481,7 @@ class NnxNet(nnx.Module):
     def __call__(self, x):
         for i, part in enumerate(self.spec.parts):
             for _ in range(part.calls):
-                x = self.made(i)(x)
+                x = jnp.tanh(self.made(i)(x))
         return self.head(x)
 
 
@@ -627,7 +628,7 @@ class LinenAround(nn.Module):
 def through(parts: Any, head: nn.Module, x: jax.Array, train: bool) -> jax.Array:
     for part, made in parts:
         for _ in range(part.calls):
-            x = made(x, train)
+            x = jnp.tanh(made(x, train))
     return head(x)
 
 
