@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -21,6 +22,15 @@ def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
 def called(eqn: Any) -> Any:
     """What a call runs."""
     return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
+def runs(eqn: Any, names: Sequence[str]) -> bool:
+    """Whether an equation, or one within it, is of one of these primitives."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else [p])]
+    inner = [getattr(v, "jaxpr", v) for v in values]
+    return eqn.primitive.name in names or any(
+        runs(e, names) for v in inner if hasattr(v, "eqns") for e in v.eqns
+    )
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
