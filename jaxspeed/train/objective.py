@@ -29,7 +29,7 @@ from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
-from jaxspeed.placement.units.jaxprs import as_function, forwarded
+from jaxspeed.placement.units.jaxprs import RANDOM, as_function, forwarded, runs
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
@@ -279,7 +279,7 @@ class Traced:
 
     @property
     def draws_random_numbers(self) -> bool:
-        return _any_primitive(self.closed.jaxpr, RANDOM)
+        return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
 
     @property
     def written(self) -> frozenset[str]:
@@ -306,19 +306,3 @@ def _without_unwritten(
     outs = [*outs[:count], *(outs[count + i] for i in kept.values())]
     jaxpr = closed.jaxpr.replace(outvars=outs)
     return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, kept))
-
-
-RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
-
-
-def _any_primitive(jaxpr: Any, names: Sequence[str]) -> bool:
-    return any(
-        eqn.primitive.name in names or any(_any_primitive(sub, names) for sub in _inside(eqn))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _inside(eqn: Any) -> list[Any]:
-    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else [p])]
-    opened = [getattr(v, "jaxpr", v) for v in values]
-    return [v for v in opened if hasattr(v, "eqns")]

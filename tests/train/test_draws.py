@@ -23,6 +23,7 @@ from tests.train.parity import assert_losses_equal, config, leaf_differences, pl
 
 LATENT, SIDE, COLOURS = 8, 8, 4
 STEPS = 3
+RATES = (1e-2, 0.5)  # of Adam and SGD: steps that are large beside the rounding of a weight
 DEEP, WIDE = 32, 16
 
 
@@ -159,7 +160,8 @@ EXAMPLE = images(np.random.default_rng(0), RANKS)
 
 
 def nnx_case(model, loss):
-    return Case(model, loss, images, lambda: reference.NnxReference(model), example=EXAMPLE)
+    plain = lambda: reference.NnxReference(model)  # noqa: E731
+    return Case(model, loss, images, plain, RATES, example=EXAMPLE)
 
 
 CASES = {
@@ -171,6 +173,7 @@ CASES = {
         linen_loss,
         images,
         lambda: reference.LinenReference(LinenGan(), EXAMPLE["x"]),
+        RATES,
         example=EXAMPLE,
     ),
     "pair": Case(
@@ -178,6 +181,7 @@ CASES = {
         linen_loss,
         images,
         lambda: PairReference(pair_init, pair_apply),
+        RATES,
         example=EXAMPLE,
     ),
 }
@@ -248,7 +252,10 @@ def test_a_device_computes_its_share_of_what_is_drawn(name, stage, tensor, accum
     mesh = MESHES[tensor]
     drawn = compiled(name, stage, accumulation, mesh=mesh)
     given = compiled(name, stage, accumulation, noise_in_batch=True, mesh=mesh)
-    assert drawn.flops == pytest.approx(given.flops, rel=0.05)
+    # Less where XLA takes what a constant key draws out of the loop over micro-batches.
+    assert drawn.flops <= 1.05 * given.flops
+    if tensor == 1 and name != "fixed key":
+        assert drawn.flops >= 0.95 * given.flops
     assert drawn.replicated_flops == given.replicated_flops == 0
     assert "replicated over data" not in str(drawn)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 CALLS = (  # that run one function of theirs on their operands
     *INLINED,
@@ -34,6 +35,15 @@ def consts_and_carry(scan: Any) -> tuple[int, int]:
         return scan.params["num_consts"], scan.params["num_carry"]
     consts, carry = scan.params["ft_in"].unpack()[:2]  # jax 0.12
     return len(consts), len(carry)
+
+
+def runs(eqn: Any, names: Sequence[str]) -> bool:
+    """Whether an equation, or one within it, is of one of these primitives."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else [p])]
+    inner = [getattr(v, "jaxpr", v) for v in values]
+    return eqn.primitive.name in names or any(
+        runs(e, names) for v in inner if hasattr(v, "eqns") for e in v.eqns
+    )
 
 
 def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.placement.units.exchange import place_of, read_all, scatter_all
-from jaxspeed.placement.units.jaxprs import evaluate, is_var, part
+from jaxspeed.placement.units.jaxprs import RANDOM, evaluate, is_var, part, runs
 from jaxspeed.placement.units.keeping import Keeping, Waiting
 from jaxspeed.placement.units.stored import Stored
 
@@ -196,11 +196,14 @@ class Passes:
 
 
 def _depends_only_on(jaxpr: Any, sources: Sequence[Any]) -> set[Any]:
-    """The variables that are computed from `sources` (and constants) and from nothing else."""
+    """The variables that are computed from `sources` (and constants) and from nothing else.
+
+    Random numbers of a constant key are something else: they are drawn as activations are.
+    """
     inside, outside = set(sources), set(jaxpr.invars) - set(sources)
     for eqn in jaxpr.eqns:
         inputs = [v for v in eqn.invars if is_var(v)]
-        if any(v in outside for v in inputs):
+        if any(v in outside for v in inputs) or runs(eqn, RANDOM):
             outside.update(eqn.outvars)
         elif any(v in inside for v in inputs):
             inside.update(eqn.outvars)
