@@ -433,6 +433,7 @@ BOTH: dict[str, tuple[Spec, Settings]] = {
         Spec((Part("add", depth=1, calls=2), Part("mlp")), collection="counters", setup=True),
         Settings(3, 1, optimizer="adam"),
     ),
+    "sown beside state": (Spec((Part("count"), Part("sow")), collection="counters"), Settings()),
     "frozen parameters": (
         Spec((Part("mlp", frozen="all"), Part("mlp", frozen="some"), Part("sow", frozen="all"))),
         Settings(3, 4),

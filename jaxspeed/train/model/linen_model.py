@@ -137,7 +137,10 @@ class LinenModel:
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
         key = micro_batch_key(variables[SEED], step, micro)
-        return BoundLinen(self._module, tree, linen_rngs(key), train, self._frozen)
+        constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
+        return BoundLinen(
+            self._module, tree, linen_rngs(key), train, self._frozen, DenyList(tuple(constant))
+        )
 
     def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
         after = _flat(bound.variables)
@@ -171,11 +174,12 @@ class BoundLinen:
         rngs: dict[str, jax.Array],
         training: bool,
         is_frozen: Callable[[str], bool],
+        mutable: DenyList,
     ) -> None:
         self.module, self.variables, self.training = module, variables, training
         self._rngs, self._is_frozen = rngs, is_frozen
-        # In evaluation state is only read; what is no state (sown values) is made all the same.
-        self._constant = ("params",) if training else tuple(variables)
+        # All but parameters; in evaluation what calls sow, and state that shares its collection.
+        self._mutable = mutable
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
@@ -185,7 +189,7 @@ class BoundLinen:
                 self.variables,
                 *args,
                 rngs=self._rngs if self.training else None,
-                mutable=DenyList(self._constant),
+                mutable=self._mutable,
                 method=method,
                 **kwargs,
             )
