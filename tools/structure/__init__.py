@@ -2,8 +2,8 @@
 
     python -m tools.structure record            # write record.json beside this file
     python -m tools.structure compare           # measure again; exit 1 if anything differs
-    python -m tools.structure mutations         # apply each mutation; a named test must fail
-    python -m tools.structure mutations --check # each snippet and test can be found: no test is run
+    python -m tools.structure mutations         # apply each mutation: its test must fail
+    python -m tools.structure mutations --check # can each text and test be found? none is run
 
 `record` and `compare` take `--only` with any of `cpu tpu size flow` (`--only cpu size`).
 
@@ -15,5 +15,8 @@ renaming modules needs no change here.
 - `programs.py`: flops, collectives and memory of the compiled programs
 - `size.py`: bytes, files and function lengths of the package
 - `flow.py`: the files that a parameter, a batch and the ZeRO stage pass through
-- `mutations.py`: source mutations that tests catch, and how they are run
+- `mutations.py`, `mutation_list.py`: source mutations that tests catch, and how they are run
+
+A mutation whose text a later change rewrites is to be written anew against the new text, so that
+as many are left as there were.
 """

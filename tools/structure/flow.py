@@ -34,6 +34,7 @@ import numpy as np
 import jaxspeed
 
 PACKAGE = Path(jaxspeed.__file__).parent
+OURS = tuple(str(path) for path in PACKAGE.iterdir() if path.name != "models")
 HIDDEN, LAYERS, SEQ, SHARDS = 40, 3, 22, 8
 PARAMETER = "blocks/mlp/up/kernel"
 # Of no other parameter: the weight of all layers and of one, whole and sharded over `data`.
@@ -140,7 +141,7 @@ def _check_shapes(table: Any) -> None:
 
 def _called(frame: FrameType, event: str, things: Mapping[str, Any], seen: Any) -> None:
     code = frame.f_code
-    if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
+    if event != "call" or not code.co_filename.startswith(OURS):
         return
     named = code.co_argcount + code.co_kwonlyargcount
     variadic = bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
@@ -198,7 +199,7 @@ def _reads_of_stage(config: Any, readers: set[str]) -> Iterator[None]:
             value = real(self, name)
             if name == "stage" and (type(self) is section or _is_stage(value)):
                 file = sys._getframe(1).f_code.co_filename
-                if file.startswith(str(PACKAGE)):
+                if file.startswith(OURS):
                     readers.add(_file(file))
             return value
 
