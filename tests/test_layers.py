@@ -1,0 +1,87 @@
+"""A folder imports only folders above it in `LAYERS`, and no imports between files form a cycle.
+
+An import inside a function or under TYPE_CHECKING counts like any other: it hides a cycle from
+Python, not from the reader. A folder inside another has a layer of its own. The lists of known
+violations only shrink: a new one fails, and so does one that is listed and gone.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
+LAYERS = (
+    "errors.py", "config", "hardware", "placement", "placement/units", "ops", "memory", "optim",
+    "parallel", "parallel/tensor", "parallel/pipeline", "parallel/ring", "parallel/server",
+    "train", "train/model", "train/pipeline", "train/ringed", "train/served", "data", "checkpoint",
+    "observe", "observe/metrics", "plan", "plan/memory", "plan/time", "plan/search", "plan/page",
+    "engine", "actors", "run", "planning.py", "__init__.py", "cli", "__main__.py",
+)  # fmt: skip
+VIOLATIONS = {  # (file, a folder below its own that it imports)
+    ("train/build.py", "train/model"),
+    ("train/build.py", "train/pipeline"),
+    ("train/build.py", "train/ringed"),
+    ("train/build.py", "train/served"),
+    ("train/family.py", "train/model"),
+    ("train/gradients.py", "train/pipeline"),
+    ("train/objective.py", "train/model"),
+    ("train/pipeline_report.py", "train/pipeline"),
+    ("train/program.py", "train/model"),
+    ("train/program.py", "train/pipeline"),
+    ("train/streamed.py", "train/model"),
+    ("train/tensor_cuts.py", "train/model"),
+    ("train/update.py", "train/model"),
+    ("train/update.py", "train/ringed"),
+}
+IN_CYCLES = {"engine/engine.py", "engine/served.py"}
+
+FILES = {
+    ".".join(("jaxspeed", *path.parts)).removesuffix(".__init__"): path.with_suffix(".py")
+    for path in (file.relative_to(PACKAGE).with_suffix("") for file in PACKAGE.rglob("*.py"))
+}
+
+
+def imports(file: Path) -> Iterator[Path]:
+    """The files of the package that a file imports."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (FILES[alias.name] for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports within the package are absolute"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            found = (FILES.get(name, FILES.get(node.module or "")) for name in names)
+            yield from filter(None, found)
+
+
+IMPORTS = {file: set(imports(file)) - {file} for file in FILES.values()}
+
+
+def layer(file: Path) -> str:
+    return str(file if file.parent == Path(".") else file.parent)
+
+
+def test_every_folder_has_its_place():
+    assert {layer(file) for file in IMPORTS} == set(LAYERS)
+
+
+def test_a_folder_imports_only_what_stands_above_it():
+    found = {
+        (str(file), layer(other))
+        for file, others in IMPORTS.items()
+        for other in others
+        if LAYERS.index(layer(other)) > LAYERS.index(layer(file))
+    }
+    assert found == VIOLATIONS
+
+
+def test_no_chain_of_imports_leads_back_to_its_file():
+    assert {str(file) for file in IMPORTS if in_cycle(file)} == IN_CYCLES
+
+
+def in_cycle(file: Path) -> bool:
+    reached: set[Path] = set()
+    new = set(IMPORTS[file])
+    while new:
+        reached |= new
+        new = {other for each in new for other in IMPORTS[each]} - reached
+    return file in reached

@@ -1,0 +1,389 @@
+"""The mutations: (text in the package, what it becomes, the test that fails)."""
+
+MUTATIONS: list[tuple[str, str, str]] = [
+    (
+        "decay_steps = max(1, total_num_steps - max(2, warmup_num_steps))",
+        "decay_steps = max(1, total_num_steps)",
+        "test_warmup_decay_lr[log]",
+    ),
+    (
+        "jnp.log(jnp.maximum(1, k + 1)) / math.log(warmup_num_steps)",
+        "jnp.log(jnp.maximum(1, k)) / math.log(warmup_num_steps)",
+        "test_warmup_lr[log]",
+    ),
+    (
+        "return base_lr * jnp.where(k < 0, 0, ratio)",
+        "return base_lr * ratio",
+        "test_warmup_cosine_lr[log]",
+    ),
+    (
+        "lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)",
+        "lr_range_test_min_lr * (lr_range_test_step_rate * interval)",
+        "test_lr_range_test[False]",
+    ),
+    (
+        "return jnp.where(step == 0, cycle_min_mom, b1), 0.99",
+        "return b1, 0.99",
+        "test_one_cycle[decay0-plain]",
+    ),
+    (
+        "hysteresis_left=jnp.where(falls, left, left - 1)",
+        "hysteresis_left=jnp.where(falls, full, left - 1)",
+        "test_trajectories_equal_the_reference",
+    ),
+    (
+        "rises = (state.good_steps > 0) & (state.good_steps % rule.window == 0)",
+        "rises = state.good_steps % rule.window == 0",
+        "test_trajectories_equal_the_reference",
+    ),
+    (
+        "return jnp.minimum(1, max_norm / (norm + _EPS))",
+        "return max_norm / (norm + _EPS)",
+        "test_smaller_norms_and_a_limit_of_zero_change_nothing[5.1]",
+    ),
+    (
+        "return optax.incremental_update(params, ema, 1.0 - decay)",
+        "return optax.incremental_update(params, ema, decay)",
+        "test_the_average_is_the_sum_of_all_past_weights",
+    ),
+    (
+        "scale = max(1.0, tall / wide) ** 0.5",
+        "scale = max(1.0, wide / tall) ** 0.5",
+        "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
+    ),
+    (
+        "gram = p @ gram @ p if i + 1 < iterations else gram",
+        "gram = p @ gram if i + 1 < iterations else gram",
+        "test_muon_updates_hidden_matrices_and_adam_the_rest[rates0-0.03-0.03-gram]",
+    ),
+    (
+        "share = jnp.where(state.step == 0, 1, 1 - dampening)",
+        "share = jnp.asarray(1 - dampening)",
+        "test_updates_equal_the_formula[sgd with dampening]",
+    ),
+    (
+        "slower = 1 + state.step * lr_decay",
+        "slower = 1 + (state.step + 1) * lr_decay",
+        "test_updates_equal_the_formula[adagrad with lr_decay]",
+    ),
+    (
+        "return 0.0 if group.frozen else group.lr_factor",
+        "return group.lr_factor",
+        "test_the_first_group_that_matches_gives_factor_and_decay",
+    ),
+    (
+        'growth = stored[dim] / shape[dim] - 1 + RELUCTANCE.get(names[dim] or "", 0.0)',
+        "growth = stored[dim] / shape[dim] - 1",
+        "test_the_stack_of_layers_is_cut_only_to_save_a_quarter",
+    ),
+    (
+        "stored[dim] = -(-shape[dim] // parts) * parts",
+        "stored[dim] = shape[dim] // parts * parts",
+        "test_a_vocabulary_that_does_not_divide_is_padded_to_the_next_multiple[0]",
+    ),
+    (
+        'LEFT_WHOLE = ("kv_heads",)',
+        "LEFT_WHOLE: tuple[str, ...] = ()",
+        "test_key_heads_that_do_not_divide_are_whole_on_each_device_and_the_row_says_so",
+    ),
+    (
+        "full[free[0]] = device_count // fixed",
+        "full[free[0]] = device_count",
+        "test_a_free_axis_takes_what_is_left",
+    ),
+    (
+        'for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):',
+        'for axis in ("tensor", "pipe", "data", "expert", "seq", "replica"):',
+        "test_slices_are_joined_by_the_axis_that_exchanges_least",
+    ),
+    (
+        "return self.stacked and self.chunks == 1",
+        "return self.stacked",
+        "test_other_stacks_keep_the_names_of_their_dims[chunks]",
+    ),
+    (
+        "if length < 2:",
+        "if length < 3:",
+        "test_a_member_that_is_other_than_its_neighbours_ends_the_run",
+    ),
+    (
+        "turn = i // K * v * K + i % K",
+        "turn = i // K * v * K + i",
+        "test_gpipe_runs_all_forwards_first",
+    ),
+    (
+        "return forward, M + K - 1 + i + (K - 1 - s)",
+        "return forward, M + K + i + (K - 1 - s)",
+        "test_gpipe_runs_all_forwards_first",
+    ),
+    (
+        "read_before = np.cumsum(backward.busy, axis=0) - backward.busy",
+        "read_before = np.cumsum(backward.busy, axis=0)",
+        "test_each_chunk_of_each_micro_batch_runs_once_in_each_direction",
+    ),
+    (
+        "return int(work.busy.sum()) - self.micro_batches",
+        "return int(work.busy.sum())",
+        "test_a_message_goes_between_stages_after_all_chunks_but_the_last",
+    ),
+    (
+        "return not self.max_staleness",
+        "return self.max_staleness is None",
+        "test_rounds_need_no_ledger",
+    ),
+    (
+        "half = length - length // 2",
+        "half = length // 2",
+        "test_the_sum_is_taken_in_the_order_that_is_documented[1-both]",
+    ),
+    (
+        "after.append(arrived + _chunk(part, rank, -lane.direction * (number + 2), ring))",
+        "after.append(arrived)",
+        "test_a_ring_sums_as_psum_does_whatever_the_shape[0]",
+    ),
+    (
+        "kind = (part.dim is None, jnp.dtype(part.dtype))",
+        "kind = part.dim is None",
+        "test_leaves_come_back_from_their_buckets",
+    ),
+    (
+        "lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))",
+        "lost = lost.at[ranks.outer].set(jnp.zeros_like(piece))",
+        "test_what_int8_loses_is_kept_by_the_rank_that_packed[1-5]",
+    ),
+    (
+        "[d for d, x in enumerate(config) if any(x)]",
+        "[]",
+        "test_an_operation_along_a_dim_ends_it_and_leaves_the_others[shifted by padding]",
+    ),
+    (
+        'if dim != eqn.params["dimension"]:',
+        "if True:",
+        "test_an_operation_along_a_dim_ends_it_and_leaves_the_others[concatenate]",
+    ),
+    (
+        "return math.gcd(*self.sizes(node))",
+        "return max(self.sizes(node))",
+        "test_a_part_of_a_tied_dim_is_the_same_part_after_any_movement",
+    ),
+    (
+        "return max(with_it, without, key=self.total)",
+        "return with_it",
+        "test_the_cuts_are_those_that_a_person_would_write[encoder-decoder]",
+    ),
+    (
+        "return self.window - 1, 0 if self.causal else self.window - 1",
+        "return self.window, 0 if self.causal else self.window - 1",
+        "test_attention_equals_the_formula[window-float32]",
+    ),
+    (
+        "seen = distance >= 0 if self.causal else",
+        "seen = distance > 0 if self.causal else",
+        "test_attention_equals_the_formula[causal-float16]",
+    ),
+    (
+        "variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)",
+        "variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)",
+        "test_layer_norm_equals_the_formula_far_from_zero",
+    ),
+    (
+        "turned = (a * by.cos - b * by.sin, b * by.cos + a * by.sin)",
+        "turned = (a * by.cos + b * by.sin, b * by.cos - a * by.sin)",
+        "test_logits_equal_numpy_in_fp64[llama-llama_logits]",
+    ),
+    (
+        "return (1 - s) * f / scaling.factor + s * f",
+        "return s * f / scaling.factor + (1 - s) * f",
+        "test_frequencies_equal_llama_3s_published_rule",
+    ),
+    (
+        "copies = parts // math.gcd(parts, kv_heads)",
+        "copies = parts",
+        "test_heads_are_copied_as_often_as_it_takes_and_no_more",
+    ),
+    (
+        "return jax.random.fold_in(jax.random.fold_in(key, step), micro)",
+        "return jax.random.fold_in(key, step)",
+        "test_the_keys_of_micro_batches_differ",
+    ),
+    (
+        "return jnp.where(keep, value, selected[var]) if var in selected else value",
+        "return value",
+        "test_a_skipped_update_changes_nothing[nan-adam]",
+    ),
+    (
+        ('if self.table.stage >= 2:\n            return "micro_batch"'),
+        ('if self.table.stage >= 4:\n            return "micro_batch"'),
+        "test_bytes_of_every_role_equal_the_formula[stage2-data4-mixed]",
+    ),
+    (
+        "whole = factor * unscale if self.optimizer.clipping or not as_made else None",
+        "whole = None",
+        "test_a_users_own_optimizer_is_used_and_clipped_only_when_asked",
+    ),
+    (
+        "size = sum(nbytes(v.aval) for v, own in handed if own and len(v.aval.shape) > 1)",
+        "size = sum(nbytes(v.aval) for v, own in handed if len(v.aval.shape) > 1)",
+        "test_bytes_of_a_name_are_what_jax_keeps_for_it[gpt2]",
+    ),
+    (
+        "made = made or (train // said.known if said.micro else stages.cut(train // said.known))",
+        "made = made or stages.cut(train // said.known)",
+        "test_a_triple_is_solved_exactly_when_it_can_be",
+    ),
+    (
+        "sign = 1 if elasticity.prefer_larger_batch else -1",
+        "sign = 1",
+        "test_the_elastic_table_is_the_best_candidate_of_a_plain_search",
+    ),
+    (
+        "if divisors > record:",
+        "if divisors >= record:",
+        "test_the_largest_micro_batch_that_divides_is_taken",
+    ),
+    (
+        "filling = [size for size in sizes if stages.take(per_rank // size)]",
+        "filling = sizes",
+        "test_an_elastic_batch_takes_the_largest_micro_batches_that_fill_the_stages",
+    ),
+    (
+        'if parallel.ring_wire == "int8" and zero.stage == 3',
+        'if parallel.ring_wire == "int8" and zero.stage == 4',
+        "test_a_bad_config_names_its_key_and_what_would_work[int8 with nowhere for its error]",
+    ),
+    (
+        "return without_weight(batch, ids >= self.samples)",
+        "return without_weight(batch, ids > self.samples)",
+        "test_a_mixture_may_hold_made_samples_beside_read_ones",
+    ),
+    (
+        "first = step * batch_size",
+        "first = 0",
+        "test_each_epoch_holds_each_sample_once_and_in_an_order_of_its_own",
+    ),
+    (
+        "return np.cumsum(begins, dtype=np.int32) + 1",
+        "return np.cumsum(begins, dtype=np.int32)",
+        "test_packing_is_as_written_plainly",
+    ),
+    (
+        "apart = np.flatnonzero(spans.starts[1:] != ends[:-1]) + 1",
+        "apart = np.flatnonzero(spans.starts[1:] != ends[:-1])",
+        "test_documents_may_lie_anywhere_in_the_array",
+    ),
+    (
+        "elif found[1] != crc:",
+        "elif False:",
+        "test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken[3]",
+    ),
+    (
+        'copies = size if kind == "all-gather" else 1',
+        "copies = 1",
+        "test_kind_axis_and_payload[all-gather-<lambda>-16384-replica]",
+    ),
+    (
+        "product *= 1 if loop.trips is None else loop.trips",
+        "product *= 1",
+        "test_scans_multiply",
+    ),
+    (
+        "bound += 1 if up else -1",
+        "bound += 0",
+        "test_trip_count_is_that_of_pythons_range[False-compare2-0-2-6-indices2]",
+    ),
+    (
+        "cubes = all(size % 4 == 0 for size in self.topology)",
+        "cubes = True",
+        "test_which_dims_of_a_torus_are_closed[v5p:2x2x4-closed1]",
+    ),
+    (
+        "if node < 1 or (count % node and count > node):",
+        "if node < 1:",
+        "test_a_mistake_is_told_with_what_would_work[h100:64/7]",
+    ),
+    (
+        "within = math.prod(shape) <= 2 and all(size == 1 for size in shape[2:])",
+        "within = True",
+        "test_a_mistake_is_told_with_what_would_work[v5p:4x4]",
+    ),
+    (
+        "if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:",
+        "if any(n > 1 for n in inner):",
+        "test_a_view_leaves_every_element_on_its_device",
+    ),
+    (
+        "outermost = [s for s in chosen.values() if not chosen.keys() & set(s.chain)]",
+        "outermost = list(chosen.values())",
+        "test_units_are_found_and_change_no_number[UnlikeBlocks]",
+    ),
+    (
+        'return [(open_jaxpr(called(eqn))[0], 0, eqn.params["length"])]',
+        "return [(open_jaxpr(called(eqn))[0], 0, 1)]",
+        "test_gradients_equal_plain_jax[pure functions, scanned]",
+    ),
+    (
+        "return 2 * made[0].size * kernel.size // features",
+        "return 2 * made[0].size * kernel.size",
+        "test_products_and_convolutions_are_counted_as_xla_counts_them[<lambda>-shapes3]",
+    ),
+    (
+        'return inner * params["length"]',
+        "return inner",
+        "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
+    ),
+    (
+        "size = trips * nbytes(made.aval)\n",
+        "size = nbytes(made.aval)\n",
+        "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
+    ),
+    (
+        "self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))",
+        "self.moves = before + runs[0]",
+        "test_of_branches_the_one_that_moves_most_counts",
+    ),
+    (
+        "cut = axes.get(self.root(move.node), self.activation_axes) - move.manual",
+        "cut = axes.get(self.root(move.node), self.activation_axes)",
+        "test_what_one_shard_does_is_what_its_device_does",
+    ),
+    (
+        "last = end if kept else max(times[i] for i in by - {OUT})",
+        "last = end",
+        "test_full_recompute_saves_the_inputs_of_the_blocks",
+    ),
+    (
+        "return unpad(master.astype(row.param.dtype), row.shape(row.param))",
+        "return unpad(master, row.shape(row.param))",
+        "test_each_device_holds_what_a_fresh_state_would[bf16 with masters]",
+    ),
+    (
+        ('"all-reduce": 2 * share,\n        "collective-permute": 1.0,'),
+        ('"all-reduce": share,\n        "collective-permute": 1.0,'),
+        "test_ring_volume_is_what_a_ring_sends[2-all-reduce]",
+    ),
+    (
+        "total = sum(self._weights)\n",
+        "total = 1.0\n",
+        "test_an_epoch_of_a_mixture_ends_where_its_first_part_is_through",
+    ),
+    (
+        'return max(within, across) if chip.platform == "cuda" else within + across',
+        "return within + across",
+        "test_over_nodes_each_device_sends_its_part_of_the_node",
+    ),
+    (
+        "numbered = [info for info in infos if step_of(info.tag) is not None]",
+        "numbered = list(infos)",
+        "test_checkpoints_with_tags_of_their_own_stay",
+    ),
+    (
+        "old = [info.tag for info in numbered[: whole[-keep]]]",
+        "old = [info.tag for info in numbered[: whole[-1]]]",
+        "test_the_newest_and_those_at_intervals_are_kept",
+    ),
+    (
+        ("if now > units_free:\n                        idle.append((units_free, now))"),
+        ("if now > units_free + 1e9:\n                        idle.append((units_free, now))"),
+        "test_what_reads_an_exchange_waits_for_it",
+    ),
+]
