@@ -22,7 +22,6 @@ from jaxspeed.memory.kept import Kept, kept_of
 from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
-from jaxspeed.parallel.draws import shared_sizes, with_draws_sharded
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
@@ -30,6 +29,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.placement.units import Exchange, Stored, Units, Way, choose_units, run_sliced
 from jaxspeed.placement.units.jaxprs import RANDOM, as_function, forwarded, runs
+from jaxspeed.train.draws import shared_sizes, with_draws_sharded
 from jaxspeed.train.foreign import foreign
 from jaxspeed.train.loss import Loss, parse_loss
 from jaxspeed.train.model import Model
