@@ -10,20 +10,8 @@ from typing import Any
 
 from jaxspeed.parallel.tensor.classes import Classes, Node, Nodes
 from jaxspeed.parallel.tensor.primitives import results
-from jaxspeed.placement.units.jaxprs import consts_and_carry, is_var, open_jaxpr
+from jaxspeed.placement.units.jaxprs import CALLS, consts_and_carry, is_var, open_jaxpr
 
-# Primitives that run one function of theirs, and the parameter that holds it.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
 # What a kernel does inside is its own business; beside it stands a plain form (ops.attention).
 OPAQUE = ("shard_map", "pallas_call", "tpu_custom_call")
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.parallel.tensor.follow import CALLS
-from jaxspeed.placement.units.jaxprs import is_var
+from jaxspeed.placement.units.jaxprs import CALLS, is_var
 
 # Functions with a derivative of their own: what is written into one pass would miss the other.
 OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")

@@ -7,11 +7,18 @@ from jax.extend import core as jex
 
 RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma")
 INLINED = ("jit", "pjit", "closed_call", "core_call")
-CALLS = (  # that run one function of theirs on their operands
-    *INLINED,
-    *("remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
+# Primitives that run one function of theirs on their operands, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
 
 
 def is_var(atom: Any) -> bool:
