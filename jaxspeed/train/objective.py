@@ -23,7 +23,6 @@ from jaxspeed.memory.members import members
 from jaxspeed.memory.recompute import keeping_of
 from jaxspeed.ops.axes import free_axes
 from jaxspeed.parallel.tensor import AS_WHOLE, Style, with_crossings
-from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -158,7 +157,6 @@ class Objective:
                 row = self.table[path]
                 self._refuse_copies(row)
                 value = pad(value.astype(row.source.dtype), row.shape(row.source))
-                value = constrain(value, self.table.sharding(row.source), "written")
             stored[path] = value
         return stored
 

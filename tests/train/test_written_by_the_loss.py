@@ -229,6 +229,27 @@ def test_a_moving_average_teacher_moves_as_in_plain_flax(setting):
     assert_alike(ours, plain)
 
 
+def test_between_micro_batches_a_written_parameter_stays_sharded():
+    """Under stage 3 the loop over micro-batches carries an eighth of it."""
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.student, self.teacher = (nnx.Linear(512, 512, rngs=rngs) for _ in range(2))
+
+    def loss(model, batch):
+        teacher, student = (nnx.state(m, nnx.Param) for m in (model.teacher, model.student))
+        nnx.update(model.teacher, jax.tree.map(lambda t, s: 0.9 * t + 0.1 * s, teacher, student))
+        return jnp.mean((model.student(batch["x"]) - model.teacher(batch["x"])) ** 2)
+
+    config = Setting(3, 4, 1).config(64)
+    engine = jaxspeed.initialize(Wide, loss, config, SGD, trainable="student/**")
+    batch = engine.program.abstract_batch({"x": np.zeros((64, 512), np.float32)})
+    text = engine.program.step.lower(engine.program.state, batch).compile().as_text()
+    (loop,) = [line for line in text.splitlines() if " while(" in line]
+    assert "f32[512,512]" not in loop
+    assert loop.count("f32[64,512]") + loop.count("f32[512,64]") >= 3
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_trained_parameter_that_the_loss_writes_is_updated_from_there(setting):
     """As flax's own WeightNorm does: the kernel that is used is the kernel that is stored."""
