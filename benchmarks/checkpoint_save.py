@@ -28,7 +28,7 @@ import numpy as np
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.leaves import kept_arrays
-from jaxspeed.train.rng import is_key
+from jaxspeed.objective.rng import is_key
 
 WIDTH, ROWS = 1024, 64
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspeed
-from jaxspeed.parallel.server import Clock, Rule, Turns
-from jaxspeed.parallel.server.turns import rounds_seconds
+from jaxspeed.parameter_server import Clock, Rule, Turns
+from jaxspeed.parameter_server.turns import rounds_seconds
 
 WIDTH, ROWS, RANKS, SERVERS = 1024, 256, 4, 2
 SLOWED = (1.0, 1.0, 1.0, 5.0)

@@ -34,10 +34,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxspeed
 from jaxspeed import models
-from jaxspeed.observe import collectives
-from jaxspeed.observe.collectives import ring_bytes
-from jaxspeed.parallel.ring import WIRES, Levels, Ranks, Ring, sum_of_all
+from jaxspeed.hlo import collectives
+from jaxspeed.hlo.collectives import ring_bytes
 from jaxspeed.placement.mesh import simulated
+from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, sum_of_all
 
 DEVICES, NODES = 8, 2
 AXES = ("replica", "data")

@@ -27,7 +27,7 @@ import reference_step as reference
 
 import jaxspeed
 from jaxspeed import models
-from jaxspeed.observe import CompiledReport, report
+from jaxspeed.hlo import CompiledReport, report
 
 SIZES = {
     "hidden_size": 128,

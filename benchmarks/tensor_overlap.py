@@ -39,12 +39,12 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.observe.collectives import KINDS
-from jaxspeed.observe.cost import own_flops
-from jaxspeed.observe.groups import axes_of, replica_groups, source_target_pairs
-from jaxspeed.observe.hlo import Computation, Instruction, Module, parse
-from jaxspeed.observe.loops import Site
-from jaxspeed.parallel.tensor.ring import Product, ring_columns, ring_row
+from jaxspeed.hlo.collectives import KINDS
+from jaxspeed.hlo.cost import own_flops
+from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
+from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs
+from jaxspeed.hlo.trip_counts import Site
+from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
 
 EMBED, MLP, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
 SEQ, BATCH = 4096, 2

@@ -13,11 +13,13 @@ from jaxspeed.errors import (
     PlacementError,
     RunError,
 )
+from jaxspeed.jaxpr.module_scopes import unit
+from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement import Placement, PlacementTable
-from jaxspeed.placement.units import unit
-from jaxspeed.planning import plan
-from jaxspeed.train import TrainState, micro_batch_key, propose_tensor_cuts
-from jaxspeed.train.model import LayerSpec, PipelineModule, TiedLayerSpec
+from jaxspeed.planner.api import plan
+from jaxspeed.train import propose_tensor_cuts
 
 __all__ = [
     "BatchError",

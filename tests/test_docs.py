@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from jaxspeed.cli.main import COMMANDS
-from jaxspeed.observe.metrics import NAMES
-from jaxspeed.train.loss import OWN_METRICS
+from jaxspeed.metrics import NAMES
+from jaxspeed.objective.loss import OWN_METRICS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -65,7 +65,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules_on_disk() <= names
-    files = {"py.typed", "hardware/chips.yaml", "plan/page/page.css", "plan/page/page.js"}
+    files = {"py.typed", "hardware/chips.yaml", "planner/page/page.css", "planner/page/page.js"}
     assert {f"jaxspeed/{file}" for file in files} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 

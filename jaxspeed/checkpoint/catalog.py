@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,3 +152,24 @@ def _changed(folder: epath.Path) -> float:
 
 def _bytes_in(folder: epath.Path) -> int:
     return sum((folder / name).stat().length for name in files_of(folder))
+
+
+# -- which checkpoints are kept -------------------------------------------------------------------
+
+
+def superfluous(
+    infos: Sequence[CheckpointInfo], keep: int | None, keep_every: int | None
+) -> list[str]:
+    """The tags to remove, from all that are there, oldest first.
+
+    Kept are the newest `keep` that are whole, those at multiples of `keep_every` steps, what was
+    saved after the oldest of the newest, and whatever has a tag of its own.
+    """
+    if keep is None:
+        return []
+    numbered = [info for info in infos if step_of(info.tag) is not None]
+    whole = [i for i, info in enumerate(numbered) if info.ok]
+    if len(whole) <= keep:
+        return []
+    old = [info.tag for info in numbered[: whole[-keep]]]
+    return [tag for tag in old if not (keep_every and (step_of(tag) or 0) % keep_every == 0)]

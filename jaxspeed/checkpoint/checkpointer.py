@@ -10,12 +10,12 @@ import jax
 from etils import epath
 
 from jaxspeed.checkpoint import header as describing
-from jaxspeed.checkpoint.arrays import FOLDER, ArrayFiles
 from jaxspeed.checkpoint.catalog import (
     CheckpointInfo,
     checkpoints,
     default_tag,
     existing,
+    superfluous,
 )
 from jaxspeed.checkpoint.header import FILES, Header, header_of, read_header
 from jaxspeed.checkpoint.leaves import Arrays, kept_leaves
@@ -27,16 +27,16 @@ from jaxspeed.checkpoint.manifest import (
     write_file,
     write_manifest,
 )
-from jaxspeed.checkpoint.processes import Processes, is_first
+from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
+from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.checkpoint.restore import restore_state
-from jaxspeed.checkpoint.retention import superfluous
 from jaxspeed.checkpoint.snapshot import Snapshot, snapshotter
-from jaxspeed.checkpoint.soundness import check_sound, newest_sound, written
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
+from jaxspeed.checkpoint.verification import check_sound, newest_sound, written
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState
 
 log = logging.getLogger("jaxspeed")
 

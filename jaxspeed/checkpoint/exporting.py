@@ -12,14 +12,14 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from jaxspeed.checkpoint.arrays import FOLDER
 from jaxspeed.checkpoint.catalog import existing
 from jaxspeed.checkpoint.header import Header, LeafRecord, read_header
 from jaxspeed.checkpoint.manifest import is_local, read_manifest
-from jaxspeed.checkpoint.processes import Processes
+from jaxspeed.checkpoint.orbax_arrays import FOLDER
+from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.safetensors import Tensor, check_dtype, write_safetensors
-from jaxspeed.checkpoint.soundness import check_sound, newest_sound
 from jaxspeed.checkpoint.stores import store_at
+from jaxspeed.checkpoint.verification import check_sound, newest_sound
 from jaxspeed.errors import CheckpointError
 
 _PIECE_BYTES = 64 << 20

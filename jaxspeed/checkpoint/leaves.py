@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.memory import on_device
+from jaxspeed.objective.rng import is_key
+from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.optim import LossScale
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Program
-from jaxspeed.train.rng import is_key
-from jaxspeed.train.state import TrainState, unpad, updated_values
 
 Arrays = dict[str, Any]
 RING_ERRORS = "ring_errors"

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxspeed.checkpoint.arrays import read_arrays
 from jaxspeed.checkpoint.header import Header, LeafRecord
 from jaxspeed.checkpoint.leaves import (
     RING_ERRORS,
@@ -19,10 +18,11 @@ from jaxspeed.checkpoint.leaves import (
     own,
     published,
 )
+from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.optim import loss_scale
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState
 
 _TOGETHER = 256 << 20  # bytes that are copied at once: the peak is one state and this
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)

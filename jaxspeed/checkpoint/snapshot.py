@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.leaves import Arrays, kept_arrays, kept_leaves, key_data
-from jaxspeed.memory import on_device
+from jaxspeed.objective.train_state import TrainState
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.zero import ways
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState
 
 _WORTH_SPREADING = 1 << 20  # bytes
 

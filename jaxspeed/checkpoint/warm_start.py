@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from etils import epath
 
-from jaxspeed.checkpoint.arrays import read_arrays
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import KeptLeaf, kept_leaves
+from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.checkpoint.restore import owned
 from jaxspeed.errors import CheckpointError
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState
 
 _KINDS = ("params/", "variables/")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
 from jaxspeed.data import facts, tokenize
-from jaxspeed.train.family import family_sizes
+from jaxspeed.objective.config_model import family_sizes
 
 
 def add(commands: Any) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json, refuse_unwritable
 from jaxspeed.errors import ConfigError
-from jaxspeed.plan.chips import chips_of, speeds_table
-from jaxspeed.plan.compiling import PATIENCE
-from jaxspeed.plan.search.found import refuse_path
-from jaxspeed.planning import SEARCH_SECONDS, plan
-from jaxspeed.run import plan_run, source_of
+from jaxspeed.hardware.known_chips import chips_of, speeds_table
+from jaxspeed.planner.api import SEARCH_SECONDS, plan
+from jaxspeed.planner.compile.in_child import PATIENCE
+from jaxspeed.planner.make_plan import plan_run
+from jaxspeed.planner.search.result import refuse_path
+from jaxspeed.run import source_of
 
 FAILED = 1
 

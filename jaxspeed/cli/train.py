@@ -10,19 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.actors import connected, staff_of
 from jaxspeed.cli.common import command, loaded, out, print_json
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
-from jaxspeed.run import (
-    RaySource,
-    Source,
-    Trainer,
-    open_run,
-    show_ending,
-    show_opening,
-    source_of,
-)
+from jaxspeed.parameter_server.ray import connected, staff_of
+from jaxspeed.run import RaySource, Source, Trainer, open_run, show_ending, show_opening, source_of
 
 
 def add(commands: Any) -> None:

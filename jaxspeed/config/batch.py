@@ -9,10 +9,10 @@ a pipeline the accumulation is the number of micro-batches, and is chosen to fil
 
 from dataclasses import dataclass, replace
 
-from jaxspeed.config.batch_words import Said, misfit, nothing_said, unfilled
+from jaxspeed.config.batch_problems import Said, misfit, nothing_said, unfilled
+from jaxspeed.config.micro_batch_counts import Stages
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.stages import Stages
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxspeed.config.batch import Batch
+from jaxspeed.config.micro_batch_counts import Stages
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.running import Elasticity
-from jaxspeed.config.stages import Stages
+from jaxspeed.config.run_sections import Elasticity
 
 # DeepSpeed's list of highly composite numbers ends here.
 _LARGEST_FACTOR = 720_720

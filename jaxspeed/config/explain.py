@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxspeed.config.config import Config
 from jaxspeed.config.load import ALIASES, Examined, examine
+from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.recipes import rate_is_the_schedules
 from jaxspeed.config.tree import given_leaves, read
 from jaxspeed.config.verdicts import Row, judge, shown
 from jaxspeed.config.vocabulary import VOCABULARY, entry_for

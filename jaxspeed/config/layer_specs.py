@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from jaxspeed.config.patterns import pattern_problem
 from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.tensor import TorchSpec, WordAt
 from jaxspeed.config.tensor_presets import ALIASES, PRESETS, UNBUILT, canonical_preset
+from jaxspeed.config.tensor_section import TorchSpec, WordAt
 from jaxspeed.config.torch_names import example_pattern, looks_like_regex, path_patterns
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown

@@ -8,14 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxspeed.config.auto import resolve_autos
-from jaxspeed.config.axes import mesh_from_words
-from jaxspeed.config.checks import check
+from jaxspeed.config.cross_checks import check
 from jaxspeed.config.layer_specs import layer_specs_from_words
-from jaxspeed.config.offload import with_one_offload
-from jaxspeed.config.pipelines import with_one_recompute
+from jaxspeed.config.mesh_keys import mesh_from_words
+from jaxspeed.config.offload_keys import with_one_offload
+from jaxspeed.config.optimizer_defaults import complete
+from jaxspeed.config.parse import apply_override, read_source
+from jaxspeed.config.pipeline_keys import with_one_recompute
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
-from jaxspeed.config.reading import apply_override, read_source
-from jaxspeed.config.recipes import complete
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import PARAMS, given_leaves, read, without
 from jaxspeed.config.verdicts import judge, shown

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.config.recompute import Remat, bytes_of
+from jaxspeed.config.remat import Remat, bytes_of
 from jaxspeed.config.types import (
     LARGEST,
     Count,

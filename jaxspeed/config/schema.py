@@ -1,19 +1,22 @@
 """Every key that a config may hold, with DeepSpeed's defaults; fields only."""
 
-from jaxspeed.config.autotuning import Autotuning
 from jaxspeed.config.data import Data
-from jaxspeed.config.observing import CommsLogger, FileMonitor, FlopsProfiler, Wandb
+from jaxspeed.config.lr_schedules import Scheduler
+from jaxspeed.config.number_formats import Bf16, DataTypes, Fp16, TorchAutocast
 from jaxspeed.config.optimizers import Optimizer
-from jaxspeed.config.parallelism import (
-    ActivationCheckpointing,
-    Mesh,
-    Parallel,
-    Pipeline,
+from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, Pipeline
+from jaxspeed.config.run_sections import (
+    Autotuning,
+    Checkpoint,
+    CommsLogger,
+    Elasticity,
+    FileMonitor,
+    FlopsProfiler,
+    Model,
+    Run,
+    Wandb,
 )
-from jaxspeed.config.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from jaxspeed.config.running import Checkpoint, Elasticity, Model, Run
-from jaxspeed.config.schedules import Scheduler
-from jaxspeed.config.tensor import TensorParallel
+from jaxspeed.config.tensor_section import TensorParallel
 from jaxspeed.config.types import (
     Count,
     Dtype,
@@ -26,7 +29,7 @@ from jaxspeed.config.types import (
     Section,
     Text,
 )
-from jaxspeed.config.zero import Zero
+from jaxspeed.config.zero_section import Zero
 
 
 class Settings(Section):

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
-from jaxspeed.config.schedules import SCHEDULERS
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import Section
 

@@ -11,23 +11,23 @@ import numpy as np
 from jaxspeed.config.data import Corpus as Source
 from jaxspeed.config.data import Data
 from jaxspeed.config.data import Part as MixturePart
-from jaxspeed.data import store
-from jaxspeed.data.choosing import choose_tokenizer, texts_of
-from jaxspeed.data.facts import Facts, Kind
-from jaxspeed.data.parts import (
+from jaxspeed.data import token_store as store
+from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
+from jaxspeed.data.model_limits import Facts, Kind
+from jaxspeed.data.open_source import (
     Made,
     Opened,
+    OpenSource,
     Packing,
-    Part,
     arrays_part,
     documents_part,
     made_part,
     open_source,
 )
+from jaxspeed.data.packing import entropy
 from jaxspeed.data.samples import Samples
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.split import Split
-from jaxspeed.data.stream import entropy
 from jaxspeed.data.tokenizer import Tokenizer
 from jaxspeed.errors import DataError
 
@@ -149,7 +149,7 @@ def tokenize(
 
 def _part(
     data: Data, source: Source, facts: Facts, opened: Opened, tokenizer: Tokenizer | None
-) -> Part:
+) -> OpenSource:
     if isinstance(opened, dict):
         if facts.sample == "tokens":
             raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
@@ -190,7 +190,9 @@ def _packing(data: Data, facts: Facts) -> Packing:
     return Packing(seq_len, data.document_masks)
 
 
-def _check_sizes(data: Data, parts: Sequence[Part], train: Split, batch_size: int | None) -> None:
+def _check_sizes(
+    data: Data, parts: Sequence[OpenSource], train: Split, batch_size: int | None
+) -> None:
     for part in parts:
         of = f" of {train.tokens_each:,} tokens" if train.tokens_each else ""
         less = ", or a shorter data.seq_len" if train.tokens_each else ""
@@ -232,7 +234,7 @@ def _shape(samples: Samples) -> dict[str, str]:
 # -- figures ------------------------------------------------------------------------------------
 
 
-def _entropy(parts: Sequence[Part], weights: Sequence[float]) -> float | None:
+def _entropy(parts: Sequence[OpenSource], weights: Sequence[float]) -> float | None:
     """Of the ids as they come in training: the parts' frequencies by the parts' shares."""
     counts = [part.counts for part in parts if part.counts is not None]
     if len(counts) < len(parts):
@@ -244,7 +246,7 @@ def _entropy(parts: Sequence[Part], weights: Sequence[float]) -> float | None:
 
 
 def _summary(
-    parts: Sequence[Part],
+    parts: Sequence[OpenSource],
     weights: Sequence[float],
     train: Split,
     held_out: Split | None,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxspeed.data.stream import Stream
+from jaxspeed.data.packing import Stream
 
 Batch = dict[str, np.ndarray]
 IGNORED = -100  # a label that does not count

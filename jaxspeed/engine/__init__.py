@@ -3,6 +3,13 @@
 from jaxspeed.engine.check import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis
 from jaxspeed.engine.engine import Engine, compiled_report, initialize
-from jaxspeed.engine.simulate import simulate
+from jaxspeed.engine.run_devices import simulate
 
-__all__ = ["CheckReport", "Diagnosis", "Engine", "compiled_report", "initialize", "simulate"]
+__all__ = [
+    "CheckReport",
+    "Diagnosis",
+    "Engine",
+    "compiled_report",
+    "initialize",
+    "simulate",
+]

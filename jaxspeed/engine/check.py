@@ -12,19 +12,26 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.config import match
-from jaxspeed.engine.memory import device_limit
-from jaxspeed.engine.plain import PlainGradients, plain_gradients
+from jaxspeed.engine.oom_help import device_limit
+from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
-from jaxspeed.memory import on_device
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.objective.rng import is_key
+from jaxspeed.objective.train_state import (
+    Arrays,
+    TrainState,
+    pad,
+    unpad,
+    updated_values,
+    wide_dtype,
+)
 from jaxspeed.optim.loss_scale import DynamicRule
+from jaxspeed.parameter_server import Rounds, ServedProgram, Service, without_servers
+from jaxspeed.pipeline import Sums, micro_batches
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.build import build_program
-from jaxspeed.train.family import resolve_model
-from jaxspeed.train.pipeline import Sums, micro_batches
 from jaxspeed.train.program import Program
-from jaxspeed.train.rng import is_key
-from jaxspeed.train.served import Rounds, ServedProgram, Service, without_servers
-from jaxspeed.train.state import Arrays, TrainState, pad, unpad, updated_values, wide_dtype
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
 # million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and

@@ -12,20 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.observe import nonfinite_flags
-from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.units.choose import bodies
-from jaxspeed.placement.units.jaxprs import (
+from jaxspeed.jaxpr.evaluate import (
     as_function,
     bindings,
+    bodies,
     consts_and_carry,
     is_var,
     open_jaxpr,
     part,
 )
-from jaxspeed.placement.units.tags import calls_in
+from jaxspeed.jaxpr.module_scopes import calls_in
+from jaxspeed.objective.train_state import TrainState, unpad
+from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState, unpad
 
 Flags = list[tuple[str, Any]]  # (what, not finite: bool [] or, in a scan, [length])
 
@@ -189,3 +188,26 @@ def _first(flags: Flags) -> str | None:
         if best is not None and flag.ndim == 0:
             break
     return best[1] if best and best[0] < math.inf else None
+
+
+# -- which array of a tree is not finite ----------------------------------------------------------
+
+
+def nonfinite_flags(tree: Any) -> Any:
+    """For each leaf, whether it holds a NaN or an infinity; works inside jit."""
+
+    def flag(leaf: Any) -> jax.Array:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            return jnp.asarray(False)
+        return ~jnp.isfinite(leaf).all()
+
+    return jax.tree.map(flag, tree)
+
+
+def first_nonfinite(tree: Any) -> str | None:
+    """The path, joined by `/`, of the first leaf that is not finite, or None."""
+    flags = jax.device_get(jax.jit(nonfinite_flags)(tree))
+    for path, bad in flat_with_paths(flags).items():
+        if bad:
+            return path
+    return None

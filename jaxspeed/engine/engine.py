@@ -13,26 +13,26 @@ import optax
 from jaxspeed.config import Config, load_config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
-from jaxspeed.engine.cache import enable_compilation_cache
-from jaxspeed.engine.from_file import StepFromFile
-from jaxspeed.engine.memory import explain_out_of_memory, is_out_of_memory
-from jaxspeed.engine.moving import check_host_bytes, check_moves, transfer_of
-from jaxspeed.engine.reporting import Reporter
-from jaxspeed.engine.room import warn_of_room
-from jaxspeed.engine.saving import Saver
-from jaxspeed.engine.shapes import ShapeLog
-from jaxspeed.engine.telling import tell
-from jaxspeed.memory import in_host
-from jaxspeed.observe import CompiledReport, report
+from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.memory_precheck import warn_of_room
+from jaxspeed.engine.offload_check import check_host_bytes, check_moves, transfer_of
+from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.recompile_log import ShapeLog
+from jaxspeed.engine.reporter import Reporter
+from jaxspeed.engine.saver import Saver
+from jaxspeed.engine.startup_log import tell
+from jaxspeed.engine.step_from_file import StepFromFile
+from jaxspeed.hlo import CompiledReport, report
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.objective.train_state import TrainState, unpad, updated_values
+from jaxspeed.parameter_server import ServedProgram
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train.aot_step import read_identity
 from jaxspeed.train.build import build_program
-from jaxspeed.train.executable import read_identity
-from jaxspeed.train.family import resolve_model
-from jaxspeed.train.pace import Pace
+from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.program import Metrics, Program
-from jaxspeed.train.served import ServedProgram
-from jaxspeed.train.state import TrainState, unpad, updated_values
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
@@ -51,7 +51,7 @@ class Engine:
         self._from_file = StepFromFile(program, path) if path is not None else None
         self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
         self._reporter = Reporter(program, step)
-        self._pace = Pace(program.mesh.devices.flat[0])
+        self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = False
 
@@ -292,7 +292,7 @@ def initialize(
         raise
     tell(program)
     if isinstance(program, ServedProgram):
-        from jaxspeed.engine.served import ServedEngine  # which is an Engine
+        from jaxspeed.parameter_server.engine import ServedEngine  # which is an Engine
 
         return ServedEngine(program, state)
     return Engine(program, state)

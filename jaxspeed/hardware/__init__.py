@@ -2,4 +2,9 @@
 
 from jaxspeed.hardware.chip import BUILT_IN, Chip, chip_of_kind, read_chips
 
-__all__ = ["BUILT_IN", "Chip", "chip_of_kind", "read_chips"]
+__all__ = [
+    "BUILT_IN",
+    "Chip",
+    "chip_of_kind",
+    "read_chips",
+]

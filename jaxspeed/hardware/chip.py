@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,7 +12,6 @@ import yaml
 
 from jaxspeed.config.problems import did_you_mean
 from jaxspeed.errors import ConfigError
-from jaxspeed.hardware.amounts import amount
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")
 PLATFORMS = ("tpu", "cuda", "cpu")
@@ -232,3 +232,25 @@ def _numbers(
 
 def _is_list(found: Any, kind: type) -> bool:
     return isinstance(found, list) and bool(found) and all(isinstance(x, kind) for x in found)
+
+
+# -- amounts as people write them: `80 GB`, `95.7 GiB`, `989.5 TFLOP/s` ---------------------------
+
+_PREFIXES = {
+    "": 1,
+    **{prefix: 1000**power for power, prefix in enumerate("kMGTP", 1)},
+    **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTP", 1)},
+}
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kMGTPK]i?)?([A-Za-z/]*)\s*")
+
+
+def amount(written: Any, unit: str) -> float | None:
+    """The number of an amount in this unit, which may be left out; None if it is none."""
+    if isinstance(written, bool):
+        return None
+    if isinstance(written, int | float):
+        return float(written)
+    found = _FORM.fullmatch(written) if isinstance(written, str) else None
+    if found is None or found[3] not in ("", unit) or (found[2] or "") not in _PREFIXES:
+        return None
+    return float(found[1]) * _PREFIXES[found[2] or ""]

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops.axes import vocabulary_parts
-from jaxspeed.ops.vocabulary import chunks_of, logits_of, pick, sums_over_vocabulary
+from jaxspeed.ops.free_axes import vocabulary_parts
+from jaxspeed.ops.vocabulary_parallel import chunks_of, logits_of, pick, sums_over_vocabulary
 
 
 def cross_entropy(

@@ -11,7 +11,7 @@ import math
 import jax
 import numpy as np
 
-from jaxspeed.ops.axes import tensor_parts
+from jaxspeed.ops.free_axes import tensor_parts
 
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.ops.axes import TENSOR, free_axes
+from jaxspeed.ops.free_axes import TENSOR, free_axes
 from jaxspeed.ops.mask import Segments
 
 BATCH_AXES = ("replica", "data")

@@ -9,8 +9,8 @@ from jaxspeed.optim.clipping import clip_by_norm, clip_factor, global_norm
 from jaxspeed.optim.groups import Group, PathRules
 from jaxspeed.optim.loss_scale import LossScale
 from jaxspeed.optim.muon import uses_muon
+from jaxspeed.optim.norms_and_biases import is_norm_or_bias
 from jaxspeed.optim.optimizers import base_learning_rates, build_optimizer
-from jaxspeed.optim.paths import is_norm_or_bias
 from jaxspeed.optim.schedules import Schedule, build_schedule
 
 __all__ = [

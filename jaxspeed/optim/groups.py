@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from jaxspeed.config.patterns import match
-from jaxspeed.optim.paths import is_norm_or_bias
+from jaxspeed.optim.norms_and_biases import is_norm_or_bias
 
 Match = Callable[[str, str], bool]  # (pattern, path) -> whether it matches
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxspeed.optim.clipping import squared
-from jaxspeed.optim.paths import map_with_path
+from jaxspeed.optim.norms_and_biases import map_with_path
 
 
 def scale_by_lamb_coefficient(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.optim.paths import is_norm_or_bias, map_with_path
+from jaxspeed.optim.norms_and_biases import is_norm_or_bias, map_with_path
 
 NewtonSchulz = Literal["gram", "standard"]
 

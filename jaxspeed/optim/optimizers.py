@@ -18,7 +18,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
 from jaxspeed.optim.lamb import scale_by_lamb_coefficient
 from jaxspeed.optim.muon import NewtonSchulz, scale_by_muon, uses_muon
-from jaxspeed.optim.paths import map_with_path
+from jaxspeed.optim.norms_and_biases import map_with_path
 from jaxspeed.optim.schedules import Schedule
 from jaxspeed.optim.transforms import (
     Step,
@@ -41,7 +41,7 @@ _NOT_BUILT = frozenset({"amsgrad", "maximize", "max_grad_norm"})
 
 
 @dataclass(frozen=True)
-class Parts:
+class OptimizerInputs:
     """What all optimizers share: what depends on the step, and what depends on the path."""
 
     schedule: Schedule
@@ -99,7 +99,7 @@ def build_optimizer(
     """
     optimizer, arguments = _call(type, params)
     rules = PathRules(groups, exclude_norms_and_biases, match)
-    parts = Parts(schedule or Schedule(), rules, stacked, inputs)
+    parts = OptimizerInputs(schedule or Schedule(), rules, stacked, inputs)
     return in_float32(optimizer(parts, **arguments), moment_dtype)
 
 
@@ -130,7 +130,7 @@ def _call(
 
 
 def adam(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -157,7 +157,7 @@ def adam(
 
 
 def sgd(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float = 1e-3,
     momentum: float = 0.0,
@@ -183,7 +183,7 @@ def sgd(
 
 
 def adagrad(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float = 1e-2,
     lr_decay: float = 0.0,
@@ -197,7 +197,7 @@ def adagrad(
 
 
 def lamb(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float = 1e-3,
     bias_correction: bool = True,
@@ -234,7 +234,7 @@ def lamb(
 
 
 def lion(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -250,7 +250,7 @@ def lion(
 
 
 def muon(
-    parts: Parts,
+    parts: OptimizerInputs,
     *,
     lr: float | None = None,
     muon_lr: float | None = None,

@@ -31,7 +31,7 @@ from jaxspeed.placement.rows import (
 )
 from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.zero import Cut, cut_leaf, ways
+from jaxspeed.placement.zero import ZeroSharding, cut_leaf, ways
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
@@ -235,15 +235,17 @@ def _row(
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 
-def _cuts(leaf: Leaf, model: ModelCut, mesh: Mesh, stack: Stack | None) -> tuple[Cut, Cut]:
+def _cuts(
+    leaf: Leaf, model: ModelCut, mesh: Mesh, stack: Stack | None
+) -> tuple[ZeroSharding, ZeroSharding]:
     """How a leaf is stored: without ZeRO, and with its cut.
 
     Of a stack, the dim of the layers is not ZeRO's to cut. Where the stages do not hold it as it is
     stored, pipe cuts another dim. The parts that data makes are cut again by pipe, so that what
-    the stages exchange (`parallel/pipeline/arrange.py`) leaves them as they are.
+    the stages exchange (`pipeline/stage_layout.py`) leaves them as they are.
     """
     names, sizes = leaf.names, mesh.shape
-    kept = Cut(model.spec, model.stored_shape)
+    kept = ZeroSharding(model.spec, model.stored_shape)
     if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
         return kept, cut_leaf(kept.stored_shape, kept.spec, names, sizes) or kept
     first = 1 if stack.stacked else 0

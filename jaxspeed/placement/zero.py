@@ -30,7 +30,7 @@ WINDOW_RELUCTANCE = 1.0
 TILE = (8, 256)
 
 
-class Cut(NamedTuple):
+class ZeroSharding(NamedTuple):
     """Where a leaf is cut: its spec with the new axis in it, and the shape that is stored."""
 
     spec: PartitionSpec
@@ -46,7 +46,7 @@ def cut_leaf(
     *,
     first: int = 0,
     inner: str | None = None,
-) -> Cut | None:
+) -> ZeroSharding | None:
     """Add `axis` to a leaf's spec on the dim that divides best; None when nothing can be cut.
 
     The best dim is the one whose padding adds least; among equals one that no axis cuts yet, then
@@ -80,7 +80,7 @@ def cut_leaf(
     outer = [a for a in _axes(entries[dim]) if a != inner]
     axes = (*outer, axis, *([inner] if inner in _axes(entries[dim]) else []))
     entries[dim] = axes if len(axes) > 1 else axis
-    return Cut(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
+    return ZeroSharding(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
 
 
 def window_dims(shape: Sequence[int], names: Sequence[str | None]) -> set[int]:

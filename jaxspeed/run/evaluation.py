@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
-from jaxspeed.train.family import resolve_model
+from jaxspeed.objective.config_model import resolve_model
 
 log = logging.getLogger("jaxspeed")
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxspeed.actors import RayEngine, initialize, staff_of
 from jaxspeed.config import Config
-from jaxspeed.engine.devices import start_devices
+from jaxspeed.engine.run_devices import start_devices
+from jaxspeed.parameter_server.ray import RayEngine, initialize, staff_of
 from jaxspeed.run.start import Source
 
 

@@ -6,13 +6,13 @@ import os
 import jax
 from rich.console import Console
 
-from jaxspeed.actors import RayProgram
-from jaxspeed.engine.memory import device_limit, stored_bytes
+from jaxspeed.engine.oom_help import device_limit, stored_bytes
+from jaxspeed.hardware.targets import Target
+from jaxspeed.parameter_server import ServedProgram
+from jaxspeed.parameter_server.ray import RayProgram
 from jaxspeed.placement.show import bytes_text, scaled_text
-from jaxspeed.plan.targets import Target
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
-from jaxspeed.train.served import ServedProgram
 
 
 def show_opening(console: Console, trainer: Trainer) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
-from jaxspeed.train.state import TrainState
 
 
 def sample_tokens(

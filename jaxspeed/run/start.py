@@ -11,17 +11,17 @@ from typing import Any
 import optax
 
 from jaxspeed.checkpoint import Checkpointer
-from jaxspeed.checkpoint.processes import Processes
+from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine, initialize
-from jaxspeed.engine.devices import start_devices
+from jaxspeed.engine.run_devices import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
+from jaxspeed.objective.config_model import family_sizes, resolve_model
 from jaxspeed.run.folder import RunFolder
-from jaxspeed.run.records import recorder_of
+from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
 from jaxspeed.train.build import batch_of
-from jaxspeed.train.family import family_sizes, resolve_model
 
 log = logging.getLogger("jaxspeed")
 TOKENIZER = "tokenizer.json"

@@ -18,8 +18,8 @@ from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, RunError, StateLostError
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.folder import RunFolder
-from jaxspeed.run.records import Recorder
-from jaxspeed.run.stopping import StopRequest
+from jaxspeed.run.signals import StopRequest
+from jaxspeed.run.step_records import Recorder
 
 log = logging.getLogger("jaxspeed")
 

@@ -10,31 +10,27 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Batch, Config, match
 from jaxspeed.errors import ModelError
-from jaxspeed.memory import OF_DEVICE, OF_HOST, Cores, in_host
-from jaxspeed.memory.faults import refuse_faults
-from jaxspeed.parallel.tensor import Style, best_overlap
+from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.objective.train_state import OptLayout, native_tree
+from jaxspeed.offload import OF_DEVICE, OF_HOST, UpdateDevice
+from jaxspeed.offload.known_jax_bugs import refuse_faults
+from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.pipeline import Pipeline
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
 from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
-from jaxspeed.placement.table import (
-    PlacementTable,
-    StateLeaf,
-    build_table,
-    device_memory_kind,
-)
+from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
+from jaxspeed.ring_reduction import OF_DEVICES, Reduction, rings_of
+from jaxspeed.tensor_parallel import Style, best_overlap
 from jaxspeed.train.gradients import Gradients
-from jaxspeed.train.model import Model, adapt_model
-from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import Optimizer, optimizer_of
-from jaxspeed.train.pipeline import Pipeline
-from jaxspeed.train.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.train.program import Program, Source
-from jaxspeed.train.ringed import OF_DEVICES, Reduction, RingGradients, rings_of
-from jaxspeed.train.served import build_served
-from jaxspeed.train.state import OptLayout, native_tree
-from jaxspeed.train.streamed import Streamed
-from jaxspeed.train.tensor_cuts import with_tensor_names
+from jaxspeed.train.ring_gradients import RingGradients
+from jaxspeed.train.tensor_names import with_tensor_names
 from jaxspeed.train.update import Update
 
 
@@ -57,6 +53,8 @@ def build_program(
         return _on_one_mesh(config, model, loss_fn, devices, **rest)
 
     if config.parallel.data_reduction == "parameter_server":
+        from jaxspeed.parameter_server import build_served  # which builds Programs
+
         return build_served(config, devices, built)
     return built(config, devices)
 
@@ -208,7 +206,7 @@ def offload_of(config: Config) -> Offload:
     return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
 
 
-def _cores_of(config: Config) -> Cores:
+def _cores_of(config: Config) -> UpdateDevice:
     """Those that update what waits in host memory."""
     optimizer = config.zero_optimization.offload_optimizer
     return OF_HOST if optimizer.device == "cpu" and optimizer.where == "host" else OF_DEVICE
@@ -220,7 +218,7 @@ def _streamed(
     layout: OptLayout,
     optimizer: Optimizer,
     by_layer: bool,
-    cores: Cores,
+    cores: UpdateDevice,
 ) -> Streamed | None:
     """The update of what waits in host memory, where anything does.
 

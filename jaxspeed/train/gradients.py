@@ -17,15 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.errors import ModelError
-from jaxspeed.memory import Lane, in_host, mean_in_host, zeros_in_host
+from jaxspeed.objective.loss import Loss
+from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.train_state import Arrays, pad
+from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
+from jaxspeed.pipeline import Pipeline, Sums, micro_batches
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.loss import Loss
-from jaxspeed.train.objective import Objective
-from jaxspeed.train.pipeline import Pipeline, Sums, micro_batches
-from jaxspeed.train.state import Arrays, pad
 
 MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
 Reduction = Literal["step", "micro_batch"]
@@ -250,11 +251,11 @@ class Gradients:
         grads = {path: zero(path, g) for path, g in shape.grads.items()}
         return sums._replace(grads=grads, errors=errors), after.keys() - variables.keys()
 
-    def _lane(self, path: str) -> Lane:
+    def _lane(self, path: str) -> StreamedArray:
         """How the gradient of a parameter waits in host memory."""
         row = self.table[path]
         assert row.grad is not None
-        return Lane(row.shape(row.grad), self.table.sharding(row.grad))
+        return StreamedArray(row.shape(row.grad), self.table.sharding(row.grad))
 
     def _once_a_step(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any

@@ -9,6 +9,8 @@ import optax
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
+from jaxspeed.objective.precision import precision_of
+from jaxspeed.objective.user_code import foreign
 from jaxspeed.optim import (
     Schedule,
     base_learning_rates,
@@ -17,8 +19,6 @@ from jaxspeed.optim import (
     loss_scale,
 )
 from jaxspeed.placement import Leaf
-from jaxspeed.train.foreign import foreign
-from jaxspeed.train.precision import precision_of
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
-from jaxspeed.memory import in_host, made_in_groups, on_device
-from jaxspeed.memory.kept import Kept
+from jaxspeed.objective import Model
+from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
+from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
+from jaxspeed.offload import made_in_groups
 from jaxspeed.optim import ema, loss_scale
-from jaxspeed.parallel.pipeline import PipelineReport
-from jaxspeed.parallel.tensor import Proposal
+from jaxspeed.pipeline import Pipeline, PipelineReport
+from jaxspeed.pipeline.report_for_batch import pipeline_report
+from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.batches import check_arrays, check_shared_evenly, check_train_batch
+from jaxspeed.remat.residual_report import ResidualReport
+from jaxspeed.tensor_parallel import Proposal
 from jaxspeed.train.gradients import Gradients, batch_specs
-from jaxspeed.train.model import Model
-from jaxspeed.train.objective import Objective
 from jaxspeed.train.optimizer import Optimizer
-from jaxspeed.train.pipeline import Pipeline
-from jaxspeed.train.pipeline_report import pipeline_report
-from jaxspeed.train.state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -236,7 +236,7 @@ class Program:
         made: PipelineReport = report(pipeline, self.model.variables, batch, micro_batches)
         return made
 
-    def kept_report(self, batch: Any) -> Kept | None:
+    def kept_report(self, batch: Any) -> ResidualReport | None:
         """What units keep between their passes; None where the config leaves it all."""
         if self.pipeline:  # stages keep their inputs too: the pipeline's own report has it
             return None
@@ -249,7 +249,7 @@ class Program:
             ),
             batch,
         )
-        made: Kept | None = self.in_mesh(self.objective.kept)(self.model.variables, one)
+        made: ResidualReport | None = self.in_mesh(self.objective.kept)(self.model.variables, one)
         return made
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:

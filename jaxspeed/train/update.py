@@ -6,19 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.memory import in_host
-from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
-from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.placement.rows import Row
-from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.gradients import Sums
-from jaxspeed.train.guarded import guarded_update
-from jaxspeed.train.model import Model
-from jaxspeed.train.optimizer import Optimizer
-from jaxspeed.train.ringed import Reduction
-from jaxspeed.train.rng import is_key
-from jaxspeed.train.state import (
+from jaxspeed.objective import Model
+from jaxspeed.objective.rng import is_key
+from jaxspeed.objective.train_state import (
     Arrays,
     OptLayout,
     TrainState,
@@ -28,7 +18,17 @@ from jaxspeed.train.state import (
     updated_values,
     wide_dtype,
 )
-from jaxspeed.train.streamed import Streamed, Updated
+from jaxspeed.offload.offloaded_update import Streamed, Updated
+from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
+from jaxspeed.optim.skippable_update import guarded_update
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.rows import Row
+from jaxspeed.placement.table import PlacementTable
+from jaxspeed.ring_reduction import Reduction
+from jaxspeed.train.gradients import Sums
+from jaxspeed.train.optimizer import Optimizer
 
 Metrics = dict[str, jax.Array]
 

@@ -11,9 +11,9 @@ from jax.experimental import multihost_utils
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.objective.rng import is_key
+from jaxspeed.objective.train_state import unpad, updated_values
 from jaxspeed.placement.paths import flat_with_paths
-from jaxspeed.train.rng import is_key
-from jaxspeed.train.state import unpad, updated_values
 from tests.checkpoint import states
 from tests.engine import tiny
 

@@ -10,12 +10,12 @@ from rich.console import Console
 
 import jaxspeed
 from jaxspeed.config import load_config
-from jaxspeed.observe import Collective, CompiledReport
+from jaxspeed.hlo import Collective, CompiledReport
 from jaxspeed.placement.show import as_text
-from jaxspeed.run import plan_run, source_of
-from jaxspeed.run.planned import batch_shapes
+from jaxspeed.planner.make_plan import batch_shapes, plan_run
+from jaxspeed.run import source_of
 from tests.cli.planning import plan
-from tests.plan import page_read
+from tests.planner import page_read
 from tests.run import small
 
 # 2 stages, 4 data ranks; XLA:CPU cannot compile a pipeline in bf16.

@@ -7,8 +7,10 @@ import yaml
 
 import jaxspeed
 from jaxspeed.config import load_config
-from jaxspeed.plan.outcome import Outcome, Refusal
-from jaxspeed.run import plan_run, search, source_of
+from jaxspeed.planner import search_run as search
+from jaxspeed.planner.compile.outcome import Outcome, Refusal
+from jaxspeed.planner.make_plan import plan_run
+from jaxspeed.run import source_of
 from tests.cli.planning import plan
 from tests.engine.tiny import Listed, batch, squared_error
 from tests.run import small
@@ -126,7 +128,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
     monkeypatch.setattr(search, "compile_for", compile_for)
     words = ["run.devices=cpu:8", "autotuning.enabled=true", "autotuning.tuner_num_trials=4"]
     source = source_of(load_config(config, words), name="plan")
-    target = jaxspeed.planning.target_of(TARGET)
+    target = jaxspeed.planner.api.target_of(TARGET)
     made = plan_run(source, target=target, compiling=True, search_seconds=60)
     found = made.search
     assert len(asked) == 2 and found.winner.choice == asked[1]

@@ -9,15 +9,15 @@ import pytest
 
 import jaxspeed.config
 from jaxspeed.config import Config, explain_config
-from jaxspeed.config.tensor import PartitionConfig
+from jaxspeed.config.keys_autotuning import AUTOTUNING
+from jaxspeed.config.keys_parallelism import PARALLELISM
+from jaxspeed.config.keys_pipeline import PIPELINE
+from jaxspeed.config.keys_system import OWN, REPORTS, UNBUILT, ZERO
+from jaxspeed.config.keys_training import TRAINING
+from jaxspeed.config.tensor_section import PartitionConfig
 from jaxspeed.config.tree import read, schema_leaves
 from jaxspeed.config.verdicts import judge
 from jaxspeed.config.vocabulary import VOCABULARY
-from jaxspeed.config.words_autotuning import AUTOTUNING
-from jaxspeed.config.words_parallelism import PARALLELISM
-from jaxspeed.config.words_pipeline import PIPELINE
-from jaxspeed.config.words_system import OWN, REPORTS, UNBUILT, ZERO
-from jaxspeed.config.words_training import TRAINING
 from jaxspeed.errors import ConfigError
 
 # DeepSpeed's vocabulary with its defaults, written out by hand: what no default is known of is ...

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxspeed.config import Config, load_config
+from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import AXES
-from jaxspeed.config.schedules import SCHEDULERS
 
 
 def mesh(**tree):

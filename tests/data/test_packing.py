@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxspeed.models.language import IGNORED, split_batch
 
-from jaxspeed.data.holding_out import hold_out_documents, hold_out_samples
+from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
+from jaxspeed.data.packing import Spans, Stream, entropy
 from jaxspeed.data.samples import Windows
 from jaxspeed.data.split import Split
-from jaxspeed.data.stream import Spans, Stream, entropy
 
 documents_ = st.lists(
     st.lists(st.integers(1, 250), min_size=1, max_size=40), min_size=1, max_size=12
@@ -104,8 +104,8 @@ def test_the_counts_and_entropy_of_a_stream_follow_the_formula():
 
 
 def test_of_a_long_stream_a_sample_is_counted(monkeypatch):
-    monkeypatch.setattr("jaxspeed.data.stream.COUNTED", 4000)
-    monkeypatch.setattr("jaxspeed.data.stream.BLOCK", 100)
+    monkeypatch.setattr("jaxspeed.data.packing.COUNTED", 4000)
+    monkeypatch.setattr("jaxspeed.data.packing.BLOCK", 100)
     ids = np.random.default_rng(0).integers(0, 4, 40_000).astype(np.uint8)
     counts = Stream(ids, Spans(np.array([0]), np.array([40_000]))).counts()
     assert counts.sum() == 4000

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxspeed.config.data import Corpus as Source
-from jaxspeed.data.facts import Facts
-from jaxspeed.data.parts import open_source
+from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.open_source import open_source
 from jaxspeed.data.sources import stdlib
 from jaxspeed.errors import DataError
 from tests.data.corpora import json_lines, opened, sentences, text_files

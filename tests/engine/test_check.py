@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxspeed import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.engine import check as checking
-from jaxspeed.placement.units.stored import Stored
 from jaxspeed.train.gradients import Gradients
+from jaxspeed.zero3.sharded_param import ShardedParam
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
 from tests.support.awkward import AWKWARD
@@ -91,12 +91,12 @@ def test_one_wrong_gradient_is_named_with_its_size(monkeypatch):
 
 def test_a_reduction_that_is_dropped_is_found(monkeypatch):
     """Each rank's own part in place of the sum over all ranks: what a lost psum would give."""
-    right = Stored.scatter
+    right = ShardedParam.scatter
 
     def unreduced(self, grad, like):
         return right(self, grad / 8, like)
 
-    monkeypatch.setattr(Stored, "scatter", unreduced)
+    monkeypatch.setattr(ShardedParam, "scatter", unreduced)
     _, report = checked(3)
     assert not report.ok
     assert all(leaf.gradient == pytest.approx(7 / 8, rel=1e-3) for leaf in report.leaves)

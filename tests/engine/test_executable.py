@@ -14,14 +14,14 @@ import pytest
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
-from jaxspeed.plan.compiling import compile_for, refuse_missing
-from jaxspeed.plan.targets import target_of
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.planner.compile.in_child import compile_for, refuse_missing
+from jaxspeed.train.aot_step import MAGIC, Identity, identity_of, read_identity
 from jaxspeed.train.build import build_program
-from jaxspeed.train.executable import MAGIC, Identity, identity_of, read_identity
-from jaxspeed.train.family import resolve_model
 from jaxspeed.train.program import Program
-from tests.plan import jobs
-from tests.plan.test_compiling import needs_libtpu
+from tests.planner import jobs
+from tests.planner.test_compiling import needs_libtpu
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {

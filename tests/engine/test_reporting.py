@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.engine import memory
+from jaxspeed.engine import oom_help as memory
 from tests.engine import tiny
 from tests.engine.tiny import PAIR
 

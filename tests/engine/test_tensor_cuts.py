@@ -11,8 +11,8 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed.errors import ConfigError, PlacementError
-from jaxspeed.parallel.tensor.write import warn_that_nothing_is_a_sequence
-from tests.parallel import foreign_models as foreign
+from jaxspeed.tensor_parallel.insert_constraints import warn_that_nothing_is_a_sequence
+from tests.support import foreign_models as foreign
 
 RATE, STEPS, SEED = 0.1, 10, 3
 MODELS = {
@@ -269,6 +269,6 @@ def test_activations_without_a_sequence_are_told():
     )
     with pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
-        patch.setattr("jaxspeed.parallel.tensor.write.log.warning", told.append)
+        patch.setattr("jaxspeed.tensor_parallel.insert_constraints.log.warning", told.append)
         engine.eval_batch(PAIR.batch)
     assert len(told) == 1 and "sequence_parallel_activations does nothing" in told[0]

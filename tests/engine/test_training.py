@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.engine import reporting
-from jaxspeed.train import pace
+from jaxspeed.engine import reporter as reporting
+from jaxspeed.train import dispatch_limit as pace
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Linen, Listed, squared_error
 

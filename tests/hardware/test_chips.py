@@ -6,7 +6,7 @@ import pytest
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware import chip_of_kind, read_chips
-from jaxspeed.hardware.amounts import amount
+from jaxspeed.hardware.chip import amount
 
 CHIPS = read_chips()
 FIGURES = ("memory", "flops", "bandwidth", "link", "outside", "host_link", "host_memory")

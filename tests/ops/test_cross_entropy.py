@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import cross_entropy, linear_cross_entropy
-from jaxspeed.ops.vocabulary import AUTO_CHUNK, chunks_of
+from jaxspeed.ops.vocabulary_parallel import AUTO_CHUNK, chunks_of
 from tests.ops.cross_entropy_reference import IGNORED, assert_near, problem, reference
 
 

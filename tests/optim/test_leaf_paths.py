@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxspeed.optim import Group, PathRules, build_optimizer, is_norm_or_bias
-from jaxspeed.optim.paths import map_with_path
+from jaxspeed.optim.norms_and_biases import map_with_path
 
 
 class Pair(NamedTuple):

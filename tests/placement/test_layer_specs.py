@@ -13,7 +13,7 @@ from jaxspeed.models.layers import Linear
 from jaxspeed.config import Config, LayerSpec
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf, build_mesh, build_table
-from jaxspeed.placement.layer_specs import Use, named_by_specs
+from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 
 
 def leaf(path, *shape, names=()):

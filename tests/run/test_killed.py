@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxspeed.observe.metrics import read_records
+from jaxspeed.metrics import read_records
 from tests.run import small
 
 ENOUGH = 240  # seconds for a child

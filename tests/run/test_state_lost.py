@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxspeed.errors import StateLostError
-from jaxspeed.observe.metrics import read_records
+from jaxspeed.metrics import read_records
 from jaxspeed.run import open_run, source_of, train
 from jaxspeed.run.trainer import LOSSES_IN_A_ROW
 from tests.run import small

@@ -10,7 +10,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed import models as families
-from jaxspeed.observe.metrics import NAMES, read_records
+from jaxspeed.metrics import NAMES, read_records
 from jaxspeed.run import open_run, source_of, train
 from tests.run import small
 

@@ -25,7 +25,7 @@ def run_on_topology(target: str, topology: str, **kwargs: Any) -> Any:
 
     Args:
       target: a function that is importable from the repository's root,
-        `tests.observe.programs:compile_all`.
+        `tests.hlo.hlo_programs:compile_all`.
       topology: a TPU topology's name, `v5e:2x4`.
       kwargs: what JSON can hold.
 

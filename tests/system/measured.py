@@ -13,12 +13,7 @@ import jax.numpy as jnp
 from jaxspeed.models import gpt2
 
 import jaxspeed
-from jaxspeed.observe import (
-    Collective,
-    collectives,
-    largest_buffers,
-    loop_carry_shapes,
-)
+from jaxspeed.hlo import Collective, collectives, largest_buffers, loop_carry_shapes
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.system import stacks

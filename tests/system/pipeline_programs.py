@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxspeed import models
-from jaxspeed.observe import cost
-from jaxspeed.observe.groups import axes_of, source_target_pairs
-from jaxspeed.observe.hlo import parse
-from jaxspeed.observe.loops import walk
+from jaxspeed.hlo import cost
+from jaxspeed.hlo.parser import parse
+from jaxspeed.hlo.replica_groups import axes_of, source_target_pairs
+from jaxspeed.hlo.trip_counts import walk
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.system import stacks

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxspeed.memory.members import members
-from jaxspeed.memory.recompute import costs_of
-from jaxspeed.observe.hlo import parse
-from jaxspeed.observe.loops import walk
+from jaxspeed.hlo.parser import parse
+from jaxspeed.hlo.trip_counts import walk
+from jaxspeed.remat.resolve import costs_of
+from jaxspeed.remat.unit_jaxprs import members
 from jaxspeed.train.program import Program
 from tests.system.measured import compile_step
 from tests.system.pipeline_programs import pipeline_program

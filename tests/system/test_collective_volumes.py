@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspeed.observe import Collective
+from jaxspeed.hlo import Collective
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, WIDTH, collectives_of, measure, stack_program
 

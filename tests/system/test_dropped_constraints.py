@@ -20,10 +20,10 @@ from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, s
 from tests.system.tpu import FEW_ROWS
 
 MATRIX = WIDTH * WIDTH
-# Its loss can be told from the traced program alone (tests/placement/test_units_gathers.py): for
+# Its loss can be told from the traced program alone (tests/zero3/test_units_gathers.py): for
 # all compilers that were tried, the argument's own sharding and the barrier say the same.
 TRACED_ONLY = {"unit.cut"}
-# The same of tests/parallel/test_crossings.py.
+# The same of tests/tensor_parallel/test_shard_boundaries.py.
 TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
 # What is dropped where devices share the work on a sample: test_shared_vocabulary.py and
 # test_tensor_collectives.py.
@@ -103,14 +103,16 @@ def test_per_device_code_states_no_collective_of_its_own():
 
     A collective that is added must come with a test that it is missed (as below). The ring's has
     its own: test_a_step_of_the_ring_that_is_dropped_is_missed. What the stages of a pipeline send
-    each other (lanes.py) is needed for every number of theirs, and where each layer's weights go
-    (arrange.py) is compared in test_arrange.py. A ring of data ranks (steps.py) has
+    each other (stage_shard_map.py) is needed for every number of theirs, and where each layer's
+    weights go
+    (stage_layout.py) is compared in test_stage_layout.py. A ring of data ranks (steps.py) has
     test_a_step_of_the_ring_that_is_dropped_is_missed in test_ring_steps.py.
     """
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for path in PACKAGE.rglob("*.py")
-        if path.name not in ("ring.py", "lanes.py", "arrange.py", "steps.py")
+        if path.name
+        not in ("collective_matmul.py", "stage_shard_map.py", "stage_layout.py", "steps.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.Attribute, ast.Name))
     }

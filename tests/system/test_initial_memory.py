@@ -10,7 +10,7 @@ import jax
 import pytest
 from jaxspeed.models import build
 
-from jaxspeed.observe import largest_buffers
+from jaxspeed.hlo import largest_buffers
 from jaxspeed.train.build import build_program
 from tests.support.topology import ROOT
 from tests.system import stacks

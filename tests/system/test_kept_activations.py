@@ -8,8 +8,8 @@ import functools
 import jax
 import pytest
 
-from jaxspeed.observe.hlo import Shape, parse
-from jaxspeed.observe.loops import walk
+from jaxspeed.hlo.parser import Shape, parse
+from jaxspeed.hlo.trip_counts import walk
 from tests.system.measured import compile_step, without
 from tests.system.pipeline_programs import pipeline_program
 

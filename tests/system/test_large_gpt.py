@@ -8,8 +8,8 @@ import importlib.util
 
 import pytest
 
-from jaxspeed.plan.compiling import compile_for
-from jaxspeed.plan.targets import target_of
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.planner.compile.in_child import compile_for
 from tests.system.large_gpt import Large
 
 pytestmark = pytest.mark.full  # minutes of compiling

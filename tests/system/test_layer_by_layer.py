@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspeed.observe import Collective
+from jaxspeed.hlo import Collective
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, WIDTH, collectives_of
 from tests.system.stacks import FORMS

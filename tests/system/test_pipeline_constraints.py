@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspeed.observe import report
+from jaxspeed.hlo import report
 from tests.system.measured import without
 from tests.system.pipeline_programs import pipeline_program
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspeed.observe import Collective
-from jaxspeed.observe.collectives import ring_bytes
+from jaxspeed.hlo import Collective
+from jaxspeed.hlo.collectives import ring_bytes
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, collectives_of, measure, stack_program
 from tests.system.measured import WIDTH as TPU_WIDTH

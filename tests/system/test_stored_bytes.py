@@ -28,7 +28,7 @@ import pytest
 from jaxspeed.models import build
 
 import jaxspeed
-from jaxspeed.observe import loop_carry_shapes
+from jaxspeed.hlo import loop_carry_shapes
 from tests.system import stacks
 
 LAYERS, WIDTH = 3, 64

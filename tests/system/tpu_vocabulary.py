@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.models import gpt2
 
 from jaxspeed import ops
-from jaxspeed.observe import collectives, largest_buffers
+from jaxspeed.hlo import collectives, largest_buffers
 from jaxspeed.placement import build_mesh
 from jaxspeed.train import build_program
 from tests.system import stacks

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 import jaxspeed
+from jaxspeed.objective import linen_model, nnx_model
+from jaxspeed.objective import pair_model as pair
 from jaxspeed.train import gradients
-from jaxspeed.train.model import linen_model, nnx_model, pair
 from tests.train.flax_loop import (
     SETTINGS,
     Setting,

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import micro_batch_key
+from jaxspeed.objective import sharded_draws as draws
 from jaxspeed.placement import zero
-from jaxspeed.train import draws
 from tests.support import reference
 from tests.train.cases import MICRO, RANKS, Case
 from tests.train.parity import assert_losses_equal, config, leaf_differences, plain, run

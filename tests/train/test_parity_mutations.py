@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspeed.train import gradients, objective
-from jaxspeed.train.model import nnx_model
+from jaxspeed.objective import nnx_model, objective
+from jaxspeed.train import gradients
 from tests.train.cases import CASES
 from tests.train.parity import leaf_differences, plain, run
 
@@ -79,6 +79,8 @@ def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
 
 def test_the_gradient_of_a_unit_is_needed(monkeypatch):
     """ZeRO 3's gather is differentiated by hand: leave one scatter's result out."""
-    real = objective.Stored.scatter
-    monkeypatch.setattr(objective.Stored, "scatter", lambda self, g, like: 0 * real(self, g, like))
+    real = objective.ShardedParam.scatter
+    monkeypatch.setattr(
+        objective.ShardedParam, "scatter", lambda self, g, like: 0 * real(self, g, like)
+    )
     assert differs("batch statistics", 3)

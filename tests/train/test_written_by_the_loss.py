@@ -10,8 +10,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
-from jaxspeed.train import objective
-from jaxspeed.train.model import linen_model, nnx_model
+from jaxspeed.objective import linen_model, nnx_model, objective
 from tests.train.flax_loop import (
     SETTINGS,
     Setting,

@@ -1,0 +1,259 @@
+"""What is impossible though every key by itself is right."""
+
+from collections.abc import Iterator
+
+from jaxspeed.config.batch import batch_problem, said_of
+from jaxspeed.config.batch_problems import ACCUMULATION, MICRO, TRAIN
+from jaxspeed.config.data import Corpus
+from jaxspeed.config.data_reduction import data_reduction_problems
+from jaxspeed.config.elastic import elastic_table
+from jaxspeed.config.lr_schedules import SCHEDULERS
+from jaxspeed.config.offload_keys import offload_problems
+from jaxspeed.config.optimizers import OPTIMIZERS
+from jaxspeed.config.parallelism import Mesh
+from jaxspeed.config.pipeline_keys import pipeline_problems, stages_of
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.remat import recompute_of
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.verdicts import shown
+
+
+def check(settings: Settings) -> Iterator[Problem]:
+    """Every impossible combination."""
+    yield from _precision(settings)
+    yield from _batch(settings)
+    yield from _elasticity(settings)
+    yield from _autotuning(settings)
+    yield from _optimizer(settings)
+    yield from _schedule(settings)
+    yield from _gradients(settings)
+    yield from data_reduction_problems(settings)
+    yield from _tensor(settings)
+    yield from pipeline_problems(settings)
+    yield from _recompute(settings)
+    yield from offload_problems(settings)
+    yield from _model(settings)
+    yield from _data(settings)
+    yield from _run(settings)
+
+
+def _precision(settings: Settings) -> Iterator[Problem]:
+    fp16, bf16, autocast = settings.fp16, settings.bf16, settings.torch_autocast
+    if fp16.enabled and bf16.enabled:
+        found = "true, while bf16.enabled is true"
+        yield Problem("fp16.enabled", found, "Switch one of the two off.", ("bf16.enabled",))
+    if autocast.enabled and autocast.dtype is None:
+        works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
+        yield Problem("torch_autocast.dtype", "nothing", works)
+    for word, section in (("fp16", fp16), ("bf16", bf16)):
+        if autocast.enabled and section.enabled and autocast.dtype not in (None, word):
+            found = f"{autocast.dtype}, while {word}.enabled is true"
+            works = "Both name the compute format: make them equal, or remove one."
+            yield Problem("torch_autocast.dtype", found, works, (f"{word}.enabled",))
+    start = 2.0**fp16.initial_scale_power
+    if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > start:
+        found = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"
+        works = f"Needs at most {start:g}, or a larger fp16.initial_scale_power."
+        yield Problem("fp16.min_loss_scale", found, works, ("fp16.initial_scale_power",))
+
+
+def _batch(settings: Settings) -> Iterator[Problem]:
+    if settings.elasticity.enabled:
+        return
+    # With a number of stages that only the devices tell, the batch is checked when they are known.
+    stages = stages_of(settings, max(settings.mesh.pipe, 1))
+    problem = batch_problem(said_of(settings, data_ranks(settings.mesh), stages))
+    if problem:
+        yield problem
+
+
+def data_ranks(mesh: Mesh) -> int | None:
+    """The data-parallel size, replica x data, where the mesh says it."""
+    return None if -1 in (mesh.replica, mesh.data) else mesh.replica * mesh.data
+
+
+def _elasticity(settings: Settings) -> Iterator[Problem]:
+    elasticity = settings.elasticity
+    if not elasticity.enabled:
+        return
+    outside = [key for key in (TRAIN, MICRO, ACCUMULATION) if getattr(settings, key) is not None]
+    if outside and not elasticity.ignore_non_elastic_batch_info:
+        found = f"{', '.join(outside)} beside an elastic batch"
+        works = "Remove them, or set elasticity.ignore_non_elastic_batch_info."
+        yield Problem(outside[0], found, works)
+    most, largest = elasticity.max_train_batch_size, max(elasticity.micro_batch_sizes)
+    if largest > most:
+        found = f"{largest}, above max_train_batch_size {most}"
+        works = f"Needs sizes of at most {most}."
+        yield Problem("elasticity.micro_batch_sizes", found, works)
+    elif elasticity.min_gpus > elasticity.max_gpus:
+        found = f"{elasticity.min_gpus}, above max_gpus {elasticity.max_gpus}"
+        yield Problem("elasticity.min_gpus", found, f"Needs at most {elasticity.max_gpus}.")
+    elif not elastic_table(elasticity).counts:
+        found = f"no device count from {elasticity.min_gpus} to {elasticity.max_gpus} that fits"
+        works = "Widen min_gpus and max_gpus, or raise max_train_batch_size."
+        yield Problem("elasticity", found, works)
+
+
+def _autotuning(settings: Settings) -> Iterator[Problem]:
+    """Bounds that leave nothing to try."""
+    tuning, section = settings.autotuning, "autotuning"
+    if not tuning.enabled:
+        return
+    for what in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        low, high = getattr(tuning, f"min_{what}"), getattr(tuning, f"max_{what}")
+        if high is not None and low > high:
+            found, works = f"{low}, above max_{what} {high}", f"Needs at most {high}."
+            yield Problem(f"{section}.min_{what}", found, works, (f"{section}.max_{what}",))
+    batch = settings.train_batch_size
+    low, high = tuning.min_train_batch_size, tuning.max_train_batch_size
+    if batch is not None and not low <= batch <= (high or batch):
+        key = "min_train_batch_size" if batch < low else "max_train_batch_size"
+        works = "The batch of a step is kept as the config has it: needs bounds around it."
+        found = f"{getattr(tuning, key)}, while train_batch_size is {batch}"
+        yield Problem(f"{section}.{key}", found, works, ("train_batch_size",))
+
+
+def _optimizer(settings: Settings) -> Iterator[Problem]:
+    optimizer = settings.optimizer
+    if optimizer is None or optimizer.type not in OPTIMIZERS:
+        return
+    params = optimizer.params
+    if optimizer.type == "AdamW" and params.get("adam_w_mode") is False:
+        works = 'Write type "Adam" for a coupled weight decay, or remove adam_w_mode.'
+        yield Problem("optimizer.params.adam_w_mode", 'false with type "AdamW"', works)
+    if params.get("nesterov") and not (params["momentum"] > 0 and params["dampening"] == 0):
+        found = f"true with momentum {params['momentum']} and dampening {params['dampening']}"
+        works = "Needs a momentum above 0 and a dampening of 0."
+        yield Problem("optimizer.params.nesterov", found, works)
+    if params.get("min_coeff", 0) > params.get("max_coeff", 0):
+        found = f"{params['min_coeff']}, above max_coeff {params['max_coeff']}"
+        yield Problem("optimizer.params.min_coeff", found, f"Needs at most {params['max_coeff']}.")
+    for number, group in enumerate(optimizer.groups):
+        path = f"optimizer.groups.{number}"
+        steps_otherwise = group.lr_factor != 1 or group.weight_decay is not None
+        if group.frozen and steps_otherwise:
+            works = "A frozen group is not stepped: remove lr_factor and weight_decay."
+            yield Problem(path, "frozen beside lr_factor or weight_decay", works)
+        elif not group.frozen and not steps_otherwise:
+            works = "Needs lr_factor, weight_decay or frozen."
+            yield Problem(path, f'only the pattern "{group.pattern}"', works)
+
+
+def _schedule(settings: Settings) -> Iterator[Problem]:
+    if settings.scheduler is None or settings.scheduler.type not in SCHEDULERS:
+        return
+    params = settings.scheduler.params
+    for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr")):
+        if low in params and high in params and params[low] > (params[high] or params[low]):
+            path, found = f"scheduler.params.{low}", f"{params[low]}, above {high} {params[high]}"
+            about = (f"scheduler.params.{high}", "optimizer.params.lr")
+            yield Problem(path, found, f"Needs at most {params[high]}.", about)
+
+
+def _gradients(settings: Settings) -> Iterator[Problem]:
+    stage = settings.zero_optimization.stage
+    if settings.parallel.gradient_reduction == "step" and stage >= 2:
+        found = f'"step" with ZeRO stage {stage}'
+        works = 'Stages 2 and 3 hold only a shard of the gradient: write "micro_batch" or "auto".'
+        about = ("zero_optimization.stage",)
+        yield Problem("parallel.gradient_reduction", found, works, about)
+    if settings.zero_optimization.mics_shard_size != -1 and stage == 0:
+        works = "Needs a stage that shards: 1, 2 or 3."
+        about = ("zero_optimization.stage",)
+        yield Problem("zero_optimization.mics_shard_size", "a shard size at stage 0", works, about)
+
+
+def _tensor(settings: Settings) -> Iterator[Problem]:
+    parallel, key = settings.parallel, "parallel.sequence_parallel_activations"
+    overlap = parallel.tensor_overlap
+    if overlap.startswith("ring") and not parallel.sequence_parallel_activations:
+        found = f'"{overlap}" without sequence-parallel activations'
+        works = f'It steps their gathers and scatters: set {key}, or write "auto".'
+        yield Problem("parallel.tensor_overlap", found, works, (key,))
+    if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
+        found = 'true, while parallel.tensor_overlap is "none"'
+        works = "Both say the same thing: remove one."
+        yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
+
+
+def _recompute(settings: Settings) -> Iterator[Problem]:
+    words, remat, key = settings.activation_checkpointing, settings.parallel.remat, "parallel.remat"
+    said = "remat" in settings.parallel.model_fields_set
+    section = "activation_checkpointing"
+    for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints"):
+        if getattr(words, name) and said and remat == "none":
+            works = f'It says how checkpoints are kept: remove one, or write {key} "full".'
+            yield Problem(f"{section}.{name}", f'set, while {key} is "none"', works, (key,))
+    if words.number_checkpoints and said and remat not in ("none", "full"):
+        works = "Both say what is kept: remove one."
+        yield Problem(f"{section}.number_checkpoints", f"set beside {key}", works, (key,))
+    if words.cpu_checkpointing and isinstance(remat, dict) and "budget" in remat:
+        works = "A budget itself chooses what waits in host memory: remove one."
+        yield Problem(f"{section}.cpu_checkpointing", f"true beside a budget in {key}", works)
+    for name, first, second in recompute_of(remat, None, False, False).doubles():
+        works = "Needs each name in one list."
+        yield Problem(key, f'"{name}" in both {first} and {second}', works)
+    saves = settings.parallel.pipeline_recompute == "save" and settings.mesh.pipe != 1
+    if saves and isinstance(remat, dict) and remat.get("offload"):
+        works = (
+            "What stages keep from tick to tick is not moved by name: write save in place of "
+            "offload, or activation_checkpointing.cpu_checkpointing, or another "
+            "parallel.pipeline_recompute."
+        )
+        about = ("parallel.pipeline_recompute",)
+        found = f'offload of {len(remat["offload"])} names with parallel.pipeline_recompute "save"'
+        yield Problem(key, found, works, about)
+    layers = settings.parallel.pipeline_recompute == "layers"
+    if layers and said and remat not in ("none", "full") and settings.mesh.pipe != 1:
+        found = f'"layers", while {key} is {shown(remat)}'
+        works = f'It asks for {key} "full": make them equal, or remove one.'
+        yield Problem("parallel.pipeline_recompute", found, works, (key,))
+
+
+def _model(settings: Settings) -> Iterator[Problem]:
+    model = settings.model
+    if model is None:
+        return
+    if (model.family is None) == (model.factory is None):
+        found = "neither family nor factory" if model.family is None else "family and factory"
+        yield Problem("model", found, "Needs exactly one of the two.")
+    elif model.preset is not None and model.family is None:
+        works = "Presets belong to families; give a factory its sizes in model.config."
+        yield Problem("model.preset", f'"{model.preset}" with a factory', works)
+
+
+def _run(settings: Settings) -> Iterator[Problem]:
+    if "://" in (settings.run.output or ""):
+        works = "Needs a local folder; run.checkpoints takes a URL."
+        yield Problem("run.output", f'"{settings.run.output}"', works)
+
+
+FILES = ("text", "jsonl", "parquet", "huggingface", "tokens", "images")
+
+
+def _data(settings: Settings) -> Iterator[Problem]:
+    data = settings.data
+    if data.mixture and (data.source or data.path or data.paths):
+        found = f"{len(data.mixture)} sources, beside a source of data itself"
+        yield Problem("data.mixture", found, "Put all sources into the mixture.")
+        return
+    if data.held_out == 1:
+        yield Problem("data.held_out", "1", "Needs less than 1: something must be left to train.")
+    parts: list[tuple[str, Corpus]] = [
+        (f"data.mixture.{i}", part) for i, part in enumerate(data.mixture)
+    ]
+    for where, corpus in parts or [("data", data)]:
+        if corpus.path and corpus.paths:
+            yield Problem(f"{where}.path", "one beside data.paths", "Write all into paths.")
+        given = corpus.path or corpus.paths
+        if corpus.source in FILES and not given:
+            yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')
+        if corpus.source in (None, "stdlib", "synthetic") and given:
+            found = f"{corpus.source or 'stdlib'}, which reads no path"
+            works = f"Needs one of {', '.join(FILES)}, to read the path."
+            yield Problem(f"{where}.source", found, works, (f"{where}.path",))
+        known = (None, "stdlib", "synthetic", *FILES)
+        if corpus.source not in known and ":" not in str(corpus.source):
+            works = f"Needs one of {', '.join(map(str, known[1:]))}, or package.module:name."
+            yield Problem(f"{where}.source", f'"{corpus.source}"', works)

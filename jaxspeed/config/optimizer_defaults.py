@@ -1,0 +1,129 @@
+"""Optimizer and schedule: canonical names, and parameters checked and filled with defaults."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES, SCHEDULERS
+from jaxspeed.config.optimizers import OPTIMIZERS, UNBUILT_OPTIMIZERS
+from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
+from jaxspeed.config.schema import Settings
+from jaxspeed.config.types import Section
+from jaxspeed.config.verdicts import judge, shown
+from jaxspeed.config.vocabulary import VOCABULARY
+
+
+def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
+    """Settings whose `optimizer` and `scheduler` can be built as they stand."""
+    problems: list[Problem] = []
+    update: dict[str, Any] = {}
+    for key, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        section = getattr(settings, key)
+        if section is None:
+            continue
+        name = canonical_name(section.type, table)
+        if name is None:
+            problems.append(_unknown_type(key, section.type, table))
+            continue
+        params, wrong = _checked(key, table[name], section.params)
+        problems += wrong
+        update[key] = section.model_copy(update={"type": name, "params": params})
+    given = settings.optimizer.params if settings.optimizer else {}
+    settings = settings.model_copy(update=update)
+    if "optimizer" in update:
+        settings, wrong = _base_rates(settings, given)
+        problems += wrong
+    if "scheduler" in update:
+        problems += _peak_rate(settings)
+    return settings, problems
+
+
+def canonical_name(name: str, table: Iterable[str]) -> str | None:
+    """DeepSpeed's spelling of a type, however it is capitalised."""
+    return {known.lower(): known for known in table}.get(name.lower())
+
+
+def _unknown_type(key: str, name: str, table: Mapping[str, Any]) -> Problem:
+    unbuilt = canonical_name(name, UNBUILT_OPTIMIZERS) if key == "optimizer" else None
+    if unbuilt:
+        works = f'{unbuilt} is not built. Write "{UNBUILT_OPTIMIZERS[unbuilt]}".'
+    else:
+        works = f"Needs one of {', '.join(table)}. {did_you_mean(name, table)}".strip()
+    return Problem(f"{key}.type", shown(name), works)
+
+
+def _checked(
+    key: str, model: type[Section], params: dict[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """What is honoured of the parameters, with defaults, and what is wrong with them."""
+    prefix = f"{key}.params."
+    problems: list[Problem] = []
+    for _ in range(2):
+        try:
+            checked = model.model_validate(params)
+            break
+        except ValidationError as error:
+            siblings = list(model.model_fields)
+            problems += [from_pydantic(item, prefix, siblings) for item in error.errors()]
+            wrong = {item["loc"][0] for item in error.errors()}
+            params = {name: value for name, value in params.items() if name not in wrong}
+    else:  # only required parameters are missing
+        checked = model.model_construct(**params)
+    filled = checked.model_dump(warnings=False)
+    for name in params:
+        entry = VOCABULARY[prefix + name]
+        if judge(entry, filled[name], lambda path: None)[0] == "refused":
+            problems.append(Problem(entry.path, shown(filled[name]), f"Refused: {entry.sentence}"))
+    honoured = {
+        name: value
+        for name, value in filled.items()
+        if VOCABULARY[prefix + name].verdict == "honoured"
+    }
+    return honoured, list(dict.fromkeys(problems))
+
+
+def rate_is_the_schedules(settings: Settings) -> bool:
+    """Whether the schedule sets the rate itself, whatever the optimizer's `lr`."""
+    scheduler = settings.scheduler
+    if scheduler is None:
+        return False
+    name = canonical_name(scheduler.type, SCHEDULERS)
+    if name == "WarmupLR":
+        return scheduler.params.get("warmup_max_lr") is not None
+    return name in ABSOLUTE_SCHEDULES
+
+
+def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, list[Problem]]:
+    """The optimizer with its rates filled in; a rate that nobody gives is a problem.
+
+    DeepSpeed would train at a default rate without a word.
+    """
+    optimizer = settings.optimizer
+    assert optimizer is not None
+    params, defaults = dict(optimizer.params), {"lr": 1e-3}
+    missing = "lr" not in given
+    if optimizer.type == "Muon":
+        defaults = {"muon_lr": 0.02, "adam_lr": 3e-4}
+        missing = any(params[key] is None for key in defaults) and params["lr"] is None
+        for key, default in defaults.items():
+            if params[key] is None:
+                params[key] = default if params["lr"] is None else params["lr"]
+        params["lr"] = params["muon_lr"] if params["lr"] is None else params["lr"]
+    filled = optimizer.model_copy(update={"params": params})
+    if missing and not rate_is_the_schedules(settings):
+        silent = " and ".join(f"{key} {value}" for key, value in defaults.items())
+        works = f"Needs a learning rate; DeepSpeed would take {silent} without a word."
+        return settings, [Problem("optimizer.params.lr", "nothing", works)]
+    return settings.model_copy(update={"optimizer": filled}), []
+
+
+def _peak_rate(settings: Settings) -> list[Problem]:
+    """WarmupLR ends at the optimizer's rate unless it says another; one of the two must be said."""
+    scheduler = settings.scheduler
+    assert scheduler is not None
+    said = scheduler.type != "WarmupLR" or scheduler.params["warmup_max_lr"] is not None
+    if said or settings.optimizer is not None:
+        return []
+    works = "Needs the rate at which the warm-up ends, as there is no optimizer section."
+    return [Problem("scheduler.params.warmup_max_lr", "nothing", works)]

@@ -1,0 +1,100 @@
+"""Sources whose samples are rows of arrays: images in files, and iterables of mappings."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.data.files import find_files
+from jaxspeed.data.model_limits import Facts
+from jaxspeed.errors import DataError
+
+Arrays = dict[str, np.ndarray]
+# Of larger arrays, rows at even distances are looked at.
+LOOKED_AT = 64 << 20
+ROWS = 1024
+
+
+def read_images(given: Sequence[str], facts: Facts) -> Arrays:
+    """`images` [n, height, width, channels] and `labels` [n], of .npz files that hold both or of
+    folders with images.npy and labels.npy."""
+    parts = [_images_in(Path(name).expanduser()) for name in given]
+    if len(parts) == 1:
+        images, labels = parts[0]
+    else:
+        images, labels = (np.concatenate(each) for each in zip(*parts))
+    shown = ", ".join(given)
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
+        raise DataError(
+            f"data: {shown}: images {list(images.shape)} and labels {list(labels.shape)} must be "
+            "[n, height, width, channels] and [n]"
+        )
+    if labels.dtype.kind not in "iu":
+        raise DataError(f"data: {shown}: labels are {labels.dtype}; they must be whole numbers")
+    if facts.image_shape and images.shape[1:] != facts.image_shape:
+        raise DataError(
+            f"data: {shown}: images are {list(images.shape[1:])}, but the model reads "
+            f"{list(facts.image_shape)}"
+        )
+    if facts.classes and len(labels) and not 0 <= labels.min() <= labels.max() < facts.classes:
+        raise DataError(
+            f"data: {shown}: labels run from {labels.min()} to {labels.max()}, but the model has "
+            f"{facts.classes} classes"
+        )
+    return {"images": images, "labels": labels}
+
+
+def _images_in(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    if path.is_dir() and (path / "images.npy").exists():
+        names = [path / "images.npy", path / "labels.npy"]
+        images, labels = (_load(name) for name in names)
+        return images, labels
+    found = [_load_npz(file) for file in find_files([str(path)], (".npz",))]
+    return tuple(np.concatenate(each) for each in zip(*found))  # type: ignore[return-value]
+
+
+def _load(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def _load_npz(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with np.load(file) as arrays:
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ValueError("it is no .npz file")
+            missing = {"images", "labels"} - set(arrays.files)
+            if missing:
+                raise ValueError(f"it holds {', '.join(arrays.files)}, not images and labels")
+            return arrays["images"], arrays["labels"]
+    except Exception as error:  # zip and NumPy raise many kinds
+        raise DataError(f"data: {str(file)!r} cannot be read: {error}") from None
+
+
+def stack(records: Sequence[Mapping[str, Any]], name: str) -> Arrays:
+    """The arrays of samples, of which each is a mapping from names to arrays of one shape."""
+    first = {key: np.shape(value) for key, value in records[0].items()}
+    for i, record in enumerate(records):
+        shapes = {key: np.shape(value) for key, value in record.items()}
+        if shapes != first:
+            raise DataError(f"data: {name}: sample {i} has {shapes}, but the first has {first}")
+    arrays = {key: np.stack([record[key] for record in records]) for key in first}
+    for key, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise DataError(f"data: {name}: {key!r} is {array.dtype}; samples are numbers")
+    return arrays
+
+
+def digest(arrays: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name, array in arrays.items():
+        found.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        every = 1 if array.nbytes <= LOOKED_AT else max(1, len(array) // ROWS)
+        found.update(np.ascontiguousarray(array[::every]).data)
+    return found.hexdigest()

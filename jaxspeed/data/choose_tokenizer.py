@@ -1,0 +1,65 @@
+"""Which tokenizer a corpus has."""
+
+import itertools
+from collections.abc import Sequence
+
+from jaxspeed.config.data import Data
+from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.open_source import Opened
+from jaxspeed.data.sources import Texts
+from jaxspeed.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+)
+from jaxspeed.errors import DataError
+
+
+def choose_tokenizer(
+    data: Data, facts: Facts, opened: Sequence[Opened], kept: bytes | None
+) -> Tokenizer | None:
+    """The run's own, or that of tokens which are read, or what the config asks for."""
+    documents = [d for each in opened if isinstance(each, list) for d in each]
+    if not documents and not any(isinstance(each, Texts) for each in opened):
+        return None
+    tokenizer = load_tokenizer(kept) if kept else None
+    for each in documents:
+        if each.tokenizer is None:
+            continue
+        if tokenizer and tokenizer.to_bytes() != each.tokenizer.to_bytes():
+            raise DataError(
+                f"data: {each.name} was tokenized with another tokenizer ({each.tokenizer.name}) "
+                f"than the rest ({tokenizer.name})"
+            )
+        tokenizer = tokenizer or each.tokenizer
+    if tokenizer is None and any(isinstance(each, Texts) for each in opened):
+        tokenizer = _asked_for(data, facts, opened)
+    if tokenizer and facts.vocab_size and tokenizer.vocab_size > facts.vocab_size:
+        raise DataError(
+            f"data.tokenizer: {tokenizer.name} has {tokenizer.vocab_size:,} ids, but the model's "
+            f"vocabulary has {facts.vocab_size:,}; a vocab_size of {tokenizer.vocab_size:,} or "
+            "more in model.config would do"
+        )
+    return tokenizer
+
+
+def _asked_for(data: Data, facts: Facts, opened: Sequence[Opened]) -> Tokenizer:
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    if data.tokenizer != "bpe":
+        return read_tokenizer(data.tokenizer)
+    size = data.vocab_size or facts.vocab_size
+    if size is None:
+        raise DataError("data.vocab_size: bpe needs it, because the model's own is not known")
+    if facts.vocab_size and size > facts.vocab_size:
+        raise DataError(
+            f"data.vocab_size is {size:,}, but the model's vocabulary has {facts.vocab_size:,}; "
+            f"{facts.vocab_size:,} or less would do"
+        )
+    return BPETokenizer.train(texts_of(opened), size)
+
+
+def texts_of(opened: Sequence[Opened]) -> itertools.chain[str]:
+    return itertools.chain.from_iterable(each for each in opened if isinstance(each, Texts))

@@ -1,0 +1,191 @@
+"""One source of a corpus, opened: cut into what is trained on and what is held out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxspeed.config.data import Corpus as Source
+from jaxspeed.data import array_sources as arrays
+from jaxspeed.data import files
+from jaxspeed.data import token_store as store
+from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
+from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.packing import Spans, Stream, add_counts
+from jaxspeed.data.samples import Chain, Rows, Samples, Subset, Windows
+from jaxspeed.data.sources import Texts, import_iterable, text_source
+from jaxspeed.data.synthetic import Blots, Counting
+from jaxspeed.errors import DataError
+
+TEXT_SOURCES = (None, "stdlib", "text", "jsonl", "parquet", "huggingface")
+SYNTHETIC_SAMPLES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Made:
+    """A source that is made, not read."""
+
+    samples: int
+
+
+# What a source turns out to hold, before there is a tokenizer.
+Opened = Texts | list[store.Documents] | arrays.Arrays | Made
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How token documents become samples."""
+
+    seq_len: int
+    segments: bool
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """The samples of one source."""
+
+    train: Samples
+    held_out: Samples | None
+    digest: str
+    counts: np.ndarray | None  # of each id in the training tokens, or in proportion to that
+    summary: str
+
+
+def open_source(source: Source, facts: Facts) -> Opened:
+    """Looks at what a source names, and raises a DataError where that cannot be read."""
+    kind = source.source
+    given = files.given_paths(source.path, source.paths)
+    if kind in TEXT_SOURCES:
+        return text_source(source)
+    if kind == "tokens":
+        return [store.read(path) for path in _token_paths(given)]
+    if kind == "images":
+        return arrays.read_images(given, facts)
+    if kind == "synthetic":
+        return Made(source.samples or SYNTHETIC_SAMPLES)
+    assert kind is not None
+    return _own(kind, source)
+
+
+def _token_paths(given: Sequence[str]) -> list[Path]:
+    """Folders of tokens as they are; of other paths the .npy files."""
+    found: list[Path] = []
+    for name in given:
+        path = Path(name).expanduser()
+        is_store = (path / store.HEADER).exists() or not any(path.glob("*.npy"))
+        found += [path] if path.is_dir() and is_store else files.find_files([name], (".npy",))
+    return found
+
+
+def _own(path: str, source: Source) -> Opened:
+    """A user's iterable: of texts, of records with a text, of token documents or of samples."""
+    begin = import_iterable(path, source.samples)
+    first = next(begin(), None)
+    field = source.text_field
+    if first is None:
+        raise DataError(f"data.source: {path!r} has no items")
+    if isinstance(first, str):
+        return Texts(path, begin)
+    if isinstance(first, Mapping) and isinstance(first.get(field), str):
+        return Texts(
+            path,
+            lambda: (files.text_of(r, field, f"{path}, item {i}") for i, r in enumerate(begin())),
+        )
+    items = list(begin())
+    if isinstance(first, Mapping):
+        return arrays.stack(items, path)
+    documents = [np.asarray(item) for item in items]
+    for i, ids in enumerate(documents):
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0):
+            raise DataError(
+                f"data.source: {path!r}: item {i} is a {type(items[i]).__name__}; items are texts, "
+                "mappings from names to arrays, or lists of token ids"
+            )
+    return [store.in_memory(path, documents, None)]
+
+
+# -- into samples -------------------------------------------------------------------------------
+
+
+def documents_part(
+    documents: Sequence[store.Documents], packing: Packing, held_out: float
+) -> OpenSource:
+    """Documents end to end, cut into windows."""
+    train, held, counts = [], [], np.zeros(0, np.int64)
+    for each in documents:
+        kept, out = hold_out_documents(each.offsets, held_out) if held_out else (_all(each), None)
+        stream = Stream(each.tokens, kept)
+        train.append(_windows(stream, packing, whole=False))
+        if out is not None:
+            held.append(_windows(Stream(each.tokens, out), packing, whole=True))
+        counts = add_counts(counts, stream.counts())
+    number = sum(len(each.offsets) - 1 for each in documents)
+    tokens = sum(int(each.offsets[-1]) for each in documents)
+    plural = "" if number == 1 else "s"
+    name = ", ".join(each.name for each in documents)
+    return OpenSource(
+        Chain(train),
+        Chain(held) if held else None,
+        " ".join(each.digest for each in documents),
+        counts,
+        f"{name}: {number:,} document{plural}, {tokens:,} tokens",
+    )
+
+
+def _all(documents: store.Documents) -> Spans:
+    return Spans(np.asarray(documents.offsets[:-1]), documents.lengths)
+
+
+def _windows(stream: Stream, packing: Packing, *, whole: bool) -> Windows:
+    return Windows(stream, packing.seq_len, segments=packing.segments, whole=whole)
+
+
+def arrays_part(found: arrays.Arrays, held_out: float, name: str) -> OpenSource:
+    """Rows of arrays, of which some are held out."""
+    rows = Rows(found)
+    shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in found.items())
+    summary = f"{name}: {len(rows):,} samples of {shapes}"
+    return _cut(rows, held_out, arrays.digest(found), None, summary)
+
+
+def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float) -> OpenSource:
+    """Samples of the kind that the model reads."""
+    if facts.sample == "images" and facts.image_shape:
+        images = Blots(made.samples, facts.image_shape, facts.classes or 2)
+        shown = f"images of {' x '.join(map(str, facts.image_shape))}"
+        return _cut(
+            images,
+            held_out,
+            f"blots {made.samples} {shown} {images.classes}",
+            None,
+            f"synthetic {shown}",
+        )
+    if packing is None:
+        raise DataError(
+            'data.source "synthetic" makes samples for models of tokens or images, and what this '
+            "model reads is not known; give data.source the import path of an iterable"
+        )
+    vocab_size = facts.vocab_size or 256
+
+    def counting(masked: bool) -> Counting:
+        return Counting(
+            made.samples, packing.seq_len, vocab_size, segments=packing.segments, masked=masked
+        )
+
+    train, held = hold_out_samples(made.samples, held_out)
+    return OpenSource(
+        Subset(counting(False), train),
+        Subset(counting(True), held) if held_out else None,
+        f"counting {made.samples} {vocab_size}",
+        np.ones(vocab_size, np.int64),
+        f"synthetic tokens, {vocab_size} ids",
+    )
+
+
+def _cut(
+    samples: Samples, held_out: float, digest: str, counts: np.ndarray | None, summary: str
+) -> OpenSource:
+    train, held = hold_out_samples(len(samples), held_out)
+    out = Subset(samples, held) if held_out else None
+    return OpenSource(Subset(samples, train), out, digest, counts, summary)

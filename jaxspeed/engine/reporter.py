@@ -1,0 +1,119 @@
+"""What the engine says while it trains, without waiting for a device unless asked for times.
+
+A step's metrics are looked at once they have arrived, so a line may come some steps late.
+"""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxspeed.engine.startup_log import clips_by_default
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.train.program import Metrics, Program
+
+log = logging.getLogger("jaxspeed")
+CLIPPED = 1 - 1e-5  # a norm below this share of another one is not its rounding
+SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
+
+
+Hook = Callable[[int, dict[str, float]], Any]
+
+
+class Reporter:
+    """Logs every `steps_per_print` steps, and every step that was skipped; calls hooks."""
+
+    def __init__(self, program: Program, step: int = 0) -> None:
+        self._config = program.config
+        self._device = program.mesh.devices.flat[0]
+        self._waiting: deque[tuple[int, Metrics]] = deque()
+        self._seconds: deque[float] = deque(maxlen=100)
+        self._step = step
+        self._hooks: list[tuple[Hook, int]] = []
+        self._clips_by_default = clips_by_default(program)
+
+    def add_hook(self, hook: Hook, every: int) -> None:
+        """Call this with every so many steps' metrics."""
+        if every < 1:
+            raise ValueError(f"every is {every}; a hook is called every step at most")
+        self._hooks.append((hook, every))
+
+    def begin_at(self, step: int) -> None:
+        """The next step follows this one."""
+        self.flush()
+        self._step = step
+
+    def stepped(self, metrics: Metrics, start: float) -> None:
+        """One more step was started, at `start` by the performance counter."""
+        self._step += 1
+        if self._config.wall_clock_breakdown:  # only then is a step waited for
+            jax.block_until_ready(metrics)
+            self._seconds.append(time.perf_counter() - start)
+        for value in metrics.values():
+            value.copy_to_host_async()
+        self._waiting.append((self._step, metrics))
+        while self._waiting and all(map(_is_ready, self._waiting[0][1].values())):
+            self._say(*self._waiting.popleft())
+
+    def flush(self) -> None:
+        """Say what is still waiting; this waits for the devices."""
+        while self._waiting:
+            self._say(*self._waiting.popleft())
+
+    def _say(self, step: int, metrics: Metrics) -> None:
+        if bool(metrics["skipped"]):
+            log.warning(
+                "step %d skipped: its gradients are not finite (%d skipped so far, loss scale %g); "
+                "engine.diagnose(batch) names the cause",
+                step,
+                int(metrics["skipped_steps"]),
+                float(metrics["loss_scale"]),
+            )
+        elif self._clips_by_default and float(metrics["grad_norm_clipped"]) < CLIPPED * float(
+            metrics["grad_norm"]
+        ):
+            self._clips_by_default = False  # said once
+            log.warning(
+                "step %d: the gradient's norm %.4g was clipped to %.4g, which is the default of "
+                "gradient_clipping (DeepSpeed's too); it is 0 for no clipping. Later steps that "
+                "are clipped are not logged: compare the metrics grad_norm and grad_norm_clipped",
+                step,
+                float(metrics["grad_norm"]),
+                float(metrics["grad_norm_clipped"]),
+            )
+        for hook, often in self._hooks:
+            if step % often == 0:
+                hook(step, {name: float(value) for name, value in metrics.items()})
+        every = self._config.steps_per_print
+        if every and step % every == 0:
+            shown = ", ".join(f"{k} {float(metrics[k]):.6g}" for k in SHOWN if k in metrics)
+            log.info("step %d: %s%s%s", step, shown, self._times(), self._memory())
+
+    def _times(self) -> str:
+        if not self._config.wall_clock_breakdown:
+            return ""
+        count, median = len(self._seconds), statistics.median(self._seconds)
+        return f", {1e3 * median:.3g} ms a step (median of {count})"
+
+    def _memory(self) -> str:
+        if not self._config.memory_breakdown:
+            return ""
+        stats: dict[str, Any] = self._device.memory_stats() or {}
+        if "bytes_in_use" not in stats:
+            live = sum(
+                shard.data.nbytes
+                for array in jax.live_arrays(self._device.platform)
+                for shard in array.addressable_shards
+                if shard.device == self._device
+            )
+            return f", {bytes_text(live)} of live arrays on {self._device}"
+        peak = bytes_text(stats.get("peak_bytes_in_use", 0))
+        return f", {bytes_text(stats['bytes_in_use'])} in use, peak {peak}"
+
+
+def _is_ready(x: Any) -> bool:
+    return x.is_ready()

@@ -1,0 +1,61 @@
+"""The engine's checkpoints: one Checkpointer for each folder that was saved to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.checkpoint import Checkpointer, Restored
+from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.program import Program
+
+
+class Saver:
+    """DeepSpeed's words, on Checkpointers that live as long as the engine."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._open: dict[str, Checkpointer] = {}
+
+    def save(
+        self,
+        state: TrainState,
+        directory: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+    ) -> str:
+        return self._at(directory).save(self._program, state, tag=tag, client_state=client_state)
+
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        weights_only: bool,
+        renames: Mapping[str, str] | None,
+        in_place_of: TrainState | None,
+    ) -> Restored | None:
+        """None where nothing was ever saved there to its end."""
+        there = self._at(directory)
+        there.wait()
+        if there.is_empty() and tag is None:
+            return None
+        return there.restore(
+            self._program,
+            tag=tag,
+            weights_only=weights_only,
+            renames=renames,
+            in_place_of=in_place_of,
+        )
+
+    def wait(self) -> None:
+        for checkpointer in self._open.values():
+            checkpointer.wait()
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _at(self, directory: str | Path) -> Checkpointer:
+        name = str(directory)
+        if name not in self._open:
+            self._open[name] = Checkpointer(directory)
+        return self._open[name]

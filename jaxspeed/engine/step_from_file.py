@@ -1,0 +1,72 @@
+"""The step of an engine, without compiling it: from a file, where that holds this very program."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.aot_step import identity_of, load, read_identity
+from jaxspeed.train.program import Metrics, Program
+
+log = logging.getLogger("jaxspeed")
+Shapes = tuple[Any, ...]
+
+
+class StepFromFile:
+    """`state, metrics = step(state, batch)`, as `program.step`.
+
+    For batches of the shapes that the file was compiled for it runs what is in the file. The step
+    is traced and lowered all the same, because only so it is known to be the same program; where
+    anything is not the same, a warning says what, and the step is compiled as always.
+    """
+
+    def __init__(self, program: Program, path: str | Path) -> None:
+        """ConfigError where there is no such file, or it holds no executable."""
+        self.program, self.path = program, path
+        self._identity = read_identity(path)
+        self._found: dict[Shapes, Any] = {}
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        shapes = _shapes(batch)
+        if shapes not in self._found:
+            self._found[shapes] = self._from_file(batch)
+        step = self._found[shapes] or self.program.step
+        made: tuple[TrainState, Metrics] = step(state, batch)
+        return made
+
+    def trace(self, *args: Any) -> Any:
+        return self.program.step.trace(*args)
+
+    def compiled(self, batch: Any) -> Any:
+        """What the file holds for such a batch; None where it is of another program."""
+        shapes = _shapes(batch)
+        if shapes not in self._found:
+            self._found[shapes] = self._from_file(batch)
+        return self._found[shapes]
+
+    def _from_file(self, batch: Any) -> Any:
+        program = self.program
+        lowered = program.step.trace(program.state, program.abstract_batch(batch)).lower()
+        apart = self._identity.apart(identity_of(lowered, program.devices, program.mesh))
+        if jax.process_count() > 1:
+            apart = ["several processes, which has not been tried"]
+        try:
+            found = None if apart else load(self.path, lowered, program.devices)
+        except jax.errors.JaxRuntimeError as error:
+            apart = [str(error).splitlines()[0]]
+        if apart:
+            log.warning(
+                "run.executable: %s is not of this step, which is compiled now: %s",
+                self.path,
+                "; ".join(apart),
+            )
+            return None
+        log.info("the step starts from %s, without compilation", self.path)
+        return found
+
+
+def _shapes(batch: Any) -> Shapes:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, *((x.shape, x.dtype) for x in leaves)

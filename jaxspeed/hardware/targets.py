@@ -1,0 +1,182 @@
+"""Devices that a plan is for, as one writes them: `cpu:8`, `h100:64/8`, `2x v5p:4x4x4`."""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxspeed.errors import ConfigError
+from jaxspeed.hardware.known_chips import Chip, chip_named, chips_of
+
+_FORM = re.compile(
+    r"\s*(?:(?P<slices>\d+)\s*x\s*)?(?P<chip>[A-Za-z][\w.-]*)"
+    r"(?::(?P<shape>\d+(?:x\d+)*))?(?:/(?P<node>\d+))?\s*"
+)
+MOST_DEVICES = 65536  # more are not simulated within a minute
+
+
+@dataclass(frozen=True)
+class Target:
+    """Like devices, and how they are joined.
+
+    Attributes:
+      chip: what each is.
+      count: how many in all.
+      topology: the torus of chips of a slice; () where there is none.
+      slices: how many tori, joined by the slower network.
+      node: how many share the fast network, or of TPUs a host.
+    """
+
+    chip: Chip
+    count: int
+    topology: tuple[int, ...] = ()
+    slices: int = 1
+    node: int = 0
+
+    def __str__(self) -> str:
+        if self.topology:
+            slices = f"{self.slices}x " if self.slices > 1 else ""
+            return f"{slices}{self.chip.name}:{'x'.join(map(str, self.topology))}"
+        own = f"/{self.node}" if self.node != min(self.chip.node, self.count) else ""
+        return f"{self.chip.name}:{self.count}{own}"
+
+    @property
+    def slice_count(self) -> int:
+        """Devices of one slice."""
+        return self.count // self.slices
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Of each dim of the torus whether its ends are joined.
+
+        Of 3-dimensional tori optical switches join those of whole cubes of 4 x 4 x 4 chips; of
+        2-dimensional ones a dim closes where it is as long as the pod's
+        (https://jax-ml.github.io/scaling-book/tpus).
+        """
+        if len(self.topology) == 3:
+            cubes = all(size % 4 == 0 for size in self.topology)
+            return (cubes,) * 3
+        return tuple(size == most for size, most in zip(self.topology, self.chip.pod))
+
+
+def target_of(written: str, chips: Mapping[str, Chip] | None = None) -> Target:
+    """The target of these words.
+
+    Raises:
+      ConfigError: with the words that would work.
+    """
+    chips = chips_of() if chips is None else chips
+    found = _FORM.fullmatch(written) if isinstance(written, str) else None
+    if found is None:
+        raise ConfigError(
+            f'target: cannot read "{written}". Needs CHIP:COUNT, as h100:64 or cpu:8, of TPUs '
+            "CHIP:TORUS, as v5p:4x4x8 or 2x v5p:4x4x4"
+        )
+    chip = chip_named(found["chip"], chips)
+    shape = tuple(map(int, (found["shape"] or "1").split("x")))
+    slices = int(found["slices"] or 1)
+    if min(*shape, slices, 1) < 1:
+        raise ConfigError(f'target: "{written}" has a size of zero; each is a whole number from 1')
+    if chip.torus_dims:
+        target = _tori(chip, shape, slices, found)
+    else:
+        target = _switched(chip, shape, slices, found)
+    if target.count > MOST_DEVICES:
+        raise ConfigError(
+            f'target: "{written}" is {target.count} devices; a plan is for at most {MOST_DEVICES}'
+        )
+    return target
+
+
+def _tori(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str]) -> Target:
+    written = found[0].strip()
+    if found["node"]:
+        raise ConfigError(
+            f'target: "{written}": devices a node are of GPUs; a TPU slice is its torus'
+        )
+    dims, chips = chip.torus_dims, math.prod(shape)
+    if len(shape) != dims or not found["shape"]:
+        some = list(_like(chip, chips))[:4] if found["shape"] else []
+        works = f" {chips} chips are {', '.join(some)}" if some else f" as {_smallest(chip)}"
+        raise ConfigError(
+            f'target: "{written}": {chip.name} makes a torus of {dims} dims, which the target says:'
+            f"{works}"
+        )
+    if not _fits_pod(chip, shape):
+        pod = "x".join(map(str, chip.pod))
+        raise ConfigError(
+            f'target: "{written}": the largest torus of {chip.name} is {pod} '
+            f"({math.prod(chip.pod)} chips); several are joined as 2x {chip.name}:{pod}"
+        )
+    if not _whole_hosts(shape):
+        some = list(_like(chip, chips))[:4] or list(_like(chip, 4 * math.ceil(chips / 4)))[:4]
+        raise ConfigError(
+            f'target: "{written}": hosts have 2x2 chips, so the first two dims are even '
+            f"(or the slice is a part of one host); {', '.join(some)} would do"
+        )
+    count = chips * chip.per_chip
+    return Target(chip, count * slices, shape, slices, min(chip.node, count))
+
+
+def _switched(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str]) -> Target:
+    written = found[0].strip()
+    if len(shape) > 1 or slices > 1 or not found["shape"]:
+        count = math.prod(shape) * slices
+        raise ConfigError(
+            f'target: "{written}": how many {chip.name} there are is one number, as '
+            f"{chip.name}:{count if found['shape'] else 8}"
+            + ("" if chip.platform == "cpu" else f", and devices a node after it: /{chip.node}")
+        )
+    count = shape[0]
+    node = int(found["node"] or min(chip.node, count))
+    if node < 1 or (count % node and count > node):
+        works = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 72]
+        raise ConfigError(
+            f'target: "{written}": {count} devices are not whole nodes of {node}; '
+            f"nodes of {', '.join(works)} would do"
+        )
+    if chip == chips_of()["cpu"]:  # whose figures are nominal, and not a user's own
+        chip = replace(chip, memory=_memory_of_machine() // count)
+    return Target(chip, count, (), 1, min(node, count))
+
+
+def _memory_of_machine() -> int:
+    """What devices that are simulated share."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _fits_pod(chip: Chip, shape: tuple[int, ...]) -> bool:
+    if len(shape) == 3:  # cubes are joined by switches, in any shape
+        return math.prod(shape) <= math.prod(chip.pod)
+    return all(size <= most for size, most in zip(sorted(shape), sorted(chip.pod)))
+
+
+def _whole_hosts(shape: tuple[int, ...]) -> bool:
+    """A host has 2 x 2 chips; smaller slices are one or two of them."""
+    within = math.prod(shape) <= 2 and all(size == 1 for size in shape[2:])
+    return within or all(size % 2 == 0 for size in shape[:2])
+
+
+def _like(chip: Chip, chips: int) -> Iterator[str]:
+    """Targets of that many chips, the most cubic first."""
+    shapes = [
+        shape
+        for shape in _factors(chips, chip.torus_dims)
+        if _fits_pod(chip, shape) and _whole_hosts(shape)
+    ]
+    for shape in sorted(shapes, key=lambda shape: (max(shape), shape)):
+        yield f"{chip.name}:{'x'.join(map(str, shape))}"
+
+
+def _factors(count: int, dims: int) -> Iterator[tuple[int, ...]]:
+    if dims == 1:
+        yield (count,)
+        return
+    for first in range(1, count + 1):
+        if count % first == 0:
+            yield from ((first, *rest) for rest in _factors(count // first, dims - 1))
+
+
+def _smallest(chip: Chip) -> str:
+    return f"{chip.name}:{'x'.join(['2', '2', '1'][: chip.torus_dims])}"

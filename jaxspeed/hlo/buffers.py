@@ -1,0 +1,68 @@
+"""What a compiled program holds: the carry of its accumulation loop, its largest arrays."""
+
+from dataclasses import dataclass
+
+from jaxspeed.hlo.collectives import ACCUMULATION_SCOPE
+from jaxspeed.hlo.parser import Instruction, Shape, parse
+from jaxspeed.hlo.trip_counts import is_invariant, is_loop_of, walk
+
+_NAMES_ONLY = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", "opt-barrier"}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array that an instruction of the compiled program makes, on one device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    opcode: str
+    op_name: str
+
+
+def loop_carry_shapes(
+    hlo_text: str, scope: str = ACCUMULATION_SCOPE
+) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, per-device shape) of what the loop under `scope` changes from turn to turn.
+
+    The gradient accumulators are among them, and so are the loop's counter and its stacked
+    results; what the loop only reads (weights, the batch) is not. Empty where there is no such
+    loop: XLA unrolls one that turns once.
+    """
+    return [(array.dtype, array.dims) for array in _carry(hlo_text, scope)]
+
+
+def loop_carry_bytes(hlo_text: str, scope: str = ACCUMULATION_SCOPE) -> int:
+    """Bytes on one device of what `loop_carry_shapes` lists."""
+    return sum(array.bytes for array in _carry(hlo_text, scope))
+
+
+def largest_buffers(hlo_text: str, count: int = 10) -> list[Buffer]:
+    """The largest arrays that any instruction makes, arguments among them; equal ones once."""
+    found: dict[Buffer, None] = {}
+    for site in walk(parse(hlo_text)):
+        if site.fusion is None and site.instruction.opcode not in _NAMES_ONLY:
+            for array in site.instruction.arrays:
+                found[_buffer(site.instruction, array)] = None
+    return sorted(found, key=lambda buffer: -buffer.bytes)[:count]
+
+
+def _carry(hlo_text: str, scope: str) -> list[Shape]:
+    module = parse(hlo_text)
+    carried: list[Shape] = []
+    for site in walk(module):
+        loop = site.instruction
+        if not is_loop_of(loop, scope):
+            continue
+        body = module.computations[loop.called("body")[0]]
+        assert isinstance(loop.shape, tuple)
+        carried += [
+            part
+            for index, part in enumerate(loop.shape)
+            if isinstance(part, Shape) and not is_invariant(module, body, index)
+        ]
+    return carried
+
+
+def _buffer(instruction: Instruction, array: Shape) -> Buffer:
+    return Buffer(array.dtype, array.dims, array.bytes, instruction.opcode, instruction.op_name)

@@ -1,0 +1,187 @@
+"""Every collective of a compiled program: kind, mesh axis, bytes, how often it runs, and where."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxspeed.errors import PlacementError
+from jaxspeed.hlo.parser import Instruction, parse
+from jaxspeed.hlo.replica_groups import Groups, axes_of, replica_groups, source_target_pairs
+from jaxspeed.hlo.trip_counts import Site, is_loop_of, walk
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+ACCUMULATION_SCOPE = "micro_batches"  # the named scope around the step's loop over micro-batches
+_VIEWS = {"get-tuple-element", "bitcast", "reshape", "copy", "convert"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the compiled program, as each device sees it.
+
+    Attributes:
+      kind: one of `KINDS`. A reduce-scatter that XLA:TPU fused into its all-reduce is one.
+      axis: the mesh axes that it goes along, in the mesh's order.
+      bytes: the payload of one run: what an all-gather gathered, what a reduce-scatter or an
+        all-to-all was given, the operand of the others.
+      elements: the payload's elements.
+      dtype: of the payload; `bf16+f32` where unlike arrays were combined.
+      leaves: the arrays that XLA combined into it.
+      group_size: the devices of one group; for a permute, those that send.
+      runs: how often it runs in one execution, the trip counts of all loops multiplied in.
+      in_accumulation: whether it is inside the loop over micro-batches.
+      op_name: JAX's path to the operation that it came from, or ''.
+    """
+
+    kind: str
+    axis: tuple[str, ...]
+    bytes: int
+    elements: int
+    dtype: str
+    leaves: int
+    group_size: int
+    runs: int
+    in_accumulation: bool
+    op_name: str
+
+
+def collectives(
+    hlo_text: str, mesh: Mesh | AbstractMesh, scope: str = ACCUMULATION_SCOPE
+) -> list[Collective]:
+    """The collectives of `compiled.as_text()`, which was compiled for `mesh`, in its order.
+
+    An asynchronous one counts once, at its start. One in a branch counts as if the branch were
+    taken; one in a loop whose length the program does not tell counts once (`unknown_loops` names
+    those). Groups of one device communicate nothing and are left out.
+    """
+    module = parse(hlo_text)
+    if module.devices not in (1, mesh.size):
+        raise PlacementError(
+            f"the program was compiled for {module.devices} devices, the mesh has {mesh.size}"
+        )
+    found = (_collective(site, module.devices, mesh, scope) for site in walk(module))
+    return [collective for collective in found if collective is not None]
+
+
+def unknown_loops(hlo_text: str) -> tuple[str, ...]:
+    """The op_name of each loop whose trip count is not known; it counts as one run."""
+    loops = (loop for site in walk(parse(hlo_text)) for loop in site.loops if loop.trips is None)
+    return tuple(dict.fromkeys(loop.instruction.op_name or loop.instruction.name for loop in loops))
+
+
+def ring_elements(collective: Collective) -> float:
+    """Elements that a device sends, all runs together, when the group forms a ring of N.
+
+    all-reduce 2 (N-1)/N of the payload; reduce-scatter, all-gather and all-to-all (N-1)/N; a
+    permute and a broadcast all of it.
+    """
+    return collective.elements * collective.runs * _ring_factor(collective)
+
+
+def ring_bytes(collective: Collective) -> float:
+    """`ring_elements` in bytes."""
+    return collective.bytes * collective.runs * _ring_factor(collective)
+
+
+def _ring_factor(collective: Collective) -> float:
+    share = (collective.group_size - 1) / collective.group_size
+    return {
+        "all-reduce": 2 * share,
+        "collective-permute": 1.0,
+        "collective-broadcast": 1.0,
+    }.get(collective.kind, share)
+
+
+def _collective(
+    site: Site, devices: int, mesh: Mesh | AbstractMesh, scope: str
+) -> Collective | None:
+    instruction = site.instruction
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS or _continues(site):
+        return None
+    groups = _groups(instruction, kind, devices)
+    if not groups:
+        return None
+    payload = [operand for value in _inputs(site) for operand in value.arrays]
+    if kind == "all-reduce" and _is_scattered(site):
+        kind = "reduce-scatter"
+    size = len(groups) if kind == "collective-permute" else len(groups[0])
+    copies = size if kind == "all-gather" else 1
+    return Collective(
+        kind=kind,
+        axis=axes_of(groups, mesh),
+        bytes=copies * sum(array.bytes for array in payload),
+        elements=copies * sum(array.elements for array in payload),
+        dtype="+".join(sorted({array.dtype for array in payload})),
+        # XLA:CPU hands an all-to-all one operand for each device of the group.
+        leaves=1 if kind == "all-to-all" else len(payload),
+        group_size=size,
+        runs=site.runs,
+        in_accumulation=any(is_loop_of(loop.instruction, scope) for loop in site.loops),
+        op_name=instruction.op_name or (site.fusion.op_name if site.fusion else ""),
+    )
+
+
+def _groups(instruction: Instruction, kind: str, devices: int) -> Groups:
+    """The groups that communicate; for a permute, its pairs of two devices."""
+    if kind == "collective-permute":
+        pairs = source_target_pairs(instruction.attribute("source_target_pairs") or "{}")
+        return tuple(pair for pair in pairs if pair[0] != pair[1])
+    groups = replica_groups(instruction.attribute("replica_groups") or "{}", devices)
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def _continues(site: Site) -> bool:
+    """Whether this is the continuation of an asynchronous collective that was counted before.
+
+    XLA:TPU spreads one over a chain of fusions, compute that it overlaps with among them, and
+    repeats the instruction in each. The first feeds a custom call, AsyncCollectiveStart.
+    """
+    if site.fusion is None or "async_collective_fusion_config" not in site.instruction.attributes:
+        return False
+    users = site.computation.users[site.instruction.name]
+    return not any('"AsyncCollectiveStart"' in user.attributes for user in users)
+
+
+def _is_scattered(site: Site) -> bool:
+    """Whether each device keeps only a slice of this all-reduce, inside one fusion with it.
+
+    That is XLA:TPU's reduce-scatter, a fusion that it calls `all-reduce-scatter`.
+    """
+    return site.fusion is not None and all(
+        user.opcode == "dynamic-slice" for user in _readers(site, site.instruction)
+    )
+
+
+def _readers(site: Site, instruction: Instruction) -> Iterator[Instruction]:
+    """The instructions that read this one, through views of it; itself, if nothing does."""
+    users = site.computation.users[instruction.name]
+    if not users:
+        yield instruction
+    for user in users:
+        if user.opcode in _VIEWS:
+            yield from _readers(site, user)
+        else:
+            yield user
+
+
+def _inputs(site: Site) -> list[Instruction]:
+    """The operands, without the rows that XLA:TPU pads a fused reduce-scatter with.
+
+    (It moves the shards that the padding displaced by a small collective-permute afterwards, which
+    is reported as the permute that it is.)
+    """
+    inputs = site.computation.operands(site.instruction)
+    while site.fusion is not None and any(value.opcode == "pad" for value in inputs):
+        inputs = [
+            site.computation.operands(value)[0] if value.opcode == "pad" else value
+            for value in inputs
+        ]
+    return inputs

@@ -1,0 +1,243 @@
+"""What compiled: one report of a compiled step's bytes, flops and collectives, per device."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.hlo.collectives import Collective, collectives, ring_bytes, unknown_loops
+from jaxspeed.hlo.cost import cost
+from jaxspeed.hlo.replicated_flops import replicated_flops
+from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.pipeline import PipelineReport
+from jaxspeed.placement.show import as_text, bytes_text, scaled_text
+from jaxspeed.remat.residual_report import ResidualReport
+
+SHOWN_SHARE = 0.01  # of the flops: what is replicated is shown above that
+_CPU_NOTE = " * by the placement table: XLA:CPU counts host memory as the device's"
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """Per device and execution, read from the compiled program.
+
+    Attributes:
+      argument_bytes: device memory of the arguments.
+      temp_bytes: device memory of intermediate values, at their peak.
+      output_bytes: device memory of the results, those included that overwrite a donated argument.
+      alias_bytes: the part of `output_bytes` that does: it needs no memory of its own.
+      host_bytes: arguments, results and intermediate values in host memory. XLA:CPU does not tell
+        host from device memory: there it is 0, and all is in the figures of the device.
+      host_argument_bytes, host_temp_bytes, host_output_bytes: its parts.
+      peak_bytes: XLA's own figure for what is held at once. XLA:TPU's has buffers in VMEM in it,
+        which `temp_bytes` leaves out, and what is in host memory; XLA:CPU's leaves `temp_bytes`
+        out, so add them there.
+      flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`). None,
+        like the next three, where the backend does not give the program's text.
+      replicated_flops: those of them that the data ranks compute alike, each all of it (see
+        `observe.replicated`): a loss's part that depends on nothing of the batch, for example.
+      bytes_accessed: what the instructions read and write, loops multiplied out.
+      collectives: each one of the program.
+      compile_seconds: wall time of the compilation, None where it was not timed.
+      uncounted: kernels whose flops are not in `flops`.
+      unknown_loops: loops of unknown length, counted as if they ran once.
+      pipeline: what its pipeline costs by the schedule; None where the mesh has no stages.
+      transfer: what it moves to host memory and back; None where nothing waits there.
+      tells_host: whether the backend tells host memory apart.
+      waiting: {role: bytes in host memory} by the placement table.
+      untold: why there is no text.
+      kept: what units keep between their passes; None where the config does not say.
+    """
+
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    host_bytes: int
+    peak_bytes: int
+    flops: int | None
+    bytes_accessed: int | None
+    collectives: tuple[Collective, ...] | None
+    compile_seconds: float | None = None
+    uncounted: tuple[str, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+    pipeline: PipelineReport | None = None
+    host_argument_bytes: int = 0
+    host_temp_bytes: int = 0
+    host_output_bytes: int = 0
+    transfer: Transfer | None = None
+    tells_host: bool = True
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    untold: str | None = None
+    kept: ResidualReport | None = None
+    replicated_flops: int | None = None
+
+    def __rich__(self) -> Group:
+        # A pipeline's loop over micro-batches goes tick by tick.
+        trip = "tick" if self.pipeline else "micro-batch"
+        shown = _summary(self)
+        of_table = self.waiting and not self.tells_host
+        parts: list[Any] = [Group(shown, Text(_CPU_NOTE)) if of_table else shown]
+        if self.untold:
+            parts.append(Text(f"flops, bytes accessed and collectives are unknown: {self.untold}"))
+        if self.kept:
+            parts.append(self.kept)
+        if self.transfer:
+            parts.append(self.transfer)
+        if self.pipeline:
+            parts.append(self.pipeline.costs())
+        if self.collectives is not None:
+            parts.append(_collective_table(self.collectives, trip))
+        return Group(*[each for part in parts for each in (part, Text())][:-1])
+
+    def __str__(self) -> str:
+        return as_text(self, width=110)
+
+    def figures(self) -> dict[str, Any]:
+        """What was read from the compiled program, as plain numbers and words."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("pipeline", "transfer", "waiting", "kept"):  # are not of the compiler
+            del own[name]
+        found = self.collectives
+        told = None if found is None else [asdict(one) for one in found]
+        return {**own, "collectives": told}
+
+
+def report(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh | AbstractMesh,
+    compile_seconds: float | None = None,
+    pipeline: PipelineReport | None = None,
+    transfer: Transfer | None = None,
+    waiting: Mapping[str, int] = MappingProxyType({}),
+    kept: ResidualReport | None = None,
+) -> CompiledReport:
+    """Read a program that was compiled for `mesh`; `waiting` is what the table has on the host."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise JaxspeedError("this backend does not show the memory of its programs")
+    text, untold = _text(compiled)
+    counted = cost(text) if text else None
+    flops = counted.flops if counted else None
+    in_host = (
+        memory.host_argument_size_in_bytes,
+        memory.host_temp_size_in_bytes,
+        memory.host_output_size_in_bytes,
+    )
+    return CompiledReport(
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        host_bytes=sum(in_host) - memory.host_alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        flops=flops,
+        bytes_accessed=counted.bytes_accessed if counted else None,
+        collectives=tuple(collectives(text, mesh)) if text else None,
+        compile_seconds=compile_seconds,
+        uncounted=counted.uncounted if counted else (),
+        unknown_loops=unknown_loops(text) if text else (),
+        pipeline=pipeline,
+        host_argument_bytes=in_host[0],
+        host_temp_bytes=in_host[1],
+        host_output_bytes=in_host[2],
+        transfer=transfer and transfer.counted(flops),
+        tells_host=_platform(mesh) != "cpu",
+        waiting=dict(waiting),
+        untold=untold,
+        kept=kept,
+        replicated_flops=replicated_flops(text, mesh) if text else None,
+    )
+
+
+def _text(compiled: jax.stages.Compiled) -> tuple[str | None, str | None]:
+    """(The program's text, None), or (None, why there is none).
+
+    libtpu 0.0.51 compiles updates of host memory whose text it then cannot print: "async-update
+    instruction should have 1 operands".
+    """
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        return None, f"this backend cannot print the program ({str(error).splitlines()[0][:200]})"
+    return text, None if text else "this backend does not print its programs"
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str | None:
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+
+
+def _summary(report: CompiledReport) -> Table:
+    table = Table(
+        title="compiled, per device (from the compiler)",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        min_width=44,
+    )
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    for name in ("argument", "temp", "output", "alias"):
+        table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
+    # XLA:TPU's peak counts what waits in host memory as well.
+    with_host = " with host memory" if report.host_bytes else ""
+    table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
+    if report.tells_host:
+        table.add_row("in host memory", bytes_text(report.host_bytes))
+        for name in ("argument", "temp", "output") if report.host_bytes else ():
+            table.add_row(f"  {name} bytes", bytes_text(getattr(report, f"host_{name}_bytes")))
+    elif report.waiting:
+        waiting = sum(size for role, size in report.waiting.items() if role != "grad")
+        table.add_row("of these arguments in host memory*", bytes_text(waiting))
+    if report.flops is not None and report.bytes_accessed is not None:
+        table.add_row("flops (products, convolutions)", scaled_text(report.flops, "flop"))
+        if (report.replicated_flops or 0) > SHOWN_SHARE * report.flops:
+            share = f"{report.replicated_flops / report.flops:.0%}"  # type: ignore[operator]
+            table.add_row("  of these replicated over data", share)
+        table.add_row("bytes accessed", bytes_text(report.bytes_accessed))
+    if report.compile_seconds is not None:
+        table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")
+    for kernel in report.uncounted:
+        table.add_row("flops not counted of", kernel)
+    for loop in report.unknown_loops:
+        table.add_row("counted once, length unknown", loop)
+    return table
+
+
+def _collective_table(found: Iterable[Collective], trip: str) -> Table:
+    """Like collectives in one row: how many, how often they run, what a device sends in all.
+
+    `trip` is what one trip of the loop over micro-batches is called. In 80 columns axes and trips
+    are broken into lines before a number is cut off.
+    """
+    rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
+    for one in found:
+        where = trip if one.in_accumulation else "step"
+        rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
+    table = Table(title="collectives, per device and step", title_justify="left", box=None)
+    for column, narrowest in (("kind", None), ("axis", 7), ("dtype", None), ("each", 6)):
+        table.add_column(column, no_wrap=narrowest is None, min_width=narrowest, overflow="fold")
+    for column, narrowest in (
+        ("in program", 7),
+        ("runs", None),
+        ("payload", 7),
+        ("sent (ring)", 7),
+    ):
+        table.add_column(column, justify="right", min_width=narrowest)
+    for key, alike in rows.items():
+        table.add_row(
+            *key,
+            str(len(alike)),
+            str(sum(one.runs for one in alike)),
+            scaled_text(sum(one.bytes * one.runs for one in alike), "B"),
+            scaled_text(sum(ring_bytes(one) for one in alike), "B"),
+        )
+    return table

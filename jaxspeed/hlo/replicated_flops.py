@@ -1,0 +1,222 @@
+"""Flops of a compiled program that data ranks repeat, by a uniformity analysis of its text.
+
+For each value of the program for one device, the analysis finds along which mesh axes it may vary
+from device to device. An argument varies along the axes that shard it, the device's own number
+along all. An operation's result varies along the axes of its operands; an all-reduce or all-gather
+takes its axes away, a reduce-scatter, all-to-all or permute adds them. Loops are iterated until
+nothing changes. What a device computes from its number by itself (the offset of its slice, which
+XLA looks up in a small table) is evaluated for every device, so that a slice of a tensor-parallel
+weight does not count as varying along data.
+
+A matrix product that does not vary along a data axis is computed alike by all devices of that axis:
+it is replicated. What is not known counts as varying, so the result is a lower bound. Recomputation
+for the backward pass is no replication: what it reads varies as it did in the forward pass.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxspeed.hlo.cost import own_flops
+from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
+from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs, tiles_of
+from jaxspeed.hlo.trip_counts import walk
+from jaxspeed.placement.mesh import DATA_AXES
+
+Axes = frozenset[str]
+Known = tuple[tuple[int, ...], ...]  # for every device the elements, of a small array of integers
+Tree = Any  # a Value, or a tuple of trees where the instruction gives a tuple
+
+MOST_KNOWN = 1 << 16  # elements of all devices that are evaluated
+_ALIKE = ("all-reduce", "all-gather", "collective-broadcast", "ragged-all-gather")
+_APART = ("reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_OF_A_DEVICE = ("partition-id", "replica-id", "rng", "rng-get-and-update-state", "infeed", "recv")
+_HANDED_ON = ("copy", "bitcast", "reshape", "convert", "opt-barrier", "async-update")
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": lambda a, b: a // np.maximum(b, 1),
+    "remainder": lambda a, b: a % np.maximum(b, 1),
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known of one array: the axes along which it may vary, and its elements if few."""
+
+    axes: Axes
+    known: Known | None = None
+
+
+def replicated_flops(hlo_text: str, mesh: Mesh | AbstractMesh) -> int:
+    """A device's flops, loops multiplied out, that others of its data ranks compute alike."""
+    data = {axis for axis in DATA_AXES if mesh.shape.get(axis, 1) > 1}
+    module = parse(hlo_text)
+    if not data or module.devices == 1:
+        return 0
+    flow = _Flow(module, mesh)
+    flow.visit(module.entry, [])
+    total = 0
+    for site in walk(module):
+        flops = own_flops(site)
+        if flops and not data <= _axes(flow.found[site.instruction.name]):
+            total += flops * site.runs
+    return total
+
+
+class _Flow:
+    """The analysis: `found` holds each instruction's value, of all places that call it."""
+
+    def __init__(self, module: Module, mesh: Mesh | AbstractMesh) -> None:
+        self.module, self.mesh = module, mesh
+        self.found: dict[str, Tree] = {}
+
+    def visit(self, computation: Computation, args: Sequence[Tree]) -> Tree:
+        """The value of a computation's root, where these are its arguments."""
+        values: dict[str, Tree] = {}
+        for name, instruction in computation.instructions.items():
+            if instruction.opcode == "parameter" and args:
+                value = args[int(instruction.arguments)]
+            else:
+                operands = [values[operand] for operand in instruction.operands]
+                value = self._value(instruction, operands)
+            values[name] = value
+            self.found[name] = _join(self.found.get(name, value), value)
+        return values[computation.root.name]
+
+    def _value(self, instruction: Instruction, operands: list[Tree]) -> Tree:
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return Value(self._sharded_over(instruction))
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            index = int(instruction.attribute("index") or 0)
+            return operands[0][index] if isinstance(operands[0], tuple) else operands[0]
+        if opcode == "while":
+            return self._loop(instruction, operands[0])
+        if opcode in ("fusion", "call", "async-start"):
+            called = instruction.called("to_apply" if opcode == "call" else "calls")
+            return self.visit(self.module.computations[called[0]], operands)
+        if opcode == "conditional":
+            return self._branches(instruction, operands)
+        if opcode in _HANDED_ON or opcode.endswith("-done"):
+            return operands[0]
+        kind = opcode.removesuffix("-start")
+        axes = frozenset().union(*map(_axes, operands))
+        if kind in _ALIKE or kind in _APART:
+            return Value(self._communicated(instruction, kind, axes))
+        known = self._known(instruction, operands)
+        if known is not None:
+            return Value(self._varies(known), known)
+        return Value(self._all if opcode in _OF_A_DEVICE else axes)
+
+    @cached_property
+    def _all(self) -> Axes:
+        return frozenset(str(name) for name, size in self.mesh.shape.items() if size > 1)
+
+    def _loop(self, loop: Instruction, carried: Tree) -> Tree:
+        body = self.module.computations[loop.called("body")[0]]
+        while True:
+            after = _join(carried, self.visit(body, [carried]))
+            if after == carried:
+                break
+            carried = after
+        self.visit(self.module.computations[loop.called("condition")[0]], [carried])
+        return carried
+
+    def _branches(self, instruction: Instruction, operands: list[Tree]) -> Tree:
+        keys = ("branch_computations", "true_computation", "false_computation")
+        names = [name for key in keys for name in instruction.called(key)]
+        made: Tree = Value(_axes(operands[0]))
+        for name, operand in zip(names, operands[1:], strict=True):
+            made = _join(made, self.visit(self.module.computations[name], [operand]))
+        return made
+
+    def _communicated(self, instruction: Instruction, kind: str, axes: Axes) -> Axes:
+        if kind == "collective-permute":
+            groups = source_target_pairs(instruction.attribute("source_target_pairs") or "{}")
+        else:
+            text = instruction.attribute("replica_groups") or "{}"
+            groups = replica_groups(text, self.module.devices)
+        among = axes_of(groups, self.mesh)
+        if kind in _APART:
+            return axes | {*among}
+        whole = len(groups[0]) == math.prod(self.mesh.shape[axis] for axis in among)
+        return axes - {*among} if whole else axes
+
+    def _sharded_over(self, parameter: Instruction) -> Axes:
+        """The axes that shard an argument of the program; of an unknown sharding, all."""
+        tiles = tiles_of(parameter.attribute("sharding") or "", self.mesh.size)
+        return self._all if tiles is None else self._varies([(tile,) for tile in tiles])
+
+    def _varies(self, known: Sequence[Sequence[int]]) -> Axes:
+        """The axes along which elements differ from device to device."""
+        grid = np.asarray(known).reshape(*self.mesh.shape.values(), -1)
+        names = map(str, self.mesh.shape)
+        return frozenset(
+            name for dim, name in enumerate(names) if (grid != grid.take([0], axis=dim)).any()
+        )
+
+    def _known(self, instruction: Instruction, operands: list[Tree]) -> Known | None:
+        """The elements on every device of a small array of integers."""
+        opcode, devices = instruction.opcode, self.mesh.size
+        if opcode == "partition-id":
+            return tuple((device,) for device in range(devices))
+        if opcode == "constant":
+            return self._constant(instruction)
+        given = [value.known for value in operands if isinstance(value, Value)]
+        if len(given) != len(operands) or not given or any(rows is None for rows in given):
+            return None
+        arrays = [np.asarray(rows) for rows in given]
+        if opcode == "dynamic-slice" and len(arrays) == 2:
+            table, start = arrays
+            size = instruction.arrays[0].elements
+            first = np.clip(start, 0, table.shape[1] - size)
+            return _rows(np.take_along_axis(table, first + np.arange(size), axis=1))
+        if opcode in _ARITHMETIC and len(arrays) == 2:
+            return _rows(_ARITHMETIC[opcode](*arrays))
+        return None
+
+    def _constant(self, instruction: Instruction) -> Known | None:
+        (shape,) = instruction.arrays[:1]
+        if shape.dtype[0] not in "su" or len(shape.dims) > 1 or "..." in instruction.arguments:
+            return None
+        elements = tuple(map(int, re.findall(r"-?\d+", instruction.arguments)))
+        if len(elements) != shape.elements or len(elements) * self.mesh.size > MOST_KNOWN:
+            return None
+        return (elements,) * self.mesh.size
+
+
+def _rows(array: np.ndarray) -> Known:
+    return tuple(tuple(map(int, row)) for row in array)
+
+
+def _leaves(tree: Tree) -> Iterator[Value]:
+    for part in tree if isinstance(tree, tuple) else ():
+        yield from _leaves(part)
+    if isinstance(tree, Value):
+        yield tree
+
+
+def _axes(tree: Tree) -> Axes:
+    parts: Iterable[Axes] = (value.axes for value in _leaves(tree))
+    return frozenset().union(*parts)
+
+
+def _join(a: Tree, b: Tree) -> Tree:
+    """What is true of both."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return tuple(map(_join, a, b))
+    if isinstance(a, Value) and a == b:
+        return a
+    return Value(_axes(a) | _axes(b))

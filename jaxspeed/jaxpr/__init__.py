@@ -1,0 +1,1 @@
+"""Tools for programs as JAX traces them: evaluation, inlining, module scopes, FLOPs."""

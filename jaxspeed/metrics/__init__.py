@@ -1,0 +1,43 @@
+"""What a run records and shows: metric names, sinks, the time ledger, progress.
+
+Plain records in, files and lines out: nothing here knows the engine.
+"""
+
+from jaxspeed.metrics.format import sparkline
+from jaxspeed.metrics.ledger import PHASES, Ledger
+from jaxspeed.metrics.loss_curve import draw_loss
+from jaxspeed.metrics.metric_names import NAMES
+from jaxspeed.metrics.mfu import ModelFlops, language_flops, traced_flops, utilisation
+from jaxspeed.metrics.progress import Progress
+from jaxspeed.metrics.records import from_json, read_records
+from jaxspeed.metrics.sinks import (
+    RECORDS,
+    CsvSink,
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    sinks_of,
+)
+
+__all__ = [
+    "NAMES",
+    "PHASES",
+    "RECORDS",
+    "CsvSink",
+    "JsonlSink",
+    "Ledger",
+    "ModelFlops",
+    "Progress",
+    "Sink",
+    "TensorBoardSink",
+    "WandbSink",
+    "draw_loss",
+    "from_json",
+    "language_flops",
+    "read_records",
+    "sinks_of",
+    "sparkline",
+    "traced_flops",
+    "utilisation",
+]

@@ -1,0 +1,252 @@
+"""A run as a person watches it: one line that moves in a terminal, plain lines elsewhere."""
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxspeed.metrics.format import clock_text, count_text, loss_text
+
+_BAR = (10, 40)  # columns of the bar, at least and at most
+_RECENT = 30.0  # seconds over which the pace is measured that the time left is told by
+
+
+class Progress:
+    """Step, loss, speed and time left.
+
+        with Progress(total=1000) as progress:
+            progress.update(record)     # its step, loss, tokens_per_second, eval_loss are shown
+            with progress.doing("saving"): ...
+            progress.say("any text")    # a line of its own, above what moves
+
+    Other output, of `print` or `logging`, appears above the moving line. Where the console is not a
+    terminal, a line is written at the first and the last step, with each held-out loss, and in
+    between every ten seconds at most, and less often the longer the run lasts.
+
+    Args:
+      total: the step with which the run ends.
+      start_step: steps that were done before.
+      console: where it is shown; standard output by default.
+      clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        start_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._step = total, start_step
+        self._console = console or Console()
+        self._clock = clock
+        self._shown: dict[str, Any] = {}
+        self._doing = ""
+        self._paces: deque[tuple[float, int]] = deque()
+        self._began = clock()
+        self._last_line = -math.inf
+        self._last_said = -1
+        self._live = _Line(self) if _is_watched(self._console) else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """The last state stays on the screen, whatever ended the run."""
+        if self._live:
+            self._live.stop()
+        elif self._shown and self._last_said != self._step:
+            self._plain_line()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """What is new; what a record does not name stays as it was."""
+        now = self._clock()
+        step = int(record.get("step", self._step))
+        if step != self._step or not self._paces:
+            self._paces.append((now, step))
+        while len(self._paces) > 2 and now - self._paces[1][0] >= _RECENT:
+            self._paces.popleft()
+        self._step = step
+        self._shown |= {name: record[name] for name in _NUMBERS if record.get(name) is not None}
+        if self._live is None and self._is_due(now, "eval_loss" in record):
+            self._plain_line()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """While it runs, `what` is shown in place of the time left."""
+        before, self._doing = self._doing, what
+        try:
+            yield
+        finally:
+            self._doing = before
+
+    def say(self, *shown: Any) -> None:
+        """Anything that Rich prints, above the moving line."""
+        self._console.print(*shown, soft_wrap=self._live is None)
+
+    def seconds_left(self) -> float | None:
+        """By the pace of the last half minute; None until two steps were seen."""
+        if len(self._paces) < 2:
+            return None
+        (then, first), (now, last) = self._paces[0], self._paces[-1]
+        if last <= first:
+            return None
+        return (self._total - self._step) * (now - then) / (last - first)
+
+    # -- how it looks ---------------------------------------------------------------------------
+
+    def _is_due(self, now: float, evaluated: bool) -> bool:
+        between = max(10.0, 0.01 * (now - self._began))
+        return evaluated or now - self._last_line >= between
+
+    def _plain_line(self) -> None:
+        self._last_line, self._last_said = self._clock(), self._step
+        text = f"step {self._of_total()}  " + "  ".join(part.plain for part in self._parts())
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._shown.pop("eval_loss", None)  # said once, with its own step
+
+    def _of_total(self) -> str:
+        return f"{self._step:>{len(str(self._total))}}/{self._total}"
+
+    def _parts(self) -> list[Text]:
+        """What is told, in order."""
+        shown = [Text(*_NUMBERS[name](value)) for name, value in _in_order(self._shown)]
+        left = self.seconds_left()
+        if self._doing:
+            shown.append(Text(self._doing, "dim"))
+        elif left is not None and self._step < self._total:
+            shown.append(Text(f"{clock_text(left)} left", "cyan"))
+        elif self._step >= self._total:
+            shown.append(Text(f"{clock_text(self._clock() - self._began)} in all", "cyan"))
+        return shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = [Text(self._of_total(), "bold"), *self._parts()]
+        room = options.max_width - 1  # the last column makes some terminals wrap
+        # The least needed goes first where there is no room: held-out loss, speed.
+        for dropped in ("held-out", "/s"):
+            if _width(parts) + _BAR[0] > room:
+                parts = [part for part in parts if dropped not in part.plain]
+        bar = min(_BAR[1], room - _width(parts))
+        while len(parts) > 1 and _width(parts) - 2 > room:
+            parts.pop()
+        line = Table.grid(padding=(0, 2, 0, 0))
+        done = ProgressBar(self._total, self._step, width=bar, complete_style="cyan")
+        line.add_row(*([done] if bar >= 4 else []), *parts)
+        yield line
+
+
+class _Line:
+    """The moving line: painted four times a second, and other output above it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._live = Live(
+            get_renderable=lambda: progress,
+            console=progress._console,
+            refresh_per_second=4,
+            redirect_stdout=is_terminal(sys.stdout),
+            redirect_stderr=is_terminal(sys.stderr),
+        )
+        self._following = written_above()
+
+    def start(self) -> None:
+        self._live.start(refresh=True)
+        self._following.__enter__()
+
+    def stop(self) -> None:
+        self._following.__exit__(None, None, None)
+        self._live.stop()
+
+
+def _is_watched(console: Console) -> bool:
+    """Whether a line can move there; FORCE_COLOR alone makes no terminal of a pipe."""
+    return console.is_interactive and is_terminal(console.file)
+
+
+def _width(parts: list[Text]) -> int:
+    """Columns of the parts, each with the gap before it."""
+    return sum(part.cell_len + 2 for part in parts)
+
+
+def _loss(value: float) -> tuple[str, str]:
+    return f"loss {loss_text(float(value))}", "" if math.isfinite(value) else "bold red"
+
+
+def _held_out(value: float) -> tuple[str, str]:
+    return f"held-out {loss_text(float(value))}", "yellow"
+
+
+_NUMBERS: dict[str, Callable[[Any], tuple[str, str]]] = {
+    "loss": _loss,
+    "eval_loss": _held_out,
+    "tokens_per_second": lambda value: (f"{count_text(value)} tokens/s", "green"),
+    "samples_per_second": lambda value: (f"{count_text(value)} samples/s", "green"),
+}
+
+
+def _in_order(shown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As `_NUMBERS` has them; tokens a second rather than samples a second."""
+    for name in _NUMBERS:
+        if name in shown and not (name == "samples_per_second" and "tokens_per_second" in shown):
+            yield name, shown[name]
+
+
+# -- output of others while a line moves: it must go above that line, not through it --------------
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a person sees it; what is redirected to a file should go on to the file."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):  # no stream, or a closed one
+        return False
+
+
+@contextmanager
+def written_above() -> Iterator[None]:
+    """Handlers of `logging` that hold the real streams write to those that stand in for them.
+
+    Rich replaces `sys.stdout` and `sys.stderr` while something moves, but a handler that was made
+    before has the stream itself.
+    """
+    stand_ins = {
+        id(stream.rich_proxied_file): stream
+        for stream in (sys.stdout, sys.stderr)
+        if hasattr(stream, "rich_proxied_file")
+    }
+    moved = []
+    for handler in _handlers():
+        stream = getattr(handler, "stream", None)
+        if isinstance(handler, logging.StreamHandler) and id(stream) in stand_ins:
+            handler.setStream(stand_ins[id(stream)])
+            moved.append((handler, stream))
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
+
+
+def _handlers() -> list[logging.Handler]:
+    """Of every logger, each once."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return list({id(handler): handler for handler in found}.values())

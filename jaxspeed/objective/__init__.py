@@ -1,0 +1,18 @@
+"""The loss of a micro-batch: model adapters, loss forms, precision, randomness, train state.
+
+Parameters and everything else that a model keeps are flat dicts from path to array; `bind` makes of
+them what the user's loss function is given.
+"""
+
+from jaxspeed.objective.adapters import adapt_model
+from jaxspeed.objective.layer_list import LayerSpec, TiedLayerSpec
+from jaxspeed.objective.pipeline_module import PipelineModule
+from jaxspeed.objective.protocol import Model
+
+__all__ = [
+    "LayerSpec",
+    "Model",
+    "PipelineModule",
+    "TiedLayerSpec",
+    "adapt_model",
+]

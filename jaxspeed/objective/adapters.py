@@ -1,0 +1,84 @@
+"""From what a user passes as a model to a Model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+from flax import nnx
+
+from jaxspeed.config import match
+from jaxspeed.errors import ModelError
+from jaxspeed.objective.linen_model import LinenModel
+from jaxspeed.objective.nnx_model import NnxModel
+from jaxspeed.objective.pair_model import PairModel
+from jaxspeed.objective.protocol import Model, Trainable
+
+
+def adapt_model(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    example_batch: Any = None,
+    trainable: Any = None,
+    frozen: Sequence[str] = (),
+    full_precision: Sequence[str] = (),
+    state_collections: Sequence[str] | None = None,
+) -> Model:
+    """The Model behind an nnx factory, a Linen module or a pair (init, apply).
+
+    Args:
+      trainable: which parameters are trained: None for all, path patterns, a function of the path,
+        or a Variable type (`nnx.LoRAParam`).
+      frozen: path patterns of parameters that are not trained, whatever `trainable` says.
+      full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
+      state_collections: what is carried from step to step beside parameters: names of Linen
+        collections or of nnx Variable types; None for all but sown and intermediate values.
+    """
+    chosen = _trainable(trainable)
+
+    def is_trained(path: str, leaf: Any) -> bool:
+        return chosen(path, leaf) and not any(match(p, path) for p in frozen)
+
+    def is_full(path: str) -> bool:
+        return any(match(p, path) for p in full_precision)
+
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ModelError(
+            f"model is the class {model.__name__}; pass a Linen module: {model.__name__}(...)"
+        )
+    if isinstance(model, nn.Module):
+        if example_batch is None:
+            raise ModelError(
+                "a Linen module makes its parameters from a batch: pass "
+                "initialize(..., example_batch=...); its shapes are what is used"
+            )
+        return LinenModel(model, loss_fn, example_batch, is_trained, is_full, state_collections)
+    if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
+        return PairModel(model[0], model[1], example_batch, is_trained, is_full)
+    if isinstance(model, nnx.Module):
+        raise ModelError(
+            f"model is a built {type(model).__name__}; pass its factory, so that it can be made "
+            f"straight into shards: model=lambda rngs: {type(model).__name__}(..., rngs=rngs)"
+        )
+    if not callable(model):
+        raise ModelError(
+            f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
+            "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
+        )
+    return NnxModel(model, is_trained, is_full, state_collections)
+
+
+def _trainable(wanted: Any) -> Trainable:
+    if wanted is None:
+        return lambda path, leaf: True
+    if isinstance(wanted, type):
+        return lambda path, leaf: isinstance(leaf, wanted)
+    if callable(wanted):
+        return lambda path, leaf: bool(wanted(path))
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise ModelError(
+            f"trainable is {wanted!r}; it may be path patterns, a function of the path, or a "
+            "Variable type"
+        )
+    return lambda path, leaf: any(match(p, path) for p in patterns)

@@ -1,0 +1,78 @@
+"""From the config's `model` section to a model and its loss."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.objective.pipeline_module import PipelineModule
+
+Loss = Callable[[Any, Any], Any]
+
+
+def resolve_model(
+    config: Config,
+    model: Any = None,
+    loss_fn: Loss | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[Any, Loss]:
+    """What to train and by which loss: what was passed, or what the config names.
+
+    `overrides` go on top of the config's own sizes.
+    """
+    section = config.model
+    if model is not None:
+        if section is not None:
+            raise ConfigError(
+                "model: given twice, to initialize(model=...) and in the config; leave one out"
+            )
+        if isinstance(model, PipelineModule) and model.loss_fn is not None:
+            if loss_fn is not None:
+                raise ModelError(
+                    "loss_fn: given twice, to PipelineModule(..., loss_fn=...) and to "
+                    "initialize(loss_fn=...); leave one out"
+                )
+            return model, model.batch_loss
+        if loss_fn is None:
+            raise ModelError("loss_fn is missing: initialize(model=..., loss_fn=...)")
+        return model, loss_fn
+    if section is None:
+        raise ModelError(
+            "no model: pass initialize(model=..., loss_fn=...), or name one in the config, as "
+            '{"model": {"family": "gpt2", "preset": "tiny"}}'
+        )
+    if section.factory is not None:
+        sizes = {**section.config, **(overrides or {})}
+        return _from_import_path(section.factory, sizes, loss_fn)
+    built = _built(config, overrides or {})
+    return built.factory, loss_fn or built.loss
+
+
+def family_sizes(config: Config) -> Any:
+    """The sizes of the family that the config names, as its own Config; None for other models."""
+    if config.model is None or config.model.family is None:
+        return None
+    return _built(config, {}).config
+
+
+def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
+    # By name, so that the package imports no model of its own.
+    families = importlib.import_module("jaxspeed.models")
+    section = config.model
+    assert section is not None
+    try:
+        return families.build(section.family, section.preset, {**section.config, **overrides})
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"model: {error}") from None
+
+
+def _from_import_path(path: str, sizes: Mapping[str, Any], loss_fn: Loss | None) -> Any:
+    module_name, _, name = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model.factory: {path!r} cannot be imported: {error}") from None
+    if loss_fn is None:
+        raise ModelError(f"loss_fn is missing: model.factory {path!r} brings no loss of its own")
+    return (lambda rngs: made(rngs=rngs, **sizes)), loss_fn

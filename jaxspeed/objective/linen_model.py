@@ -1,0 +1,300 @@
+"""A Flax Linen module as a Model.
+
+Its variables are known once its loss has been traced on an example batch, with the module creating
+them at its first call.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import RLock
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+from flax.core.scope import DenyList
+
+from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.objective.protocol import (
+    SEED,
+    STATISTICS,
+    Arrays,
+    Trainable,
+    example_shapes,
+    frozen_part,
+    frozen_statistics_note,
+    is_inexact,
+    mode_arguments,
+    nested,
+)
+from jaxspeed.objective.rng import linen_rngs, micro_batch_key
+from jaxspeed.objective.user_code import foreign
+from jaxspeed.placement.paths import flat_with_paths, path_of
+from jaxspeed.placement.rows import Leaf
+
+_lock = RLock()
+
+
+class LinenModel:
+    """Collections are kept as paths `collection/...`; those of `params` without the collection."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: Callable[[Any, Any], Any],
+        example_batch: Any,
+        trainable: Trainable,
+        full_precision: Callable[[str], bool],
+        state_collections: Sequence[str] | None = None,
+    ) -> None:
+        self._module, self._loss_fn = module, loss_fn
+        self._example = example_shapes(example_batch)
+        self._state_collections = state_collections
+        with _recorded_sows() as sown:
+            boxed = jax.eval_shape(self._create, jax.random.key(0))
+        self._sown = frozenset(sown)
+        names = _boxed_names(boxed)
+        tree = self._without_fresh(meta.unbox(boxed))
+        self._refuse_growing(tree)
+        self._tree, found = jax.tree.structure(tree), _flat(tree)
+        self._paths = list(found)
+        params = _flat({"params": tree.get("params", {})})
+        self.leaves = tuple(
+            Leaf(
+                path,
+                tuple(leaf.shape),
+                leaf.dtype,
+                names.get(path, ()),
+                trainable(path, leaf),
+                full_precision(path),
+            )
+            for path, leaf in params.items()
+            if is_inexact(leaf)
+        )
+        self._frozen = frozen_part(self.leaves)
+        own = {leaf.path for leaf in self.leaves}
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        rest = {path: leaf for path, leaf in found.items() if path not in own}
+        self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
+
+    def _without_fresh(self, variables: Any) -> Any:
+        """Without what each call sows anew: sown values, unless the config calls them state."""
+        said = self._state_collections or ()
+
+        def kept(tree: Any, place: tuple[str, ...]) -> Any:
+            if not isinstance(tree, Mapping):
+                return tree
+            inside = {name: kept(x, (*place, name)) for name, x in tree.items()}
+            return {
+                name: x
+                for name, x in inside.items()
+                if (*place, name) not in self._sown and not (isinstance(x, dict) and not x)
+            }
+
+        collections = {
+            name: x if name in said else kept(x, (name,)) for name, x in variables.items()
+        }
+        return {name: x for name, x in collections.items() if jax.tree.leaves(x)}
+
+    def _refuse_growing(self, variables: Any) -> None:
+        for place in sorted(self._sown):
+            value = functools.reduce(lambda tree, name: (tree or {}).get(name), place, variables)
+            if isinstance(value, tuple):
+                raise ModelError(
+                    f"parallel.state_collections names {place[0]!r}, into which the model sows "
+                    f"{'/'.join(place[1:])} without a reduce_fn: a tuple that grows with each call "
+                    "cannot be carried from step to step; sow it with reduce_fn and init_fn"
+                )
+
+    def _is_state(self, path: str) -> bool:
+        """Whether a variable is carried from step to step."""
+        if self._state_collections is None:
+            return path != SEED
+        return path.split("/")[0] in self._state_collections
+
+    def _create(self, key: jax.Array) -> Any:
+        bound = _Creating(self._module, key)
+        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
+        with foreign("loss_fn(model, example_batch)", self._example):
+            self._loss_fn(bound, zeros)
+        if bound.created is None:
+            raise ModelError("loss_fn never called the model: model(...) makes its parameters")
+        return bound.created
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        key = jax.random.key(seed)
+        made = self._without_fresh(meta.unbox(self._create(key)))
+        values = _flat(made) | {SEED: key}
+        own = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+
+    def bind(
+        self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
+    ) -> "BoundLinen":
+        values = {**params, **variables}
+        tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
+        key = micro_batch_key(variables[SEED], step, micro)
+        constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
+        return BoundLinen(
+            self._module, tree, linen_rngs(key), train, self._frozen, DenyList(tuple(constant))
+        )
+
+    def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
+        after = _flat(bound.variables)
+        state = [path for path in self.variables if self._is_state(path)]
+        return {path: after[path] for path in state if path in after}
+
+    def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
+        return _naming()
+
+    def notes(self, compute_dtype: Any) -> list[str]:
+        statistics = [path.split("/") for path in self.variables if path.startswith("batch_stats/")]
+        modules = dict.fromkeys("/".join(path[1:-1]) for path in statistics)
+        return frozen_statistics_note([path for path in modules if self._frozen(path)])
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        return nested(
+            {tuple(leaf.path.split("/")): flat.get(leaf.path, absent) for leaf in self.leaves}
+        )
+
+
+class BoundLinen:
+    """A Linen module with its variables, called as the module is; it keeps what a call changes.
+
+    `variables` also holds what the calls so far have sown: `model.variables["losses"]`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        variables: Any,
+        rngs: dict[str, jax.Array],
+        training: bool,
+        is_frozen: Callable[[str], bool],
+        mutable: DenyList,
+    ) -> None:
+        self.module, self.variables, self.training = module, variables, training
+        self._rngs, self._is_frozen = rngs, is_frozen
+        # All but parameters; in evaluation what calls sow, and state that shares its collection.
+        self._mutable = mutable
+
+    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        kwargs = {**_mode(self.module, method, self.training), **kwargs}
+        frozen = _frozen_statistics(self._is_frozen)
+        with frozen if self.training else contextlib.nullcontext():
+            out, changed = self.module.apply(
+                self.variables,
+                *args,
+                rngs=self._rngs if self.training else None,
+                mutable=self._mutable,
+                method=method,
+                **kwargs,
+            )
+        self.variables = {**self.variables, **changed}
+        return out
+
+
+class _Creating:
+    """Stands for the module while its variables are made: the first call creates them."""
+
+    training = False
+
+    def __init__(self, module: nn.Module, key: jax.Array) -> None:
+        self.module, self._key = module, key
+        self.created: Any = None
+        self.variables: Any = {}  # as the loss may look at them
+
+    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        kwargs = {**_mode(self.module, method, False), **kwargs}
+        if self.created is None:
+            out, self.created = self.module.init_with_output(
+                {"params": self._key}, *args, method=method, mutable=True, **kwargs
+            )
+            self.variables = meta.unbox(self.created)
+            return out
+        out, changed = self.module.apply(
+            self.variables, *args, method=method, mutable=DenyList(("params",)), **kwargs
+        )
+        self.variables = {**self.variables, **changed}
+        return out
+
+
+def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
+    called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
+    return mode_arguments(inspect.signature(called).parameters, training)
+
+
+@contextlib.contextmanager
+def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
+    """Inside, the places (collection, ...) into which modules sow are added to the set."""
+    places: set[tuple[str, ...]] = set()
+    original = nn.Module.sow
+
+    def sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+        places.add((col, *self.path, name))
+        return original(self, col, name, *args, **kwargs)
+
+    with _lock:
+        nn.Module.sow = sow  # type: ignore[method-assign]
+        try:
+            yield places
+        finally:
+            nn.Module.sow = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, normalisations of frozen parts use their running statistics, which stay."""
+
+    def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if (
+            context.method_name == "__call__"
+            and hasattr(module, STATISTICS)
+            and is_frozen("/".join(module.path))
+        ):
+            # Flax takes it as a setting of the module or as an argument, and refuses both.
+            given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
+            given.arguments.pop(STATISTICS, None)
+            if getattr(module, STATISTICS) is None:
+                given.arguments[STATISTICS] = True
+            else:
+                object.__setattr__(module, STATISTICS, True)
+            return next_fun(*given.args[1:], **given.kwargs)
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(call):
+        yield
+
+
+@contextlib.contextmanager
+def _naming() -> Iterator[None]:
+    def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        with scope(type(context.module).__name__, "/".join(context.module.path)):
+            return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(name):
+        yield
+
+
+def _flat(variables: Any) -> dict[str, Any]:
+    """{path: array} of variables {collection: tree}."""
+    pairs = flat_with_paths(variables).items()
+    return {path.removeprefix("params/"): leaf for path, leaf in pairs}
+
+
+def _boxed_names(tree: Any) -> dict[str, tuple[str | None, ...]]:
+    def is_box(x: Any) -> bool:
+        return isinstance(x, meta.AxisMetadata)
+
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return {
+        path_of(keys).removeprefix("params/"): tuple(getattr(box, "names", ()))
+        for keys, box in pairs
+        if is_box(box)
+    }

@@ -1,0 +1,257 @@
+"""An `nnx.Module` factory as a Model."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.variablelib import VariableTypeCache
+
+from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.module_scopes import tagged
+from jaxspeed.objective.protocol import (
+    EVALUATION,
+    STATISTICS,
+    Arrays,
+    Trainable,
+    frozen_part,
+    frozen_statistics_note,
+    is_array,
+    is_inexact,
+    listed,
+    nested,
+)
+from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.user_code import foreign
+from jaxspeed.placement.rows import Leaf
+
+# Where Flax versions and models keep the logical names of a parameter's dims.
+NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
+
+
+class NnxModel:
+    """Identity is by Variable: a shared one has one path, the first at which it is found."""
+
+    def __init__(
+        self,
+        factory: Callable[[nnx.Rngs], nnx.Module],
+        trainable: Trainable,
+        full_precision: Callable[[str], bool],
+        state_collections: Sequence[str] | None = None,
+    ) -> None:
+        self._factory = factory
+        with nnx.use_eager_sharding(False):
+            module = nnx.eval_shape(lambda: self._build(0))
+        self._graph, state = nnx.split(module)
+        flat = list(nnx.to_flat_state(state))
+        self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
+        self.leaves = tuple(
+            Leaf(
+                path,
+                tuple(v.shape),
+                v.dtype,
+                dim_names(v),
+                trainable(path, v),
+                full_precision(path) or bool(v.get_metadata().get("full_precision")),
+            )
+            for path, (_, v) in self._kinds.items()
+            if _is_parameter(v)
+        )
+        self._state_collections = state_collections
+        self._frozen = frozen_part(self.leaves)
+        self._modes = [(path, mode) for path, _, mode in _modes(module)]
+        self._norms = [
+            _path(keys)
+            for keys, node in nnx.iter_graph(module)
+            if isinstance(node, nnx.BatchNorm) and node.dtype is None
+        ]
+        own = {leaf.path for leaf in self.leaves}
+        self.variables = {
+            path: jax.ShapeDtypeStruct(v.shape, v.dtype)
+            for path, (_, v) in self._kinds.items()
+            if path not in own
+        }
+
+    def _build(self, seed: jax.Array | int) -> nnx.Module:
+        with foreign("the model factory, called as factory(rngs),"):
+            module = self._factory(nnx.Rngs(jax.random.key(seed)))
+        if not isinstance(module, nnx.Module):
+            raise ModelError(
+                f"the model factory returned a {type(module).__name__}; it must return an "
+                "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
+            )
+        _drop_sown(module)
+        keep_arrays(module)
+        return module
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        with nnx.use_eager_sharding(False):
+            state = nnx.split(self._build(seed))[1]
+        values = {_path(keys): value_of(v) for keys, v in nnx.to_flat_state(state)}
+        own = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+
+    def bind(
+        self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
+    ) -> nnx.Module:
+        module = self.module({**params, **self._reseeded(variables, step, micro)})
+        for path, part, mode in _modes(module):
+            for name, value in mode.items():
+                if not train:
+                    setattr(part, name, EVALUATION[name])
+                elif value is None:
+                    setattr(part, name, not EVALUATION[name])
+            if train and STATISTICS in mode and self._frozen(path):
+                setattr(part, STATISTICS, True)
+        return module
+
+    def module(self, values: Arrays) -> nnx.Module:
+        """A live module that holds these values."""
+        with nnx.use_eager_sharding(False):
+            flat = [
+                (keys, v.replace(values[path]) if isinstance(v, nnx.Variable) else values[path])
+                for path, (keys, v) in self._kinds.items()
+            ]
+            return nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+
+    def _reseeded(self, variables: Arrays, step: Any, micro: Any) -> Arrays:
+        def fresh(path: str, value: Any) -> Any:
+            kind = type(self._kinds[path][1])
+            if issubclass(kind, nnx.RngKey):
+                return micro_batch_key(value, step, micro)
+            return jnp.zeros_like(value) if issubclass(kind, nnx.RngCount) else value
+
+        return {path: fresh(path, value) for path, value in variables.items()}
+
+    def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
+        """Random streams are made anew for each micro-batch, and intermediate values too."""
+        after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
+        kinds = {path: self._kinds[path][1] for path in self.variables}
+        state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
+        found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
+        return {path: x for path, x in found.items() if x is not params.get(path)}
+
+    def naming(self, bound: nnx.Module) -> contextlib.AbstractContextManager[None]:
+        paths: dict[int, str] = {}
+        classes: list[type] = []
+        for keys, node in nnx.iter_graph(bound):
+            if isinstance(node, nnx.Module):
+                paths[id(node)] = _path(keys)
+                classes.append(type(node))
+        return tagged(classes, lambda module: paths.get(id(module), ""))
+
+    def notes(self, compute_dtype: Any) -> list[str]:
+        frozen = [p for p, mode in self._modes if STATISTICS in mode and self._frozen(p)]
+        evaluating = [
+            f"{path or 'the model'} ({name})"
+            for path, mode in self._modes
+            for name, value in mode.items()
+            if value == EVALUATION[name] and path not in frozen
+        ]
+        found = frozen_statistics_note(frozen)
+        if evaluating:
+            found.append(
+                "modules that the model's factory set to evaluation mode stay in it during "
+                f"training: {listed(evaluating)}"
+            )
+        if compute_dtype is not None and self._norms:
+            name = jnp.dtype(compute_dtype).name
+            found.append(
+                "nnx.BatchNorm keeps its statistics in float32, and without a dtype it promotes "
+                f"what it returns to float32, and with it all that follows, under {name}: give it "
+                f"dtype=jnp.{name} ({listed(self._norms)})"
+            )
+        return found
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        return nested(
+            {self._kinds[leaf.path][0]: flat.get(leaf.path, absent) for leaf in self.leaves}
+        )
+
+
+def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]]]:
+    """(path, module, its attributes that hold a mode) of each module that has any."""
+    for keys, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            mode = {name: getattr(node, name) for name in EVALUATION if hasattr(node, name)}
+            if mode:
+                yield _path(keys), node, mode
+
+
+def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
+    """Whether a variable is carried from step to step: of these collections, by the names of their
+    types; None for all but intermediate values."""
+    if isinstance(variable, nnx.RngState):
+        return False
+    if collections is None or not isinstance(variable, nnx.Variable):
+        return not isinstance(variable, nnx.Intermediate)
+    kinds = [kind for kind in type(variable).__mro__ if issubclass(kind, nnx.Variable)]
+    names = {kind.__name__ for kind in kinds} | {
+        name for name, kind in VariableTypeCache.items() if kind in kinds
+    }
+    return any(name in names for name in collections)
+
+
+def _drop_sown(module: nnx.Module) -> None:
+    """Take out what calls in the factory have sown, as `nnx.pop` does: tuples that grow."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, nnx.Intermediate) and isinstance(value.get_value(), tuple):
+                    delattr(node, name)
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return "/".join(map(str, keys))
+
+
+def value_of(leaf: Any) -> Any:
+    """Of a Variable, or of an array that a module keeps as it is."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def keep_arrays(module: nnx.Module) -> None:
+    """Have every array of a module be data, and everything that is data be an array of numbers.
+
+    Flax knows arrays that modules keep without a Variable by their type, and while shapes are being
+    traced they have another one (Flax 0.12.8), so that they would end up in the static part.
+    """
+    for keys, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            value = node.get_value()
+            if isinstance(value, (bool, int, float)):
+                node.set_value(jnp.asarray(value))
+            else:
+                _check_array(_path(keys), value)
+        elif isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, (jax.core.Tracer, list, tuple, dict)) and _traced(value):
+                    setattr(node, name, nnx.data(value))
+                elif isinstance(value, np.ndarray):
+                    _check_array(_path((*keys, name)), value)
+
+
+def _traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _check_array(path: str, value: Any) -> None:
+    if not is_array(value):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ModelError(
+            f"the model keeps a {kind} at {path}; what is no setting is an array of numbers"
+        )
+
+
+def _is_parameter(variable: Any) -> bool:
+    return isinstance(variable, nnx.Param) and is_inexact(variable)
+
+
+def dim_names(variable: Any) -> tuple[str | None, ...]:
+    metadata = variable.get_metadata()
+    names = next((metadata[key] for key in NAME_KEYS if metadata.get(key) is not None), ())
+    names = getattr(names, "spec", names)
+    return tuple(n if isinstance(n, str) else None for n in names)

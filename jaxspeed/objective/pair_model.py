@@ -1,0 +1,125 @@
+"""A pair of pure functions (init, apply) as a Model.
+
+`init(key)` or `init(key, batch)` returns a tree of parameters; `apply(params, ...)` is what the
+loss function calls as `model(...)`. Where `apply` has a parameter `rng` (or `key`), it is given
+this micro-batch's key; where it has `train` (or `deterministic`, ...), its mode. Units are marked
+with `jaxspeed.unit`.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.errors import ModelError
+from jaxspeed.objective.protocol import (
+    SEED,
+    Arrays,
+    Trainable,
+    example_shapes,
+    is_array,
+    is_inexact,
+    mode_arguments,
+)
+from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.user_code import foreign
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.rows import Leaf
+
+KEY_WORDS = ("rng", "key", "rng_key")
+
+
+class PairModel:
+    """Leaves that are not floating-point (tables of indices, say) are kept but not trained."""
+
+    def __init__(
+        self,
+        init: Callable[..., Any],
+        apply: Callable[..., Any],
+        example_batch: Any,
+        trainable: Trainable,
+        full_precision: Callable[[str], bool],
+    ) -> None:
+        self._init, self._apply, self._example = init, apply, None
+        needed = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty]
+        if len(needed) > 1:
+            if example_batch is None:
+                raise ModelError(
+                    "init takes a batch: pass initialize(..., example_batch=...), whose shapes "
+                    "it will be given"
+                )
+            self._example = example_shapes(example_batch)
+        abstract = jax.eval_shape(self._create, jax.random.key(0))
+        self._tree = jax.tree.structure(abstract)
+        flat = flat_with_paths(abstract)
+        self._paths = list(flat)
+        if len(flat) != len(jax.tree.leaves(abstract)):
+            raise ModelError('init returned two leaves with one path; a name may hold no "/"')
+        self.leaves = tuple(
+            Leaf(path, tuple(x.shape), x.dtype, (), trainable(path, x), full_precision(path))
+            for path, x in flat.items()
+            if is_inexact(x)
+        )
+        rest = {path: x for path, x in flat.items() if not is_inexact(x)}
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
+        self._parameters = inspect.signature(apply).parameters
+
+    def _create(self, key: jax.Array) -> Any:
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._example)
+        with foreign("init(key)" if self._example is None else "init(key, batch)", self._example):
+            made = self._init(key) if self._example is None else self._init(key, zeros)
+        bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
+        if bad:
+            path, value = next(iter(bad.items()))
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise ModelError(
+                f"init returned a {kind} at {path or 'its root'}; parameters are NumPy or JAX "
+                "arrays of numbers, in a tree"
+            )
+        return made
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        key = jax.random.key(seed)
+        values = flat_with_paths(self._create(key)) | {SEED: key}
+        own = [leaf.path for leaf in self.leaves]
+        return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
+
+    def bind(
+        self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
+    ) -> "BoundPair":
+        values = {**params, **variables}
+        tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
+        given: dict[str, Any] = dict(mode_arguments(self._parameters, train))
+        word = next((w for w in KEY_WORDS if w in self._parameters), None)
+        if word is not None:
+            given[word] = micro_batch_key(variables[SEED], step, micro)
+        return BoundPair(self._apply, tree, given, train)
+
+    def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
+        return {}
+
+    def naming(self, bound: "BoundPair") -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def notes(self, compute_dtype: Any) -> list[str]:
+        return []
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        return jax.tree.unflatten(self._tree, [flat.get(path, absent) for path in self._paths])
+
+
+class BoundPair:
+    """`apply` with its parameters: called as `model(...)`."""
+
+    def __init__(
+        self, apply: Callable[..., Any], params: Any, given: dict[str, Any], training: bool
+    ) -> None:
+        self.params, self.training = params, training
+        self._apply, self._given = apply, given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._apply(self.params, *args, **{**self._given, **kwargs})

@@ -1,0 +1,29 @@
+"""Host memory: transfers, the streamed update of offloaded state, known JAX bugs."""
+
+from jaxspeed.offload.host_accumulation import mean_in_host, zeros_in_host
+from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
+from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
+from jaxspeed.offload.staged_init import made_in_groups
+from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_walk, stream, total
+from jaxspeed.offload.update_device import OF_DEVICE, OF_HOST, UpdateDevice
+
+__all__ = [
+    "GPU_LIMIT",
+    "OF_DEVICE",
+    "OF_HOST",
+    "LeafProgram",
+    "Separated",
+    "Shared",
+    "Slot",
+    "StreamPlan",
+    "StreamedArray",
+    "UpdateDevice",
+    "choose_walk",
+    "made_in_groups",
+    "mean_in_host",
+    "pinned_limit",
+    "separate",
+    "stream",
+    "total",
+    "zeros_in_host",
+]

@@ -1,0 +1,367 @@
+"""What crosses between a device and its host's memory in a step: read from the traced step.
+
+A move is a `device_put` between two memory spaces; it runs as often as the scans around it have
+trips. Whose bytes they are follows from the host arrays that it touches: values in host memory that
+are slices, updates or carries of each other are one array, and where one of these is an argument of
+the step, they belong to what it is. What the host's cores compute with stays where it is; what they
+are handed by the device, and hand to it, is `HOST_UPDATE`.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.jaxpr.evaluate import is_var, open_jaxpr
+from jaxspeed.jaxpr.flops import flops_of, nbytes
+
+ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
+    "activations",
+    "gradients",
+    "parameters",
+    "optimizer",
+    "update on the host",
+)
+_BY_HOST = "compute_on"
+_FORMS = ("reshape", "device_put")
+_REGIONS = ("checkpoint", "remat2")
+_KERNELS = ("pallas_call",)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the step: its path in the state, what it is, how it is cut."""
+
+    path: str
+    kind: str
+    sharding: NamedSharding
+
+
+@dataclass(frozen=True)
+class HostTransfers:
+    """Of one step, a device.
+
+    Attributes:
+      to_device: {kind: bytes that come to the device}.
+      to_host: {kind: bytes that leave it}.
+      fetched: {path of an argument in host memory: bytes of it that come to the device}.
+      stored: ... and that leave for it.
+      by_host: ... and with which the host's cores compute.
+      regions: how many pieces of the backward pass are made again.
+      flops: what a device computes, where devices share the work evenly; an estimate.
+    """
+
+    to_device: Mapping[str, int]
+    to_host: Mapping[str, int]
+    fetched: Mapping[str, int]
+    stored: Mapping[str, int]
+    by_host: Mapping[str, int]
+    regions: int
+    flops: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.to_device.values()) + sum(self.to_host.values())
+
+
+def crossings(
+    closed: Any,
+    arguments: Sequence[Argument | None],
+    gradients: Iterable[tuple[int, ...]],
+    activation_axes: Iterable[str],
+    mesh: Mapping[str, int],
+) -> HostTransfers:
+    """Read a traced step.
+
+    Args:
+      closed: its jaxpr.
+      arguments: what its inputs are; None for what is no array of a state. Their next values are
+        the step's first outputs, in the same order.
+      gradients: shapes of gradients that no walk over host memory fetches.
+      activation_axes: the mesh axes over which activations are cut.
+      mesh: the sizes of the mesh axes.
+    """
+    walk = _Walk(mesh, frozenset(activation_axes))
+    env = {}
+    for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
+        if _in_host(var):
+            env[var] = node = walk.node(var.aval.shape)
+            if argument is not None:
+                walk.arguments[node] = argument
+    walk.run(closed.jaxpr, env, 1, frozenset())
+    pairs = zip(closed.jaxpr.invars, closed.jaxpr.outvars, arguments, strict=False)
+    for var, out, argument in pairs:
+        if argument is not None and is_var(out):
+            walk.join([env.get(var), env.get(out)])
+    return walk.summed(set(gradients))
+
+
+@dataclass
+class _Move:
+    to_device: bool
+    node: int  # the host value
+    bytes: int  # of all devices that `manual` axes do not cut
+    axes: frozenset[str] | None  # that cut it, where the move says so
+    manual: frozenset[str]
+
+
+@dataclass
+class _Walk:
+    mesh: Mapping[str, int]
+    activation_axes: frozenset[str]
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    arguments: dict[int, Argument] = field(default_factory=dict)
+    moves: list[_Move] = field(default_factory=list)
+    works: list[_Move] = field(default_factory=list)  # what the host's cores read, in place
+    handed: set[int] = field(default_factory=set)  # the values that these read or made
+    regions: int = 0
+    flops: float = 0.0
+
+    # -- which host values are one array: union-find -------------------------------------------
+
+    def node(self, shape: tuple[int, ...]) -> int:
+        self.shapes.append(shape)
+        self.parents.append(len(self.parents))
+        return self.parents[-1]
+
+    def root(self, node: int) -> int:
+        while self.parents[node] != node:
+            self.parents[node] = node = self.parents[self.parents[node]]
+        return node
+
+    def join(self, nodes: Iterable[int | None]) -> None:
+        roots = [self.root(node) for node in nodes if node is not None]
+        for other in roots[1:]:
+            self.parents[self.root(other)] = self.root(roots[0])
+
+    # -- one program -----------------------------------------------------------------------------
+
+    def run(self, jaxpr: Any, env: dict[Any, int], trips: int, manual: frozenset[str]) -> None:
+        """`env` has the nodes of the inputs that are in host memory, and then of all that is."""
+        for var in jaxpr.constvars:
+            if _in_host(var):
+                env.setdefault(var, self.node(var.aval.shape))
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        for eqn in jaxpr.eqns:
+            for v in eqn.outvars:
+                if _in_host(v):
+                    env[v] = self.node(v.aval.shape)
+            if eqn.primitive.name in _REGIONS and eqn.params.get("differentiated"):
+                self.regions += trips
+            if eqn.primitive.name == _BY_HOST:
+                self._by_host(eqn, env, trips, manual, makers)
+                continue
+            inner = [] if eqn.primitive.name in _KERNELS else list(_bodies(eqn))
+            if eqn.primitive.name == "cond":
+                self._largest(eqn, inner, env, trips, manual)
+            elif inner:
+                for body in inner:
+                    self._into(eqn, body, env, trips, manual)
+            elif eqn.primitive.name == "device_put":
+                self._put(eqn, env, trips, manual, makers)
+            else:
+                self._host_only(eqn, env)
+                whole = math.prod(n for axis, n in self.mesh.items() if axis not in manual)
+                if eqn.primitive.name not in _KERNELS:
+                    self.flops += trips * flops_of(eqn) / whole
+
+    def _put(
+        self,
+        eqn: Any,
+        env: dict[Any, int],
+        trips: int,
+        manual: frozenset[str],
+        makers: Mapping[Any, Any],
+    ) -> None:
+        for source, made, to in zip(eqn.invars, eqn.outvars, eqn.params["devices"], strict=True):
+            if _in_host(source) == _in_host(made):
+                self.join(env[v] for v in (source, made) if is_var(v) and v in env)
+                continue
+            node = env[source] if _in_host(source) else env[made]
+            axes = _axes(to.spec) if isinstance(to, NamedSharding) else self._said(source, makers)
+            size = trips * nbytes(made.aval)
+            self.moves.append(_Move(_in_host(source), node, size, axes, manual))
+
+    def _said(self, source: Any, makers: Mapping[Any, Any]) -> frozenset[str] | None:
+        """The axes of a constraint on what is moved, beside those of any activation."""
+        maker = makers.get(source) if is_var(source) else None
+        if maker is None or maker.primitive.name != "sharding_constraint":
+            return None
+        spec = getattr(maker.params["sharding"], "spec", PartitionSpec())
+        open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
+        return _axes(spec) | (self.activation_axes if open_ else frozenset())
+
+    def _by_host(
+        self,
+        eqn: Any,
+        env: dict[Any, int],
+        trips: int,
+        manual: frozenset[str],
+        makers: Mapping[Any, Any],
+    ) -> None:
+        """The host's cores: what they make is as many arrays as they return."""
+        for v in eqn.invars:
+            if is_var(v) and v in env:
+                self.works.append(_Move(False, env[v], trips * nbytes(v.aval), None, manual))
+                self.handed |= {env[each] for each in _same_values(v, makers)}
+        self.handed |= {env[v] for v in eqn.outvars if v in env}
+
+    def _host_only(self, eqn: Any, env: dict[Any, int]) -> None:
+        """An operation on host values: what it reads and gives is one array."""
+        read = [env.get(v) if is_var(v) else None for v in eqn.invars]
+        made = [env.get(v) for v in eqn.outvars]
+        if eqn.primitive.name == "optimization_barrier":
+            for pair in zip(read, made, strict=True):
+                self.join(pair)
+        elif any(node is not None for node in made):
+            self.join([*read, *made])
+            if eqn.primitive.name == "reshape" and self.handed & set(read):
+                self.handed |= {node for node in made if node is not None}
+
+    def _largest(
+        self,
+        eqn: Any,
+        branches: Sequence["_Body"],
+        env: dict[Any, int],
+        trips: int,
+        manual: frozenset[str],
+    ) -> None:
+        """Of branches the one that moves most."""
+        before, runs = self.moves, []
+        for body in branches:
+            self.moves = []
+            self._into(eqn, body, env, trips, manual)
+            runs.append(self.moves)
+        self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))
+
+    def _into(
+        self, eqn: Any, body: "_Body", env: dict[Any, int], trips: int, manual: frozenset[str]
+    ) -> None:
+        inner = {
+            iv: env[v]
+            for iv, v in zip(body.jaxpr.invars, body.inputs, strict=False)
+            if is_var(v) and v in env and _in_host(iv)
+        }
+        for iv in body.jaxpr.invars:
+            if _in_host(iv):
+                inner.setdefault(iv, self.node(iv.aval.shape))
+        self.run(body.jaxpr, inner, trips * body.trips, manual | body.manual)
+        outs = [inner.get(v) if is_var(v) else None for v in body.jaxpr.outvars]
+        for made, outer in zip(outs, body.outputs, strict=False):
+            self.join([made, env.get(outer)])
+        for made, carried in zip(outs, body.carried, strict=False):
+            self.join([made, inner.get(carried)])
+
+    # -- the sums --------------------------------------------------------------------------------
+
+    def summed(self, gradients: set[tuple[int, ...]]) -> HostTransfers:
+        owners = {self.root(node): argument for node, argument in self.arguments.items()}
+        shapes, axes = defaultdict(set), {}
+        for node, shape in enumerate(self.shapes):
+            shapes[self.root(node)].add(shape)
+        # Is fetched in pieces of a known cut, or read by the host's cores: no activation is.
+        walked = {self.root(work.node) for work in self.works}
+        for move in self.moves:
+            root = self.root(move.node)
+            if move.axes is not None:
+                axes[root] = move.axes
+                if move.to_device:
+                    walked.add(root)
+        axes |= {root: _axes(argument.sharding.spec) for root, argument in owners.items()}
+        by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
+        by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
+        by_host: dict[str, int] = defaultdict(int)
+
+        def size_of(move: _Move) -> int:
+            cut = axes.get(self.root(move.node), self.activation_axes) - move.manual
+            return move.bytes // math.prod(self.mesh[axis] for axis in cut)
+
+        for move in self.moves:
+            root = self.root(move.node)
+            argument = owners.get(root)
+            if argument:
+                kind = argument.kind
+                by_path[move.to_device][argument.path] += size_of(move)
+            elif move.node in self.handed:
+                kind = HOST_UPDATE
+            else:
+                kind = GRADIENTS if root in walked or shapes[root] & gradients else ACTIVATIONS
+            by_kind[move.to_device][kind] += size_of(move)
+        for work in self.works:
+            owner = owners.get(self.root(work.node))
+            if owner:
+                by_host[owner.path] += size_of(work)
+        return HostTransfers(
+            dict(by_kind[True]),
+            dict(by_kind[False]),
+            dict(by_path[True]),
+            dict(by_path[False]),
+            dict(by_host),
+            self.regions,
+            self.flops,
+        )
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A program inside of an equation, and how its variables are the equation's."""
+
+    jaxpr: Any
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    carried: Sequence[Any] = ()  # its inputs that its first outputs become
+    trips: int = 1
+    manual: frozenset[str] = frozenset()
+
+
+def _bodies(eqn: Any) -> Iterator[_Body]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        jaxpr = open_jaxpr(params["jaxpr"])[0]
+        consts, carry = _consts_and_carry(params)
+        carried = jaxpr.invars[consts : consts + carry]
+        yield _Body(jaxpr, eqn.invars, eqn.outvars, carried, params["length"])
+    elif name == "while":  # of unknown length: counted once
+        jaxpr = open_jaxpr(params["body_jaxpr"])[0]
+        consts, skipped = params["body_nconsts"], params["cond_nconsts"]
+        yield _Body(jaxpr, eqn.invars[skipped:], eqn.outvars, jaxpr.invars[consts:])
+    elif name == "cond":
+        for branch in params["branches"]:
+            yield _Body(open_jaxpr(branch)[0], eqn.invars[1:], eqn.outvars)
+    else:
+        manual = frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            jaxpr = open_jaxpr(params.get(key))[0]
+            if hasattr(jaxpr, "eqns"):
+                yield _Body(jaxpr, eqn.invars, eqn.outvars, manual=manual)
+
+
+def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry = params["ft_in"].unpack()[:2]  # jax 0.12
+    return len(consts), len(carry)
+
+
+def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:
+    """A host value, and those of which it is another form."""
+    yield v
+    while v in makers and makers[v].primitive.name in _FORMS and _in_host(makers[v].invars[0]):
+        v = makers[v].invars[0]
+        yield v
+
+
+def _in_host(atom: Any) -> bool:
+    return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _axes(spec: Any) -> frozenset[str]:
+    """All mesh axes of a spec."""
+    entries = ((entry,) if isinstance(entry, str) else entry for entry in spec)
+    named = (entry for entry in entries if isinstance(entry, tuple))
+    return frozenset(axis for entry in named for axis in entry)

@@ -1,0 +1,189 @@
+"""An optimizer's update as a traced program, taken apart into what it does to each parameter.
+
+State in host memory is updated a parameter at a time, so the update of one may read nothing of
+another. That is proven here from the program: each equation is followed to the parameters that it
+depends on. What depends on none (counts, learning rates, bias corrections) is shared, and is
+evaluated once.
+
+Where a parameter's own part has element-wise operations alone, it runs on any piece of the
+parameter as it does on the whole, and the same equations are run on the piece.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspeed.jaxpr.evaluate import as_function, evaluate, is_var, part
+
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
+    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
+    tanh xor""".split()  # noqa: SIM905
+)
+
+
+class Slot(NamedTuple):
+    """One input or output of an update."""
+
+    role: str  # grad, opt or param
+    path: str
+    owner: str | None  # the parameter that it belongs to; None: it is shared
+
+
+class LeafProgram(NamedTuple):
+    """What an update does to one parameter, as a jaxpr: first its state, then itself."""
+
+    jaxpr: Any
+    inputs: Sequence[Slot]  # then come the shared values
+    shared: Sequence[Any]  # variables
+    outputs: Sequence[Slot]
+    elementwise: bool
+
+    def on(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> "LeafProgram":
+        """The same operations on a piece of the parameter."""
+        if shape == whole:
+            return self
+        assert self.elementwise
+        eqns = [_resized(eqn, shape, whole) for eqn in self.jaxpr.eqns]
+        return self._replace(jaxpr=self.jaxpr.replace(eqns=eqns))
+
+
+@dataclass(frozen=True)
+class Separated:
+    """A traced update; `inputs` and `outputs` say what its variables are."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+
+    @cached_property
+    def owners(self) -> dict[Any, frozenset[str]]:
+        """{variable: the parameters on which it depends}."""
+        none: frozenset[str] = frozenset()
+        found = dict.fromkeys(self.jaxpr.constvars, none)
+        for var, slot in zip(self.jaxpr.invars, self.inputs, strict=True):
+            found[var] = frozenset([slot.owner]) if slot.owner else none
+        for eqn in self.jaxpr.eqns:
+            sets = {found[v] for v in eqn.invars if is_var(v)}
+            union = sets.pop() if len(sets) == 1 else none.union(*sets)
+            found.update(dict.fromkeys(eqn.outvars, union))
+        return found
+
+    def mixed(self) -> tuple[Slot, frozenset[str]] | None:
+        """An output that depends on what is not its own, and the parameters on which; or None."""
+        for var, slot in zip(self.jaxpr.outvars, self.outputs, strict=True):
+            others = self._owners(var) - {slot.owner}
+            if others:
+                return slot, others
+        return None
+
+    def _owners(self, atom: Any) -> frozenset[str]:
+        return self.owners[atom] if is_var(atom) else frozenset()
+
+    @cached_property
+    def _maker(self) -> dict[Any, int]:
+        return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
+
+    @cached_property
+    def _by_owner(self) -> dict[str | None, list[tuple[Any, Slot]]]:
+        found: dict[str | None, list[tuple[Any, Slot]]] = {}
+        for var, slot in zip(self.jaxpr.outvars, self.outputs, strict=True):
+            found.setdefault(slot.owner, []).append((var, slot))
+        return found
+
+    def leaf(self, owner: str, shape: tuple[int, ...]) -> LeafProgram:
+        """The part of one parameter, whose shape is this."""
+        outs = self._by_owner[owner]
+        slots = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
+        numbers: set[int] = set()
+        inputs: dict[Any, Slot] = {}
+        shared: dict[Any, None] = {}
+        waiting = [var for var, _ in outs if is_var(var)]
+        while waiting:
+            var = waiting.pop()
+            number = self._maker.get(var)
+            own = self.owners[var] or (shape and var.aval.shape == shape)
+            if number is None and self.owners[var]:
+                inputs[var] = slots[var]
+            elif number is None or not own:
+                shared[var] = None
+            elif number not in numbers:
+                numbers.add(number)
+                waiting += [v for v in self.jaxpr.eqns[number].invars if is_var(v)]
+        eqns = [self.jaxpr.eqns[number] for number in sorted(numbers)]
+        elementwise = bool(shape) and all(_is_elementwise(eqn, shape) for eqn in eqns)
+        elementwise &= all(v.aval.shape == shape for v in inputs)
+        elementwise &= all(v.aval.shape == shape for v, _ in outs)
+        jaxpr = part(self.jaxpr, eqns, [*inputs, *shared], [var for var, _ in outs])
+        return LeafProgram(
+            jaxpr, list(inputs.values()), list(shared), [s for _, s in outs], elementwise
+        )
+
+    def shared(self, values: Sequence[Any]) -> "Shared":
+        """The values that all parameters share, from those of the inputs (None: not shared)."""
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        env |= {
+            var: value
+            for var, value in zip(self.jaxpr.invars, values, strict=True)
+            if value is not None
+        }
+        return Shared(self, env)
+
+
+class Shared:
+    """Shared values, each evaluated once, when it is first asked for."""
+
+    def __init__(self, of: Separated, env: dict[Any, Any]) -> None:
+        self._of, self._env = of, env
+
+    def __call__(self, var: Any) -> Any:
+        if not is_var(var):
+            return var.val
+        if var not in self._env:
+            eqn = self._of.jaxpr.eqns[self._of._maker[var]]
+            free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
+            run = as_function(part(self._of.jaxpr, [eqn], free, eqn.outvars))
+            self._env.update(zip(eqn.outvars, run(*map(self, free)), strict=True))
+        return self._env[var]
+
+    def outputs(self) -> dict[str, Any]:
+        """The optimizer's own leaves after the update, by path."""
+        return {slot.path: self(var) for var, slot in self._of._by_owner.get(None, [])}
+
+
+def separate(
+    update: Callable[..., Any],
+    args: Sequence[Any],
+    inputs: Sequence[Slot],
+    outputs: Sequence[Slot],
+) -> Separated:
+    """Trace `update(*args)` on shapes; the slots are of the leaves of `args` and of its result."""
+    closed = jax.make_jaxpr(update)(*args)
+    flat = jax.make_jaxpr(lambda *leaves: evaluate(closed.jaxpr, closed.consts, leaves))(
+        *jax.tree.leaves(args)
+    )
+    return Separated(flat.jaxpr, flat.consts, inputs, outputs)
+
+
+def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    shapes = {v.aval.shape for v in eqn.invars}
+    if eqn.primitive.name == "broadcast_in_dim":
+        return shapes == {()} and eqn.params["shape"] == shape
+    return (
+        eqn.primitive.name in _ELEMENTWISE
+        and shapes <= {(), shape}
+        and all(v.aval.shape == shape for v in eqn.outvars)
+    )
+
+
+def _resized(eqn: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> Any:
+    if eqn.primitive.name != "broadcast_in_dim":
+        return eqn
+    assert eqn.params["shape"] == whole
+    return eqn.replace(params={**eqn.params, "shape": shape})

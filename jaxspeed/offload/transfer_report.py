@@ -1,0 +1,171 @@
+"""How long a step's moves to host memory and back should take, against what it computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspeed.hardware.peaks import host_link, peak_flops
+from jaxspeed.offload.host_transfers import (
+    ACTIVATIONS,
+    GRADIENTS,
+    HOST_UPDATE,
+    OPTIMIZER,
+    PARAMETERS,
+    HostTransfers,
+)
+from jaxspeed.placement.show import bytes_text, scaled_text
+
+ASSUMED = "A100"  # for devices of which nothing is known, as simulated ones
+ESTIMATED = "estimated from the traced step"
+_HELP = {
+    OPTIMIZER: "it crosses once a step: more gradient_accumulation_steps, or a larger "
+    "train_micro_batch_size_per_gpu, computes more for the same bytes",
+    HOST_UPDATE: "gradients leave once a step, and parameters come back: more "
+    "gradient_accumulation_steps, or a larger train_micro_batch_size_per_gpu, computes more for "
+    "the same bytes",
+    PARAMETERS: "they cross in each micro-batch, twice: a larger train_micro_batch_size_per_gpu "
+    "computes more for the same bytes; more data ranks under stage 3 move less each",
+    GRADIENTS: "they cross in each micro-batch: a larger train_micro_batch_size_per_gpu computes "
+    "more for the same bytes; fewer gradient_accumulation_steps add up fewer",
+    ACTIVATIONS: 'parallel.remat makes them again in place of moving them: "full" without '
+    'cpu_checkpointing, or {"recompute": [...]} for what {"offload": [...]} names',
+}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What crosses in a step, a device, and how long that and computing take at best.
+
+    Attributes:
+      crossings: the bytes, from the traced step.
+      device_kind: of the devices that run it.
+      flops: what a device computes in a step.
+      flops_from: who says so.
+    """
+
+    crossings: HostTransfers
+    device_kind: str
+    flops: float
+    flops_from: str = ESTIMATED
+
+    def counted(self, flops: int | None) -> "Transfer":
+        """With the compiler's count of flops, where there is one."""
+        if not flops:
+            return self
+        return replace(self, flops=flops, flops_from="as compiled")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its figures are of the devices that run it."""
+        return peak_flops(self.device_kind) is not None
+
+    @property
+    def _rated(self) -> str:
+        return self.device_kind if self.is_known else ASSUMED
+
+    @property
+    def link(self) -> float:
+        """Bytes a second, in one direction."""
+        return host_link(self._rated)
+
+    @property
+    def peak(self) -> float:
+        peak = peak_flops(self._rated)
+        assert peak is not None
+        return peak
+
+    @property
+    def seconds(self) -> float:
+        """Of moving: one way after the other, as within one layer or piece it is."""
+        return self.crossings.bytes / self.link
+
+    @property
+    def compute_seconds(self) -> float:
+        return self.flops / self.peak
+
+    @property
+    def by_kind(self) -> Mapping[str, tuple[int, int]]:
+        """{kind: (bytes to the device, bytes to the host)}."""
+        there, back = self.crossings.to_device, self.crossings.to_host
+        return {kind: (there.get(kind, 0), back.get(kind, 0)) for kind in {**there, **back}}
+
+    @property
+    def warning(self) -> str | None:
+        """Where moving takes longer than computing: why, and what would help."""
+        if self.seconds <= self.compute_seconds:
+            return None
+        most = max(self.by_kind, key=lambda kind: sum(self.by_kind[kind]))
+        share = sum(self.by_kind[most]) / self.crossings.bytes
+        return (
+            f"offload: moving takes {_times(self.seconds / self.compute_seconds)} as long as "
+            f"computing; {share:.0%} of what moves is {most}: {_HELP[most]}"
+        )
+
+    def _lines(self) -> tuple[str, str, str]:
+        whose = self._rated if self.is_known else f"an {ASSUMED}: of this device none is known"
+        return (
+            f"expected at best, as of {whose}",
+            f"moving {_seconds(self.seconds)} = {bytes_text(self.crossings.bytes)} (traced step) / "
+            f"{bytes_text(self.link)}/s",
+            f"computing {_seconds(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
+            f"({self.flops_from}) / {scaled_text(self.peak, 'flop')}/s",
+        )
+
+    def __str__(self) -> str:
+        whose, moving, computing = self._lines()
+        return f"{moving}; {computing}; {whose}"
+
+    def __rich__(self) -> Group:
+        table = Table(
+            title="over the link to host memory, per device and step",
+            title_justify="left",
+            box=None,
+            min_width=52,
+        )
+        table.add_column("of")
+        for name in ("to the device", "to the host", "time"):
+            table.add_column(name, justify="right")
+        rows = dict(sorted(self.by_kind.items(), key=lambda item: -sum(item[1])))
+        there, back = zip(*rows.values(), strict=True)
+        for kind, sizes in {**rows, "sum": (sum(there), sum(back))}.items():
+            cells = [*map(bytes_text, sizes), _seconds(sum(sizes) / self.link)]
+            table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
+        whose, *times = self._lines()
+        lines = [Text(f"{whose}:"), *(Text(f" {each}") for each in times)]
+        if self.crossings.by_host:
+            held = bytes_text(sum(self.crossings.by_host.values()))
+            lines.append(Text(f"the host's cores update {held} in place, which takes its own time"))
+        if self.warning:
+            lines.append(Text(self.warning, style="yellow"))
+        return Group(table, *lines)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain numbers and words."""
+        return {
+            "to_device": dict(self.crossings.to_device),
+            "to_host": dict(self.crossings.to_host),
+            "by_host_cores": sum(self.crossings.by_host.values()),
+            "bytes_per_second": self.link,
+            "seconds": self.seconds,
+            "flops": self.flops,
+            "flops_from": self.flops_from,
+            "flops_per_second": self.peak,
+            "compute_seconds": self.compute_seconds,
+            "as_on": self._rated,
+            "warning": self.warning,
+        }
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{1e6 * value:.3g} µs"

@@ -1,0 +1,191 @@
+"""A head's sums over its vocabulary, a chunk of columns at a time, and shared by devices.
+
+The loss of a token with hidden state h needs of its logits l = W h + b only
+
+    lse = log sum_v exp(l_v),   the target's l_y,   and for label smoothing  sum_v l_v
+
+The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
+logits. Where the mesh has axes that share the vocabulary (tensor, and pipe, whose stages share the
+head), each of their T devices has a T-th of the rows of W and does this for them; the T maxima and
+sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053, section 3). That is written as a
+batch over a leading dim T, which the mesh cuts, so that nothing crosses devices inside the scan,
+and its gradient of h is summed over the devices once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspeed.errors import ModelError
+from jaxspeed.ops.free_axes import over_vocabulary
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.grad_barrier import gradients_together
+
+# Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
+AUTO_CHUNK = 8192
+LANES = 128  # a padded chunk is a multiple of this, the width of a TPU register
+
+
+class Sums(NamedTuple):
+    """Over the vocabulary, for each token."""
+
+    lse: jax.Array
+    target_logit: jax.Array
+    logit_sum: jax.Array  # zero where it was not asked for
+
+
+class _Seen(NamedTuple):
+    """What has been seen of the vocabulary: sum_v exp(l_v) is exp(top) total."""
+
+    top: jax.Array
+    total: jax.Array
+    target_logit: jax.Array
+    logit_sum: jax.Array
+
+
+def chunks_of(vocab: int, chunk: int | None = None) -> tuple[int, int]:
+    """(how many chunks, columns of each) for a vocabulary; the last one may be padded.
+
+    Without a wish: the fewest chunks of at most `AUTO_CHUNK` columns, or up to twice as many if
+    that divides the vocabulary evenly, because padding copies the head once.
+    """
+    if chunk is not None:
+        if chunk < 1:
+            raise ModelError(f"chunk is {chunk}: it counts columns of the vocabulary, at least 1")
+        chunk = min(chunk, vocab)
+        return -(-vocab // chunk), chunk
+    fewest = -(-vocab // AUTO_CHUNK)
+    for count in range(fewest, 2 * fewest + 1):
+        if vocab % count == 0:
+            return count, vocab // count
+    size = -(-vocab // fewest)
+    size = -(-size // LANES) * LANES
+    return -(-vocab // size), size
+
+
+def sums_over_vocabulary(
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    targets: jax.Array,
+    *,
+    dtype: jnp.dtype,
+    chunk: int | None = None,
+    with_logit_sum: bool = False,
+    parts: int = 1,
+) -> Sums:
+    """The sums for hidden [..., embed], weight [vocab, embed], bias [vocab] and targets [...].
+
+    `parts` is how many devices share the vocabulary, and `chunk` how many columns one of them takes
+    at a time. A target outside [0, vocab) has any logit.
+    """
+    vocab = weight.shape[0]
+    rows = -(-vocab // parts)  # of one part; the last ones may have fewer
+    n_chunks, chunk = chunks_of(rows, chunk)
+    padding = n_chunks * chunk * parts - vocab
+    weights = _in_chunks(weight, parts, rows, n_chunks, chunk)
+    biases = None if bias is None else _in_chunks(bias, parts, rows, n_chunks, chunk)
+    lowest = jnp.finfo(dtype).min
+    real_rows: jax.Array | int = vocab
+    if parts > 1:  # from here on everything has a leading dim of parts
+        first = rows * jnp.arange(parts).reshape(parts, *[1] * targets.ndim)
+        real_rows = jnp.clip(vocab - first, 0, rows)[..., None]
+        targets = targets - first  # of another part: outside, or in padding, whose logits are 0
+        hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
+        hidden = constrain(hidden, over_vocabulary(hidden.ndim, 0), "vocabulary.parts")
+    operand_dtype = hidden.dtype
+    # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
+    wide_hidden = hidden.astype(dtype)
+
+    def body(seen: _Seen, xs: tuple[jax.Array, jax.Array | None, jax.Array]):
+        chunk_weight, chunk_bias, start = xs
+        # XLA opens a loop of few chunks, and where the head's gradient goes to host memory at the
+        # end of the step it would hold the logits of all chunks until then (seen on TPU compiles).
+        hidden, chunk_weight = gradients_together(wide_hidden, chunk_weight)
+        logits = logits_of(hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
+        here = (targets >= start) & (targets < start + chunk)
+        target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
+        logit_sum = seen.logit_sum
+        real = start + jnp.arange(chunk) < real_rows
+        if with_logit_sum:
+            logit_sum += jnp.sum(jnp.where(real, logits, 0) if padding else logits, axis=-1)
+        if padding:
+            logits = jnp.where(real, logits, lowest)
+        # The maximum only keeps exp in range: lse does not depend on it, so it has no gradient.
+        top = lax.stop_gradient(jnp.maximum(seen.top, jnp.max(logits, axis=-1)))
+        total = seen.total * jnp.exp(seen.top - top)
+        total += jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)
+        return _Seen(top, total, target_logit, logit_sum), None
+
+    zeros = jnp.zeros(targets.shape, dtype)
+    start = _Seen(jnp.full(targets.shape, lowest, dtype), zeros, zeros, zeros)
+    xs = (weights, biases, jnp.arange(n_chunks) * chunk)
+    if n_chunks == 1:  # nothing to scan, and no logits to compute twice
+        seen, _ = body(start, jax.tree.map(lambda x: x[0], xs))
+    else:
+        seen, _ = lax.scan(jax.checkpoint(body), start, xs)
+    if parts > 1:
+        seen = _of_all_parts(seen)
+    return Sums(seen.top + jnp.log(seen.total), seen.target_logit, seen.logit_sum)
+
+
+def _in_chunks(x: jax.Array, parts: int, rows: int, n_chunks: int, chunk: int) -> jax.Array:
+    """x [vocab, ...] as [n_chunks, chunk, ...] or [n_chunks, parts, chunk, ...], padded by zeros.
+
+    Each step leaves the rows of a part where they are, and under ZeRO 3 the array as it is stored.
+    """
+    if parts == 1:
+        return _padded(x, 0, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
+    x = _padded(x, 0, parts * rows).reshape(parts, rows, *x.shape[1:])
+    x = _padded(x, 1, n_chunks * chunk).reshape(parts, n_chunks, chunk, *x.shape[2:])
+    return x.swapaxes(0, 1)
+
+
+def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
+    if x.shape[dim] == size:
+        return x
+    behind = [(0, size - n if d == dim else 0, 0) for d, n in enumerate(x.shape)]
+    return lax.pad(x, jnp.zeros((), x.dtype), behind)  # jnp.pad would hide it inside a jit
+
+
+def _of_all_parts(seen: _Seen) -> _Seen:
+    """What the parts have seen together."""
+    top = jnp.max(seen.top, axis=0)
+    total = jnp.sum(seen.total * jnp.exp(seen.top - top), axis=0)
+    return _Seen(top, total, jnp.sum(seen.target_logit, axis=0), jnp.sum(seen.logit_sum, axis=0))
+
+
+def logits_of(
+    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype
+) -> jax.Array:
+    """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.
+
+    Hidden [parts, ..., embed] and weight [parts, columns, embed] meet part by part.
+
+    The gradient of logits is fp32, and by default JAX widens the bf16 operand of the backward
+    matmuls to match (jax issue 24047): half the speed on a GPU. Naming the algorithm narrows the
+    gradient instead, as in any bf16 layer. For fp16 no such algorithm lowers on CPU and TPU.
+    """
+    bf16 = hidden.dtype == weight.dtype == jnp.bfloat16
+    over_parts = tuple(range(weight.ndim - 2))
+    logits = lax.dot_general(
+        hidden,
+        weight,
+        (((hidden.ndim - 1,), (weight.ndim - 1,)), (over_parts, over_parts)),
+        precision=lax.DotAlgorithmPreset.BF16_BF16_F32 if bf16 else None,
+        preferred_element_type=dtype,
+    )
+    if bias is None:
+        return logits
+    between = tuple(range(bias.ndim - 1, logits.ndim - 1))
+    return logits + jnp.expand_dims(bias.astype(dtype), between)
+
+
+def pick(logits: jax.Array, index: jax.Array) -> jax.Array:
+    """logits[..., index], with an index outside taken as the nearest one inside."""
+    index = jnp.clip(index, 0, logits.shape[-1] - 1)
+    return jnp.take_along_axis(logits, index[..., None], axis=-1, mode="clip")[..., 0]

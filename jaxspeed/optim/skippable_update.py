@@ -1,0 +1,63 @@
+"""An optimizer's update that leaves everything as it was when the step is to be skipped.
+
+Selecting after the update would make XLA keep old and new moments side by side: the new parameter
+is computed from new moments, so they are computed twice, and the old ones copied before they are
+overwritten. Here each leaf of the optimizer's state is selected where it is computed, and what
+follows reads the selected value, so the update stays one pass in place. Where the step is skipped,
+what follows is meaningless and is itself not selected.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspeed.jaxpr.evaluate import evaluate, is_var
+from jaxspeed.placement.memory_kinds import moved_like
+
+
+def guarded_update(
+    optimizer: optax.GradientTransformation, grads: Any, opt: Any, params: Any, keep: jax.Array
+) -> tuple[Any, Any]:
+    """(new parameters, new state) of one update where `keep` is true, the old ones where not."""
+
+    def update(grads: Any, opt: Any, params: Any) -> tuple[Any, Any]:
+        updates, after = optimizer.update(grads, opt, params)
+        return after, optax.apply_updates(params, updates)
+
+    closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, opt, params)
+    states, args = jax.tree.leaves(opt), jax.tree.leaves((grads, opt, params))
+    done = guarded(closed.jaxpr, closed.consts, args, states, jax.tree.leaves(params), keep)
+    after, new = jax.tree.unflatten(jax.tree.structure(shape), done)
+    return new, after
+
+
+def guarded(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    states: Sequence[Any],
+    params: Sequence[Any],
+    keep: jax.Array,
+) -> list[Any]:
+    """What a traced update gives, (new states, new parameters), where `keep` is true.
+
+    `states` and `params` are the old ones; `keep` may be an array that spreads over all of them.
+    """
+    state_vars = zip(jaxpr.outvars, states)
+    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    selected = {v: before for v, before in state_vars if is_var(v) and v in made}
+
+    def select(var: Any, value: Any) -> Any:
+        value = moved_like(value, keep)  # what an operation makes of nothing is on the device
+        return jnp.where(keep, value, selected[var]) if var in selected else value
+
+    values = evaluate(jaxpr, consts, args, select)
+    return [  # what was selected already is not selected again
+        value
+        if is_var(v) and selected.get(v) is before
+        else jnp.where(keep, value, before).astype(before.dtype)
+        for v, value, before in zip(jaxpr.outvars, values, [*states, *params], strict=True)
+    ]

@@ -1,1 +1,0 @@
-"""How compute crosses devices: tensor parallelism (`tensor/`)."""

@@ -1,0 +1,142 @@
+"""An update that goes bucket by bucket, so that what is done first can be pulled first.
+
+That is possible where no parameter waits for all gradients: nothing is clipped by a global norm,
+no step is skipped for what is not finite, and the optimizer's update of one parameter reads nothing
+of another (read from its traced program, as for state in host memory).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.objective.train_state import Arrays, TrainState, updated_values, wide_dtype
+from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, Streamed, Updated
+from jaxspeed.optim.loss_scale import StaticRule
+from jaxspeed.pipeline import Sums
+from jaxspeed.placement.paths import flat_with_paths
+from jaxspeed.placement.rows import Row
+from jaxspeed.train.program import Metrics, Program
+
+COUNT = 4  # buckets: all pulls but those of the last overlap with pushes
+
+
+def buckets_of(program: Program) -> "Buckets | None":
+    """None where an update has to wait for all gradients."""
+    update, optimizer = program.update, program.optimizer
+    if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
+        return None
+    parts = (program.table, program.model, program.layout, optimizer.transform)
+    streamed = Streamed(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
+    return None if streamed.whole.mixed() else Buckets(program, streamed)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The parts of an update, each a compiled program on the servers."""
+
+    program: Program
+    streamed: Streamed
+
+    @cached_property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        """By bucket, of about as many bytes each; last layers first, as gradients are made."""
+        rows = [row for row in self.program.table if row.leaf.trainable][::-1]
+        sizes = [math.prod(row.leaf.shape) for row in rows]
+        found: list[list[str]] = [[] for _ in range(COUNT)]
+        before = 0
+        for row, size in zip(rows, sizes, strict=True):
+            found[before * COUNT // sum(sizes)].append(row.path)
+            before += size
+        return tuple(tuple(paths) for paths in found if paths)
+
+    @cached_property
+    def update(self) -> Any:
+        """`(arrays by path, shared, gradients) -> (arrays, what is published, sum of squares)`.
+
+        `shared` are the optimizer's leaves that are no parameter's. The arrays are used up.
+        """
+        return jax.jit(self.program.in_mesh(self._updated), donate_argnums=0)
+
+    def _updated(
+        self, arrays: dict[str, Arrays], shared: Arrays, grads: Arrays
+    ) -> tuple[dict[str, Arrays], Arrays, jax.Array]:
+        values = self.streamed.shared(shared)
+        factor = self.program.update.gradient_factor
+        whole = None if factor == 1 else jnp.asarray(factor, jnp.float32)
+        after, published, squares = {}, {}, jnp.zeros(())
+        for path, grad in grads.items():
+            row = self.program.table[path]
+            after[path] = self.streamed.one(row, {GRAD: grad, **arrays[path]}, values, whole)
+            if row.source.dtype != row.read.dtype:
+                published[path] = after[path][UPDATED].astype(row.read.dtype)
+            wide = grad.astype(wide_dtype(row)) * factor
+            squares = squares + jnp.sum(jnp.square(wide))
+        return after, published, squares
+
+    @cached_property
+    def settle(self) -> Any:
+        """`(rest of the state, shared, sums, squares) -> (rest, shared, metrics)`, at the end."""
+
+        def settle(rest: TrainState, shared: Arrays, sums: Sums, squares: Sequence[Any]) -> Any:
+            norm, yes = jnp.sqrt(sum(squares)), jnp.asarray(True)
+            none = Updated({}, {}, (), {})
+            update = self.program.update
+            settled = update.settled(rest, sums, rest.variables, none, norm, jnp.ones(()), yes)
+            return settled[0], self.streamed.shared(shared).outputs(), settled[1]
+
+        return jax.jit(self.program.in_mesh(settle))
+
+
+class UpdateByBuckets:
+    """One update under way."""
+
+    def __init__(self, buckets: Buckets, state: TrainState) -> None:
+        self.buckets = buckets
+        self._old = state
+        self._opt = flat_with_paths(state.opt)
+        self._after: dict[str, Arrays] = {}
+        self._squares: list[jax.Array] = []
+        owner = buckets.streamed.owner
+        self._shared = {path: x for path, x in self._opt.items() if owner(path) is None}
+
+    def bucket(self, grads: Arrays) -> Arrays:
+        """Updates some parameters; what workers may pull of them."""
+        arrays = {path: self._arrays(path) for path in grads}
+        made, published, squares = self.buckets.update(arrays, self._shared, grads)
+        self._after |= made
+        self._squares.append(squares)
+        return {path: published.get(path, made[path][UPDATED]) for path in grads}
+
+    def finish(self, sums: Sums) -> tuple[TrainState, Metrics]:
+        """The state after all buckets; `sums` without gradients."""
+        old = self._old
+        empty = replace(old, params={}, master={}, opt=(), ema={})
+        rest, shared, metrics = self.buckets.settle(empty, self._shared, sums, self._squares)
+        params, master, average = dict(old.params), dict(old.master), dict(old.ema)
+        opt = {**self._opt, **shared}
+        for path, arrays in self._after.items():
+            row = self._row(path)
+            (master if row.master else params)[path] = arrays[UPDATED]
+            opt |= {n.removeprefix(OPT): x for n, x in arrays.items() if n.startswith(OPT)}
+            if EMA in arrays:
+                average[path] = arrays[EMA]
+        tree = self.buckets.program.layout.tree
+        moments = jax.tree.unflatten(tree, list(opt.values()))
+        state = replace(rest, params=params, master=master, opt=moments, ema=average)
+        return state, metrics
+
+    def _row(self, path: str) -> Row:
+        return self.buckets.program.table[path]
+
+    def _arrays(self, path: str) -> Arrays:
+        """What the state has of one parameter."""
+        owner = self.buckets.streamed.owner
+        found = {UPDATED: updated_values(self._old, self._row(path))}
+        if self._old.ema:
+            found[EMA] = self._old.ema[path]
+        return found | {OPT + name: x for name, x in self._opt.items() if owner(name) == path}

@@ -1,0 +1,142 @@
+"""The workers as they are at work: what each has pulled, and what it computes.
+
+Every call here only begins something: what a worker computes waits for what it pulls, and what a
+server does for what is pushed, by the data alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.parameter_server.programs import ServedProgram
+from jaxspeed.parameter_server.traffic import Traffic, one_copy
+from jaxspeed.parameter_server.worker_step import Pieces
+from jaxspeed.pipeline import Sums
+
+
+class Fleet:
+    """Holds on a worker's device what it pulled and what it computes, and nothing else."""
+
+    def __init__(self, program: ServedProgram) -> None:
+        self.program = program
+        self.traffic = Traffic()
+        self._frozen = {row.path for row in program.table if not row.leaf.trainable}
+        self._pulled: list[Pieces] = [{} for _ in program.worker_devices]
+        self._scale: list[Any] = [None for _ in program.worker_devices]
+        self._variables: list[Any] = [None for _ in program.worker_devices]
+        self._computed: dict[int, Sums] = {}
+
+    @property
+    def _servers(self) -> list[jax.Device]:
+        return list(self.program.mesh.devices.flat)
+
+    # -- parameters, down -------------------------------------------------------------------------
+
+    def pull(self, worker: int, published: Arrays, state: TrainState) -> None:
+        """A worker gets what the servers published; what is never trained, only once."""
+        if self._variables[worker] is None:
+            device = self.program.worker_devices[worker]
+            self._variables[worker] = one_copy(state.variables, device)
+            self.pull_some(worker, {path: published[path] for path in self._frozen})
+        self.pull_some(worker, {p: x for p, x in published.items() if p not in self._frozen})
+        self.pull_scale(worker, state)
+
+    def pull_some(self, worker: int, published: Arrays) -> None:
+        """Some of the parameters."""
+        device = self.program.worker_devices[worker]
+        pieces = {path: self._pieces(x, path) for path, x in published.items()}
+        flat = [piece for each in pieces.values() for piece in each]
+        sent = iter(self.traffic.send("down", worker, "parameters", flat, [device] * len(flat)))
+        self._pulled[worker] |= {path: [next(sent) for _ in each] for path, each in pieces.items()}
+
+    def pull_scale(self, worker: int, state: TrainState) -> None:
+        """What the loss is multiplied with, a number."""
+        device = self.program.worker_devices[worker]
+        scale = state.loss_scale.scale.addressable_shards[0].data
+        self._scale[worker] = self.traffic.send("down", worker, "scale", [scale], [device])[0]
+
+    def _pieces(self, x: jax.Array, path: str) -> list[jax.Array]:
+        """Of a published array, on its servers."""
+        by_device = {shard.device: shard.data for shard in x.addressable_shards}
+        owners = self._servers if self.program.worker.cuts[path].dim is not None else [None]
+        return [by_device[owner or self._servers[0]] for owner in owners]
+
+    def forget(self) -> None:
+        """The servers have another state: what was pulled is of no use."""
+        for worker in range(self.program.ranks):
+            self._pulled[worker], self._variables[worker] = {}, None
+        self._computed.clear()
+
+    # -- computing --------------------------------------------------------------------------------
+
+    def compute(self, worker: int, part: Any, step: int) -> None:
+        """Begins the gradients of a part; `step` is the version that was pulled."""
+        device = self.program.worker_devices[worker]
+        self._computed[worker] = self.program.worker.gradients(
+            self._pulled[worker],
+            self._variables[worker],
+            jax.device_put(part, device),
+            np.int32(step),
+            self._scale[worker],
+            np.int32(worker * self.program.batch.accumulation),
+        )
+
+    def loss(self, worker: int, part: Any, step: int) -> Sums:
+        """The loss of a part in evaluation mode, as sums on the servers."""
+        part = jax.device_put(part, self.program.worker_devices[worker])
+        args = (self._pulled[worker], self._variables[worker], part, np.int32(step))
+        return self._scalars(worker, self.program.worker.loss(*args))
+
+    def state_of_first(self, state: TrainState) -> TrainState:
+        """What a worker's program reads of the state, on the first."""
+        return self.program.worker.state(self._pulled[0], state)
+
+    # -- gradients, up ----------------------------------------------------------------------------
+
+    def push(self, worker: int) -> Sums:
+        """What a worker computed, each piece on the server that owns it."""
+        sums = self.push_scalars(worker)._replace(grads=self.push_gradients(worker))
+        self.pushed(worker)
+        return sums
+
+    def push_scalars(self, worker: int) -> Sums:
+        """Loss, weight and metrics."""
+        return self._scalars(worker, self._computed[worker])
+
+    def pushed(self, worker: int) -> None:
+        """What it computed is not wanted any more."""
+        del self._computed[worker]
+
+    def push_gradients(self, worker: int, paths: Sequence[str] | None = None) -> Arrays:
+        """The gradients of these parameters, of all by default."""
+        sums = self._computed[worker]
+        chosen = list(sums.grads) if paths is None else list(paths)
+        cuts = self.program.worker.cuts
+        flat, to = [], []
+        for path in chosen:
+            pieces: Any = sums.grads[path]
+            flat += pieces if cuts[path].dim is not None else pieces * len(self._servers)
+            to += self._servers
+        sent = iter(self.traffic.send("up", worker, "gradients", flat, to))
+        grads = {}
+        for path in chosen:
+            parts = [next(sent) for _ in self._servers]
+            cut = cuts[path]
+            grads[path] = jax.make_array_from_single_device_arrays(cut.stored, cut.at, parts)
+        return grads
+
+    def _scalars(self, worker: int, sums: Sums) -> Sums:
+        leaves, tree = jax.tree.flatten(sums._replace(grads={}))
+        count = len(self._servers)
+        copies = [x for x in leaves for _ in self._servers]
+        sent = self.traffic.send("up", worker, "scalars", copies, self._servers * len(leaves))
+        whole = self.program.shardings.step
+        made = [
+            jax.make_array_from_single_device_arrays((), whole, sent[i * count : (i + 1) * count])
+            for i in range(len(leaves))
+        ]
+        moved: Sums = jax.tree.unflatten(tree, made)
+        return moved

@@ -1,0 +1,256 @@
+"""The programs of a run with a parameter server: two meshes, and several compiled programs.
+
+It is the servers' Program: their table, state and update are those of ZeRO 3 over the servers. What
+computes is on the workers, and a batch is cut over these.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
+from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.parameter_server.bucketed_update import Buckets, buckets_of
+from jaxspeed.parameter_server.server_shards import cuts_of
+from jaxspeed.parameter_server.staleness import Rule
+from jaxspeed.parameter_server.worker_step import Worker, wire_of
+from jaxspeed.pipeline import Sums
+from jaxspeed.placement.mesh import apart, build_mesh
+from jaxspeed.placement.rows import Row, reduction_dtype
+from jaxspeed.train.gradients import batch_specs
+from jaxspeed.train.program import Metrics, Program
+
+Built = Callable[[Config, Sequence[jax.Device]], Program]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedProgram(Program):
+    """`fold(sums, sums)`, `apply(state, sums, factor)` and `publish(state)` run on the servers."""
+
+    of_worker: Program  # on the first worker
+    rule: Rule
+    paces: tuple[float, ...]  # simulated seconds of a worker's compute
+    worker_devices: tuple[jax.Device, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.worker_devices)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return (*self.worker_devices, *self.mesh.devices.flat)
+
+    @cached_property
+    def worker(self) -> Worker:
+        """What each worker runs."""
+        return Worker(self.of_worker, cuts_of(self.table))
+
+    @cached_property
+    def batch_mesh(self) -> Mesh:
+        """The workers together: how a batch is cut."""
+        return build_mesh({}, self.worker_devices)
+
+    def batch_shardings(self, batch: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.batch_mesh, spec), batch_specs(batch))
+
+    def parts(self, placed: Any) -> list[Any]:
+        """The workers' parts of a batch that is cut over them, in their order."""
+
+        def parts(x: jax.Array) -> list[jax.Array]:
+            by_device = {shard.device: shard.data for shard in x.addressable_shards}
+            return [by_device[device] for device in self.worker_devices]
+
+        leaves, tree = jax.tree.flatten(placed)
+        return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
+
+    @property
+    def bytes_down(self) -> int:
+        """What a worker pulls of each version: each trained parameter as layers read it."""
+        return sum(_bytes(row, row.read.dtype) for row in self.table if row.leaf.trainable)
+
+    @property
+    def bytes_up(self) -> int:
+        """What a worker pushes of each part: each gradient as it is made, or as it is sent."""
+
+        def dtype(row: Row) -> Any:
+            grad = self.of_worker.table[row.path].grad
+            assert grad is not None
+            made = grad.dtype if self.batch.accumulation > 1 else row.read.dtype
+            return reduction_dtype(made, wire_of(self.config))
+
+        return sum(_bytes(row, dtype(row)) for row in self.table if row.leaf.trainable)
+
+    # -- what the servers run ---------------------------------------------------------------------
+
+    @cached_property
+    def fold(self) -> Callable[[Sums, Sums], Sums]:
+        """The weighted mean of two workers' sums; the first one's gradients are used up."""
+
+        def fold(grads: Arrays, seen: Sums, new: Sums) -> Sums:
+            return folded(seen._replace(grads=grads), new)
+
+        compiled = jax.jit(self.in_mesh(fold), donate_argnums=0)
+        return lambda seen, new: compiled(seen.grads, seen._replace(grads={}), new)
+
+    @cached_property
+    def apply(self) -> Any:
+        """`(state, sums, factor) -> (state, metrics)`, one update; the state is used up."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(
+            self.in_mesh(self.applied),
+            donate_argnums=0,
+            out_shardings=(self.shardings, whole),
+        )
+
+    def applied(self, state: TrainState, sums: Sums, factor: Any) -> tuple[TrainState, Metrics]:
+        """Gradients count times `factor`: 1 but for stale ones that are damped."""
+        damped = {path: grad * factor.astype(grad.dtype) for path, grad in sums.grads.items()}
+        return self.update(state, sums._replace(grads=damped), state.variables)
+
+    @cached_property
+    def mean_loss(self) -> Callable[[Sums], Metrics]:
+        """Loss, weight and a loss's own metrics, of sums without gradients."""
+
+        def mean(sums: Sums) -> Metrics:
+            loss = jnp.where(sums.weight > 0, sums.total / sums.weight, 0)
+            return {**sums.metrics, "loss": loss, "weight": sums.weight}
+
+        return jax.jit(mean)
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """The parts of an update by rounds; None where it has to wait for all gradients."""
+        return buckets_of(self)
+
+    @cached_property
+    def publish(self) -> Callable[[TrainState], Arrays]:
+        """What workers pull, in the dtype that layers read, each server its cut."""
+        rows = [row for row in self.table if row.source.dtype != row.read.dtype]
+        at = {row.path: self.table.sharding(row.source) for row in rows}
+
+        def cast(masters: Arrays) -> Arrays:
+            return {row.path: masters[row.path].astype(row.read.dtype) for row in rows}
+
+        compiled = jax.jit(cast, out_shardings=at)
+
+        def publish(state: TrainState) -> Arrays:
+            sources = state.sources(self.table)
+            return {**sources, **compiled({row.path: sources[row.path] for row in rows})}
+
+        return publish
+
+    @property
+    def step(self) -> Any:
+        raise JaxspeedError(
+            'engine.step: with parallel.data_reduction "parameter_server" a step is several '
+            "programs on several meshes, so there is no one function; call engine.train_batch"
+        )
+
+
+def _bytes(row: Row, dtype: Any) -> int:
+    return math.prod(row.shape(row.source)) * jnp.dtype(dtype).itemsize
+
+
+def folded(seen: Sums, new: Sums) -> Sums:
+    """The weighted mean so far, as micro-batches accumulate."""
+    weight = seen.weight + new.weight
+    share = jnp.where(weight > 0, new.weight / weight, 0)
+
+    def mean(old: jax.Array, value: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(old.dtype, share.dtype)
+        old_wide, value = old.astype(wide), value.astype(wide)
+        return (old_wide + (value - old_wide) * share).astype(old.dtype)
+
+    grads = {path: mean(grad, new.grads[path]) for path, grad in seen.grads.items()}
+    metrics = {name: mean(value, new.metrics[name]) for name, value in seen.metrics.items()}
+    return Sums(grads, seen.total + new.total, weight, metrics)
+
+
+def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Built) -> Program:
+    """Servers and workers; `built(config, devices)` makes a program on one mesh.
+
+    Raises:
+      ConfigError, PlacementError: with what these devices cannot be.
+    """
+    parallel = config.parallel
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f'parallel.data_reduction: "parameter_server" in {jax.process_count()} processes. Here '
+            "one process drives all devices; across machines it runs on Ray: "
+            "jaxspeed train CONFIG --engine ray"
+        )
+    workers, servers = apart(devices, parallel.servers)
+    ranks = len(workers)
+    if config.mesh.data not in (-1, ranks):
+        raise PlacementError(
+            f"mesh.data is {config.mesh.data}, and {ranks + len(servers)} devices without "
+            f"{len(servers)} servers leave {ranks} workers: write {ranks}, or leave it out"
+        )
+    batch = config.batch(ranks, 1)
+    paces = tuple(parallel.worker_pace) or (1.0,) * ranks
+    if len(paces) != ranks:
+        raise ConfigError(
+            f"parallel.worker_pace: {len(paces)} paces, and there are {ranks} workers "
+            f"({ranks + len(servers)} devices without {len(servers)} servers)"
+        )
+    rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
+    owner = built(_for_servers(config), servers)
+    of_worker = built(for_a_worker(config, batch.micro, batch.accumulation), workers[:1])
+    summed = config.gradient_allreduce_op == "sum" and rule.by_rounds
+    parts = {name: getattr(owner, name) for name in ("objective", "gradients", "source")}
+    return ServedProgram(
+        config=config,
+        batch=batch,
+        update=replace(owner.update, gradient_factor=ranks if summed else 1),
+        of_worker=of_worker,
+        rule=rule,
+        paces=paces,
+        worker_devices=tuple(workers),
+        **parts,
+    )
+
+
+def _for_servers(config: Config) -> Config:
+    """Masters and moments cut over all servers, however small."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    return _on_one_mesh(config, zero, {"train_micro_batch_size_per_gpu": 1})
+
+
+def for_a_worker(config: Config, micro: int, accumulation: int) -> Config:
+    """The config of one worker, which knows of no other."""
+    batch = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    return _on_one_mesh(config, {"stage": 0}, batch)
+
+
+def _on_one_mesh(config: Config, zero: dict[str, Any], batch: dict[str, int]) -> Config:
+    """The config of a part of the devices, which hold no other part among them."""
+    given = config.given
+    for key in (
+        "mesh",
+        "data_parallel_size",
+        "elasticity",
+        "gradient_allreduce_op",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ):
+        given.pop(key, None)
+    return Config.load({**without_servers(given), "zero_optimization": zero, **batch})
+
+
+def without_servers(given: dict[str, Any]) -> dict[str, Any]:
+    """What a user wrote, less the words of a parameter server."""
+    own = ("data_reduction", "servers", "max_staleness", "on_stale", "staleness_decay")
+    parallel = given.get("parallel", {})
+    kept = {key: x for key, x in parallel.items() if key not in (*own, "worker_pace")}
+    return {**given, "parallel": kept}

@@ -1,0 +1,101 @@
+"""Which server owns what: the parameters dealt by bytes, whole or cut.
+
+A parameter may be cut where its update treats every element alike; it is cut along its largest dim.
+Each server has at most one run of rows of each parameter.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OwnedRows:
+    """A run of rows along one dim of a parameter."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "OwnedRows":
+        return cls(shape, 0, 0, shape[0] if shape else 1)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.shape or self.stop - self.start == self.shape[self.dim]
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def of(self, x: Any) -> Any:
+        """This piece of an array of the whole's shape."""
+        if self.is_whole:
+            return x
+        return x[(slice(None),) * self.dim + (slice(self.start, self.stop),)]
+
+
+Pieces = Mapping[str, OwnedRows]  # what one server owns, by path
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter as it is dealt."""
+
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int  # of all that its owner keeps of it
+    may_be_cut: bool
+
+
+def deal(parameters: Sequence[Owned], servers: int) -> list[dict[str, OwnedRows]]:
+    """What each server owns, in the order of the parameters.
+
+    What must stay whole goes, the largest first, to the server that has least. The others fill up
+    one server after the other to an equal share of the bytes, cut where a share is full.
+    """
+    load = [0.0] * servers
+    owned: list[dict[str, OwnedRows]] = [{} for _ in range(servers)]
+    stay = [p for p in parameters if not p.may_be_cut or math.prod(p.shape) < 2]
+    for one in sorted(stay, key=lambda p: -p.nbytes):
+        least = load.index(min(load))
+        owned[least][one.path] = OwnedRows.whole(one.shape)
+        load[least] += one.nbytes
+    fill = _Fill(load, sum(load) + sum(p.nbytes for p in parameters if p not in stay))
+    for one in parameters:
+        if one not in stay:
+            for server, piece in fill.add(one):
+                owned[server][one.path] = piece
+    order = {one.path: i for i, one in enumerate(parameters)}
+    return [dict(sorted(own.items(), key=lambda item: order[item[0]])) for own in owned]
+
+
+class _Fill:
+    """Servers that are filled up one after the other."""
+
+    def __init__(self, load: Sequence[float], total: float) -> None:
+        self._room = [max(total / len(load) - had, 0.0) for had in load]
+        self._server = 0
+
+    def add(self, one: Owned) -> list[tuple[int, OwnedRows]]:
+        """Whose it is, and which rows of it."""
+        dim = one.shape.index(max(one.shape))
+        rows, found, start = one.shape[dim], [], 0
+        a_row = one.nbytes / rows
+        while start < rows:
+            last = self._server == len(self._room) - 1
+            fits = max(round(self._room[self._server] / a_row), 0)
+            stop = rows if last else min(rows, start + fits)
+            if stop > start:
+                found.append((self._server, OwnedRows(one.shape, dim, start, stop)))
+                self._room[self._server] -= (stop - start) * a_row
+            if stop < rows:  # what rounding left is the next one's
+                self._room[self._server + 1] += self._room[self._server]
+                self._server += 1
+            start = stop
+        return found

@@ -1,0 +1,157 @@
+"""What one server runs: the program of its pieces of the parameters.
+
+It is an ordinary Program over a model that has these pieces and nothing else, so its state, update,
+precision, skips, moving average and checkpoints are those of every other run. Only the global norm
+is not its own: each server adds up the squares of its gradients, and all are given all sums.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxspeed.errors import ConfigError
+from jaxspeed.objective import Model
+from jaxspeed.objective.precision import precision_of
+from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree
+from jaxspeed.offload import Separated
+from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.parameter_server.ray.ownership import Owned, OwnedRows, Pieces, deal
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.table import build_table, device_memory_kind
+from jaxspeed.train.program import Program
+from jaxspeed.train.update import Update
+
+
+def shares(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
+    """What each server owns of a program's parameters.
+
+    Raises:
+      ConfigError: the update of one parameter reads another's, or there are too many servers.
+    """
+    table, model, layout = program.table, program.model, program.layout
+    update = Streamed(table, model, layout, program.optimizer.transform, False, None).whole
+    _refuse_mixed(update)
+    dealt = deal(_parameters(program, update), servers)
+    idle = sum(not pieces for pieces in dealt)
+    if idle:
+        raise ConfigError(
+            f"parallel.servers: {servers}, and {idle} of them would own nothing of this model's "
+            f"{len(table)} parameters; {servers - idle} would do"
+        )
+    return dealt
+
+
+def _refuse_mixed(update: Separated) -> None:
+    mixed = update.mixed()
+    if mixed is None:
+        return
+    slot, others = mixed
+    raise ConfigError(
+        f"parallel.servers: the optimizer's update of {slot.owner or slot.path} reads other "
+        f"parameters ({', '.join(sorted(others)[:3])}), which another server may own. Clipping by "
+        "the global norm is gradient_clipping; what else mixes parameters has to be left out"
+    )
+
+
+def _parameters(program: Program, update: Separated) -> list[Owned]:
+    """The parameters as they are dealt, each with the bytes that its owner keeps."""
+    table = program.table
+    moments = dict.fromkeys(table.rows, 0)
+    for path, (shape, _, at) in program.layout.places.items():
+        owner = owner_of(path, table.rows)
+        if owner is not None:
+            moments[owner] += math.prod(shape) * at.dtype.itemsize
+    found = []
+    for row in table:
+        each = sum(at.dtype.itemsize for at in (row.param, row.master) if at)
+        leaf = row.leaf
+        cut = not leaf.trainable or update.leaf(leaf.path, leaf.shape).elementwise
+        found.append(
+            Owned(leaf.path, leaf.shape, math.prod(leaf.shape) * each + moments[leaf.path], cut)
+        )
+    return found
+
+
+def owner_of(path: str, parameters: Mapping[str, Any]) -> str | None:
+    """The parameter whose path is the longest tail of the path of an array of the state."""
+    parts = path.split("/")
+    tails = ("/".join(parts[i:]) for i in range(len(parts)))
+    return next((tail for tail in tails if tail in parameters), None)
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """A model as a server knows it: the pieces that it owns. It is never called."""
+
+    whole: Model
+    pieces: Pieces
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        found = {leaf.path: leaf for leaf in self.whole.leaves}
+        return tuple(replace(found[p], shape=x.own_shape) for p, x in self.pieces.items())
+
+    @property
+    def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {}
+
+    def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
+        """The pieces of the same fresh model on every server."""
+        values, _ = self.whole.init(seed)
+        return {path: piece.of(values[path]) for path, piece in self.pieces.items()}, {}
+
+    def notes(self, compute_dtype: Any) -> Sequence[str]:
+        return self.whole.notes(compute_dtype)
+
+    def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
+        return self.whole.native(flat, absent)
+
+    def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
+        raise NotImplementedError("servers compute no loss")
+
+    def mutated(self, bound: Any, params: Arrays) -> Arrays:
+        raise NotImplementedError("servers compute no loss")
+
+    def naming(self, bound: Any) -> AbstractContextManager[None]:
+        raise NotImplementedError("servers compute no loss")
+
+
+@dataclass(frozen=True)
+class UpdateShare(Update):
+    """The update of a share: the global norm is given, since it is of all shares."""
+
+    norm: Any = None
+
+    def _norm(self, grads: Arrays) -> jax.Array:
+        assert self.norm is not None
+        norm: jax.Array = self.norm
+        return norm
+
+
+def program_of_share(program: Program, pieces: Pieces, factor: float = 1) -> Program:
+    """A program of one device as the program of what one server owns.
+
+    Gradients count times `factor`.
+    """
+    model: Model = ModelShare(program.model, pieces)
+    table = build_table(model.leaves, program.mesh, precision=precision_of(program.config))
+    transform = program.optimizer.transform
+    trained = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
+        for row in table
+        if row.leaf.trainable
+    }
+    abstract = jax.eval_shape(transform.init, native_tree(model, trained))
+    layout = OptLayout.of(table, abstract, device_memory_kind(program.mesh))
+    table = table.with_state(layout.places, {})
+    objective = replace(program.objective, model=model, table=table)
+    given = {field.name: getattr(program.update, field.name) for field in fields(Update)}
+    given |= {"table": table, "model": model, "layout": layout, "gradient_factor": factor}
+    gradients = replace(program.gradients, objective=objective)
+    update = UpdateShare(**given)
+    return replace(program, objective=objective, gradients=gradients, update=update)

@@ -1,0 +1,126 @@
+"""What a program's pipeline will cost on a batch of given shapes: a PipelineReport."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.train_state import Arrays
+from jaxspeed.pipeline.pipeline import Pipeline
+from jaxspeed.pipeline.report import PipelineReport
+from jaxspeed.pipeline.split_loss import parts_of
+from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.table import PIPE, PlacementTable
+from jaxspeed.placement.zero import ways
+
+
+def pipeline_report(
+    pipeline: Pipeline, variables: Arrays, batch: Any, micro_batches: int
+) -> PipelineReport:
+    """From the shapes of a model's variables and of a global batch.
+
+    Call it with the mesh in the context: the loss is traced.
+    """
+    table, own = pipeline.objective.table, pipeline.arrangement
+    blocks = [own.row(name) for name in own.names()]
+    one = _OneLayer(table, pipeline.objective.wire)
+    slots = pipeline.stages * pipeline.chunks * own.rows
+    return PipelineReport(
+        pipeline.schedule(micro_batches),
+        _carry(pipeline.objective, variables, batch, micro_batches),
+        own.layers,
+        own.rows,
+        pipeline.recompute,
+        pipeline.gather,
+        table.mesh.shape["data"],
+        pipeline.chunks * own.rows * sum(map(one.read, blocks)),
+        sum(map(one.gathered, blocks)),
+        sum(map(one.reduced, blocks)),
+        0 if own.stack.in_place else slots * sum(map(one.exchanged, blocks)),
+    )
+
+
+def _carry(
+    objective: Objective, variables: Arrays, batch: Any, micro_batches: int
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What stages hand on, as one device holds it: its samples, and of a sequence that activations
+    are cut along, its part."""
+    mesh, stack = objective.table.mesh, objective.table.stack
+    assert stack is not None
+
+    def micro(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (x.shape[0] // micro_batches, *x.shape[1:]) if x.shape else ()
+        return jax.eval_shape(objective.cast, jax.ShapeDtypeStruct(shape, x.dtype))
+
+    one = jax.tree.map(micro, batch)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    traced = objective.trace((shapes, one, index, index), train=True)
+    read = {row.path: v for row, v in zip(objective.table, traced.parameters, strict=True)}
+    blocks = {name: [read[path] for path in paths] for name, paths in stack.leaves.items()}
+    whole, samples = parts_of(traced.closed, blocks).carry, objective.samples(one)
+    ranks = data_parallel_size(mesh)
+    tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1
+
+    def share(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not x.shape or x.shape[0] != samples:
+            return x
+        shape = [x.shape[0] // ranks, *x.shape[1:]]
+        if len(shape) > 2 and shape[1] % tensor == 0:
+            shape[1] //= tensor
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    return tuple(map(share, whole))
+
+
+class _OneLayer:
+    """Bytes of one layer's part of a parameter of the blocks, on one device."""
+
+    def __init__(self, table: PlacementTable, wire: Any) -> None:
+        assert table.stack is not None
+        self.sizes, self.wire = table.mesh.shape, wire
+        self.first = 1 if table.stack.stacked else 0  # of the dims that are a layer's own
+
+    def read(self, row: Row, dtype: Any = None) -> int:
+        """As the layer reads it, or in another dtype; padded where what is gathered is."""
+        shape = row.source_shape if row.gathered else row.leaf.shape
+        return self._size(shape, row.read, dtype or row.read.dtype)
+
+    def gathered(self, row: Row) -> int:
+        """What ZeRO 3 gathers for it."""
+        return self.read(row) if "data" in _added(row, row.source) else 0
+
+    def reduced(self, row: Row) -> int:
+        """Gradients that are reduced to the parts that ZeRO 2 and 3 keep."""
+        if row.grad is None or "data" not in _added(row, row.grad):
+            return 0
+        in_layers = row.read.dtype if self.gathered(row) else row.grad.dtype
+        return self.read(row, self.wire or in_layers)
+
+    def exchanged(self, row: Row) -> int:
+        """Where the stages hold what is stored on another dim: weights as read, and gradients."""
+        parts = [(row.source, row.read.dtype)]
+        parts += [(row.opt, row.grad.dtype)] if row.opt and row.grad else []
+        return sum(
+            self._size(row.shape(at), at, dtype) for at, dtype in parts if PIPE in _added(row, at)
+        )
+
+    def _size(self, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
+        """Of a part of such an array; the dim that stacks layers, and its cut, left out."""
+        entries = placement.spec[self.first :]
+        cut = math.prod(ways(entry, self.sizes) for entry in entries)
+        return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // cut
+
+
+def _added(row: Row, placement: Placement) -> set[str]:
+    """The axes that cut an array beyond what layers read."""
+    return _axes(placement) - _axes(row.read)
+
+
+def _axes(placement: Placement) -> set[str]:
+    entries = [(e,) if isinstance(e, str) else e or () for e in placement.spec]
+    return {axis for entry in entries for axis in entry}

@@ -1,0 +1,215 @@
+"""What one stage runs: a chunk of the blocks, and what it reads for that."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.config.remat import NOTHING_SAID, Recompute
+from jaxspeed.pipeline import stage_shard_map as lanes
+from jaxspeed.pipeline.stage_shard_map import PIPE
+from jaxspeed.pipeline.step_values import Split, Values, at, inexact
+from jaxspeed.pipeline.tick_loops import Now
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import on_device, waits
+from jaxspeed.tensor_parallel import with_crossings
+from jaxspeed.zero3 import ShardedParam, run_sliced
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The stages' weights, and the program that each runs on its own."""
+
+    split: Split
+    chunks: int
+    recompute: Recompute  # what a layer keeps, when a stage is made again
+    gather_once: bool  # ZeRO 3: a stage's weights once a step, not each layer's in each tick
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of the blocks, in the order of `weights`."""
+        return self.split.parts.names
+
+    @cached_property
+    def weights(self) -> Values:
+        """[stages, chunks, layers, ...] each, as they are while the ticks run."""
+        return [self._held(name) for name in self.names]
+
+    def _held(self, name: str) -> jax.Array:
+        split = self.split
+        stored = split.arrangement.stored(name, split.table.mesh, None)
+        source = split.sources[name]
+        if not self.gather_once or stored.gathered == stored.cut:
+            return source
+        spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
+        source = on_device(source)
+        whole = constrain(source.astype(stored.dtype), in_context(spec), "pipeline.gather")
+        return whole[(..., *map(slice, stored.shape))]
+
+    # -- what it reads ----------------------------------------------------------------------------
+
+    @cached_property
+    def context(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What the blocks read of the inputs, by place: those of a step, and the batch's.
+
+        The batch's are [micro-batches, ...].
+        """
+        split = self.split
+        leaves = jax.tree.leaves(split.micro)
+        batch = {split.index[v]: x for v, x in zip(split.program.batch, leaves, strict=True)}
+        values = split.inputs(jnp.zeros((), jnp.int32), split.outer)
+        reads = split.parts.context_reads
+        own = {i: values[i] for i in reads if i not in batch and i != self._micro}
+        return own, {i: x for i, x in batch.items() if i in reads}
+
+    @property
+    def _micro(self) -> int:
+        """The place of the micro-batch's number: the last."""
+        return len(self.split.parts.inputs) - 1
+
+    @cached_property
+    def shared(self) -> dict[int, str]:
+        """The trained parameters outside of the blocks that each block reads, by place."""
+        split = self.split
+        places = {split.index[v]: path for path, v in split.outside.items()}
+        paths = {i: places[i] for i in split.parts.context_reads if i in places}
+        return {i: path for i, path in paths.items() if split.table[path].leaf.trainable}
+
+    def arguments(
+        self, number: Any, now: Now, weights: Values, context: Any, carry: Values
+    ) -> Values:
+        """The arguments of `run` for a stage's work: weights, context, first layer, carry."""
+        own, batch = context
+        micro = jnp.maximum(now.micro, 0)
+        cast = self.split.objective.cast
+        given = own | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
+        reads = [given[i] for i in self.split.parts.context_reads]
+        return [*self.chunk(weights, now), *reads, self.first_layer(number, now), *carry]
+
+    def chunk(self, weights: Values, now: Now) -> Values:
+        """A stage's weights of one chunk, [layers, ...] each."""
+        # Of one chunk there is nothing to choose: what waits in host memory stays there.
+        return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, now.chunk) for w in weights]
+
+    def first_layer(self, number: Any, now: Now) -> Any:
+        return (now.chunk * self.split.stages + number) * self.split.arrangement.rows
+
+    def active(self, trained: list[str]) -> list[bool]:
+        """Which arguments have gradients."""
+        parts = self.split.parts
+        context = [i in self.shared for i in parts.context_reads]
+        weights = [name in trained for name in self.names]
+        return [*weights, *context, False, *map(inexact, parts.carry)]
+
+    def entered(self, number: Any, now: Now, entry: Values, ahead: Values) -> Values:
+        """A chunk's input: what comes before the blocks, or the message of the stage before."""
+        first = (number == 0) & (now.chunk == 0)
+        return [jnp.where(first, a, b) for a, b in zip(entry, ahead, strict=True)]
+
+    def ends(self, number: Any, now: Now) -> Any:
+        """Whether it is the last chunk, from which gradients start."""
+        return (number == self.split.stages - 1) & (now.chunk == self.chunks - 1)
+
+    def messages(self) -> Values:
+        """Before the first tick, one for each stage."""
+        stages = self.split.stages
+        return [lanes.blank((stages, *c.shape), c.dtype) for c in self.split.parts.carry]
+
+    # -- what it computes -------------------------------------------------------------------------
+
+    def run(self, args: Values) -> Values:
+        """The carry after a chunk."""
+        return self._program(*args)
+
+    @cached_property
+    def _program(self) -> Any:
+        """The chunk's program, made in the first lane that runs it: all lanes are alike."""
+        split, mesh = self.split, jax.sharding.get_abstract_mesh()
+        program, parts = split.traced()
+        arrangement, table, reads = split.arrangement, split.table, parts.context_reads
+        own = {n: arrangement.stored(n, mesh, split.objective.wire) for n in self.names}
+
+        def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
+            return parts.stage(
+                arrangement.rows,
+                dict(zip(own, weights, strict=True)),
+                context,
+                first,
+                carry,
+                padded=arrangement.padded,
+            )
+
+        def like(v: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        weights = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in own.values()]
+        context = [like(parts.inputs[i]) for i in reads]
+        closed = jax.make_jaxpr(chunk)(weights, context, number, parts.carry)
+        invars = iter(closed.jaxpr.invars)
+        of_weights = {name: next(invars) for name in own}
+        of_context = {i: next(invars) for i in reads}
+        next(invars)  # the first layer's number
+        paths = {split.index[v]: path for path, v in split.outside.items()}
+        shared = {paths[i]: v for i, v in of_context.items() if i in paths}
+
+        own = {
+            name: stored if waits(held) else replace(stored, cut=_here(stored.cut))
+            for (name, stored), held in zip(own.items(), self.weights, strict=True)
+        }
+        storage = {
+            v: own[name]
+            for (name, v), held in zip(of_weights.items(), self.weights, strict=True)
+            if held.dtype != own[name].dtype
+            or (own[name].cut != own[name].gathered and not self.gather_once)
+        }
+        for path, v in shared.items():
+            if table[path].gathered:
+                storage[v] = _in_lane(split.objective.stored(table[path]), mesh)
+        specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in own.items()} | {
+            path: _without_pipe(table[path].read.spec) for path in shared
+        }
+        samples = [*(of_context[i] for i in self.context[1]), *invars]
+        units = program.units
+        recompute = self.recompute if split.train else NOTHING_SAID
+        jaxpr = with_crossings(
+            closed.jaxpr,
+            {**of_weights, **shared},
+            samples,
+            specs,
+            table.mesh,
+            split.objective.style,
+            units.of if storage or recompute else lambda eqn: None,
+        )
+        way = split.objective.way(jaxpr, program, samples, recompute)
+        return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
+
+
+def _here(sharding: NamedSharding) -> NamedSharding:
+    """The same cut in the devices' own memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def in_context(spec: PartitionSpec) -> NamedSharding:
+    """On the mesh as the trace under way sees it."""
+    return NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+
+
+def _in_lane(stored: ShardedParam, mesh: Any) -> ShardedParam:
+    """How a parameter that all stages have whole is stored there."""
+    gathered, cut = (_without_pipe(s.spec) for s in (stored.gathered, stored.cut))
+    return replace(stored, gathered=NamedSharding(mesh, gathered), cut=NamedSharding(mesh, cut))
+
+
+def _without_pipe(spec: PartitionSpec) -> PartitionSpec:
+    def kept(entry: Any) -> Any:
+        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        axes = tuple(axis for axis in axes if axis != PIPE)
+        return axes[0] if len(axes) == 1 else axes or None
+
+    return PartitionSpec(*map(kept, spec))

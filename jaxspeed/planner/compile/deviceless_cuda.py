@@ -1,0 +1,117 @@
+"""Compile for NVIDIA GPUs that are not here, with neither a GPU nor its driver.
+
+The topology's own devices tell of no memories (`default_memory()` is UNIMPLEMENTED in jax 0.10.2 to
+0.12.0), so a sharding on them silently forgets that an array waits in host memory. So the program
+is traced and lowered on simulated CPU devices, which know `pinned_host`, and what comes of it goes
+to the topology's compile-only client. Where both ways work their bytes are the same to the last
+digit. This leans on inner parts of JAX; all of them are in this file.
+"""
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.hardware.targets import Target
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def environment() -> dict[str, str]:
+    """What a process needs to compile so."""
+    # Nothing can be tried out, and Triton's products are only taken where they were.
+    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    if (tools := _ptxas()) is not None:
+        flags += f" --xla_gpu_cuda_data_dir={tools}"
+    return {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_PLATFORMS": "",
+        "XLA_FLAGS": flags,
+    }
+
+
+def _ptxas() -> Path | None:
+    """The folder of CUDA's tools that came with the wheels."""
+    found = importlib.util.find_spec("nvidia")
+    places = found.submodule_search_locations or () if found else ()
+    tools = (path.parents[1] for place in places for path in Path(place).glob("*/bin/ptxas"))
+    return next(tools, None)
+
+
+def target_config(target: Target) -> str:
+    """XLA's text of a GPU (GpuTargetConfigProto), as its own are written in gpu_specs."""
+    chip = target.chip
+    told: Mapping[str, Any] = chip.compiler or {}
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {told["major"]} minor: {told["minor"]} }}
+  core_count: {told["cores"]}  fpus_per_core: {told["fpus"]}  clock_rate_ghz: {told["clock"]}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024  threads_per_core_limit: {told["threads"]}
+  registers_per_block_limit: 65536  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {told["shared_optin"]}
+  shared_memory_per_core: {told["shared"]}  l2_cache_size: {told["l2"]}
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  device_memory_size: {chip.memory}  memory_bandwidth: {int(chip.bandwidth)}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{chip.kind}"
+"""
+
+
+@dataclass(frozen=True)
+class Executable:
+    """What the client made, with the face of `jax.stages.Compiled` that reports read."""
+
+    made: Any
+
+    def memory_analysis(self) -> Any:
+        return self.made.get_compiled_memory_stats()
+
+    def as_text(self) -> str:
+        return "\n\n".join(module.to_string() for module in self.made.hlo_modules())
+
+
+def compile_lowered(lowered: Any, target: Target) -> Executable:
+    """Compile what was lowered on as many simulated devices with `lowering_platforms=("cuda",)`."""
+    try:
+        from jax._src import compiler
+        from jax._src.lib import xla_client
+        from jax.experimental import topologies
+
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=target.chip.name,
+            target_config=target_config(target),
+            topology=f"1x{target.count // target.node}x{target.node}",
+        )
+        devices: list[Any] = list(described.devices)
+        options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array([[device.id for device in devices]]),
+        )
+        # As JAX's own compile: the shardings that were given are kept, others are the compiler's.
+        given, build = lowered._lowering.compile_args, options.executable_build_options
+        build.allow_spmd_sharding_propagation_to_parameters = _left_open(given["in_shardings"])
+        build.allow_spmd_sharding_propagation_to_output = _left_open(given["out_shardings"])
+        module, client = lowered.compiler_ir("stablehlo"), devices[0].client
+        where = xla_client.DeviceList(tuple(devices))
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise JaxspeedError(
+            f"jax {jax.__version__} compiles for absent GPUs in a way that jaxspeed does not know "
+            f"({type(error).__name__}: {error}); 0.10.2 to 0.12 are known to work"
+        ) from error
+    return Executable(client.compile(module, where, options))
+
+
+def _left_open(shardings: Iterable[Any]) -> list[bool]:
+    return [type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings]

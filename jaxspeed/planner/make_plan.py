@@ -1,0 +1,172 @@
+"""How a plan is made: of the devices that there are, or of a target's, estimated and compiled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspeed.config import Config
+from jaxspeed.data import told_shapes
+from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine.offload_check import asks, transfer_of
+from jaxspeed.errors import ConfigError
+from jaxspeed.hardware.targets import Target
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.parameter_server import ServedProgram
+from jaxspeed.placement.mesh import resolve_sizes
+from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
+from jaxspeed.planner.memory import memory_in, read_step
+from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
+from jaxspeed.planner.plan import Plan
+from jaxspeed.planner.search_run import Progress, advice_of, search_run
+from jaxspeed.planner.time import time_in
+from jaxspeed.planner.time.torus import refuse_torus
+from jaxspeed.run.start import Source
+from jaxspeed.train.build import build_program
+from jaxspeed.train.program import Program
+
+
+def plan_run(
+    source: Source,
+    *,
+    compiling: bool = True,
+    target: Target | None = None,
+    patience: float = PATIENCE,
+    tokens: float | None = None,
+    keep: str | Path | None = None,
+    search_seconds: float | None = None,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """The plan of a config on the devices that there are, or that simulate those of a target.
+
+    Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
+    are searched for so long, and with both what is compiled is the best of them. `keep` is a file
+    that is to have the executable of the target.
+    """
+    if target is None:
+        return _here(source, compiling)
+    # What is traced first is kept, so all of it is as on the target.
+    with as_on(target.chip.platform):
+        refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
+        program, batch = _program(source, with_overlap(source.config, target.chip.platform))
+        if isinstance(program, ServedProgram):
+            raise ConfigError(
+                "--target: a parameter server's step is many programs on two meshes, and what is "
+                "planned is one. Leave --target out, or parallel.data_reduction at "
+                '"xla" or "ring"'
+            )
+        estimated = replace(_estimated(program, batch, target), run_tokens=tokens)
+        if search_seconds is not None:
+            found = search_run(
+                source,
+                program,
+                batch,
+                target,
+                seconds=search_seconds,
+                compiling=compiling,
+                patience=patience,
+                progress=progress,
+            )
+            return _advised(replace(estimated, search=found), source, batch)
+        if not compiling:
+            return _advised(estimated, source, batch)
+        outcome = compile_for(target, _Job(source, batch), patience, keep)
+        report, transfer = outcome.report, estimated.transfer
+        if report and transfer:
+            report = replace(report, transfer=transfer.counted(report.flops))
+        return _advised(replace(estimated, compiled=report, outcome=outcome), source, batch)
+
+
+def _here(source: Source, compiling: bool) -> Plan:
+    """On the devices that there are."""
+    program, batch = _program(source, source.config)
+    if compiling:
+        compiled = compiled_report(program, batch)
+        return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
+    transfer = None if isinstance(program, ServedProgram) else _transfer(program, batch)
+    return Plan(program, program.pipeline_report(batch), None, transfer, program.kept_report(batch))
+
+
+def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:
+    """What would train, and the shapes of a batch."""
+    enable_compilation_cache(config)
+    model, loss_fn = resolve_model(config, source.model, source.loss_fn)
+    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+    batch = batch_shapes(source, program.batch.train)
+    program.check_batch(batch, program.batch.train, abstract=True)
+    return program, batch
+
+
+def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Plan:
+    transfer = _transfer(program, batch)
+    if transfer:
+        transfer = replace(transfer, device_kind=target.chip.kind)
+    memory = time = None
+    if target.chip.platform != "cpu":
+        step = read_step(program, batch, target.chip.platform)
+        memory, time = memory_in(step), time_in(step, target)
+    return Plan(
+        program,
+        program.pipeline_report(batch),
+        None,
+        transfer,
+        program.kept_report(batch),
+        target,
+        memory=memory,
+        time=time,
+    )
+
+
+def _transfer(program: Program, batch: Mapping[str, Any]) -> Transfer | None:
+    """What goes between a device and its host, where anything waits there."""
+    if not asks(program):
+        return None
+    return transfer_of(program, program.step.trace(program.state, program.abstract_batch(batch)))
+
+
+def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
+    """With advice, where it does not fit by the compiler, or else by the estimate."""
+    target, outcome, memory = plan.target, plan.outcome, plan.memory
+    assert target is not None
+    if outcome:
+        short = not outcome.fits(target)
+    else:
+        short = memory is not None and memory.on(target.chip.memory) == "does not fit"
+    if not short:
+        return plan
+    needed = outcome.device_bytes if outcome else None
+    return replace(plan, advice=advice_of(source, plan.program, batch, target, needed))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Builds the program on other devices, in another process."""
+
+    source: Source
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
+        config = self.source.config
+        model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
+        optimizer = self.source.optimizer
+        program = build_program(config, model, loss_fn, optimizer=optimizer, devices=devices)
+        return program, self.batch
+
+
+def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a global batch.
+
+    What the model reads tells them, so that no corpus need be here yet; only where the samples are
+    the user's own (or the model is), one is read.
+    """
+    told = told_shapes(source.config.data, source.reads, samples)
+    if told is not None:
+        return told
+    first = source.corpus().train.batch(0, 1)
+    return {
+        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
+    }

@@ -1,0 +1,61 @@
+"""Which fp32 arrays a TPU keeps in 16 bits: those that only products read.
+
+Its matrix units multiply bf16 numbers. An operand in fp32, of a product at the default precision,
+is rounded before, and XLA:TPU moves that rounding to where the operand is made (seen in its buffer
+assignment: residuals of a loop that only products read are stacked as bf16).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspeed.planner.memory.materialization import PRODUCTS, VIEWS
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, consts_and_carry
+
+_ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
+
+
+def narrow_values(scope: Scope) -> frozenset[Value]:
+    """Of a program for a TPU."""
+    wide = {v for v in scope.outs if v is not None}
+    wide |= set(scope.ins)
+    ops = list(all_ops(scope))
+    for op in ops:
+        if op.name in PRODUCTS:
+            if not _rounds(op.params.get("precision")):
+                wide.update(op.values)
+        elif op.name == "scan":
+            consts, carry = consts_and_carry(op)
+            wide.update(v for v in op.ins[consts : consts + carry] if v is not None)
+            wide.update(v for v in op.bodies[0].outs[:carry] if v is not None)
+        elif op.bodies:
+            wide.update(op.values)
+            wide.update(v for b in op.bodies for v in b.outs if v is not None)
+        elif op.name not in VIEWS and op.name not in PAIRWISE:
+            wide.update(op.values)
+    before = -1
+    while before != len(wide):
+        before = len(wide)
+        for op in reversed(ops):
+            wide.update(_read_through(op, wide))
+    made = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
+    inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
+    return frozenset(v for v in (*made, *inner) if v not in wide)
+
+
+def _read_through(op: Op, wide: set[Value]) -> list[Value]:
+    """What is read in full because a view of it, or a loop's part of it, is."""
+    if op.name == "scan":
+        body, (_, carry) = op.bodies[0], consts_and_carry(op)
+        given = zip(op.ins, body.ins, strict=True)
+        stacked = zip(body.outs[carry:], op.outs[carry:], strict=True)
+        return [v for v, part in (*given, *stacked) if v is not None and part in wide]
+    if op.name in VIEWS or op.name in PAIRWISE:
+        pairs = zip(op.ins, op.outs, strict=False)
+        return [v for v, out in pairs if v is not None and out in wide]
+    return []
+
+
+def _rounds(precision: Any) -> bool:
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return all(str(p).rpartition(".")[2] in _ROUNDING for p in each)

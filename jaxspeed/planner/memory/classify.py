@@ -1,0 +1,138 @@
+"""What arrays of a step are: read from where they come and where they go.
+
+- A **gradient** reaches the next state by element-wise operations, exchanges and loops, and by
+  nothing that multiplies matrices.
+- **Logits** are what an activation gives with the table of a vocabulary, where that is wider.
+- **Gathered weights** are made of the state alone.
+- What waited in host memory is an **offload buffer**.
+- A **saved activation** is handed on by a loop, or made by a forward pass and read by a backward
+  pass; any other activation belongs to the **working set**.
+"""
+
+from collections.abc import Callable, Iterable
+
+from jaxspeed.planner.memory.liveness import Held
+from jaxspeed.planner.memory.materialization import PRODUCTS, SUMS
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, consts_and_carry
+
+GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
+SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
+COPIES = "copies of state"
+KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
+Rule = Callable[[Op], bool]
+_PARTS = {"dynamic_slice", "dynamic_update_slice", "slice", "concatenate", "pad", "split"}
+_ENDS = {*PRODUCTS, "pallas_call", "gather"}
+
+
+class Kinds:
+    """The kinds of a step's arrays.
+
+    Args:
+      scope: the step.
+      state: how many of its inputs are the state, and of its outputs the next one.
+      vocabularies: its inputs that are tables of a vocabulary.
+    """
+
+    def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
+        self.of_batch = set(scope.ins[state:])
+        _reach(scope, self.of_batch, lambda op: any(v in self.of_batch for v in op.values))
+        self.of_state = set(scope.ins[:state])
+        _reach(scope, self.of_state, lambda op: any(v in self.of_state for v in op.values))
+        tables = set(vocabularies)
+        ends = {*_ENDS, *SUMS}
+        _reach(scope, tables, lambda op: op.name not in ends and _table(op, tables))
+        self.logits: set[Value] = set()
+        _reach(scope, self.logits, self._makes_logits(tables))
+        self.gradients = {v for v in scope.outs[:state] if v is not None}
+        _reach_back(scope, self.gradients)
+
+    def _makes_logits(self, tables: set[Value]) -> Rule:
+        def rule(op: Op) -> bool:
+            sizes = [v.size for v in op.values if v in self.of_batch]
+            if op.name in PRODUCTS:
+                with_table = any(v in tables for v in op.values)
+                return with_table and op.outs[0].size > max(sizes, default=op.outs[0].size)
+            wide = [v.size for v in op.values if v in self.logits]
+            return bool(wide) and not op.bodies and op.outs[0].size >= max(wide)
+
+        return rule
+
+    def of(self, held: Held) -> str:
+        value, op = held.value, held.op
+        if op is None:
+            return COPIES
+        if op.name == "device_put":
+            return OFFLOAD
+        if value in self.gradients:
+            return GRADIENTS
+        if value in self.logits:
+            return LOGITS
+        if value in self.of_state and value not in self.of_batch:
+            return WEIGHTS
+        return SAVED if held.kept or op.bodies else WORKING
+
+
+def _table(op: Op, tables: set[Value]) -> bool:
+    """Whether it moves, casts or cuts a table."""
+    return any(v in tables for v in op.values) and len(op.values) == 1
+
+
+def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
+    """Adds what operations of the rule make, also through loops."""
+    for op in scope.ops:
+        if op.name in PAIRWISE:
+            found.update(out for v, out in zip(op.ins, op.outs, strict=True) if v in found)
+            continue
+        if not op.bodies:
+            if rule(op):
+                found.update(op.outs)
+            continue
+        for _ in range(2):  # what a loop carries comes around
+            for body in op.bodies:
+                given = op.ins[len(op.ins) - len(body.ins) :]
+                found |= {b for v, b in zip(given, body.ins, strict=True) if v in found}
+                found |= {
+                    b for v, b in zip(body.outs, _carried(op, body), strict=False) if v in found
+                }
+                _reach(body, found, rule)
+        for body in op.bodies:
+            found |= {o for v, o in zip(body.outs, op.outs, strict=True) if v in found}
+
+
+def _reach_back(scope: Scope, found: set[Value]) -> None:
+    """Adds what is found is made of, but for what products, kernels and sums read."""
+    for op in reversed(scope.ops):
+        if not op.bodies:
+            found.update(v for out in op.outs if out in found for v in _made_of(op, out))
+            continue
+        for _ in range(2):
+            for body in op.bodies:
+                found |= {v for v, o in zip(body.outs, op.outs, strict=True) if o in found and v}
+                carried = zip(body.outs, _carried(op, body), strict=False)
+                found |= {v for v, b in carried if b in found and v}
+                _reach_back(body, found)
+        for body in op.bodies:
+            given = op.ins[len(op.ins) - len(body.ins) :]
+            found |= {v for v, b in zip(given, body.ins, strict=True) if b in found and v}
+
+
+def _carried(op: Op, body: Scope) -> list[Value]:
+    if op.name == "scan":
+        consts, carry = consts_and_carry(op)
+        return body.ins[consts : consts + carry]
+    return body.ins[op.params["body_nconsts"] :] if op.name == "while" else []
+
+
+def _made_of(op: Op, out: Value) -> list[Value]:
+    if op.name in _ENDS:
+        return []
+    if op.name.startswith("scatter"):
+        return [op.ins[0]] if op.ins[0] is not None else []
+    if op.name in PAIRWISE:
+        source = op.ins[op.outs.index(out)]
+        return [source] if source is not None else []
+    if op.name in SUMS:  # over ranks, whose parts a region has stacked, and over nothing else
+        return [v for v in op.values if v.cut and len(v.cut) == len(out.cut) + 1 and v.cut[0]]
+    if op.name in _PARTS:
+        return [v for v in op.values if v.shape]
+    return [v for v in op.values if v.size == out.size]

@@ -1,0 +1,95 @@
+"""The memory that a device needs for a step, by component: from the traced step, not compiled."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.planner.memory.classify import KINDS, Kinds
+from jaxspeed.planner.memory.components import Component, Memory
+from jaxspeed.planner.memory.liveness import Held, Peak, peaks
+from jaxspeed.planner.memory.tiles import Sizes, local_shape, nbytes
+from jaxspeed.planner.memory.trace_ir import Value
+from jaxspeed.planner.memory.traced_step import Step, read_step
+from jaxspeed.train.program import Program
+
+MOST_TERMS = 4  # of a formula; the rest is a sum
+# Fields of a TrainState, as components are named.
+STATE = {"params": "parameters", "master": "masters", "opt": "optimizer", "ema": "average"}
+REST, BATCH = "other state", "batch"
+
+
+def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memory:
+    """What a device needs of its own memory, and of its host's, for a step.
+
+    Args:
+      program: on any devices, simulated ones too.
+      batch: arrays or their shapes, of a whole step.
+      platform: "tpu", "cuda" or "cpu", whose kernels and layouts count; by default the devices'.
+    """
+    return memory_in(read_step(program, batch, platform))
+
+
+def memory_in(step: Step) -> Memory:
+    """As `memory_of`, of a step that was read."""
+    scope, sizes, kinds = step.scope, step.sizes, step.kinds
+    names = [_name(path) for path in step.paths]
+    device, host = peaks(scope, sizes, scope.ins[: step.state])
+    state = _state(names, scope.ins, step.in_host, sizes)
+    made = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
+    return Memory((*state, *made))
+
+
+def _name(path: Sequence[Any]) -> str:
+    field = getattr(path[1], "name", None) if path[0].idx == 0 else None
+    return BATCH if path[0].idx else STATE.get(str(field), REST)
+
+
+def _state(
+    names: Sequence[str], values: Sequence[Value], waits: Sequence[bool], sizes: Sizes
+) -> Iterator[Component]:
+    """What stays from step to step."""
+    total: dict[tuple[bool, str], int] = defaultdict(int)
+    terms: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
+    for name, value, host in zip(names, values, waits, strict=True):
+        shape = local_shape(value, sizes.mesh)
+        size = nbytes(shape, value.dtype, sizes.tiled and not host)
+        total[host, name] += size
+        terms[host, name][f"{_short(value.dtype)}"] += size
+    for (host, name), size in total.items():
+        if size:
+            formula = " + ".join(f"{bytes_text(n)} {d}" for d, n in terms[host, name].items())
+            yield Component(name, size, formula, host, lasting=True)
+
+
+def _temporary(peak: Peak, kinds: Kinds, sizes: Sizes, host: bool) -> Iterator[Component]:
+    """What is alive at once, when most is."""
+    by_kind: dict[str, list[Held]] = defaultdict(list)
+    for held in peak.held:
+        by_kind[kinds.of(held)].append(held)
+    for kind in KINDS:
+        size = sum(h.bytes for h in by_kind[kind])
+        if size:
+            yield Component(kind, size, _formula(by_kind[kind], sizes), host)
+
+
+def _formula(arrays: Sequence[Held], sizes: Sizes) -> str:
+    """`6 bf16[12,8,1024,2816] + ...`: shapes on a device, the largest first."""
+    bytes_: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for held in arrays:
+        shape = ",".join(map(str, local_shape(held.value, sizes.mesh)))
+        text = f"{_short(held.value.dtype)}[{shape}]"
+        bytes_[text] += held.bytes
+        counts[text] += 1
+    largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]
+    terms = [f"{counts[t]} x {t}" if counts[t] > 1 else t for t, _ in largest]
+    rest = sum(bytes_.values()) - sum(size for _, size in largest)
+    return " + ".join([*terms, *([f"{bytes_text(rest)} of smaller ones"] if rest else [])])
+
+
+def _short(dtype: Any) -> str:
+    name = str(dtype)
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        name = name.replace(long, short)
+    return name

@@ -1,0 +1,286 @@
+"""A traced step as one list of operations a loop: calls are opened, the platform's branch is taken.
+
+What nobody reads is left out, also of what loops hand on: a compiler leaves it out too, and a
+derivative's residuals for another platform's kernel are a large part of what JAX traces.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxspeed.jaxpr.evaluate import INLINED, is_var, open_jaxpr
+
+CALLS = (*INLINED, "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "shard_map")
+PLATFORM = "platform_index"
+# A region that is manual over some axes: its inputs come to lie as it says, are then each device's
+# part, and its results are whole arrays again.
+PLACED, ENTER, LEAVE = "placed", "enter", "leave"
+PAIRWISE = (PLACED, ENTER, LEAVE, "optimization_barrier", "device_put")
+
+
+_NEVER_MERGED = {"sharding_constraint", "optimization_barrier", "device_put", "empty2"}
+
+
+class Value:
+    """One array of the program: its shape on the devices that no `cut` tells apart.
+
+    Attributes:
+      cut: for each dim the mesh axes over which it is cut.
+      fixed: the dims of which the program says so, and not only what it is made of.
+    """
+
+    __slots__ = ("axes", "cut", "dtype", "fixed", "host", "shape", "size")
+
+    def __init__(self, aval: Any, manual: frozenset[str] = frozenset()) -> None:
+        self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
+        self.dtype = getattr(aval, "dtype", None)
+        self.size = math.prod(self.shape)
+        self.host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        self.cut: list[tuple[str, ...]] = [()] * len(self.shape)
+        self.axes = set(manual)  # all of the cut's, and those that cannot cut it
+        self.fixed: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation; `None` among its inputs is a literal.
+
+    Attributes:
+      bodies: what it runs, of a loop or a branch.
+      backward: whether it belongs to a derivative's backward pass.
+      again: whether that makes again what the forward pass did not keep.
+      scopes: of a kernel, the named scopes that it was traced under.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    ins: list[Value | None]
+    outs: list[Value]
+    bodies: list["Scope"] = field(default_factory=list)
+    backward: bool = False
+    again: bool = False
+    trips: int = 1
+    scopes: str = ""
+
+    @property
+    def values(self) -> list[Value]:
+        return [v for v in self.ins if v is not None]
+
+
+@dataclass(eq=False)
+class Scope:
+    """Operations in their order, with what they are given and give."""
+
+    ins: list[Value]
+    outs: list[Value | None]
+    ops: list[Op]
+
+
+def open_program(closed: Any, platform: str) -> Scope:
+    """The program of a traced function for one platform ("tpu", "cuda", "cpu")."""
+    jaxpr, consts = open_jaxpr(closed)
+    scope = _Opening(platform).scope(jaxpr, consts)
+    _leave_out(scope, [True] * len(scope.outs))
+    return scope
+
+
+class _Opening:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+        self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
+        self.backward = False  # whether in a call of a backward pass
+        self.again = False  # ... that makes things again
+        self.scopes = ""  # the named scopes around the calls that are open
+        self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
+
+    def value(self, variable: Any) -> Value:
+        return Value(variable.aval, self.manual)
+
+    def scope(self, jaxpr: Any, consts: Sequence[Any] = ()) -> Scope:
+        ins = [self.value(v) for v in jaxpr.invars]
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+        env.update((v, self.value(v)) for v in jaxpr.constvars)
+        ops: list[Op] = []
+        self.run(jaxpr, env, ops, {})
+        return Scope(ins, [env[v] if is_var(v) else None for v in jaxpr.outvars], ops)
+
+    def run(
+        self, jaxpr: Any, env: dict[Any, Any], ops: list[Op], chosen: dict[Any, int | None]
+    ) -> None:
+        """Appends the operations; `chosen` are the branches that the platform takes."""
+        for eqn in jaxpr.eqns:
+            name, params = eqn.primitive.name, eqn.params
+            ins: list[Value | None] = [env[v] if is_var(v) else None for v in eqn.invars]
+            if name == PLATFORM:
+                chosen[eqn.outvars[0]] = self._branch(params["platforms"])
+                env[eqn.outvars[0]] = None
+            elif name == "cond" and (branch := self._taken(eqn, chosen)) is not None:
+                outs = self._inline(params["branches"][branch], ins[1:], ops)
+                env.update(zip(eqn.outvars, outs, strict=True))
+            elif name in CALLS:
+                outside = self.backward, self.again, self.scopes
+                self.backward |= _is_backward(eqn)
+                self.again |= bool(params.get("differentiated"))
+                self.scopes += f"{eqn.source_info.name_stack}/"
+                env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
+                self.backward, self.again, self.scopes = outside
+            elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
+                env.update(zip(eqn.outvars, twin.outs, strict=True))
+            else:
+                new = [self.value(v) for v in eqn.outvars]
+                env.update(zip(eqn.outvars, new, strict=True))
+                ops.append(self._op(eqn, ins, new))
+                if key is not None:
+                    self.made[key] = ops[-1]
+
+    def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
+        name, params = eqn.primitive.name, eqn.params
+        op = Op(
+            name, params, ins, outs, backward=self.backward or _is_backward(eqn), again=self.again
+        )
+        if name == "pallas_call":
+            op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
+        if name == "scan":
+            op.bodies, op.trips = [self.scope(*open_jaxpr(params["jaxpr"]))], params["length"]
+        elif name == "while":
+            op.bodies = [self.scope(*open_jaxpr(params["body_jaxpr"]))]
+        elif name == "cond":
+            op.bodies = [self.scope(*open_jaxpr(branch)) for branch in params["branches"]]
+        return op
+
+    def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
+        params = eqn.params
+        inner = next(params[k] for k in ("call_jaxpr", "jaxpr", "fun_jaxpr") if k in params)
+        if params.get("differentiated") and params.get("prevent_cse"):
+            # What is made again must not be taken for what was made before.
+            again = [self.value(v) for v in eqn.invars]
+            ops.append(Op("optimization_barrier", {}, ins, again))
+            return self._inline(inner, again, ops)
+        if eqn.primitive.name != "shard_map":
+            return self._inline(inner, ins, ops)
+        placed = [self.value(v) for v in eqn.invars]
+        ops.append(Op(PLACED, {"specs": params["in_specs"]}, ins, placed))
+        outside = self.manual
+        self.manual |= frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
+        parts = [self.value(v) for v in open_jaxpr(inner)[0].invars]
+        ops.append(Op(ENTER, {}, list(placed), parts))
+        made = self._inline(inner, parts, ops)
+        self.manual = outside
+        outs = [self.value(v) for v in eqn.outvars]
+        ops.append(Op(LEAVE, {"specs": params["out_specs"]}, made, outs))
+        return list(outs)
+
+    def _inline(
+        self, closed: Any, ins: Sequence[Value | None], ops: list[Op]
+    ) -> list[Value | None]:
+        jaxpr, _ = open_jaxpr(closed)
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
+        env.update((v, self.value(v)) for v in jaxpr.constvars)
+        self.run(jaxpr, env, ops, {})
+        return [env[v] if is_var(v) else None for v in jaxpr.outvars]
+
+    def _branch(self, platforms: Sequence[Sequence[str] | None]) -> int | None:
+        for i, names in enumerate(platforms):
+            if names is None or self.platform in names:
+                return i
+        return None
+
+    def _taken(self, eqn: Any, chosen: Mapping[Any, int | None]) -> int | None:
+        if eqn.params.get("branches_platforms"):
+            return self._branch(eqn.params["branches_platforms"])
+        index = eqn.invars[0]
+        return chosen.get(index) if is_var(index) else None
+
+
+def consts_and_carry(op: Op) -> tuple[int, int]:
+    """How many of a scan's inputs all trips read, and how many one hands to the next."""
+    if "num_carry" in op.params:
+        return op.params["num_consts"], op.params["num_carry"]
+    consts, carry = op.params["ft_in"].unpack()[:2]  # jax 0.12
+    return len(consts), len(carry)
+
+
+def all_ops(scope: Scope) -> Iterator[Op]:
+    for op in scope.ops:
+        yield op
+        for body in op.bodies:
+            yield from all_ops(body)
+
+
+def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
+    """By what two operations of a scope are one; None of those that are never merged."""
+    if eqn.effects or len(eqn.outvars) != 1 or eqn.primitive.name in _NEVER_MERGED:
+        return None
+    given = [
+        v if v is not None else getattr(a, "val", object())
+        for v, a in zip(ins, eqn.invars, strict=True)
+    ]
+    key = (id(ops), eqn.primitive.name, *given, tuple(sorted(eqn.params.items())))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _is_backward(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _leave_out(scope: Scope, read: Sequence[bool]) -> None:
+    """Drops operations whose results nobody reads; an output that is not read is set to None."""
+    scope.outs = [v if on else None for v, on in zip(scope.outs, read, strict=True)]
+    live = {v for v in scope.outs if v is not None}
+    kept = []
+    for op in reversed(scope.ops):
+        wanted = [v in live for v in op.outs]
+        if not any(wanted) and op.outs:
+            continue
+        kept.append(op)
+        if op.name == "scan":
+            _of_scan(op, wanted)
+        elif op.name == "cond":
+            _of_cond(op, wanted)
+        elif op.name == "while":
+            _leave_out(op.bodies[0], [True] * len(op.outs))
+        elif op.name in PAIRWISE:
+            op.ins = [v if on else None for v, on in zip(op.ins, wanted, strict=True)]
+        live.update(op.values)
+    scope.ops = kept[::-1]
+
+
+def _of_scan(op: Op, wanted: list[bool]) -> None:
+    body, (consts, carry) = op.bodies[0], consts_and_carry(op)
+    outs, read = list(body.outs), list(wanted)
+    while True:
+        body.outs = list(outs)
+        ops = body.ops
+        _leave_out(body, read)
+        reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
+        more = [
+            read[i] or (i < carry and body.ins[consts + i] in reached) for i in range(len(read))
+        ]
+        if more == read:
+            break
+        read, body.ops = more, ops
+    used = [v in reached for v in body.ins]
+    for i in range(carry):
+        used[consts + i] |= read[i]
+    op.ins = [v if on else None for v, on in zip(op.ins, used, strict=True)]
+    op.outs = [v if on else _Unread for v, on in zip(op.outs, read, strict=True)]
+
+
+def _of_cond(op: Op, wanted: list[bool]) -> None:
+    used = [True] + [False] * (len(op.ins) - 1)
+    for body in op.bodies:
+        _leave_out(body, wanted)
+        reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
+        for i, v in enumerate(body.ins):
+            used[i + 1] |= v in reached
+    op.ins = [v if on else None for v, on in zip(op.ins, used, strict=True)]
+
+
+_Unread = Value(None)  # stands where a loop gives something that nobody reads

@@ -1,0 +1,82 @@
+"""The step of a program, traced and opened once: what estimates of memory and of time read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxspeed.placement.rows import HOST
+from jaxspeed.planner.memory.bf16_demotion import narrow_values
+from jaxspeed.planner.memory.classify import Kinds
+from jaxspeed.planner.memory.partitioning import cut_all
+from jaxspeed.planner.memory.platform_kernels import as_on
+from jaxspeed.planner.memory.tiles import Sizes
+from jaxspeed.planner.memory.trace_ir import Scope, Value, open_program
+from jaxspeed.train.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A training step as operations loop by loop, each array with the axes over which it is cut.
+
+    Attributes:
+      platform: whose kernels and layouts count: "tpu", "cuda" or "cpu".
+      scope: the operations.
+      state: how many of its inputs are the state, and of its outputs the next one.
+      paths: of its inputs: where each is in (state, batch).
+      in_host: of its inputs: whether it waits in host memory.
+    """
+
+    program: Program
+    batch: Any
+    platform: str
+    scope: Scope
+    state: int
+    paths: Sequence[Any]
+    in_host: Sequence[bool]
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """How many bytes arrays take on a device."""
+        tiled = self.platform == "tpu"
+        narrow = narrow_values(self.scope) if tiled else frozenset()
+        return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda")
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """What its arrays are."""
+        return Kinds(self.scope, self.state, self._vocabularies())
+
+    def _vocabularies(self) -> list[Value]:
+        """The stored copies of parameters with a dim of the vocabulary."""
+        tables = {row.path for row in self.program.table if "vocab" in row.leaf.names}
+        pairs = zip(self.paths, self.scope.ins, strict=True)
+        return [value for path, value in pairs if getattr(path[-1], "key", None) in tables]
+
+
+def read_step(program: Program, batch: Any, platform: str | None = None) -> Step:
+    """The step of a program on any devices, simulated ones too.
+
+    Args:
+      batch: arrays or their shapes, of a whole step.
+      platform: by default the devices'.
+    """
+    own = _platform(program)
+    platform = platform or own
+    given = (program.state, program.abstract_batch(batch))
+    # On the devices themselves JAX keeps the trace for the first step: it is to choose what runs.
+    with as_on("" if platform == own else platform):
+        traced = program.step.trace(*given)
+    scope = open_program(traced.jaxpr, platform)
+    leaves = jax.tree_util.tree_flatten_with_path(given)[0]
+    cut_all(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
+    count = len(jax.tree.leaves(program.state))
+    in_host = [x.sharding.memory_kind == HOST for _, x in leaves]
+    return Step(program, given[1], platform, scope, count, [path for path, _ in leaves], in_host)
+
+
+def _platform(program: Program) -> str:
+    name = program.mesh.devices.flat[0].platform
+    return "cuda" if name == "gpu" else str(name)

@@ -1,0 +1,83 @@
+"""The mesh: its devices drawn with their links, and over which links each axis exchanges."""
+
+from collections.abc import Mapping
+
+from jaxspeed.planner.page import looks
+from jaxspeed.planner.page.figures import Figures
+from jaxspeed.planner.page.markup import Children, Markup, tag
+from jaxspeed.planner.page.nodes import nodes
+from jaxspeed.planner.page.sections import section, table
+from jaxspeed.planner.page.torus_section import torus
+
+# What an axis is for, whatever the stage.
+PURPOSE = {
+    "pipe": "cuts the layers into stages",
+    "replica": "copies of the whole, each with its part of the batch",
+    "data": "cuts the batch; ZeRO cuts state along it",
+    "seq": "cuts the sequence",
+    "expert": "cuts the experts",
+    "tensor": "cuts each layer's products",
+}
+SPEED = {"slice": "outside", "network": "outside"}
+
+
+def mesh(figures: Figures) -> Markup | None:
+    target = figures.get("target")
+    if target is None or target.get("layout") is None:
+        return None
+    drawn = torus(figures) if target["topology"] else nodes(figures)
+    return section("mesh", "Mesh", _lead(figures), tag("div", drawn, _axes(figures), cls="beside"))
+
+
+def _lead(figures: Figures) -> Children:
+    axes = [axis for axis, size in figures.get("mesh").items() if size > 1]
+    counted = [[figures.shown("count", "mesh", axis), f" {axis}"] for axis in axes]
+    product = [part for each in counted for part in (" × ", each)][1:]
+    said = [figures.shown("count", "devices", "count"), " devices"]
+    return [*said, *([" = ", product] if product else []), "."]
+
+
+def _axes(figures: Figures) -> Markup | None:
+    layout: Mapping[str, Mapping[str, int]] = figures.get("target", "layout")
+    if not layout:
+        return None
+
+    def row(axis: str) -> Markup:
+        return tag(
+            "tr",
+            tag("th", tag("i", cls=f"dot {looks.AXES[axis]}"), axis, scope="row"),
+            tag("td", figures.shown("count", "mesh", axis), cls="r"),
+            tag("td", _along(figures, axis)),
+            tag("td", PURPOSE[axis], cls="purpose"),
+        )
+
+    heads = ("axis", "r size", "over", "what it does")
+    return table(heads, [row(axis) for axis in layout], "axes")
+
+
+def _along(figures: Figures, axis: str) -> Children:
+    """Over which links, and how fast one is in one direction."""
+    said: list[Children] = []
+    for link in figures.get("target", "layout", axis):
+        speed = SPEED.get(link, "link")
+        name = link_name(figures, link)
+        count = figures.shown("count", "target", "layout", axis, link)
+        rate: Children = [", ", figures.shown("bytes a second", "target", speed)]
+        if link == "core":
+            rate = None
+        said.append(tag("div", count, f" {name}", rate))
+    return said
+
+
+def link_name(figures: Figures, link: str) -> str:
+    """A kind of link in words."""
+    topology = figures.get("target", "topology")
+    if link in "xyz":
+        ring = figures.get("target", "wraps")["xyz".index(link)]
+        return f"along {link}{' (a ring)' if ring and topology['xyz'.index(link)] > 2 else ''}"
+    return {
+        "core": "cores of a chip",
+        "slice": "slices, over the network",
+        "node": "inside a node",
+        "network": "nodes, over the network",
+    }[link]

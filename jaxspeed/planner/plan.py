@@ -1,0 +1,238 @@
+"""What a config would train, told without making an array of its model."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from jaxspeed.hardware.targets import Target
+from jaxspeed.hlo import CompiledReport
+from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.parameter_server import ServedProgram
+from jaxspeed.pipeline import PipelineReport
+from jaxspeed.placement import show
+from jaxspeed.planner.compile.outcome import Outcome
+from jaxspeed.planner.memory import Memory
+from jaxspeed.planner.page import page_of
+from jaxspeed.planner.search.advice import Advice
+from jaxspeed.planner.search.result import SearchResult
+from jaxspeed.planner.time import Time
+from jaxspeed.planner.time.torus import layout_of
+from jaxspeed.remat.residual_report import ResidualReport
+from jaxspeed.run.opening import m_against_n, on_what
+from jaxspeed.train.program import Program
+
+WIDTH = 80  # of the plan as text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program of a config, and what its step costs; it prints itself."""
+
+    program: Program
+    pipeline: PipelineReport | None  # where the mesh has stages
+    compiled: CompiledReport | None  # where it was compiled
+    transfer: Transfer | None = None  # where anything waits in host memory
+    kept: ResidualReport | None = None  # where the config says what units keep
+    target: Target | None = None  # where it is for devices that need not be here
+    outcome: Outcome | None = None  # of compiling for the target
+    memory: Memory | None = None  # estimated, for a target
+    time: Time | None = None  # estimated, for a target
+    run_tokens: float | None = None  # for which device-hours are told
+    advice: Advice | None = None  # where it does not fit a target
+    search: SearchResult | None = None  # among configs like it
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits a device of the target, where its compiler was asked."""
+        if self.search and self.search.proved is not None:
+            return self.search.proved
+        return self.outcome.fits(self.target) if self.outcome and self.target else None
+
+    def __rich__(self) -> Group:
+        program, compiled, target = self.program, self.compiled, self.target
+        axes, roles = self._axes(), program.table.bytes_by_role()
+        temporary = compiled.temp_bytes if compiled else None
+        parts: list[Any] = [
+            Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
+            show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
+            Text(m_against_n(program, temporary, target)),
+        ]
+        if self.memory and target:
+            parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
+        if self.time:
+            parts.append(Group(self.time, Text(self._hours(self.time))))
+        if self.pipeline:
+            parts.append(self.pipeline.chart() if compiled else self.pipeline)
+        if compiled:
+            parts.append(compiled)
+        else:
+            parts += [each for each in (self.kept, self.transfer) if each]
+        if self.outcome:
+            parts.append(Text("\n".join([*self._verdict(self.outcome), *self._kept()])))
+        if self.search:
+            parts.append(self.search)
+        return Group(*[each for part in parts for each in (part, Text())][:-1])
+
+    def __str__(self) -> str:
+        return show.as_text(self, WIDTH)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as plain numbers and words, bytes in bytes."""
+        table, device = self.program.table, self.program.devices[0]
+        roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
+        chip = self.target.chip if self.target else None
+        return {
+            "model": self._model(),
+            "target": self.target and _figures_of(self.target, self.program.mesh.shape),
+            "mesh": dict(self.program.mesh.shape),
+            "devices": {
+                "count": len(self.program.devices),
+                "platform": chip.platform if chip else device.platform,
+                "kind": chip.kind if chip else device.device_kind,
+                "simulated": (chip or device).platform == "cpu",
+            },
+            "batch": asdict(self.program.batch),
+            "stage": table.stage,
+            "state": {
+                role: {
+                    "bytes": whole,
+                    "bytes_per_device": part,
+                    "host_bytes_per_device": in_host.get(role, 0),
+                }
+                for role, (whole, part) in roles
+            },
+            "memory": self.memory and self.target and self._memory_figures(),
+            "time": self.time and self._time_figures(self.time),
+            "advice": self.advice and self.advice.figures(),
+            "search": self.search and self.search.figures(),
+            "kept": self.kept and self.kept.figures(),
+            "transfer": self.transfer and self.transfer.figures(),
+            "server": _server(self.program),
+            "pipeline": self.pipeline and self.pipeline.figures(),
+            "compiled": self.compiled and self.compiled.figures(),
+            "outcome": self.outcome and self.target and self.outcome.figures(self.target),
+        }
+
+    def html(self) -> str:
+        """All of it as one page that needs nothing else."""
+        return page_of(self.figures())
+
+    def _model(self) -> dict[str, Any]:
+        config, rows = self.program.config, list(self.program.table)
+        named = config.model
+        return {
+            "name": (named.preset or named.family or named.factory) if named else None,
+            "parameters": sum(math.prod(row.leaf.shape) for row in rows),
+            "dtype": config.compute_dtype,
+        }
+
+    def _expected(self, memory: Memory, target: Target) -> list[str]:
+        """M against N by the estimate, and against the compiler's M where there is one."""
+        chip, word = target.chip, memory.on(target.chip.memory)
+        of = (
+            f"{show.bytes_text(memory.device)} of the {show.bytes_text(chip.memory)} of {chip.name}"
+        )
+        said = {
+            "fits": f"expected to fit: {of}",
+            "tight": f"tight: {of}, less room than the estimate may be wrong by; --compile tells",
+            "does not fit": f"not expected to fit: {of}",
+        }
+        lines = [said[word]]
+        if self.advice and not self.outcome:
+            lines += self.advice.lines()
+        compiled = self.outcome.device_bytes if self.outcome else None
+        if compiled:
+            apart = memory.device / compiled - 1
+            lines.append(f"the compiler: {show.bytes_text(compiled)}; the estimate is {apart:+.1%}")
+        return lines
+
+    def _memory_figures(self) -> dict[str, Any]:
+        assert self.memory and self.target
+        return {**self.memory.figures(), "verdict": self.memory.on(self.target.chip.memory)}
+
+    def _tokens(self, time: Time) -> float:
+        """Of the run that hours are told for: as asked, else the config's steps."""
+        return self.run_tokens or (self.program.config.run.steps or 0) * time.tokens
+
+    def _hours(self, time: Time) -> str:
+        tokens = self._tokens(time)
+        if not tokens:
+            return "(--tokens tells the device-hours of a run)"
+        hours = time.device_hours(tokens)
+        days = hours / time.devices / 24
+        return f"{tokens:.3g} {time.unit}: {hours:,.0f} device-hours, {days:,.1f} days"
+
+    def _time_figures(self, time: Time) -> dict[str, Any]:
+        tokens = self._tokens(time)
+        hours = time.device_hours(tokens) if tokens else None
+        return {**time.figures(), "run": {"tokens": tokens or None, "device_hours": hours}}
+
+    def _verdict(self, outcome: Outcome) -> list[str]:
+        """Whether it fits, and if not, what would help."""
+        assert self.target is not None
+        chip, needed = self.target.chip, outcome.device_bytes
+        has = f"{show.bytes_text(chip.memory)} of {chip.name}"
+        took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
+        if not outcome.fits_device(self.target):
+            what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
+            said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
+            advice = self.advice.lines() if self.advice else []
+            return [f"does not fit: it needs {what} {has}; {took}", *advice, *said]
+        assert needed is not None
+        share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
+        if not outcome.host_bytes:
+            return [f"fits: {share}, {took}"]
+        host = show.bytes_text(outcome.host_bytes)
+        there = f"{show.bytes_text(chip.host_memory)} that its host has for it"
+        if outcome.fits(self.target):
+            return [f"fits: {share}, and {host} of the {there}, {took}"]
+        return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
+
+    def _kept(self) -> list[str]:
+        kept = self.outcome.kept if self.outcome else None
+        return [f"kept: a run with run.executable={kept} compiles no step"] if kept else []
+
+    def _axes(self) -> dict[str, int]:
+        return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
+
+    def _batch(self) -> str:
+        batch, ranks = self.program.batch, self.program.ranks
+        return (
+            f"batch  {batch.train} samples: {batch.micro} of a data rank and micro-batch, "
+            f"x {batch.accumulation} micro-batches x {ranks} ranks"
+        )
+
+
+def _server(program: Program) -> dict[str, Any] | None:
+    """Of a parameter server: who there is, and what each worker sends and gets of a version."""
+    if not isinstance(program, ServedProgram):
+        return None
+    return {
+        "servers": program.mesh.size,
+        "workers": program.ranks,
+        "bytes_down": program.bytes_down,
+        "bytes_up": program.bytes_up,
+    }
+
+
+def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
+    chip = target.chip
+    return {
+        "name": str(target),
+        "chip": target.chip.name,
+        "count": target.count,
+        "topology": list(target.topology),
+        "slices": target.slices,
+        "node": target.node,
+        "memory": chip.memory,
+        "host_memory": chip.host_memory,
+        "link": chip.link,
+        "outside": chip.outside,
+        "host_link": chip.host_link,
+        "wraps": list(target.wraps),
+        "layout": layout_of(target, sizes),
+    }

@@ -1,0 +1,91 @@
+"""What a search is told of a choice by an estimate, and why one loses to another."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspeed.placement.show import bytes_text
+from jaxspeed.planner.memory.components import Verdict
+from jaxspeed.planner.time.step_time import seconds_text
+
+# Of an estimate's parts.
+COMPUTE, MEMORY, PIPELINE = "compute", "memory", "pipeline"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one choice.
+
+    Attributes:
+      device, host: bytes that a device needs.
+      device_limit, host_limit: that it has.
+      fits: with head room, both.
+      seconds: of a step.
+      tokens_per_second, mfu: of all devices.
+      parts: seconds that add up to the step: compute, memory, pipeline, and each exchange that
+        compute does not hide, by what is exchanged.
+      refused: why there is no such program; then all else is zero.
+      unit: of what is counted a second: samples where they have no sequence.
+    """
+
+    device: int = 0
+    host: int = 0
+    device_limit: int = 0
+    host_limit: int = 0
+    fits: Verdict = "does not fit"
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    mfu: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    refused: str | None = None
+    unit: str = "tokens"
+
+    @property
+    def over(self) -> float:
+        """By what factor it needs more than there is; below 1 where it has room."""
+        return max(self.device / self.device_limit, self.host / self.host_limit)
+
+
+def why_lost(lost: Estimate, best: Estimate) -> str:
+    """In words."""
+    if lost.refused:
+        return lost.refused
+    if lost.fits == "does not fit":
+        if lost.host > lost.host_limit:
+            return f"needs {_of(lost.host, lost.host_limit)} of host memory"
+        return f"needs {_of(lost.device, lost.device_limit)}"
+    if lost.fits == "tight" and best.fits == "fits":
+        return f"too little head room: {_of(lost.device, lost.device_limit)}"
+    more = {
+        name: seconds - best.parts.get(name, 0.0)
+        for name, seconds in lost.parts.items()
+        if seconds > best.parts.get(name, 0.0)
+    }
+    apart = lost.seconds - best.seconds
+    if not more or apart <= 0.005 * best.seconds:
+        return "as fast within half a percent" if apart > 0 else "as fast"
+    name = max(more, key=lambda name: more[name])
+    if name == PIPELINE:
+        return f"waits {lost.parts[name] / lost.seconds:.0%} in the pipeline"
+    what = {COMPUTE: "computes", MEMORY: "waits for device memory"}.get(name, f"{name} take")
+    return f"{what} {seconds_text(more[name])} more"
+
+
+def _of(needs: int, has: int) -> str:
+    """93 GB of 80: with more digits where they would not tell two apart."""
+    unit = bytes_text(has).split()[-1]
+    scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}[unit]
+    digits = 0 if abs(needs - has) >= scale and has / scale >= 10 else 1
+    return f"{needs / scale:.{digits}f} {unit} of {has / scale:.{digits}f}"
+
+
+def figures(estimate: Estimate) -> dict[str, Any]:
+    """As plain numbers and words, as a plan's JSON has them."""
+    return {
+        "device_bytes": estimate.device,
+        "host_bytes": estimate.host,
+        "seconds": estimate.seconds,
+        "tokens_per_second": estimate.tokens_per_second,
+        "mfu": estimate.mfu,
+        "fits": estimate.fits,
+    }

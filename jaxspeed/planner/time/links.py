@@ -1,0 +1,144 @@
+"""Over what an exchange goes, and how long it takes there alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxspeed.hardware.targets import Target
+from jaxspeed.placement.mesh import AXES
+from jaxspeed.planner.time.collective_op import Moved, sent
+from jaxspeed.planner.time.torus import placed_on
+
+LINKS, NETWORK, HOST = "links", "network", "host"
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the devices of a group stand.
+
+    Attributes:
+      inside: how many share links (a slice, a node).
+      across: over how many slices or nodes they are.
+      lanes: links of a device over which a ring sends at once; 0 where `inside` is 1.
+      hops: from one end of the group inside to the other.
+    """
+
+    inside: int
+    across: int
+    lanes: float
+    hops: int
+
+
+class Links:
+    """The links of a target under a mesh.
+
+    Args:
+      sizes: of all axes of the mesh.
+    """
+
+    def __init__(self, target: Target, sizes: Mapping[str, int]) -> None:
+        self.target, self.sizes = target, dict(sizes)
+        self._routes: dict[tuple[str, ...], Route] = {}
+
+    def route(self, axes: Sequence[str]) -> Route:
+        key = tuple(axes)
+        if key not in self._routes:
+            self._routes[key] = self._find(key)
+        return self._routes[key]
+
+    def link(self, moved: Moved) -> str:
+        """What it is bound by."""
+        if not moved.axes:
+            return HOST
+        return NETWORK if self.route(moved.axes).across > 1 else LINKS
+
+    def seconds(self, moved: Moved, latency: bool = True) -> float:
+        """Of one run; without `latency` it goes with another."""
+        chip = self.target.chip
+        if not moved.axes:
+            return moved.payload / (chip.host_link * chip.reached["host"])
+        route = self.route(moved.axes)
+        if moved.kind == "permute":
+            return self._message(moved, route)
+        within = self._within(moved, route, latency)
+        if route.across == 1:
+            return within
+        across = self._across(moved, route, latency)
+        # NCCL's rings go through nodes and network at once; slices of TPUs do one after the other.
+        return max(within, across) if chip.platform == "cuda" else within + across
+
+    def _within(self, moved: Moved, route: Route, latency: bool) -> float:
+        chip = self.target.chip
+        if route.inside == 1:
+            return 0.0
+        rate = chip.link * chip.reached["links"] * route.lanes
+        turns = (2 if moved.kind == "all-reduce" else 1) * latency
+        bytes_ = sent(moved, route.inside)
+        if moved.kind == "all-to-all" and chip.torus_dims:
+            # Half of a ring's bytes cross its middle, over all hops on the way.
+            bytes_ *= max(route.hops, 1) / 2
+        return bytes_ / rate + turns * self._latency(route)
+
+    def _latency(self, route: Route) -> float:
+        """Of a message all the way round: by hop on a torus, once through a switch."""
+        chip = self.target.chip
+        return chip.hop["links"] * (route.hops if chip.torus_dims else 1)
+
+    def _across(self, moved: Moved, route: Route, latency: bool) -> float:
+        """Each device sends its part of what its slice or node has to the others."""
+        chip = self.target.chip
+        turns = (2 if moved.kind == "all-reduce" else 1) * latency
+        steps = math.ceil(math.log2(route.across))
+        bytes_ = sent(moved, route.across) / route.inside
+        rate = chip.outside * chip.reached["outside"]
+        return bytes_ / rate + turns * steps * chip.hop["outside"]
+
+    def _message(self, moved: Moved, route: Route) -> float:
+        chip = self.target.chip
+        if route.across > 1:
+            return moved.payload / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
+        return moved.payload / (chip.link * chip.reached["links"]) + chip.hop["links"]
+
+    # -- where devices stand ---------------------------------------------------------------------
+
+    @cached_property
+    def _places(self) -> list[tuple[int, ...]]:
+        """Of each device in the mesh's order: (slice or node, then coordinates inside)."""
+        return placed_on(self.target, self.sizes)
+
+    def _find(self, axes: tuple[str, ...]) -> Route:
+        group = self._group(axes)
+        places = [self._places[i] for i in group]
+        across = len({place[0] for place in places})
+        inside = len(places) // across
+        if inside == 1:
+            return Route(1, across, 0, 0)
+        if not self.target.topology:
+            return Route(inside, across, 1, inside - 1)
+        first = [place[1:] for place in places if place[0] == places[0][0]]
+        return self._on_torus(first, across)
+
+    def _on_torus(self, places: list[tuple[int, ...]], across: int) -> Route:
+        """Along each dim of the torus that the group takes, rings go both ways where it is closed;
+        along a part of a dim the last has nobody to send on to."""
+        lanes, hops = 0.0, 0
+        for d, size in enumerate(self.target.topology):
+            extent = len({place[d] for place in places})
+            if extent == 1:
+                continue
+            closed = extent == size and self.target.wraps[d] and size > 2
+            lanes += 2 if closed else 1
+            hops += extent // 2 if closed else extent - 1
+        return Route(len(places), across, max(lanes, 1), max(hops, 1))
+
+    def _group(self, axes: tuple[str, ...]) -> list[int]:
+        """The devices of the first group, as indices of the mesh."""
+        strides, step = {}, 1
+        for axis in reversed(AXES):
+            strides[axis] = step
+            step *= self.sizes[axis]
+        group = [0]
+        for axis in axes:
+            group = [g + k * strides[axis] for g in group for k in range(self.sizes[axis])]
+        return group

@@ -1,0 +1,109 @@
+"""When the operations of a scope run: on the device's units, and beside them on its links.
+
+What a compiler's scheduler may do, and no more: an operation starts once what it reads is there, an
+exchange runs beside the operations that do not wait for it. Operations go in the program's order,
+and where one waits, the next that need not wait goes ahead. A trip of a loop begins when the one
+before has ended.
+"""
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxspeed.planner.memory.trace_ir import Scope, Value
+
+UNITS = "units"
+
+
+@dataclass
+class Task:
+    """Something that takes time: on `UNITS`, or on a link."""
+
+    on: str
+    seconds: float
+
+
+@dataclass
+class Flow:
+    """How a scope ran.
+
+    Attributes:
+      seconds: from its begin to its end.
+      waited: by the index of an operation (its exchange), the seconds that units waited for it.
+    """
+
+    seconds: float = 0.0
+    waited: dict[int, float] = field(default_factory=dict)
+
+
+def flow(scope: Scope, tasks: Sequence[Sequence[Task]]) -> Flow:
+    """Runs a scope; `tasks[i]` are those of operation i, in turn: its exchanges, then its work."""
+    readers: dict[Value, list[int]] = defaultdict(list)
+    for i, op in enumerate(scope.ops):
+        for v in set(op.values):
+            readers[v].append(i)
+    made = {v for op in scope.ops for v in op.outs}
+    missing = [len({v for v in op.values if v in made}) for op in scope.ops]
+    queues: dict[str, list[int]] = defaultdict(list)
+    stage = [0] * len(scope.ops)  # which of its tasks is next
+    running: list[tuple[float, int, str]] = []  # (end, operation, on)
+    busy: set[str] = set()
+    spans: list[tuple[float, float, int]] = []  # of exchanges
+    idle: list[tuple[float, float]] = []
+    now = units_free = 0.0
+
+    def ready(i: int) -> None:
+        done: list[int] = [i]
+        while done:
+            j = done.pop()
+            if stage[j] < len(tasks[j]):
+                heapq.heappush(queues[tasks[j][stage[j]].on], j)
+                continue
+            for out in scope.ops[j].outs:
+                for reader in readers.get(out, ()):
+                    missing[reader] -= 1
+                    if missing[reader] == 0:
+                        done.append(reader)
+
+    for i, count in enumerate(missing):
+        if count == 0:
+            ready(i)
+    while True:
+        for on, queue in queues.items():
+            if queue and on not in busy:
+                i = heapq.heappop(queue)
+                seconds = tasks[i][stage[i]].seconds
+                if on == UNITS:
+                    if now > units_free:
+                        idle.append((units_free, now))
+                    units_free = now + seconds
+                else:
+                    spans.append((now, now + seconds, i))
+                busy.add(on)
+                heapq.heappush(running, (now + seconds, i, on))
+        if not running:
+            break
+        now, i, on = heapq.heappop(running)
+        busy.discard(on)
+        stage[i] += 1
+        ready(i)
+    if now > units_free:
+        idle.append((units_free, now))
+    return Flow(now, _waited(idle, spans))
+
+
+def _waited(
+    idle: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float, int]]
+) -> dict[int, float]:
+    """Each idle moment is shared by the exchanges that run in it."""
+    found: dict[int, float] = defaultdict(float)
+    for start, end in idle:
+        over = [(max(a, start), min(b, end), i) for a, b, i in spans if a < end and b > start]
+        times = sorted({t for a, b, _ in over for t in (a, b)})
+        for left, right in itertools.pairwise(times):
+            at = [i for a, b, i in over if a <= left and b >= right]
+            for i in at:
+                found[i] += (right - left) / len(at)
+    return dict(found)

@@ -1,0 +1,229 @@
+"""The time of a step on a target: its work, its exchanges, and what of them runs at once."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxspeed.hardware.targets import Target
+from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
+from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.planner.memory.materialization import ScopeAnalysis
+from jaxspeed.planner.memory.tiles import local_shape
+from jaxspeed.planner.memory.trace_ir import Scope, Value
+from jaxspeed.planner.memory.traced_step import Step, read_step
+from jaxspeed.planner.time.collective_op import Moved, sent
+from jaxspeed.planner.time.infer_collectives import traffic
+from jaxspeed.planner.time.links import Links
+from jaxspeed.planner.time.op_cost import works
+from jaxspeed.planner.time.overlap import UNITS, Task, flow
+from jaxspeed.planner.time.step_time import Exchange, Time
+from jaxspeed.train.program import Program
+
+COMBINED = 1 << 20  # bytes below which exchanges of one kind and axes go together
+
+
+def time_of(program: Program, batch: Any, target: Target) -> Time:
+    """How long a step takes on the target, by what.
+
+    Args:
+      program: on as many devices, simulated ones too.
+      batch: arrays or their shapes, of a whole step.
+    """
+    return time_in(read_step(program, batch, target.chip.platform), target)
+
+
+def time_in(step: Step, target: Target) -> Time:
+    """As `time_of`, of a step that was read."""
+    clock = _Clock(step, target)
+    clock.run(ScopeAnalysis(step.scope, step.sizes, (), 0, {}), 1)
+    return clock.time()
+
+
+class _Clock:
+    def __init__(self, step: Step, target: Target) -> None:
+        self.step, self.target = step, target
+        self.links = Links(target, dict(step.program.mesh.shape))
+        self.at: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+        found = traffic(step.scope, step.sizes, step.kinds, step.state)
+        self.seconds = _alone(found, self.links)
+        self.moved = found
+        for moved in found:
+            self.at[id(moved.scope), id(moved.op)].append(moved)
+        self.exposed: dict[int, float] = defaultdict(float)
+        self.compute = self.memory = self.bubble = 0.0
+
+    # -- scope by scope --------------------------------------------------------------------------
+
+    def run(self, walk: ScopeAnalysis, runs: int, busy: float = 1.0) -> float:
+        """Seconds of one run of a scope; its parts are added up. `busy` is the share of its runs
+        in which a stage of a pipeline has work."""
+        walk.settle()
+        chip, scope = self.target.chip, walk.scope
+        tasks: list[list[Task]] = []
+        own = works(walk, self.step.sizes, chip)
+        for op, work in zip(scope.ops, own, strict=True):
+            at = self.at.get((id(scope), id(op)), [])
+            sends = {True: [], False: []}  # type: ignore[var-annotated]
+            for moved in at:
+                task = Task(self.links.link(moved), self.seconds[id(moved)])
+                sends[moved.before].append(task)
+            if op.bodies:
+                share = busy * (1 - self._idle(op.bodies))
+                seconds = max(self._inside(walk, op, runs, share))
+            else:
+                seconds = work.seconds
+                self.compute += work.compute * runs * busy
+                self.memory += (seconds - work.compute) * runs * busy
+            tasks.append([*sends[True], Task(UNITS, seconds), *sends[False]])
+        ran = flow(scope, tasks)
+        for i, waited in ran.waited.items():
+            of = self.at[id(scope), id(scope.ops[i])]
+            whole = sum(self.seconds[id(m)] for m in of) or 1.0
+            for moved in of:
+                self.exposed[id(moved)] += waited * runs * busy * self.seconds[id(moved)] / whole
+        return ran.seconds
+
+    def _inside(self, walk: ScopeAnalysis, op: Any, runs: int, busy: float) -> list[float]:
+        """Seconds of all trips of each of its bodies."""
+        found = []
+        for body in op.bodies:
+            trips = max(op.trips, 1)
+            if op.name == "scan":
+                walk.hand_origins(op.ins, body.ins)
+            inner = ScopeAnalysis(body, self.step.sizes, (), walk.depth + 1, walk.origins)
+            seconds = self.run(inner, runs * trips, busy) * trips
+            if busy < 1 and self._idle([body]):
+                self.bubble += seconds * (1 - busy) * runs
+            found.append(seconds)
+        return found or [0.0]
+
+    def _idle(self, bodies: Iterable[Scope]) -> float:
+        """The share of a pipeline's ticks in which a stage waits, of a loop over ticks."""
+        pipeline = self.step.program.pipeline
+        if pipeline is None:
+            return 0.0
+        ticks = any(
+            op.name == "ppermute" and "pipe" in str(op.params["axis_name"])
+            for body in bodies
+            for op in body.ops
+        )
+        return pipeline.schedule(self.step.program.batch.accumulation).bubble if ticks else 0.0
+
+    # -- telling ---------------------------------------------------------------------------------
+
+    def time(self) -> Time:
+        exchanges = tuple(_told(self.moved, self.seconds, self.exposed, self.links, self.step))
+        exposed = sum(e.exposed for e in exchanges)
+        program, target = self.step.program, self.target
+        flops, tokens = model_flops(self.step)
+        return Time(
+            compute=self.compute,
+            memory=self.memory,
+            exchanges=exchanges,
+            bubble=self.bubble,
+            step=self.compute + self.memory + self.bubble + exposed,
+            devices=target.count,
+            tokens=tokens,
+            unit=f"{flops.item}s",
+            model_flops=flops.per_item * tokens,
+            formula=flops.formula,
+            peak=_peak(program, target),
+        )
+
+
+def _alone(found: Sequence[Moved], links: Links) -> dict[int, float]:
+    """Seconds of a run of each. Small ones go with the largest of a kind: compilers combine."""
+    largest: dict[Any, Moved] = {}
+    for moved in found:
+        key = (id(moved.scope), moved.kind, moved.axes)
+        if key not in largest or moved.payload > largest[key].payload:
+            largest[key] = moved
+    seconds = {}
+    for moved in found:
+        key = (id(moved.scope), moved.kind, moved.axes)
+        pays = moved is largest[key] or moved.payload >= COMBINED or moved.kind == "permute"
+        seconds[id(moved)] = links.seconds(moved, latency=pays)
+    return seconds
+
+
+def _told(
+    found: Sequence[Moved],
+    seconds: Mapping[int, float],
+    exposed: Mapping[int, float],
+    links: Links,
+    step: Step,
+) -> Iterable[Exchange]:
+    groups: dict[Any, list[Moved]] = defaultdict(list)
+    for moved in found:
+        groups[moved.kind, moved.axes, moved.what, links.link(moved)].append(moved)
+    mesh = step.sizes.mesh
+    for (kind, axes, what, link), group in groups.items():
+        ways = 1
+        for axis in axes:
+            ways *= mesh[axis]
+        yield Exchange(
+            kind,
+            axes,
+            what,
+            link,
+            bytes=int(sum(sent(m, ways) * m.runs for m in group)),
+            runs=sum(m.runs for m in group),
+            seconds=sum(seconds[id(m)] * m.runs for m in group),
+            exposed=sum(exposed.get(id(m), 0.0) for m in group),
+            formula=_formula(group, mesh),
+        )
+
+
+def _formula(group: Sequence[Moved], mesh: Mapping[str, int]) -> str:
+    """`32 x bf16[4096,14336] + ...`: how often, and what a device has of it, the largest first."""
+    terms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for m in group:
+        shape = ",".join(map(str, local_shape(m.value, mesh)))
+        name = f"{_short(m.value)}[{shape}]"
+        terms[name][0] += m.runs
+        terms[name][1] += m.runs * m.payload
+    most = sorted(terms.items(), key=lambda item: -item[1][1])
+    said = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
+    return " + ".join([*said, *(["..."] if len(most) > 3 else [])])
+
+
+def _short(value: Value) -> str:
+    return str(value.dtype).replace("bfloat", "bf").replace("float", "f").replace("int", "s")
+
+
+def model_flops(step: Step) -> tuple[ModelFlops, int]:
+    """(what the model itself computes for a token or sample, how many of them a step has)."""
+    program, batch = step.program, step.batch
+    samples = program.batch.train
+    sizes = family_sizes(program.config)
+    if sizes is not None and "tokens" in batch:
+        length = batch["tokens"].shape[1] - 1
+        found = language_flops(sizes, [row.leaf for row in program.table], length)
+        if found is not None:
+            return found, samples * length
+
+    def loss(sources: Any, variables: Any, batch: Any) -> Any:
+        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
+        return program.objective.loss_fn(bound, batch)
+
+    parameters = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
+    }
+    few = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (program.batch.micro, *x.shape[1:]) if x.shape else (), x.dtype
+        ),
+        batch,
+    )
+    args = (parameters, program.model.variables, few)
+    return traced_flops(loss, *args, samples=program.batch.micro), samples
+
+
+def _peak(program: Program, target: Target) -> float:
+    """Of the dtype in which the model computes."""
+    flops, config = target.chip.flops, program.config
+    if config.fp16.enabled and "fp16" in flops:
+        return flops["fp16"]
+    return flops["bf16"]

@@ -1,0 +1,139 @@
+"""Whether the links of a TPU slice can hold a mesh, without its compiler."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxspeed.errors import PlacementError
+from jaxspeed.hardware.targets import Target
+from jaxspeed.placement.mesh import AXES, laid_out
+
+_TRIES, _SHOWN = 60, 4
+
+
+@dataclass(frozen=True)
+class _Standin:
+    """What JAX asks of a device when it lays out a mesh."""
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int
+    process_index: int
+    slice_index: int
+
+
+def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
+    """PlacementError with the nearest meshes that would do, unless the target can hold this one.
+
+    Args:
+      target: devices that need not be here.
+      sizes: of all axes.
+    """
+    if not target.topology:
+        return
+    devices = _standins(target)
+    if _holds(sizes, devices):
+        return
+    near = itertools.islice(_nearest(sizes), _TRIES)
+    works = [_shown(other) for other in near if _holds(other, devices)][:_SHOWN]
+    hint = f"; these can be: {'; '.join(works)}" if works else ""
+    raise PlacementError(
+        f"mesh: {_shown(sizes)} cannot be laid out on {target}, where each axis takes whole dims "
+        f"of the torus{hint}"
+    )
+
+
+def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
+    """Whether the target can lay out this mesh."""
+    return not target.topology or _holds(sizes, _standins(target))
+
+
+def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """Where each device of a mesh stands, in the mesh's order: its slice or node, and on a torus
+    its coordinates there."""
+    if not target.topology:
+        return [(i // target.node,) for i in range(target.count)]
+    mesh = laid_out(tuple(sizes[axis] for axis in AXES), _standins(target))
+    dims = len(target.topology)
+    return [(device.slice_index, *device.coords[:dims]) for device in mesh.flat]
+
+
+def _standins(target: Target) -> list[_Standin]:
+    chip, dims = target.chip, (*target.topology, 1)[:3]
+    places = itertools.product(*map(range, reversed(dims)))
+    each = itertools.product(range(target.slices), places, range(chip.per_chip))
+    return [
+        _Standin(i, chip.platform, chip.kind, tuple(reversed(place)), core, 0, which)
+        for i, (which, place, core) in enumerate(each)
+    ]
+
+
+def _holds(sizes: Mapping[str, int], devices: list[_Standin]) -> bool:
+    try:
+        laid_out(tuple(sizes[axis] for axis in AXES), devices)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Meshes of as many devices over the same axes and `data`, those that differ least first."""
+    used = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
+    total = math.prod(sizes.values())
+
+    def apart(other: tuple[int, ...]) -> float:
+        return sum(abs(math.log(n / sizes[axis])) for axis, n in zip(used, other))
+
+    for other in sorted(_factored(total, len(used)), key=apart):
+        yield {**sizes, **dict(zip(used, other))}
+
+
+def _factored(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    if count == 1:
+        yield (total,)
+        return
+    for first in (n for n in range(1, total + 1) if total % n == 0):
+        yield from ((first, *rest) for rest in _factored(total // first, count - 1))
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+# -- along which links of a target each axis of a mesh lies ---------------------------------------
+
+DIMS = ("x", "y", "z")  # of a torus
+
+
+def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Of each axis longer than one: how many places it takes along each kind of link.
+
+    The links are the dims of a torus (`x`, `y`, `z`), `core` within its chips and `slice` between
+    tori; of GPUs `node` within a node and `network` between nodes. `data 16` on v5p:4x4x8 may be
+    `{"x": 4, "y": 4}`.
+
+    Args:
+      target: devices that can hold the mesh.
+      sizes: of all axes.
+    """
+    shape = tuple(sizes[axis] for axis in AXES)
+    placed = np.array(placed_on(target, sizes)).reshape(*shape, -1)
+    found = {}
+    for number, axis in enumerate(AXES):
+        if sizes[axis] > 1:
+            first = tuple(slice(None) if i == number else 0 for i in range(len(AXES)))
+            outside, *dims = (len(set(places)) for places in placed[first].T.tolist())
+            inside = sizes[axis] // outside // math.prod(dims)  # at one and the same place
+            links = {**dict(zip(DIMS, dims)), _INSIDE[bool(dims)]: inside}
+            links[_OUTSIDE[bool(dims)]] = outside
+            found[axis] = {link: n for link, n in links.items() if n > 1}
+    return found
+
+
+_INSIDE = {True: "core", False: "node"}  # by whether there is a torus
+_OUTSIDE = {True: "slice", False: "network"}

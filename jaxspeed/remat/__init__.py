@@ -1,0 +1,1 @@
+"""Activation rematerialization: policies, budgets, and what they cost."""

@@ -1,0 +1,118 @@
+"""What a run leaves to look at: the loss curve, a sample of text, where things lie."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.metrics import draw_loss, from_json, sparkline
+from jaxspeed.run.sampling import sample_text
+from jaxspeed.run.trainer import Trainer
+
+log = logging.getLogger("jaxspeed")
+Curve = list[tuple[int, float]]
+
+
+def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:
+    """Prints it, draws `loss.png`, and returns it for programs. `again` continues the run.
+
+    The run is over and saved, so what fails here is a warning.
+    """
+    folder, reached = trainer.folder, trainer.reached
+    newest = trainer.checkpointer.latest()
+    text = _sample(trainer) if trainer.stopped_by is None else None
+    found = {
+        "steps": reached.step,
+        "stopped_by": trainer.stopped_by,
+        "train_loss": reached.train_loss,
+        "eval_loss": reached.eval_loss,
+        "unigram_entropy": trainer.corpus.unigram_entropy,
+        "checkpoint": str(trainer.checkpointer.folder / newest) if newest else None,
+        "metrics": str(folder.metrics),
+        "picture": None,
+        "sample": text,
+        "again": again,
+        **trainer.recorder.seconds,
+    }
+    if jax.process_index() != 0:
+        return found
+    train, held_out = curves(folder.metrics)
+    found["picture"] = _drawn(trainer, train, held_out)
+    console.print()
+    console.print(f"loss  {sparkline([loss for _, loss in train], 60)}", highlight=False)
+    console.print(_result(trainer), highlight=False)
+    if text is not None:
+        console.print(Panel(Text(text), title="a sample", title_align="left", expand=False))
+    console.print(trainer.recorder.ledger.table())
+    console.print()
+    if trainer.stopped_by is not None:
+        console.print(f"[yellow]stopped by {trainer.stopped_by}[/]; everything is saved")
+    for name, value in (
+        ("loss curve", found["picture"]),
+        ("metrics", folder.metrics),
+        ("checkpoint", found["checkpoint"]),
+        ("go on with", again),
+    ):
+        if value is not None:
+            console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
+    return found
+
+
+def curves(metrics: Path) -> tuple[Curve, Curve]:
+    """The training and the held-out loss by step."""
+    train: Curve = []
+    held_out: Curve = []
+    for record in _records(metrics):
+        if "loss" in record:
+            train.append((record["step"], record["loss"]))
+        if "eval_loss" in record:
+            held_out.append((record["step"], record["eval_loss"]))
+    return train, held_out
+
+
+def _records(metrics: Path) -> Iterator[dict[str, Any]]:
+    """One at a time: a file of weeks is large."""
+    with metrics.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from_json(line)
+
+
+def _drawn(trainer: Trainer, train: Curve, held_out: Curve) -> str | None:
+    folder, entropy = trainer.folder, trainer.corpus.unigram_entropy
+    levels = {"unigram entropy": entropy} if entropy else {}
+    try:
+        draw_loss(folder.picture, train, held_out, f"{folder.path.name}: loss", levels=levels)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", folder.picture, error.strerror or error)
+        return None
+    return str(folder.picture)
+
+
+def _result(trainer: Trainer) -> str:
+    reached, entropy = trainer.reached, trainer.corpus.unigram_entropy
+    parts = [f"step {reached.step}"]
+    if reached.train_loss is not None:
+        parts.append(f"training loss {reached.train_loss:.4f}")
+    if reached.eval_loss is not None:
+        parts.append(f"held-out loss {reached.eval_loss:.4f}")
+        if entropy:
+            share = reached.eval_loss / entropy
+            parts.append(f"{share:.2f} of the corpus's unigram entropy, {entropy:.4f}")
+    return ", ".join(parts)
+
+
+def _sample(trainer: Trainer) -> str | None:
+    run, corpus = trainer.config.run, trainer.corpus
+    if corpus.tokenizer is None or not run.sample_tokens:
+        return None
+    try:
+        return "".join(sample_text(trainer.engine, corpus))
+    except JaxspeedError as error:  # a model of the user's own may be called in another way
+        log.warning("no sample of text: %s", str(error).splitlines()[0])
+        return None

@@ -1,0 +1,175 @@
+"""What a run reports of each step, and to whom."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+from rich.console import Console
+
+from jaxspeed.data import Corpus
+from jaxspeed.engine import Engine
+from jaxspeed.errors import RunError
+from jaxspeed.metrics import (
+    Ledger,
+    ModelFlops,
+    Progress,
+    Sink,
+    language_flops,
+    sinks_of,
+    traced_flops,
+    utilisation,
+)
+from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.run.folder import RunFolder
+
+
+@dataclass
+class Recorder:
+    """Turns a step's metrics into a record for the sinks and the progress display."""
+
+    engine: Engine
+    sinks: list[Sink]
+    progress: Progress
+    ledger: Ledger
+    flops: ModelFlops | None
+    opened: Callable[[int], list[Sink]]  # the sinks of a run that goes on after a step
+    _compiled: bool = False
+    _since: float = 0.0  # when the last of the steps before those under way was done
+    _waited: float = 0.0  # seconds waited for data until then
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        self._restart_clock()
+        return self
+
+    def __exit__(self, *caught: Any) -> None:
+        self.progress.__exit__(*caught)
+        for sink in self.sinks:
+            sink.close()
+
+    def back_to(self, step: int) -> None:
+        """What follows this step will be done again: its records are dropped."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = self.opened(step)
+        self._restart_clock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Wall time by phase, which a continued run goes on from."""
+        return self.ledger.as_record()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Books the time of what runs inside; the first step's is compiling."""
+        if name == "compute" and not self._compiled:
+            self._compiled, name = True, "compile"
+        shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
+        with self.ledger.phase(name):
+            if shown is None:
+                yield
+                return
+            with self.progress.doing(shown):
+                yield
+        if name not in ("data", "compute"):  # what is no step is in no step's time
+            self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._since, self._waited = time.perf_counter(), self.ledger.seconds()["data"]
+
+    def arrived(self, count: int, tokens: int) -> dict[str, float]:
+        """The pace of so many steps, of `tokens` each, all of which have just been waited for."""
+        since, waited = self._since, self._waited
+        self._restart_clock()
+        took = (self._since - since) / count
+        pace = {
+            "step_seconds": took,
+            "data_seconds": (self._waited - waited) / count,
+            "samples_per_second": self.engine.program.batch.train / took,
+            "compile_seconds": self.ledger.seconds()["compile"],
+        }
+        return {**pace, "tokens_per_second": tokens / took} if tokens else pace
+
+    def record(
+        self, step: int, values: Mapping[str, float], tokens: int, pace: Mapping[str, float]
+    ) -> None:
+        """One step's record; `tokens` is how many the run has seen by then."""
+        samples = step * self.engine.program.batch.train
+        made: dict[str, Any] = {"step": step, **values, "samples": samples, **pace}
+        made["skipped"] = bool(values["skipped"])
+        if tokens:
+            made["tokens"] = tokens
+        devices = self.engine.program.devices
+        device = devices[0]
+        if self.flops is not None:
+            items = pace[f"{self.flops.item}s_per_second"]
+            made |= utilisation(self.flops, items, device.device_kind, len(devices))
+        stats = device.memory_stats() or {} if device.process_index == jax.process_index() else {}
+        if "bytes_in_use" in stats:
+            made["bytes_in_use"] = stats["bytes_in_use"]
+            made["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
+        self._tell(made)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss, in a record of its own, with where the time went so far."""
+        self._tell({"step": step, "eval_loss": loss, **self.ledger.as_record()})
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of a step was begun: where the time went until then."""
+        self._tell({"step": step, **self.ledger.as_record()})
+
+    def _tell(self, made: dict[str, Any]) -> None:
+        try:
+            for sink in self.sinks:
+                sink.write(made)
+        except OSError as error:  # a full disk, say
+            raise RunError(
+                f"step {made['step']}: its metrics cannot be written: {error.strerror or error}. "
+                "The run goes on from its newest checkpoint once they can."
+            ) from error
+        self.progress.update(made)
+
+
+def recorder_of(
+    engine: Engine,
+    folder: RunFolder,
+    corpus: Corpus,
+    *,
+    step: int,
+    seconds: Mapping[str, float],
+    console: Console | None = None,
+) -> Recorder:
+    """For a run that has done `step` steps. Only the first process of a run writes."""
+    first = jax.process_index() == 0
+
+    def opened(step: int) -> list[Sink]:
+        return sinks_of(engine.config, folder.path, step + 1) if first else []
+
+    shown = console if first else Console(quiet=True)
+    progress = Progress(engine.config.run.steps or 0, step, shown)
+    flops = _flops(engine, corpus)
+    return Recorder(engine, opened(step), progress, Ledger(seconds), flops, opened)
+
+
+def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
+    """What the model computes for a token, or for a sample where it is no language model."""
+    program = engine.program
+    batch = corpus.train.batch(0, program.batch.train)
+    sizes = family_sizes(engine.config)
+    if "tokens" in batch and sizes is not None:
+        leaves = [row.leaf for row in engine.placements]
+        return language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
+
+    def loss(sources: Any, variables: Any, batch: Any) -> Any:
+        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
+        return program.objective.loss_fn(bound, batch)
+
+    parameters = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
+    }
+    samples = program.batch.micro
+    few = {name: x[:samples] if x.shape else x for name, x in batch.items()}
+    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)

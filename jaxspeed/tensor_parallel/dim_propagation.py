@@ -1,0 +1,237 @@
+"""Following dims through a traced program, into every jit, scan, cond and checkpoint in it.
+
+The program is walked once for each place that calls a function, so that two layers that share one
+traced `relu` do not share their dims.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxspeed.jaxpr.evaluate import CALLS, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
+from jaxspeed.tensor_parallel.dim_rules import results
+
+# What a kernel does inside is its own business; beside it stands a plain form (ops.attention).
+OPAQUE = ("shard_map", "pallas_call", "tpu_custom_call")
+
+
+@dataclass
+class Frame:
+    """One function of a program, as called from one place."""
+
+    jaxpr: Any
+    times: int  # how often it runs in one pass: the trips of the scans around it
+    nodes: dict[Any, Nodes] = field(default_factory=dict)
+    # Which parameters a variable was made from, if from nothing else; constants from none.
+    weights: dict[Any, frozenset[str]] = field(default_factory=dict)
+    inner: dict[int, list["Frame"]] = field(default_factory=dict)  # by an equation's position
+    # By an equation's position, for plain operations: (operand, dim) of what does not go on in its
+    # results, and (result, dim) of what was in none of its operands.
+    ended: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    began: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def of(self, atom: Any) -> Nodes:
+        if is_var(atom):
+            return self.nodes[atom]
+        return (None,) * len(getattr(atom.aval, "shape", ()))
+
+    def sources(self, atom: Any) -> frozenset[str]:
+        """The parameters that this was made from; none for what depends on the batch."""
+        return self.weights.get(atom, frozenset()) if is_var(atom) else frozenset()
+
+    def is_weight(self, atom: Any) -> bool:
+        """Whether this depends on parameters and constants alone."""
+        return not is_var(atom) or atom in self.weights
+
+    def walk(self) -> Iterator["Frame"]:
+        """This frame and all within it."""
+        yield self
+        for frames in self.inner.values():
+            for frame in frames:
+                yield from frame.walk()
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A program whose dims are known."""
+
+    classes: DimEquivalence
+    top: Frame
+    parameters: Mapping[str, Nodes]
+    samples: Node | None = None  # of the first dims of the batch
+
+    def frames(self) -> Iterator[Frame]:
+        return self.top.walk()
+
+
+def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ()) -> Followed:
+    """The dims of a program; `parameters` are its variables by path.
+
+    `batch` are the variables whose first dims are samples: they are one class.
+    """
+    classes = DimEquivalence()
+    frame = Frame(jaxpr, 1)
+    paths = {v: path for path, v in parameters.items()}
+    operands = [classes.new(_shape(v)) for v in jaxpr.invars]
+    made_from = [frozenset({paths[v]}) if v in paths else None for v in jaxpr.invars]
+    by_var = dict(zip(jaxpr.invars, operands, strict=True))
+    samples = [nodes[0] for v in batch if (nodes := by_var.get(v)) and nodes[0] is not None]
+    for node in samples[1:]:
+        classes.tie(samples[0], node)
+    _walk(frame, operands, made_from, classes)
+    nodes = {path: by_var[v] for path, v in parameters.items()}
+    return Followed(classes, frame, nodes, samples[0] if samples else None)
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _missing(
+    these: Sequence[Nodes], those: Sequence[Nodes], classes: DimEquivalence
+) -> list[tuple[int, int]]:
+    """(variable, dim) of each of these nodes whose class is in none of those."""
+    there = {classes.of(node) for nodes in those for node in nodes if node is not None}
+    return [
+        (i, dim)
+        for i, nodes in enumerate(these)
+        for dim, node in enumerate(nodes)
+        if node is not None and classes.of(node) not in there
+    ]
+
+
+Origin = frozenset[str] | None  # None: it depends on more than parameters
+
+
+def _walk(
+    frame: Frame, operands: Sequence[Nodes], origins: Sequence[Origin], classes: DimEquivalence
+) -> tuple[list[Nodes], list[Origin]]:
+    """Fill a frame whose inputs are known; the nodes and origins of its outputs."""
+    jaxpr = frame.jaxpr
+    origin: dict[Any, Origin] = {v: frozenset() for v in jaxpr.constvars}
+    frame.nodes.update((v, classes.new(_shape(v))) for v in jaxpr.constvars)
+    for v, nodes, made_from in zip(jaxpr.invars, operands, origins, strict=True):
+        frame.nodes[v], origin[v] = nodes, made_from
+
+    def of(atom: Any) -> Origin:
+        return origin[atom] if is_var(atom) else frozenset()
+
+    for position, eqn in enumerate(jaxpr.eqns):
+        given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
+        mixed = _together(made)
+        calls = _calls(eqn, given, made)
+        if calls is None:
+            outs, from_ = results(eqn, given, classes), [mixed] * len(eqn.outvars)
+            if ended := _missing(given, outs, classes):
+                frame.ended[position] = ended
+            if began := _missing(outs, given, classes):
+                frame.began[position] = began
+        else:
+            outs, from_ = _through(frame, position, eqn, calls, classes)
+        for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):
+            frame.nodes[v], origin[v] = nodes, made_from
+    frame.weights = {v: made_from for v, made_from in origin.items() if made_from is not None}
+    return [frame.of(v) for v in jaxpr.outvars], [of(v) for v in jaxpr.outvars]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function that an equation runs, with what is known of its inputs."""
+
+    jaxpr: Any
+    operands: list[Nodes]
+    origins: list[Origin]
+    times: int = 1
+
+
+def _calls(eqn: Any, given: list[Nodes], made: list[Origin]) -> list[_Call] | None:
+    """The functions that an equation runs; None for a plain operation."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return [_Call(_open(eqn.params[CALLS[name]]), given, made)]
+    if name == "cond":
+        branches = [_open(branch) for branch in eqn.params["branches"]]
+        plain = [b for b in branches if not holds_opaque(b)] or branches
+        return [_Call(branch, given[1:], made[1:]) for branch in plain]
+    if name == "while":
+        # What its condition computes is a scalar: nothing there can be cut.
+        skip = eqn.params["cond_nconsts"]
+        return [_Call(_open(eqn.params["body_jaxpr"]), given[skip:], made[skip:])]
+    if name == "scan":
+        count = sum(consts_and_carry(eqn))
+        operands = [nodes if i < count else nodes[1:] for i, nodes in enumerate(given)]
+        return [_Call(_open(eqn.params["jaxpr"]), operands, made, eqn.params["length"])]
+    return None
+
+
+def _through(
+    frame: Frame, position: int, eqn: Any, calls: Sequence[_Call], classes: DimEquivalence
+) -> tuple[list[Nodes], list[Origin]]:
+    """The nodes and origins of an equation that runs functions of its own."""
+    found = []
+    frames = frame.inner[position] = [Frame(c.jaxpr, frame.times * c.times) for c in calls]
+    loops = eqn.primitive.name in ("scan", "while")
+    consts, carry = loop_parts(eqn) if loops else (0, 0)
+    for call, inner in zip(calls, frames, strict=True):
+        origins = list(call.origins)
+        if loops:  # what is carried is of the batch, whatever it started from
+            origins[consts : consts + carry] = [None] * carry
+        found.append(_walk(inner, call.operands, origins, classes))
+    (outs, made), *others = found
+    for other, other_made in others:
+        for a, b in zip(outs, other, strict=True):
+            classes.tie_all(a, b)
+        made = [_together(pair) for pair in zip(made, other_made, strict=True)]
+    if loops:
+        for a, b in zip(outs[:carry], calls[0].operands[consts:], strict=False):
+            classes.tie_all(a, b)
+        outs = [
+            *outs[:carry],
+            *(
+                (classes.new(_shape(v)[:1])[0], *o)
+                for v, o in zip(eqn.outvars[carry:], outs[carry:])
+            ),
+        ]
+    return outs, made
+
+
+def _together(origins: Iterable[Origin]) -> Origin:
+    """What is made from all of these is made from what they are."""
+    found: frozenset[str] = frozenset()
+    for origin in origins:
+        if origin is None:
+            return None
+        found |= origin
+    return found
+
+
+def loop_parts(eqn: Any) -> tuple[int, int]:
+    """(how many constants, how many carried values) a loop's body has."""
+    if eqn.primitive.name == "scan":
+        return consts_and_carry(eqn)
+    return eqn.params["body_nconsts"], len(eqn.outvars)
+
+
+def holds_opaque(jaxpr: Any) -> bool:
+    """Whether a function runs a kernel whose dims cannot be followed."""
+    return any(
+        eqn.primitive.name in OPAQUE or any(holds_opaque(f) for f in functions(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def functions(eqn: Any) -> list[Any]:
+    """The functions that an equation runs, but for what is opaque and the condition of a loop."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return [_open(eqn.params[CALLS[name]])]
+    if name == "cond":
+        return [_open(b) for b in eqn.params["branches"]]
+    if name == "while":
+        return [_open(eqn.params["body_jaxpr"])]
+    return [_open(eqn.params["jaxpr"])] if name == "scan" else []
+
+
+def _open(closed: Any) -> Any:
+    return open_jaxpr(closed)[0]

@@ -1,0 +1,109 @@
+"""Which dims the tensor axis cuts, where a model's own names do not say it.
+
+The config's layer specs come first. With neither names nor specs the cuts are inferred from the
+loss as it is traced on an example batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.precision import compute_dtype
+from jaxspeed.objective.protocol import example_shapes
+from jaxspeed.placement.apply_layer_specs import named_by_specs
+from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.placement.naming import with_names
+from jaxspeed.placement.rows import Leaf
+from jaxspeed.placement.rules import LOGICAL_RULES
+from jaxspeed.placement.table import build_table
+from jaxspeed.tensor_parallel import Followed, Proposal, follow, propose, uses_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+def propose_tensor_cuts(model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2) -> Proposal:
+    """How the tensor axis could cut a model that says nothing of it.
+
+    Args:
+      model: as `initialize` takes it.
+      loss_fn: as `initialize` takes it.
+      example_batch: a batch, or the shapes of one (`jax.ShapeDtypeStruct`).
+      tensor: into how many parts.
+
+    Returns:
+      The proposal. It prints itself; `.layer_specs` is what keeps it in a config, `.whole` tells
+      what is left whole, and why.
+    """
+    if tensor < 2:
+        raise ModelError(f"tensor is {tensor}: a cut makes at least 2 parts")
+    adapted = adapt_model(model, loss_fn, example_batch=example_batch)
+    mesh = build_mesh({}, jax.devices()[:1])
+    return propose(_followed(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor)
+
+
+def with_tensor_names(
+    config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
+) -> tuple[tuple[Leaf, ...], Proposal | None]:
+    """The model's leaves with every name that the config or inference gives them.
+
+    Also the proposal, where there was one.
+    """
+    axes, ways = config.parallel.logical_axes, mesh.shape["tensor"]
+    if ways == 1:
+        return with_names(model.leaves, axes), None
+
+    def traced() -> Followed:
+        return _followed(model, loss_fn, example_batch, mesh, compute_dtype(config))
+
+    specs = config.layer_specs
+    if specs:
+        uses = None if example_batch is None else uses_of(traced())
+        leaves = named_by_specs(model.leaves, specs, uses, logical_axes=axes)
+        return with_names(leaves, axes), None
+    leaves = with_names(model.leaves, axes)
+    if config.parallel.infer_tensor_cuts == "never" or any(map(_names_a_cut, leaves)):
+        return leaves, None
+    if example_batch is None:
+        raise ConfigError(
+            f"mesh.tensor is {ways}, and nothing says what it cuts: the model gives no logical "
+            "names, and the config no layer specs. To infer it from the traced loss, pass "
+            "initialize(..., example_batch=batch), a batch or the shapes of one. To say it, "
+            'write tensor_parallel.partition_config.layer_specs, as {"**/up": "column", '
+            '"**/down": "row"}. parallel.infer_tensor_cuts "never" leaves all of it whole.'
+        )
+    proposal = propose(traced(), leaves, ways)
+    return tuple(_named(leaf, proposal) for leaf in leaves), proposal
+
+
+def _names_a_cut(leaf: Leaf) -> bool:
+    return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
+
+
+def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
+    names = proposal.names.get(leaf.path)
+    if names is None:
+        return leaf
+    own = (*leaf.names, *([None] * (len(names) - len(leaf.names))))
+    return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
+
+
+def _followed(
+    model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
+) -> Followed:
+    """The loss of one micro-batch like the example, traced in training mode."""
+    one = build_mesh({}, list(mesh.devices.flat[:1]))
+    objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
+    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), example_shapes(example_batch))
+    index = jnp.zeros((), jnp.int32)
+    program = objective.trace((dict(model.variables), batch, index, index), train=True)
+    paths = [leaf.path for leaf in model.leaves]
+    parameters = dict(zip(paths, program.parameters, strict=True))
+    return follow(program.closed.jaxpr, parameters, program.batch)

@@ -1,0 +1,77 @@
+"""Looking up rows of a table that is stored cut by columns, without gathering the table.
+
+Every device looks up its columns for the tokens of all devices, and an all-to-all hands each device
+all columns of its own tokens. That moves and holds as much as one activation [tokens, embed],
+whatever the vocabulary is. The way back is the same: each device adds the gradients of all tokens
+to its own columns, so that they are reduced without a reduce-scatter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.zero3.sharded_param import ShardedParam
+
+
+def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
+    """Whether a `gather` takes whole rows of a table cut by columns, for a batch of `samples`.
+
+    Positions, which are the same for every sample, are no batch: their table is as small as what
+    is looked up.
+    """
+    ids, numbers, cut = eqn.invars[1].aval, eqn.params["dimension_numbers"], stored.cut_dim
+    return (
+        cut is not None
+        and ids.shape[0] == samples
+        and 0 not in numbers.offset_dims
+        and cut in _kept_dims(eqn)
+        and cut not in numbers.start_index_map
+        and eqn.params["slice_sizes"][cut] == stored.shape[cut]
+    )
+
+
+def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) -> jax.Array:
+    """The rows `ids` of a stored table, in the dtype in which layers read it, cut as the batch."""
+    cut, out = stored.cut_dim, eqn.outvars[0].aval.shape
+    assert cut is not None
+    sizes = tuple(
+        table.shape[dim] if dim == cut else size
+        for dim, size in enumerate(eqn.params["slice_sizes"])
+    )
+    found = eqn.primitive.bind(
+        stored.brought(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
+    )
+    columns, rows = _shardings(eqn, stored, cut)
+    found = constrain(found, columns, "lookup.columns")
+    found = constrain(found, rows, "lookup.rows")
+    return found if found.shape == out else found[tuple(map(slice, out))]
+
+
+def _kept_dims(eqn: Any) -> list[int]:
+    """The table's dims that are dims of the result, in its order."""
+    numbers = eqn.params["dimension_numbers"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    return [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
+
+
+def _shardings(eqn: Any, stored: ShardedParam, cut: int) -> tuple[NamedSharding, NamedSharding]:
+    """How the result is cut: by columns, as the table is; and by samples, as the batch is."""
+    mesh = stored.cut.mesh
+    places = dict(zip(_kept_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
+
+    def along(spec: PartitionSpec, batch: Sequence[str]) -> NamedSharding:
+        entries: list[Any] = [None] * eqn.outvars[0].aval.ndim
+        entries[0] = tuple(batch) or None
+        for dim, place in places.items():
+            entries[place] = spec[dim] if dim < len(spec) else None
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    taken = stored.cut.spec[cut]
+    taken = (taken,) if isinstance(taken, str) else taken
+    data = [axis for axis in DATA_AXES if axis in mesh.shape]
+    left = [axis for axis in data if axis not in taken]
+    return along(stored.cut.spec, left), along(stored.gathered.spec, data)

@@ -1,0 +1,96 @@
+"""What a parameter server cannot be is refused at the door, with the reason and what would do."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspeed import BatchError, Config, ConfigError, PlacementError
+from tests.engine import tiny
+from tests.parameter_server import serving
+from tests.parameter_server.serving import served
+
+SERVER = {"data_reduction": "parameter_server"}
+
+
+def test_all_that_cannot_work_is_in_one_error():
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    wrong = {
+        "mesh": {"pipe": 2, "tensor": 2, "replica": 2, "data": 3},
+        "zero_optimization": {"stage": 3, **offload},
+        "parallel": {
+            **SERVER,
+            "gradient_reduction": "micro_batch",
+            "ring_wire": "bf16",
+            "on_stale": "drop",
+            "worker_pace": [1.0, 2.0],
+        },
+    }
+    with pytest.raises(ConfigError) as raised:
+        Config.load(tiny.config(**wrong))
+    said = str(raised.value)
+    for words in (
+        "servers hold no layers that a stage could run",
+        "mesh.tensor: found 2",
+        "mesh.replica: found 2",
+        "Each worker is one device of its own",
+        "zero_optimization.stage: found 3",
+        "Servers cut parameters, gradients and moments among them already",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "give more parallel.servers",
+        "Workers push once for all micro-batches of a part",
+        'Only parallel.data_reduction "ring" reads it',
+        "In step no push is stale: say max_staleness",
+        "Needs one for each worker, which mesh.data says are 3",
+    ):
+        assert words in said, words
+
+
+@pytest.mark.parametrize(
+    ("devices", "more", "says"),
+    [
+        (2, {"servers": 2}, "servers is 2 of 2 devices, and at least one has to be a worker: at m"),
+        (1, {}, "more devices would do"),
+        (6, {"servers": 2, "data": 3}, "6 devices without 2 servers leave 4 workers: write 4"),
+        (4, {"worker_pace": [1.0]}, "1 paces, and there are 3 workers"),
+    ],
+)
+def test_what_the_devices_do_not_allow_is_told_with_what_would(devices, more, says):
+    mesh = {"data": more.pop("data")} if "data" in more else {}
+    with pytest.raises((PlacementError, ConfigError), match=says):
+        tiny.engine(parallel={**SERVER, **more}, mesh=mesh, devices=jax.devices()[:devices])
+
+
+def test_several_processes_are_told_of_ray(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--engine ray"):
+        served()
+
+
+def test_the_batch_is_shared_by_the_workers_alone():
+    engine = served()
+    with pytest.raises(BatchError, match="2 a device x 1 micro-batches x 4 data ranks"):
+        engine.train_batch(tiny.batch(12))
+    with pytest.raises(BatchError, match="4 data ranks cannot share evenly"):
+        engine.eval_batch(tiny.batch(6))
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        served(train_batch_size=9)
+
+
+def test_a_batch_that_is_wrong_changes_nothing():
+    engine = served(parallel=serving.WAIT)
+    serving.train(engine, 1)
+    with pytest.raises(BatchError):
+        engine.train_batch({"x": np.zeros((7, 3), np.float32)})
+    assert serving.train(engine, 1, first=1)[0]["loss"] > 0
+
+
+def test_running_out_of_memory_names_more_servers(monkeypatch):
+    engine = served()
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(engine._way, "train", full)
+    with pytest.raises(Exception, match=r"one more of parallel\.servers frees"):
+        engine.train_batch(serving.batch(0))

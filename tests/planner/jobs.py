@@ -1,0 +1,75 @@
+"""What the process that compiles is given to do; it imports them by name."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.config import Config
+from jaxspeed.errors import PlacementError
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.train.build import build_program
+
+MLP: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "model": {
+        "family": "gpt2",
+        "config": {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 1,
+            "vocab_size": 256,
+            "max_position_embeddings": 32,
+        },
+    },
+}
+SEQUENCE = 32
+
+
+def small(devices: Any, changes: Any = ()) -> Any:
+    config = Config.load({**MLP, **dict(changes)})
+    model, loss = resolve_model(config)
+    program = build_program(config, model, loss, devices=devices)
+    shape = (program.batch.train, SEQUENCE + 1)
+    return program, {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+
+
+def huge(devices: Any) -> Any:
+    """400 GB of embedding, and nothing else worth the name."""
+    sizes = {**MLP["model"]["config"], "vocab_size": 8 * 10**8}
+    return small(devices, [("model", {"family": "gpt2", "config": sizes})])
+
+
+def refused(devices: Any) -> Any:
+    raise PlacementError(f"no place for {len(devices)}")
+
+
+def dies(devices: Any) -> Any:
+    print("its last words", flush=True)
+    os._exit(3)
+
+
+def killed(devices: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def forever(devices: Any, told: str | None = None) -> Any:
+    if told:
+        Path(told).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """`small` with other words in its config."""
+
+    changes: Any
+
+    def __call__(self, devices: Any) -> Any:
+        return small(devices, self.changes)

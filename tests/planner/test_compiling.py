@@ -1,0 +1,228 @@
+"""A compile in another process: what it finds is what one here finds, and it never outlives us."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxspeed.engine import compiled_report
+from jaxspeed.errors import ConfigError, ModelError, PlacementError, RunError
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.hlo import CompiledReport
+from jaxspeed.planner.compile import in_child as compiling
+from jaxspeed.planner.compile.child import Printed
+from jaxspeed.planner.compile.deviceless_cuda import PLUGINS, target_config
+from jaxspeed.planner.compile.in_child import compile_for
+from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
+from tests.planner import jobs
+from tests.support.topology import ROOT, run_on_topology
+
+GIB = 1024**3
+HAS_CUDA = any(importlib.util.find_spec(plugin) for plugin in PLUGINS)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (pip install jaxspeed[tpu])"
+)
+CPU = target_of("cpu:2")
+
+
+def test_the_step_is_the_one_that_would_run_here():
+    there = compile_for(target_of("cpu:8"), jobs.small).report
+    program, batch = jobs.small(jax.devices())
+    here = compiled_report(program, batch)
+    assert there.argument_bytes == here.argument_bytes > 0
+    assert there.output_bytes == here.output_bytes and there.alias_bytes == here.alias_bytes
+    counted = [{(one.kind, one.axis) for one in found.collectives} for found in (there, here)]
+    assert counted[0] == counted[1] != set()
+
+
+@needs_libtpu
+def test_of_a_tpu_it_is_what_a_direct_compile_gives():
+    outcome = compile_for(target_of("v5e:2x2"), jobs.small)
+    direct = run_on_topology("tests.planner.direct:read_of_small", "v5e:2x2")
+    found = outcome.report
+    assert [found.argument_bytes, found.temp_bytes, found.output_bytes] == direct["bytes"]
+    # There by the program's own text, here by what XLA printed while it compiled.
+    assert [[one.kind, one.bytes, one.runs] for one in found.collectives] == direct["collectives"]
+    assert found.flops == direct["flops"] > 0
+    assert found.tells_host and outcome.fits(target_of("v5e:2x2"))
+
+
+def test_a_program_that_cannot_be_printed_afterwards_is_read_from_what_was_printed(tmp_path):
+    class Mute:
+        def as_text(self):
+            raise AssertionError("libtpu cannot print some programs")
+
+    text = "HloModule jit_step"
+    (tmp_path / "module_0000.jit_step.cl_1.after_optimizations.txt").write_text(text)
+    (tmp_path / "module_0000.jit_step.cl_1.before_optimizations.txt").write_text("another")
+    assert Printed(Mute(), tmp_path, CPU).as_text() == text
+    assert Printed(Mute(), tmp_path, target_of("2x v5e:2x2")).as_text() == ""
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_an_answer_with_what_it_needs():
+    outcome = compile_for(target_of("v5e:1x1"), jobs.huge)
+    assert outcome.report is None and not outcome.fits(target_of("v5e:1x1"))
+    assert outcome.refused.needed > 400 * 10**9
+
+
+def test_a_mistake_that_the_other_process_finds_is_raised_here():
+    with pytest.raises(PlacementError, match="no place for 2"):
+        compile_for(CPU, jobs.refused)
+
+
+def test_a_process_that_ends_is_told_with_its_last_words():
+    with pytest.raises(RunError, match=r"cpu:2: the compile failed \(exit code 3\):\nits last"):
+        compile_for(CPU, jobs.dies)
+
+
+def test_a_process_that_is_killed_is_told_to_have_been_so():
+    with pytest.raises(RunError, match="as a machine does whose memory runs out"):
+        compile_for(CPU, jobs.killed)
+
+
+def test_patience_ends_it():
+    begun = time.perf_counter()
+    with pytest.raises(RunError, match=r"took more than 0\.5 s and was given up"):
+        compile_for(CPU, jobs.forever, patience=0.5)
+    assert time.perf_counter() - begun < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("SIGINT", 130), pytest.param("SIGTERM", -15, marks=pytest.mark.full), ("SIGKILL", -9)],
+)
+def test_no_process_outlives_the_one_that_asked(tmp_path, name, code):
+    told = tmp_path / "pid"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.planner.waiting", str(told)]
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment)
+    child = int(_until(lambda: told.exists() and told.read_text()))
+    parent.send_signal(getattr(signal, name))
+    assert parent.wait(60) == code
+    _until(lambda: not _lives(child))
+    _until(lambda: not list(tmp_path.glob("jaxspeed-plan-*")))
+
+
+def _until(condition):
+    for _ in range(600):
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("waited for a minute")
+
+
+def _lives(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+MISSING = {"v5p:2x2x1": "pip install jaxspeed[tpu]", "h100:8": "pip install jaxspeed[cuda]"}
+
+
+@pytest.mark.parametrize("written", MISSING)
+def test_a_compiler_that_is_not_installed_is_told_with_its_pip_install(monkeypatch, written):
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as told:
+        compile_for(target_of(written), jobs.small)
+    assert MISSING[written] in str(told.value)
+
+
+def test_a_chip_that_no_compiler_takes_is_for_the_estimate_alone():
+    with pytest.raises(ConfigError, match="no compiler here takes v100-32g"):
+        compile_for(target_of("v100-32g:8"), jobs.small)
+
+
+def test_a_model_that_cannot_be_sent_is_told_so():
+    with pytest.raises(ModelError, match="functions of a module"):
+        compile_for(CPU, lambda devices: None)
+
+
+def test_a_model_of_the_script_that_runs_is_told_so(monkeypatch):
+    def job(devices): ...
+
+    job.__module__, job.__qualname__ = "__main__", "job"
+    monkeypatch.setattr(sys.modules["__main__"], "job", job, raising=False)
+    with pytest.raises(ModelError, match="Put them into a module that the script imports"):
+        compile_for(CPU, job)
+
+
+# As libtpu 0.0.51 said it, and as its elders did.
+SAID = {
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+    "required for HLO temporaries (600.00G) exceeds available HBM (15.75G).": 600 * GIB,
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+    "Used 21.5G of 15.75G hbm. Exceeded hbm capacity by 5.75G.": int(21.5 * GIB),
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.5MiB.": int(3.5 * 1024**2),
+    "RESOURCE_EXHAUSTED: something else": None,
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_a_compiler_says_of_memory_is_read(said):
+    refused = out_of_memory(said)
+    assert refused.needed == SAID[said] and refused.said == said
+
+
+def test_another_error_is_not_taken_for_one_of_memory():
+    assert out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None
+
+
+def outcome_of(**figures):
+    zeros = dict.fromkeys(("argument", "temp", "output", "alias", "host", "peak"), 0)
+    named = {f"{name}_bytes": size for name, size in {**zeros, **figures}.items()}
+    report = CompiledReport(**named, flops=None, bytes_accessed=None, collectives=None)
+    return Outcome(report, None, 1.0)
+
+
+def test_of_a_device_a_step_holds_what_is_not_given_back_twice():
+    assert outcome_of(argument=7, temp=5, output=4, alias=3).device_bytes == 13
+
+
+def test_a_step_has_to_fit_the_device_and_its_host():
+    target = target_of("h100:8")
+    device, host = target.chip.memory, target.chip.host_memory
+    assert outcome_of(temp=device, host=host).fits(target)
+    assert not outcome_of(temp=device + 1).fits(target)
+    assert not outcome_of(temp=device, host=host + 1).fits(target)
+    assert outcome_of(temp=device, host=host + 1).fits_device(target)
+
+
+def test_a_gpu_is_told_to_its_compiler_with_the_table_s_figures():
+    told = target_config(target_of("h200:8"))
+    assert "device_memory_size: 151397597184" in told and "core_count: 132" in told
+    assert told.count("{") == told.count("}")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not HAS_CUDA, reason="needs jax[cuda13] (3.4 GB) to compile for a GPU")
+@pytest.mark.parametrize("chip", ["h100", "h200", "a100-40g", "a100-80g", "b200", "l4"])
+def test_a_gpu_that_is_not_here_is_compiled_for(chip):
+    target = target_of(f"{chip}:8")
+    bf16 = [("bf16", {"enabled": True}), ("zero_optimization", {"stage": 3})]
+    outcome = compile_for(target, jobs.Changed(bf16))
+    assert outcome.fits(target) and outcome.report.tells_host
+    assert {"all-gather", "reduce-scatter"} <= {one.kind for one in outcome.report.collectives}
+
+
+def test_an_answer_is_plain_data():
+    refused = out_of_memory(next(iter(SAID)))
+    figures = Outcome(None, refused, 2.0).figures(target_of("v5e:1x1"))
+    assert json.loads(json.dumps(figures)) == {
+        "fits": False,
+        "device_bytes": 600 * GIB,
+        "host_bytes": 0,
+        "refused": refused.said,
+        "seconds": 2.0,
+        "kept": None,
+    }

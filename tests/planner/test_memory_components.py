@@ -1,0 +1,71 @@
+"""What the estimate calls each part of a step's memory."""
+
+import jax
+import pytest
+
+from jaxspeed.planner.memory import memory_of
+from tests.planner.grid import GPT2, points
+
+POINTS = {point.name: point for point in points()}
+LAYERS, WIDTH = GPT2["num_hidden_layers"], GPT2["hidden_size"]
+
+
+def build(name):
+    return POINTS[name].program(jax.devices())
+
+
+def by_name(memory, **which):
+    return {
+        c.name: c.bytes
+        for c in memory.components
+        if all(getattr(c, key) == value for key, value in which.items())
+    }
+
+
+def elements(program):
+    return sum(x.size for x in jax.tree.leaves(program.state.master or program.state.params))
+
+
+def test_components_add_up_and_print():
+    program, batch = build("gpt2: host optimizer")
+    memory = memory_of(program, batch, "tpu")
+    of_device = [c.bytes for c in memory.components if not c.host]
+    assert sum(of_device) == memory.device == memory.state + memory.temporary
+    assert sum(c.bytes for c in memory.components if c.host) == memory.host
+    for component in memory.components:
+        assert component.name in str(memory)
+
+
+def test_masters_and_moments_wait_in_host_memory():
+    program, batch = build("gpt2: host optimizer")
+    waiting = by_name(memory_of(program, batch, "tpu"), host=True, lasting=True)
+    each = elements(program) // 4  # cut over 4 data ranks, under stage 1
+    assert waiting["masters"] == pytest.approx(4 * each, rel=0.01)
+    assert waiting["optimizer"] == pytest.approx(8 * each, rel=0.01)
+
+
+def test_full_recompute_saves_the_inputs_of_the_blocks():
+    program, batch = build("gpt2: full")
+    saved = by_name(memory_of(program, batch, "tpu"))["saved activations"]
+    inputs = LAYERS * 8 * 960 * WIDTH * 2
+    assert inputs <= saved < 1.2 * inputs
+
+
+def test_accumulated_gradients_are_fp32_and_whole_under_stage_0():
+    program, batch = build("mixer: 4 micro-batches")
+    gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
+    assert gradients == pytest.approx(4 * elements(program), rel=0.02)
+
+
+def test_another_stage_cuts_the_gradients():
+    program, batch = build("mixer: 4 micro-batches, stage 3, full")
+    gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
+    assert gradients == pytest.approx(4 * elements(program) / 4, rel=0.05)
+
+
+def test_the_platform_decides_whether_scores_are_held():
+    program, batch = build("llama: stage 0")
+    with_kernel, without = (memory_of(program, batch, p) for p in ("tpu", "cpu"))
+    scores = 8 * 8 * 1024 * 1024 * 4  # of a layer, of 8 samples and 8 heads, in fp32
+    assert without.device - with_kernel.device > scores
+    assert memory_of(program, batch).device == without.device

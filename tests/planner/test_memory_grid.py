@@ -1,0 +1,124 @@
+"""The estimate of a device's memory against compilers', over a grid of compiled steps."""
+
+import functools
+import time
+
+import jax
+import pytest
+
+from jaxspeed.planner.memory import Memory, memory_of
+from tests.planner.compiling import Platform, compiled, stored
+from tests.planner.grid import Point, points
+
+COMPILED: dict[Platform, dict[str, dict[str, int]]] = {"tpu": stored("tpu"), "gpu": stored("gpu")}
+POINTS = {point.name: point for point in points()}
+OF_PLATFORM = {"tpu": "tpu", "gpu": "cuda"}
+QUICK: list[tuple[Platform, str]] = [
+    ("tpu", "llama: stage 0"),
+    ("tpu", "llama: stage 1"),
+    ("tpu", "llama: stage 3, 8 devices, full"),
+    ("tpu", "llama: tensor 2, sequence parallel, stage 3"),
+    ("tpu", "llama: dots"),
+    ("tpu", "llama: host optimizer"),
+    ("tpu", "llama: host optimizer and parameters, stage 3"),
+    ("tpu", "llama: 4 micro-batches"),
+    ("tpu", "gpt2: tensor 4"),
+    ("tpu", "gpt2: pipe 2, stage 3"),
+    ("tpu", "gpt2: budget"),
+    ("tpu", "gpt2: host activations"),
+    ("tpu", "gpt2: fp32, stage 3"),
+    ("tpu", "mixer: stage 3"),
+    ("tpu", "mixer: full"),
+    ("gpu", "llama: stage 3, 8 devices, full"),
+    ("gpu", "gpt2: pipe 2, stage 3"),
+    ("gpu", "llama: tensor 2, stage 1"),
+    ("gpu", "mixer: stage 3"),
+    ("gpu", "mixer: full"),
+]
+ALL: list[tuple[Platform, str]] = [
+    (platform, name) for platform in COMPILED for name in COMPILED[platform]
+]
+SAMPLE = ("gpt2: every 4", "llama: pipe 4, gpipe", "mixer: stage 2")
+
+
+@functools.cache
+def estimate(platform: Platform, name: str) -> Memory:
+    program, batch = POINTS[name].program(jax.devices())
+    return memory_of(program, batch, OF_PLATFORM[platform])
+
+
+def total(platform: Platform, name: str) -> int:
+    found = COMPILED[platform][name]
+    return found["argument"] + found["temp"]
+
+
+def error(platform: Platform, name: str) -> float:
+    return estimate(platform, name).device / total(platform, name) - 1
+
+
+def test_the_grid_is_whole_and_compiled():
+    assert len(POINTS) >= 60
+    assert set(COMPILED["tpu"]) == set(POINTS)
+
+
+@pytest.mark.parametrize(("platform", "name"), QUICK)
+def test_the_device_total_is_within_a_tenth_of_the_compilers(platform, name):
+    assert abs(error(platform, name)) <= 0.1
+
+
+@pytest.mark.parametrize(("platform", "name"), QUICK)
+def test_state_is_the_compilers_arguments(platform, name):
+    expected = COMPILED[platform][name]["argument"]
+    # Scalars and vectors of a few elements are whole tiles on a TPU.
+    assert estimate(platform, name).state == pytest.approx(expected, rel=0.001, abs=8192)
+
+
+@pytest.mark.parametrize(("platform", "name"), QUICK)
+def test_never_fits_where_the_compiler_needs_more(platform, name):
+    assert estimate(platform, name).on(total(platform, name) - 1) != "fits"
+
+
+def test_host_memory_is_told():
+    name = "llama: host optimizer"
+    expected = COMPILED["tpu"][name]["host_argument"]
+    assert estimate("tpu", name).host == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("platform", COMPILED)
+def test_nine_in_ten_are_within_a_tenth(platform):
+    names = COMPILED[platform]
+    close = [name for name in names if abs(error(platform, name)) <= 0.1]
+    assert len(close) >= 0.9 * len(names)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("platform", "name"), ALL)
+def test_all_are_within_a_fifth(platform, name):
+    assert abs(error(platform, name)) <= 0.2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("platform", "name"), ALL)
+def test_never_fits_anywhere_in_the_grid(platform, name):
+    assert estimate(platform, name).on(total(platform, name) - 1) != "fits"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("platform", COMPILED)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_stored_figures_are_the_compilers(platform, name):
+    if platform == "gpu":
+        pytest.importorskip("jax_cuda13_plugin", reason="needs jax[cuda13] (3.4 GB)")
+    else:
+        pytest.importorskip("libtpu", reason="needs libtpu (pip install jaxspeed[tpu])")
+    point: Point = POINTS[name]
+    found = compiled(point, platform)
+    assert found["argument"] + found["temp"] == pytest.approx(total(platform, name), rel=0.001)
+
+
+def test_an_estimate_takes_less_than_two_seconds():
+    program, batch = POINTS["gpt2: stage 3"].program(jax.devices())
+    start = time.process_time()
+    memory_of(program, batch, "tpu")
+    assert time.process_time() - start < 2

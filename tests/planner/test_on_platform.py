@@ -1,0 +1,47 @@
+"""A plan is of the program that its target would run, though it is traced on a CPU."""
+
+import jax
+import pytest
+
+from jaxspeed.config import Config
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.planner.memory import read_step
+from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
+from jaxspeed.planner.memory.trace_ir import all_ops
+from jaxspeed.train.build import build_program
+from tests.planner.grid import GPT2
+
+SIZES = {**GPT2, "num_hidden_layers": 2, "hidden_size": 512}
+CUT = {"mesh": {"tensor": 4}, "parallel": {"sequence_parallel_activations": True}}
+
+
+def config(**more):
+    words = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **more}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    model = {"family": "gpt2", "config": SIZES}
+    return Config.load({**words, "optimizer": optimizer, "model": model})
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("cuda", "dot_product"), ("tpu", "pallas")])
+def test_attention_is_the_platforms_kernel(platform, kernel):
+    with as_on(platform):
+        program = build_program(config(), *resolve_model(config()), devices=jax.devices()[:2])
+    batch = {"tokens": jax.ShapeDtypeStruct((program.batch.train, 1025), "int32")}
+    step = read_step(program, batch, platform)
+    assert sum(op.name.startswith(kernel) for op in all_ops(step.scope)) >= 2
+
+
+def test_the_question_for_cudnn_is_asked_again_afterwards():
+    from jax._src.cudnn import fused_attention_stablehlo as asked
+
+    before = asked.check_cudnn_version
+    with as_on("cuda"):
+        assert asked.check_cudnn_version is not before
+    assert asked.check_cudnn_version is before
+
+
+def test_auto_overlap_is_the_targets():
+    assert with_overlap(config(**CUT), "tpu").tensor_overlap == "ring"
+    assert with_overlap(config(**CUT), "cuda").tensor_overlap == "none"
+    whole = config(mesh={"tensor": 4})
+    assert with_overlap(whole, "tpu") is whole

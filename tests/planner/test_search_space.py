@@ -1,0 +1,151 @@
+"""What a search chooses from: every choice is a config, and says the batch that the user said."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspeed.config import Config
+from jaxspeed.planner.search.candidate import applied, choice_of, words_of
+from jaxspeed.planner.search.space import FAST
+from tests.planner.choices import space_of
+
+BATCHES = st.sampled_from(
+    [
+        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+        {"train_batch_size": 64},
+        {"train_batch_size": 64, "gradient_accumulation_steps": 8},
+        {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 1},
+    ]
+)
+# Words that say what the search changes, each in another way.
+ALIASES = st.lists(
+    st.sampled_from(
+        [
+            ("zero_optimization", {"stage": 3}),
+            ("zero_optimization", {"stage": 2, "cpu_offload": True}),
+            ("zero_optimization", {"stage": 1, "mics_shard_size": 2}),
+            ("zero_optimization", {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+            ("tensor_parallel", {"autotp_size": 2}),
+            ("pipeline", {"stages": 2}),
+            ("pipeline", {"stages": 2, "activation_checkpoint_interval": 1}),
+            ("parallel", {"remat": {"every_n": 2}}),
+            ("parallel", {"remat": {"budget": "1 GB"}}),
+            ("parallel", {"gradient_reduction": "step"}),
+            ("parallel", {"sequence_parallel_activations": True, "tensor_overlap": "ring"}),
+            ("parallel", {"pipeline_schedule": "interleaved"}),
+            ("activation_checkpointing", {"cpu_checkpointing": True}),
+            ("activation_checkpointing", {"number_checkpoints": 2, "partition_activations": True}),
+            ("mesh", {"tensor": 2, "data": 2, "replica": -1}),
+            ("mesh", {"pipe": -1, "data": 4}),
+            ("data_parallel_size", 4),
+        ]
+    ),
+    max_size=3,
+)
+
+
+def is_valid(written):
+    try:
+        config = Config.load(written)
+        choice = choice_of(config, 8)
+        config.batch(choice.ranks, choice.pipe)
+    except Exception:
+        return False
+    return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(BATCHES, ALIASES, st.randoms(use_true_random=False))
+def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, words, chance):
+    written = {**batch, **dict(words)}
+    if not is_valid(written):
+        return
+    space = space_of(written, 8)
+    choice = choice_of(Config.load(written), 8)
+    assert space.base == choice
+    for _ in range(10):  # steps from it
+        choice = chance.choice(space.near(choice))
+        assert space.is_in(choice)
+        made = Config.load(applied(written, words_of(written, space.base, choice, space.samples)))
+        assert choice_of(made, 8) == choice
+        solved = made.batch(choice.ranks, choice.pipe)
+        assert (solved.train, solved.micro) == (space.samples, choice.micro)
+
+
+PLAIN = {"train_batch_size": 64}
+
+
+def test_what_no_longer_waits_in_host_memory_is_still_made_again():
+    """`cpu_checkpointing` alone says `full`, which must not go with it."""
+    written = {**PLAIN, "activation_checkpointing": {"cpu_checkpointing": True}}
+    space = space_of(written, 8)
+    stays = replace(space.base, activations_wait=False)
+    words = words_of(written, space.base, stays, space.samples)
+    assert choice_of(Config.load(applied(written, words)), 8) == stays
+
+
+def test_the_config_as_it_is_needs_no_words():
+    space = space_of(PLAIN, 8)
+    assert words_of(PLAIN, space.base, space.base, space.samples) == {}
+
+
+def test_a_choice_is_near_to_what_it_is_near_to_and_all_are_reached():
+    """So that a walk can get from any choice to any other."""
+    space = space_of(
+        PLAIN,
+        4,
+        layers=4,
+        tensor=(1, 2),
+        changing=frozenset({"pipe", "tensor", "stage", "micro"}),
+    )
+    seen, edge = {space.base}, [space.base]
+    while edge:
+        edge = [c for at in edge for c in space.single(at) if c not in seen]
+        seen.update(edge)
+    choices = list(space.all())
+    assert choices[0] == space.base and len(choices) == len(set(choices)) > 50
+    assert seen == set(choices)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neighbours_are_choices_and_singles_among_them(seed):
+    space = space_of(PLAIN, 8)
+    at = random.Random(seed).choice(list(space.all()))
+    near, single = space.near(at), space.single(at)
+    assert at not in near and set(single) <= set(near)
+    assert all(map(space.is_in, near))
+
+
+def test_only_meshes_that_model_and_target_can_hold_are_choices():
+    space = space_of(PLAIN, 8, layers=6, tensor=(1, 2), holds=lambda mesh: mesh[0] != 2)
+    found = {choice.mesh for choice in space.all()}
+    assert all(6 % pipe == 0 and tensor in (1, 2) for pipe, _, _, tensor in found)
+    assert not any(pipe == 2 for pipe, *_ in found)
+    assert all(pipe * replica * data * tensor == 8 for pipe, replica, data, tensor in found)
+    assert (1, 1, 8, 1) in found and (1, 1, 4, 2) in found
+
+
+def test_without_a_stack_there_are_no_stages():
+    assert {choice.pipe for choice in space_of(PLAIN, 8, layers=0).all()} <= {1}
+
+
+def test_fast_mode_changes_the_stage_and_the_micro_batch_alone():
+    space = space_of(PLAIN, 8, changing=FAST)
+    assert {choice.mesh for choice in space.all()} == {space.base.mesh}
+    assert {(c.stage, c.micro) for c in space.all()} == {
+        (stage, micro) for stage in range(4) for micro in (1, 2, 4, 8)
+    }
+    assert len(list(space.all())) == 16
+
+
+def test_micro_batches_keep_to_their_bounds():
+    found = {c.micro for c in space_of(PLAIN, 8, micro=(2, 4), changing=FAST).all()}
+    assert found == {2, 4, 8}  # 8 is what the config has
+
+
+def test_where_host_memory_cannot_be_used_nothing_waits_there():
+    choices = space_of(PLAIN, 8, offload=False).all()
+    assert not any(c.optimizer_waits or c.parameters_wait or c.activations_wait for c in choices)

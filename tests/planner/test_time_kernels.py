@@ -1,0 +1,94 @@
+"""Flops of kernels in the time estimate: what masks leave of attention, all of another grid."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+
+from jaxspeed.ops import attention
+from jaxspeed.ops.mask import Mask
+from jaxspeed.planner.memory.platform_kernels import as_on
+from jaxspeed.planner.memory.trace_ir import all_ops, open_program
+from jaxspeed.planner.time.op_cost import KERNELS, _kernel
+
+BATCH, HEADS, DIM = 2, 4, 64
+MASKS = [(True, None), (False, None), (True, 300), (False, 300), (True, 1)]
+MESH = dict.fromkeys(("pipe", "replica", "data", "seq", "expert", "tensor"), 1)
+
+
+@given(
+    st.booleans(),
+    st.none() | st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_blocks_are_those_in_which_the_dense_mask_has_any(causal, window, seq, keys, rows, columns):
+    mask = Mask(causal, window)
+    dense = np.array(mask.dense(seq, keys))
+    blocks = [
+        dense[i : i + rows, j : j + columns].any()
+        for i in range(0, seq, rows)
+        for j in range(0, keys, columns)
+    ]
+    assert mask.blocks(seq, keys, rows, columns) == (sum(blocks), len(blocks))
+    assert mask.share(seq, keys) == pytest.approx(dense.mean())
+
+
+def kernels(platform, fn, *args):
+    with as_on(platform):
+        closed = jax.make_jaxpr(fn)(*args)
+    ops = all_ops(open_program(closed, platform))
+    return [op for op in ops if op.name.startswith(KERNELS)]
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+def test_a_tpus_attention_counts_the_blocks_that_are_computed(causal, window):
+    seq, block = 2048, 512
+    q = jax.ShapeDtypeStruct((BATCH, seq, HEADS, DIM), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return attention(q, k, v, causal=causal, window=window).astype(jnp.float32).sum()
+
+    found = kernels("tpu", jax.grad(loss, (0, 1, 2)), q, q, q)
+    dense = np.array(Mask(causal, window).dense(seq, seq))
+    tiles = dense.reshape(seq // block, block, seq // block, block).any((1, 3)).sum()
+    one = 2 * BATCH * HEADS * tiles * block * block * DIM  # one product of all of these blocks
+    # Forward: scores and result. Backward: three products for dq, four for dk and dv.
+    assert sorted(_kernel(op, MESH) / one for op in found) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("causal", "window"), [m for m in MASKS if m[0] or m[1] is None])
+def test_a_gpus_attention_counts_the_scores_that_the_mask_leaves(causal, window):
+    seq = 2048
+    q = jax.ShapeDtypeStruct((BATCH, seq, HEADS, DIM), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return attention(q, k, v, causal=causal, window=window).astype(jnp.float32).sum()
+
+    found = kernels("cuda", jax.grad(loss, (0, 1, 2)), q, q, q)
+    seen = np.array(Mask(causal, window).dense(seq, seq)).sum()
+    one = 2 * BATCH * HEADS * seen * DIM
+    assert sorted(_kernel(op, MESH) / one for op in found) == pytest.approx([2, 5])
+
+
+def test_any_other_kernel_counts_its_whole_grid():
+    def product(x_ref, y_ref, out_ref):
+        out_ref[...] = x_ref[...] @ y_ref[...]
+
+    def multiply(x, y):
+        return pl.pallas_call(
+            product,
+            grid=(4,),
+            in_specs=[pl.BlockSpec((32, 64), lambda i: (i, 0)), pl.BlockSpec((64, 128))],
+            out_specs=pl.BlockSpec((32, 128), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((128, 128), jnp.float32),
+        )(x, y)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((128, 64), (64, 128))]
+    (op,) = kernels("tpu", multiply, *shapes)
+    assert _kernel(op, MESH) == 2 * 128 * 64 * 128

@@ -1,0 +1,78 @@
+"""Over which links an exchange goes, and how long that takes, by the book's formulas."""
+
+import jax
+import pytest
+
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.placement.mesh import AXES
+from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
+from jaxspeed.planner.time.collective_op import Moved
+from jaxspeed.planner.time.links import Links
+
+GB = 1_000_000_000
+NOTHING = Op("op", {}, [], [])
+VALUE = Value(jax.ShapeDtypeStruct((8,), "float32"))
+
+
+def links(target, **sizes):
+    return Links(target_of(target), {axis: sizes.get(axis, 1) for axis in AXES})
+
+
+def moved(kind, *axes, payload=GB):
+    return Moved(kind, axes, "activations", payload, VALUE, Scope([], [], []), NOTHING, True, 1)
+
+
+def test_an_axis_sends_both_ways_along_each_dim_of_the_torus_that_it_takes():
+    found = links("v5p:4x4x4", data=16, tensor=4)
+    assert found.route(("tensor",)).lanes == 2
+    assert found.route(("data",)).lanes == 4
+    assert found.route(("data", "tensor")).lanes == 6
+
+
+def test_a_slice_that_is_not_closed_sends_one_way():
+    assert links("v5e:4x4", data=16).route(("data",)).lanes == 2
+    assert links("v5e:16x16", data=256).route(("data",)).lanes == 4
+
+
+def test_a_gather_takes_its_bytes_over_all_lanes():
+    """V / W of https://jax-ml.github.io/scaling-book/sharding, W of both ways, and a hop's time."""
+    found = links("v5p:4x4x4", data=16, tensor=4)
+    rate = 100 * GB * found.target.chip.reached["links"] * 2
+    assert found.seconds(moved("all-gather", "tensor")) == pytest.approx(
+        GB * 3 / 4 / rate + 2e-6, rel=1e-3
+    )
+    twice = found.seconds(moved("all-reduce", "tensor"))
+    assert twice == pytest.approx(2 * found.seconds(moved("all-gather", "tensor")))
+
+
+def test_gpus_of_a_node_share_nvlink_and_others_the_network():
+    found = links("h100:64", data=8, tensor=8)
+    assert found.link(moved("all-gather", "tensor")) == "links"
+    assert found.link(moved("all-gather", "data")) == "network"
+    route = found.route(("data", "tensor"))
+    assert (route.inside, route.across) == (8, 8)
+
+
+def test_over_nodes_each_device_sends_its_part_of_the_node():
+    found = links("h100:64", data=64)
+    chip = found.target.chip
+    across = GB * 7 / 8 / 8 / (chip.outside * chip.reached["outside"])
+    within = GB * 7 / 8 / (chip.link * chip.reached["links"])
+    seconds = found.seconds(moved("all-gather", "data"), latency=False)
+    assert seconds == pytest.approx(max(across, within))
+
+
+def test_slices_do_one_after_the_other():
+    found = links("2x v5p:4x4x4", replica=2, data=64)
+    chip = found.target.chip
+    across = 2 * GB / 2 / 64 / (chip.outside * chip.reached["outside"])
+    within = 2 * GB * 63 / 64 / (chip.link * chip.reached["links"] * 6)
+    seconds = found.seconds(moved("all-reduce", "replica", "data"), latency=False)
+    assert seconds == pytest.approx(across + within)
+    assert found.link(moved("all-reduce", "replica")) == "network"
+
+
+def test_what_crosses_to_the_host():
+    found = links("h100:8", data=8)
+    assert found.link(moved("to host")) == "host"
+    assert found.seconds(moved("to host")) == pytest.approx(1 / (64 * 0.88))

@@ -1,0 +1,89 @@
+"""Which meshes the links of a TPU slice can hold, told without its compiler."""
+
+import math
+import re
+
+import pytest
+
+from jaxspeed.errors import PlacementError
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.placement.mesh import resolve_sizes
+from jaxspeed.planner.time.torus import refuse_torus
+from tests.support.topology import run_on_topology
+
+# target, what libtpu is asked for, mesh
+ASKED = [
+    ("v5p:4x4x4", {}, {"tensor": 8}),
+    ("v5p:4x4x4", {}, {"tensor": 4}),
+    ("v5p:4x4x4", {}, {"pipe": 4, "tensor": 4}),
+    ("v5p:4x4x8", {}, {"tensor": 8}),
+    ("v5p:4x4x8", {}, {"pipe": 8, "tensor": 8}),
+    ("v5p:2x2x2", {}, {"tensor": 8}),
+    ("v4:2x2x2", {"chip_config_name": "megacore"}, {"tensor": 4}),
+    ("v5e:2x4", {}, {"tensor": 4}),
+    ("v5e:4x4", {}, {"tensor": 8}),
+    ("v5e:4x4", {}, {"pipe": 2, "tensor": 2}),
+    ("v6e:4x4", {}, {"tensor": 8}),
+    ("v6e:8x8", {}, {"tensor": 4}),
+    ("tpu7x:2x2x1", {}, {"tensor": 4}),
+    ("tpu7x:4x4x4", {}, {"tensor": 8}),
+    ("tpu7x:4x4x4", {}, {"tensor": 32}),
+    ("2x v5p:2x2x2", {"num_slices": 2}, {"tensor": 4}),
+    ("2x v5p:2x2x2", {"num_slices": 2}, {"replica": 2, "tensor": 2}),
+    ("2x v5p:4x4x4", {"num_slices": 2}, {"tensor": 8}),
+    ("2x v5e:2x4", {"num_slices": 2}, {"pipe": 2, "tensor": 4}),
+]
+
+
+def refused(written, sizes):
+    target = target_of(written)
+    try:
+        refuse_torus(target, resolve_sizes(sizes, target.count))
+    except PlacementError as error:
+        return str(error)
+    return None
+
+
+def test_it_is_as_on_the_compiler_s_own_devices():
+    asked = [(name.split()[-1], options, sizes) for name, options, sizes in ASKED]
+    real = run_on_topology("tests.planner.direct:held", "v5e:2x2", asked=asked)
+    ours = [refused(name, sizes) is None for name, _, sizes in ASKED]
+    assert ours == real
+    assert True in ours and False in ours
+
+
+@pytest.mark.parametrize(
+    ("written", "sizes", "nearest"),
+    [
+        ("v5p:4x4x4", {"tensor": 8}, "data 4, tensor 16"),
+        ("v5p:16x16x16", {"pipe": 16, "tensor": 8}, "pipe 16, data 16, tensor 16"),
+        ("v6e:16x16", {"tensor": 8}, "data 16, tensor 16"),
+    ],
+)
+def test_a_mesh_that_a_torus_cannot_hold_is_told_with_those_that_can(written, sizes, nearest):
+    said = refused(written, sizes)
+    assert f"cannot be laid out on {written}" in said
+    shown = said.partition("these can be: ")[2].split("; ")
+    assert shown[0] == nearest
+    for each in shown:
+        found = {axis: int(size) for axis, size in re.findall(r"(\w+) (\d+)", each)}
+        assert math.prod(found.values()) == target_of(written).count
+        assert refused(written, found) is None
+
+
+def test_what_a_switch_joins_holds_any_mesh():
+    assert refused("h100:64", {"tensor": 8, "pipe": 4}) is None
+    assert refused("cpu:6", {"tensor": 3}) is None
+
+
+def test_slices_are_joined_by_the_axis_that_exchanges_least():
+    asked = {
+        "replica": {"replica": 2, "data": 2, "tensor": 4},
+        "pipe": {"pipe": 2, "data": 2, "tensor": 4},
+        "data": {"data": 4, "tensor": 4},
+    }
+    found = run_on_topology(
+        "tests.planner.direct:slices_along", "v5e:2x2", name="v5p:2x2x2", asked=list(asked.values())
+    )
+    for over, spread in zip(asked, found, strict=True):
+        assert {axis for axis, slices in spread.items() if slices == 2} == {over}

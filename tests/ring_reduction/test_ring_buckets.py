@@ -1,0 +1,77 @@
+"""Buckets: a rank's chunk is its cut of each leaf, and everything comes back as it went in."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspeed.ring_reduction import BucketLeaf, buckets_of
+
+
+@st.composite
+def parts(draw):
+    """(ranks, leaves), some cut and some whole, in two dtypes."""
+    ranks, found = draw(st.integers(1, 5)), []
+    for number in range(draw(st.integers(1, 6))):
+        shape = draw(st.lists(st.integers(1, 4), max_size=3))
+        dim = draw(st.none() | st.integers(0, len(shape) - 1)) if shape else None
+        if dim is not None:
+            shape[dim] *= ranks
+        dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+        found.append(BucketLeaf(f"leaf{number}", tuple(shape), jnp.dtype(dtype), dim))
+    return ranks, found
+
+
+def filled(found):
+    leaves, start = {}, 1
+    for part in found:
+        values = np.arange(start, start + part.size).reshape(part.shape)
+        leaves[part.path], start = jnp.asarray(values, part.dtype), start + part.size
+    return leaves
+
+
+@settings(deadline=None, max_examples=60)
+@given(parts(), st.integers(1, 200))
+def test_leaves_come_back_from_their_buckets(given_parts, nbytes):
+    ranks, found = given_parts
+    leaves = filled(found)
+    buckets = buckets_of(found, ranks, nbytes)
+    assert sorted(p.path for b in buckets for p in b.parts) == sorted(leaves)
+    for bucket in buckets:
+        chunks = bucket.laid_out(leaves)
+        assert chunks.shape == (ranks, bucket.length)
+        assert len({(p.dim is None, p.dtype) for p in bucket.parts}) == 1
+        assert len(bucket.parts) == 1 or sum(p.nbytes for p in bucket.parts) <= nbytes
+        for path, leaf in bucket.leaves(chunks).items():
+            np.testing.assert_array_equal(leaf, leaves[path])
+
+
+@settings(deadline=None, max_examples=60)
+@given(parts())
+def test_a_chunk_is_the_cut_that_a_rank_stores(given_parts):
+    ranks, found = given_parts
+    leaves = filled(found)
+    for bucket in buckets_of(found, ranks, 1 << 20):
+        chunks = bucket.laid_out(leaves)
+        for rank in range(ranks if bucket.is_cut else 0):
+            cuts = {
+                part.path: np.split(np.asarray(leaves[part.path]), ranks, part.dim)[rank]
+                for part in bucket.parts
+            }
+            np.testing.assert_array_equal(bucket.own_chunk(cuts), chunks[rank])
+            for path, cut in bucket.cuts(chunks[rank]).items():
+                np.testing.assert_array_equal(cut, cuts[path])
+
+
+def test_small_leaves_share_a_ring_and_a_large_one_has_its_own():
+    sizes = [3, 1000, 4, 5]
+    found = [BucketLeaf(str(n), (n,), jnp.dtype("float32")) for n in sizes]
+    buckets = buckets_of(found, 2, 64)
+    assert sorted(sorted(p.shape for p in b.parts) for b in buckets) == [
+        [(3,)],
+        [(4,), (5,)],
+        [(1000,)],
+    ]
+    assert math.prod(buckets[1].laid_out(filled(found)).shape) == 1000

@@ -1,0 +1,202 @@
+"""The ring: what it adds up, in which order, in how many steps, and what a link carries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspeed.hlo.collectives import collectives, ring_bytes
+from jaxspeed.ring_reduction import Bucket, BucketLeaf, sum_of_all, sum_of_chunk
+from jaxspeed.ring_reduction import steps as steps_module
+from tests.ring_reduction.rings import (
+    both_ways,
+    in_ring_order,
+    levels_of,
+    mesh_of,
+    numbers,
+    program,
+)
+
+EPS = {np.dtype(t): float(jnp.finfo(t).eps) for t in (np.float32, np.float16, jnp.bfloat16)}
+
+
+def summed(levels, x):
+    """What every device holds of the sum: [nodes, size, chunks, length]."""
+    run = program(levels, lambda x, ranks: sum_of_all(x, ranks, levels)[0])
+    return np.asarray(run(x))
+
+
+def sample(seed):
+    """One of the random arrays: (N, directions, dtype, shape)."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(0, 4)))
+    dtype = [np.float32, jnp.bfloat16, np.float16][seed % 3]
+    return int(rng.integers(2, 9)), ["one", "both"][seed // 3 % 2], dtype, shape
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_ring_sums_as_psum_does_whatever_the_shape(seed):
+    """Fifty shapes, of which most are not divided by N, in three dtypes and both forms."""
+    size, directions, dtype, shape = sample(seed)
+    levels = levels_of(1, size, directions)
+    bucket = Bucket((BucketLeaf("x", shape, dtype),), size)
+    rng = np.random.default_rng(seed)
+    x = np.asarray(jnp.asarray(rng.normal(size=(1, size, *shape)), dtype))
+
+    def both(x, ranks):
+        chunks, _ = sum_of_all(bucket.laid_out({"x": x}), ranks, levels)
+        return bucket.leaves(chunks)["x"], jax.lax.psum(x.astype(jnp.float32), "data")
+
+    ours, theirs = map(np.asarray, program(levels, both)(x))
+    assert ours.dtype == dtype and ours.shape == (1, size, *shape)
+    most = size * EPS[np.dtype(dtype)] * np.abs(x.astype(np.float32)).sum(axis=1, keepdims=True)
+    assert (np.abs(ours.astype(np.float32) - theirs) <= most).all()
+    assert all((ours[0, 0] == ours[0, r]).all() for r in range(size)), "bits differ by device"
+
+
+@pytest.mark.parametrize("directions", ["one", "both"])
+@pytest.mark.parametrize("length", [1, 6, 7])
+def test_the_sum_is_taken_in_the_order_that_is_documented(directions, length):
+    levels = levels_of(1, 5, directions)
+    x = numbers(levels, length)
+    ours = summed(levels, x)
+    for chunk in range(5):
+        parts = x[0, :, chunk]  # [ranks, length]
+        wanted = (
+            in_ring_order(parts, chunk) if directions == "one" else both_ways(parts, chunk, None)
+        )
+        for rank in range(5):
+            np.testing.assert_array_equal(ours[0, rank, chunk], wanted)
+    assert (ours[0, 0] != x[0].sum(axis=0)).any(), "another order would have given the same bits"
+
+
+def test_rings_across_nodes_add_up_the_nodes_sums_in_order():
+    levels = levels_of(3, 2, "one")
+    x = numbers(levels, 7)
+    ours = summed(levels, x)
+    for chunk in range(2):
+        nodes = np.stack([in_ring_order(x[node, :, chunk], chunk) for node in range(3)])
+        pieces = np.split(np.pad(nodes, ((0, 0), (0, 2))), 3, axis=1)
+        wanted = np.concatenate([in_ring_order(p, k) for k, p in enumerate(pieces)])[:7]
+        for node, rank in np.ndindex(3, 2):
+            np.testing.assert_array_equal(ours[node, rank, chunk], wanted)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_loop_of_steps_has_the_bits_of_steps_that_are_written_out(nodes):
+    x = numbers(levels_of(nodes, 4), 6)
+    unrolled = summed(levels_of(nodes, 4, "one"), x)
+    np.testing.assert_array_equal(unrolled, summed(levels_of(nodes, 4, "one", unrolled=False), x))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_first_phase_alone_leaves_each_rank_its_chunk(nodes):
+    levels = levels_of(nodes, 4)
+    x = numbers(levels, 6)
+    run = program(levels, lambda x, ranks: sum_of_chunk(x, ranks, levels)[0])
+    own, whole = np.asarray(run(x)), summed(levels, x)
+    for node, rank in np.ndindex(nodes, 4):
+        np.testing.assert_array_equal(own[node, rank], whole[node, rank, rank])
+
+
+def sent(levels, length, function, dtype=np.float32):
+    """The permutes of a program: [(axis, bytes of one, runs)]."""
+    x = jax.ShapeDtypeStruct(
+        (levels.outer.size, levels.inner.size, levels.inner.size, length), dtype
+    )
+    run = program(levels, lambda x, ranks: function(x, ranks, levels))
+    text = run.lower(x).compile().as_text()
+    found = collectives(text, mesh_of(levels))
+    assert {c.kind for c in found} == {"collective-permute"}
+    return found
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+@pytest.mark.parametrize("directions", ["one", "both"])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_a_device_sends_twice_the_array_less_a_chunk_in_twice_n_steps(size, directions, unrolled):
+    """2 (N-1)/N of the bytes, in 2 (N-1) steps; of both directions each carries half a step."""
+    levels, length = levels_of(1, size, directions, unrolled=unrolled), 60
+    found = sent(levels, length, lambda *args: sum_of_all(*args)[0])
+    whole = size * length * 4
+    assert sum(map(ring_bytes, found)) == 2 * (size - 1) / size * whole
+    ways = 2 if directions == "both" else 1
+    assert sum(c.runs for c in found) == ways * 2 * (size - 1)
+    assert {c.bytes for c in found} == {length * 4 // ways}
+
+
+def test_the_first_phase_alone_sends_half():
+    levels = levels_of(1, 8)
+    found = sent(levels, 60, lambda *args: sum_of_chunk(*args)[0])
+    assert sum(map(ring_bytes, found)) == 7 / 8 * 8 * 60 * 4
+
+
+def test_across_nodes_travels_a_chunk_and_no_array():
+    levels, length = levels_of(2, 4), 60
+    found = sent(levels, length, lambda *args: sum_of_all(*args)[0])
+    by_axis = {
+        axis: sum(ring_bytes(c) for c in found if c.axis == (axis,)) for axis in ("data", "replica")
+    }
+    assert by_axis == {"data": 2 * 3 * length * 4, "replica": 2 * 1 / 2 * length * 4}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_int8_sends_a_quarter_and_the_scales(nodes):
+    length = 2048 * nodes  # whole blocks in each direction
+    plain = sum(map(ring_bytes, sent(levels_of(nodes, 4), length, lambda *a: sum_of_all(*a)[0])))
+    levels = levels_of(nodes, 4, wire="int8")
+    narrow = sum(map(ring_bytes, sent(levels, length, sum_of_all)))
+    assert narrow == plain / 4 * (256 + 4) / 256
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(1, 5), (2, 3)])
+def test_what_int8_loses_is_kept_by_the_rank_that_packed(nodes, size):
+    """The sum and the errors of all ranks make up the sum that was to be taken."""
+    levels = levels_of(nodes, size, wire="int8")
+    x = numbers(levels, 700)
+    sums, errors = map(np.asarray, program(levels, lambda x, r: sum_of_all(x, r, levels))(x))
+    exact = x.astype(np.float64).sum(axis=(0, 1))
+    lost = errors.astype(np.float64).sum(axis=(0, 1))
+    scale = np.abs(x).sum(axis=(0, 1)).max()
+    assert np.abs(sums[0, 0] - exact).max() > 1e-3 * scale, "nothing was rounded"
+    assert np.abs(sums[0, 0] + lost - exact).max() < 1e-5 * scale
+    assert (sums == sums[0, 0]).all(), "bits differ by device"
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_is_not_finite_is_not_hidden_by_packing(wire, bad):
+    levels = levels_of(1, 4, wire=wire)
+    x = numbers(levels, 300)
+    x[0, 1, 2, 17] = bad
+    sums = np.asarray(program(levels, lambda x, r: sum_of_all(x, r, levels)[0])(x))
+    assert not np.isfinite(sums[0, :, 2, 17]).any()
+
+
+def test_bf16_rounds_each_message_and_adds_up_in_the_wider_dtype():
+    levels = levels_of(1, 4, "one", wire="bf16")
+    x = numbers(levels, 9)
+    ours = summed(levels, x)
+    for chunk in range(4):
+        total = x[0, (chunk + 1) % 4, chunk]
+        for hop in range(2, 5):
+            total = (
+                np.asarray(total.astype(jnp.bfloat16), np.float32) + x[0, (chunk + hop) % 4, chunk]
+            )
+        np.testing.assert_array_equal(
+            ours[0, 0, chunk], np.asarray(total.astype(jnp.bfloat16), np.float32)
+        )
+
+
+def test_a_step_of_the_ring_that_is_dropped_is_missed(monkeypatch):
+    real, calls = steps_module._send, []
+
+    def one_stays(x, lane, ring):
+        calls.append(lane)
+        return x if len(calls) == 2 else real(x, lane, ring)
+
+    levels = levels_of(1, 4, "one")
+    x = numbers(levels, 6)
+    right = summed(levels, x)
+    monkeypatch.setattr(steps_module, "_send", one_stays)
+    assert (summed(levels, x) != right).any()

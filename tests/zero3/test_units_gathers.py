@@ -1,0 +1,253 @@
+"""What a unit does to its parameters, read from the traced program.
+
+Gathers and scatters are the sharding constraints of the program of `value_and_grad`; an operand is
+*tied* when an `optimization_barrier` made it (XLA keeps to one unit at a time because of these).
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxspeed
+from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.zero3 import (
+    ShardedParam,
+    Way,
+    choose_units,
+    run_sliced,
+)
+from jaxspeed.zero3 import (
+    segment_vjp as piece,
+)
+from jaxspeed.zero3 import (
+    sharded_param as stored,
+)
+
+DEPTH, WIDTH, SAMPLES = 4, 16, 4
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+WHOLE = NamedSharding(MESH, PartitionSpec())
+
+
+def storage_of(leaf: Any) -> ShardedParam:
+    """Cut on the last dim."""
+    cut = PartitionSpec(*[None] * (leaf.ndim - 1), "data")
+    return ShardedParam(leaf.shape, leaf.dtype, WHOLE, NamedSharding(MESH, cut))
+
+
+class Cut:
+    """A loss of (params, x) with its units gathering their own parameters."""
+
+    def __init__(self, loss: Any, params: Any, x: Any) -> None:
+        leaves, tree = jax.tree.flatten(params)
+        closed = jax.make_jaxpr(lambda leaves, x: loss(jax.tree.unflatten(tree, leaves), x))(
+            leaves, x
+        )
+        parameters = closed.jaxpr.invars[: len(leaves)]
+        self.units = choose_units(closed.jaxpr, parameters)
+        self.leaves, self.x = leaves, x
+        storage = dict(zip(parameters, map(storage_of, leaves), strict=True))
+
+        def run(leaves: list[Any], x: Any) -> Any:
+            args = [*leaves, x]
+            return run_sliced(closed.jaxpr, closed.consts, args, storage, Way(self.units))[0]
+
+        self.loss, self.gradients = run, jax.value_and_grad(run)
+
+    def program(self) -> Any:
+        return jax.make_jaxpr(self.gradients)(self.leaves, self.x).jaxpr
+
+
+@jaxspeed.unit
+def block(params, x):
+    return x + jnp.tanh(x @ params["w"]) @ params["v"]
+
+
+def pure_loss(params, x):
+    for layer in params["layers"]:
+        x = block(layer, x)
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def scanned_loss(params, x):
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["layers"])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def pure_params() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 2 * DEPTH + 1)
+    square = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+    layers = [{"w": square[2 * i], "v": square[2 * i + 1]} for i in range(DEPTH)]
+    return {"layers": layers, "head": square[-1]}
+
+
+def stacked_params() -> dict[str, Any]:
+    params = pure_params()
+    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (SAMPLES, WIDTH))
+
+
+class LinenStack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(DEPTH):
+            x = LinenBlock()(x)
+        return nn.Dense(WIDTH)(x)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(2 * WIDTH)(x)))
+
+
+def linen_loss(params, x):
+    def name(next_fun, args, kwargs, context):
+        with scope(type(context.module).__name__, "/".join(context.module.path)):
+            return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(name):
+        return jnp.mean(LinenStack().apply({"params": params}, x) ** 2)
+
+
+def linen_params() -> Any:
+    return LinenStack().init(jax.random.key(0), inputs())["params"]
+
+
+# -- reading a program ----------------------------------------------------------------------------
+
+
+def equations(jaxpr: Any) -> list[tuple[Any, dict[Any, Any]]]:
+    """Every equation, those of nested programs included, with who made each variable there."""
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    found = [(eqn, makers) for eqn in jaxpr.eqns]
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += equations(inner)
+    return found
+
+
+def counts(jaxpr: Any) -> dict[str, int]:
+    """How many gathers there are, how many stored shards are pinned and tied, how many scatters.
+
+    A pinned shard is what a gather reads; any other constraint that cuts is a gradient's.
+    """
+    found = [(e, makers) for e, makers in equations(jaxpr) if is_constraint(e)]
+    gathers = [eqn for eqn, _ in found if not any(eqn.params["sharding"].spec)]
+    gathered = {eqn.invars[0] for eqn in gathers}
+    cuts = [(eqn, makers) for eqn, makers in found if any(eqn.params["sharding"].spec)]
+    pinned = [makers.get(e.invars[0]) for e, makers in cuts if e.outvars[0] in gathered]
+    tied = [m for m in pinned if m is not None and m.primitive.name == "optimization_barrier"]
+    return {
+        "gathers": len(gathers),
+        "tied shards": len(tied),
+        "scatters": len(cuts) - len(pinned),
+    }
+
+
+def is_constraint(eqn: Any) -> bool:
+    return eqn.primitive.name == "sharding_constraint"
+
+
+def expected(weights: int) -> dict[str, int]:
+    """A gather in each pass, from a shard that waits for the unit's input; one scatter."""
+    return {"gathers": 2 * weights, "tied shards": 2 * weights, "scatters": weights}
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+MODELS = {
+    "pure functions": (pure_loss, pure_params, "4 x block"),
+    "pure functions, scanned": (scanned_loss, stacked_params, "4 x block"),
+    "Linen": (linen_loss, linen_params, "4 x LinenBlock"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_plain_jax(name):
+    loss, make, units = MODELS[name]
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), make())
+        x = inputs().astype(jnp.float64)
+        cut = Cut(loss, params, x)
+        assert str(cut.units) == units
+        value, grads = jax.jit(cut.gradients)(cut.leaves, x)
+        plain_value, plain = jax.value_and_grad(loss)(params, x)
+        assert abs(value - plain_value) < 1e-13 * plain_value
+        for a, b in zip(jax.tree.leaves(plain), grads, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_parameter_is_gathered_in_each_pass_and_scattered_once(name):
+    loss, make, _ = MODELS[name]
+    params = make()
+    cut = Cut(loss, params, inputs())
+    assert counts(cut.program()) == expected(len(jax.tree.leaves(params)))
+
+
+def test_a_gather_waits_for_the_input_of_its_unit():
+    """In the forward pass each barrier of a unit takes the shards and the unit's own input."""
+    program = Cut(pure_loss, pure_params(), inputs()).program()
+    barriers = [e for e, _ in equations(program) if e.primitive.name == "optimization_barrier"]
+    shapes = [[tuple(v.aval.shape) for v in eqn.invars] for eqn in barriers]
+    together = [s for s in shapes if s.count((WIDTH, WIDTH)) == 2 and (SAMPLES, WIDTH) in s]
+    # Forward, backward, and once more between a unit's gradients and the next unit backward; none
+    # follows the first unit, whose input has no gradient.
+    assert len(together) == 3 * DEPTH - 1
+
+
+def whole_weights_kept(loss: Any, params: Any) -> int:
+    """How many arrays of a weight's shape live between the passes that are not cut."""
+    cut = Cut(loss, params, inputs())
+    leaves = [jax.device_put(leaf, storage_of(leaf).cut) for leaf in cut.leaves]
+    _, pullback = jax.vjp(lambda leaves: cut.loss(leaves, cut.x), leaves)
+    shapes = {leaf.shape for leaf in leaves}
+    kept = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", None) in shapes]
+    assert len(kept) >= len(leaves)  # the shards themselves
+    return sum(x.is_fully_replicated for x in kept)
+
+
+def test_nothing_gathered_is_kept_between_the_passes():
+    assert whole_weights_kept(pure_loss, pure_params()) == 0
+
+
+def test_keeping_what_was_gathered_is_caught(monkeypatch):
+    monkeypatch.setattr(piece, "_depends_only_on", lambda jaxpr, sources: set())
+    assert whole_weights_kept(pure_loss, pure_params()) > 0
+
+
+MUTATIONS = {
+    "the shard is not pinned": (stored, "constrain", "unit.cut"),
+    "the gather is dropped": (stored, "constrain", "unit.gather"),
+    "the gradient is not scattered": (stored, "constrain", "unit.scatter"),
+    "nothing is tied": (piece, "tie", None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_dropped_piece_of_a_gather_is_caught(monkeypatch, name, mutation):
+    module, attribute, site = MUTATIONS[mutation]
+    original = getattr(module, attribute)
+    if attribute == "tie":
+        broken = lambda first, second: (list(first), list(second))  # noqa: E731
+    else:
+
+        def broken(x, sharding, where):
+            return x if where == site else original(x, sharding, where)
+
+    monkeypatch.setattr(module, attribute, broken)
+    loss, make, _ = MODELS[name]
+    params = make()
+    assert counts(Cut(loss, params, inputs()).program()) != expected(len(jax.tree.leaves(params)))
