@@ -1,7 +1,7 @@
 """jaxspeed: any Flax model, one placement table, one compiled step."""
 
 from jaxspeed.config import Config, explain_config
-from jaxspeed.engine import CheckReport, Diagnosis, Engine, initialize, simulate
+from jaxspeed.engine import CheckReport, Diagnosis, Engine, simulate
 from jaxspeed.errors import (
     BatchError,
     CheckpointError,
@@ -13,6 +13,7 @@ from jaxspeed.errors import (
     PlacementError,
     RunError,
 )
+from jaxspeed.initialization import initialize
 from jaxspeed.jaxpr.module_scopes import unit
 from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
 from jaxspeed.objective.rng import micro_batch_key

@@ -2,7 +2,7 @@
 
 from jaxspeed.engine.check import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis
-from jaxspeed.engine.engine import Engine, compiled_report, initialize
+from jaxspeed.engine.engine import Engine, compiled_report
 from jaxspeed.engine.run_devices import simulate
 
 __all__ = [
@@ -10,6 +10,5 @@ __all__ = [
     "Diagnosis",
     "Engine",
     "compiled_report",
-    "initialize",
     "simulate",
 ]

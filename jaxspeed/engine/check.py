@@ -26,11 +26,9 @@ from jaxspeed.objective.train_state import (
     wide_dtype,
 )
 from jaxspeed.optim.loss_scale import DynamicRule
-from jaxspeed.parameter_server import Rounds, ServedProgram, Service, without_servers
 from jaxspeed.pipeline import Sums, micro_batches
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
-from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
 # What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
@@ -102,10 +100,15 @@ class CheckReport:
         return as_text(self, width=100)
 
 
+# The reduced gradients of a batch, and the variables after it: (state, batch) -> (Sums, variables).
+Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]
+
+
 def check(
     program: Program,
     state: TrainState,
     batch: Any,
+    reduced_by: Callable[[Program], Reduced],
     *,
     layers: int | None = None,
     model: Any = None,
@@ -114,21 +117,21 @@ def check(
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
+    probe = _probe(program, reduced_by(program))
     program.check_batch(batch, program.batch.train)
     plain = _plain(program)
     _fits(plain)
     placed = jax.device_put(batch, program.batch_shardings(batch))
-    state, ours = _at_a_scale_without_overflow(program, state, placed)
+    state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
-    order = jax.tree.map(lambda x: _in_micro_batches(np.asarray(x), program), batch)
+    order = jax.tree.map(lambda x: program.as_one_rank(np.asarray(x)), batch)
     order = jax.device_put(order, plain.batch_shardings(order))
-    theirs = _probe(plain)(single, order)
+    theirs = _probe(plain, reduced_by_one(plain))(single, order)
     by_flax = _by_flax(plain)(single, order)
     return _compare(program, *jax.device_get((ours, theirs, by_flax)))
 
 
 def _smaller(program: Program, layers: int | None, model: Any) -> Program:
-    loss_fn = program.objective.loss_fn
     if model is None:
         if program.config.model is None:
             raise ModelError(
@@ -138,14 +141,12 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
         model, _ = resolve_model(program.config, overrides={"num_hidden_layers": layers})
     elif layers is not None:
         raise ModelError("check: layers and model were both given; leave one out")
-    return _rebuilt(program, program.config, model, loss_fn, list(program.devices))
+    return program.rebuilt(program.config, program.devices, model)
 
 
 def _plain(program: Program) -> Program:
     """The same run on one device: one data rank, stage 0, the same micro-batches."""
-    given = program.config.given
-    if isinstance(program, ServedProgram):
-        given = without_servers(given)
+    given = program.given_for_one_mesh()
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
@@ -164,27 +165,12 @@ def _plain(program: Program) -> Program:
         )
     config = type(program.config).load(given)
     device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
-    return _rebuilt(program, config, None, program.objective.loss_fn, [device])
+    return program.rebuilt(config, [device])
 
 
 def _micro_batches_on_one(program: Program) -> int:
     """On one device: as many as each rank has, or where ranks draw numbers of their own, all."""
-    own_numbers = isinstance(program, ServedProgram) or program.update.ring is not None
-    return program.batch.accumulation * (program.ranks if own_numbers else 1)
-
-
-def _rebuilt(
-    program: Program, config: Any, model: Any, loss_fn: Callable[..., Any], devices: list[Any]
-) -> Program:
-    return build_program(
-        config,
-        program.source.model if model is None else model,
-        loss_fn,
-        optimizer=program.source.optimizer,
-        devices=devices,
-        example_batch=program.source.example_batch,
-        trainable=program.source.trainable,
-    )
+    return program.batch.accumulation * (program.ranks if program.ranks_draw_apart else 1)
 
 
 def _fits(plain: Program) -> None:
@@ -233,26 +219,30 @@ def _by_flax(program: Program) -> Any:
     return jax.jit(program.in_mesh(gradients))
 
 
-def _probe(program: Program) -> Any:
-    """(state, batch) -> Seen, nothing used up."""
-    if isinstance(program, ServedProgram):
-        seen = jax.jit(program.in_mesh(_seen(program)))
+def reduced_by_one(program: Program) -> Reduced:
+    """By the program's own gradients, compiled by themselves."""
 
-        def served(state: TrainState, batch: Any) -> Any:
-            sums = Rounds(Service(program, state)).summed(program.parts(batch))
-            return seen(state, sums, state.variables)
-
-        return served
-
-    def probe(state: TrainState, batch: Any) -> Any:
+    def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         scale = state.loss_scale.scale
         sources = state.sources(program.table)
-        sums, variables = program.gradients(
+        found: tuple[Sums, Any] = program.gradients(
             sources, state.variables, batch, state.step, scale, state.ring_errors
         )
-        return _seen(program)(state, sums, variables)
+        return found
 
-    return jax.jit(program.in_mesh(probe))
+    compiled: Reduced = jax.jit(program.in_mesh(reduced))
+    return compiled
+
+
+def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], Seen]:
+    """(state, batch) -> Seen, nothing used up."""
+    seen = jax.jit(program.in_mesh(_seen(program)))
+
+    def probe(state: TrainState, batch: Any) -> Seen:
+        found: Seen = seen(state, *reduced(state, batch))
+        return found
+
+    return probe
 
 
 def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
@@ -280,14 +270,14 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
 
 
 def _at_a_scale_without_overflow(
-    program: Program, state: TrainState, batch: Any
+    program: Program, probe: Callable[[TrainState, Any], Seen], state: TrainState, batch: Any
 ) -> tuple[TrainState, Any]:
     """The probe's result, and the state that it is of.
 
     A dynamic loss scale starts where gradients overflow, and finds its way down by skipping steps;
     two overflows have no difference to measure.
     """
-    probe, dynamic = _probe(program), isinstance(program.optimizer.rule, DynamicRule)
+    dynamic = isinstance(program.optimizer.rule, DynamicRule)
     while True:
         found = probe(state, batch)
         scale = state.loss_scale.scale
@@ -323,15 +313,6 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
 
     gathered = jax.jit(move)(state)
     return jax.device_put(gathered, plain.shardings)
-
-
-def _in_micro_batches(x: np.ndarray, program: Program) -> np.ndarray:
-    """Samples in the order in which the ranks' micro-batches take them."""
-    if not x.shape or isinstance(program, ServedProgram):
-        return x
-    ranks = program.ranks
-    parts = x.reshape(ranks, program.batch.accumulation, -1, *x.shape[1:])
-    return np.swapaxes(parts, 0, 1).reshape(x.shape)
 
 
 def _compare(program: Program, ours: Seen, theirs: Seen, by_flax: PlainGradients) -> CheckReport:

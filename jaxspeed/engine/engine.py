@@ -1,36 +1,27 @@
 """The engine: a state, the compiled step that advances it, and what can be asked of both."""
 
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
-from jaxspeed.config import Config, load_config
+from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
-from jaxspeed.engine.compilation_cache import enable_compilation_cache
-from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.offload_check import check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.recompile_log import ShapeLog
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
-from jaxspeed.engine.startup_log import tell
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
-from jaxspeed.parameter_server import ServedProgram
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.train.aot_step import read_identity
-from jaxspeed.train.build import build_program
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.program import Metrics, Program
 
@@ -225,7 +216,11 @@ class Engine:
         Where the model does not fit one device: `layers=2` (models that the config names) or
         `model=<a smaller factory>` checks a smaller one, freshly initialised.
         """
-        return checking.check(self.program, self.state, batch, **smaller)
+        return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
+
+    def reduced_by(self, program: Program) -> checking.Reduced:
+        """The reduced gradients of a batch, as this engine has them of a program like its own."""
+        return checking.reduced_by_one(program)
 
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
         """The first input, parameter, layer or gradient that is not finite on this batch."""
@@ -234,99 +229,25 @@ class Engine:
         return diagnosing.diagnose(self.program, self.state, placed)
 
 
-def initialize(
-    model: Any = None,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    example_batch: Any = None,
-    trainable: Any = None,
-    executable: str | Path | None = None,
-) -> Engine:
-    """An engine with a freshly initialised state, each array made straight into its shards.
-
-    Args:
-      model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
-        a pair (init, apply); left out when the config names a model.
-      loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
-        dict of metrics; left out for a family's own loss and for a PipelineModule's.
-      config: a path to JSON or YAML, a dict, or a Config.
-      optimizer: any Optax transformation, in place of the config's.
-      devices: which devices to use; all of them by default.
-      example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
-        makes its parameters. With it (or where the config names the model and `data.seq_len`) what
-        a step needs is estimated before anything is allocated, and a warning says so where the
-        devices have less.
-      trainable: which parameters are trained: path patterns, a function of the path, or a
-        Variable type such as `nnx.LoRAParam`; all by default.
-      executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
-        where it is of this very step; over `run.executable`. Loading it runs what is in it: only
-        from whom you trust.
-
-    Raises:
-      ConfigError, PlacementError, ModelError: with everything that is wrong, and what would work.
-    """
-    over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
-    loaded = load_config({} if config is None else config, over)
-    model, loss_fn = resolve_model(loaded, model, loss_fn)
-    enable_compilation_cache(loaded)
-    program = build_program(
-        loaded,
-        model,
-        loss_fn,
-        optimizer=optimizer,
-        devices=devices,
-        example_batch=example_batch,
-        trainable=trainable,
-    )
-    if loaded.run.executable is not None:
-        read_identity(loaded.run.executable)  # what is wrong with the file, before anything is made
-    warn_of_room(program, example_batch)
-    try:
-        state = program.init(loaded.run.seed)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise explain_out_of_memory(program, error) from error
-        raise
-    tell(program)
-    if isinstance(program, ServedProgram):
-        from jaxspeed.parameter_server.engine import ServedEngine  # which is an Engine
-
-        return ServedEngine(program, state)
-    return Engine(program, state)
-
-
 def compiled_report(
     program: Program, batch: Any, from_file: StepFromFile | None = None
 ) -> CompiledReport:
     """What the compiler makes of a program's step for a batch of these shapes, or made of it."""
     program.check_batch(batch, program.batch.train, abstract=True)
-    if isinstance(program, ServedProgram):
-        return _compiled_worker(program, batch)
-    traced = program.step.trace(program.state, program.abstract_batch(batch))
-    transfer = transfer_of(program, traced)
+    traced, mesh = program.traced_step(batch)
+    transfer = None if program.serving else transfer_of(program, traced)
     kept_one = from_file.compiled(batch) if from_file else None
     start = time.perf_counter()
     compiled = kept_one or traced.lower().compile()
     timed = None if kept_one else _timed(time.perf_counter() - start)
+    if program.serving:
+        return report(compiled, mesh, timed)
     waiting = program.table.host_bytes_by_role()
     schedule = program.pipeline_report(batch)
     kept = program.kept_report(batch)
-    made = report(compiled, program.mesh, timed, schedule, transfer, waiting, kept)
+    made = report(compiled, mesh, timed, schedule, transfer, waiting, kept)
     check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
     return made
-
-
-def _compiled_worker(program: ServedProgram, batch: Any) -> CompiledReport:
-    """What one worker computes of its part: all but the update is there."""
-    traced = program.worker.gradients.trace(*program.worker.abstract(batch, program.ranks))
-    lowered = traced.lower()
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    timed = _timed(time.perf_counter() - start)
-    return report(compiled, program.of_worker.mesh, timed)
 
 
 def _timed(seconds: float) -> float | None:

@@ -10,7 +10,6 @@ from jaxspeed.config import Config
 from jaxspeed.engine.oom_help import device_limit, remedies
 from jaxspeed.hardware import chip_of_kind
 from jaxspeed.objective.config_model import family_sizes
-from jaxspeed.parameter_server import ServedProgram
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory import Memory, memory_of
 from jaxspeed.train.program import Program
@@ -29,7 +28,7 @@ def warn_of_room(program: Program, batch: Any = None) -> None:
       program: on the devices at hand.
       batch: arrays or their shapes, of any number of samples; by default those of the config.
     """
-    if isinstance(program, ServedProgram):  # whose step is several programs
+    if program.serving:  # whose step is several programs
         return
     room = room_of(program)
     if room is None:

@@ -6,7 +6,6 @@ import jax
 
 from jaxspeed.errors import OutOfMemoryError
 from jaxspeed.objective.precision import precision_of
-from jaxspeed.parameter_server import ServedProgram
 from jaxspeed.placement.rows import Offload
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.table import PlacementTable, build_table
@@ -65,7 +64,7 @@ def _remedies(program: Program) -> list[tuple[int, str]]:
             found.append(
                 (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} a device")
             )
-    if isinstance(program, ServedProgram):
+    if program.serving:
         kept = stored_bytes(table) * program.mesh.size // (program.mesh.size + 1)
         saved = stored_bytes(table) - kept
         found.append((saved, f"one more of parallel.servers frees {bytes_text(saved)} a server"))

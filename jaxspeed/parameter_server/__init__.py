@@ -8,6 +8,7 @@ or asynchronously (`OwnPace`). `ray` has the same server as processes on Ray.
 from jaxspeed.parameter_server.asynchronous import OwnPace
 from jaxspeed.parameter_server.programs import (
     ServedProgram,
+    build,
     build_served,
     for_a_worker,
     without_servers,
@@ -33,6 +34,7 @@ __all__ = [
     "Start",
     "Traffic",
     "Turns",
+    "build",
     "build_served",
     "for_a_worker",
     "refuse_statistics",

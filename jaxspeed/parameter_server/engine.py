@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.objective.train_state import TrainState
@@ -22,6 +23,7 @@ from jaxspeed.parameter_server.programs import ServedProgram
 from jaxspeed.parameter_server.rounds import Rounds
 from jaxspeed.parameter_server.service import Service
 from jaxspeed.parameter_server.traffic import Traffic
+from jaxspeed.pipeline import Sums
 from jaxspeed.train.program import Metrics, Program
 
 
@@ -107,6 +109,16 @@ class ServedEngine(Engine):
         here = jax.device_put(host, own.mesh.devices.flat[0])
         return own.model.bind(here, state.variables, train=False, step=0, micro=0)
 
+    def reduced_by(self, program: Program) -> checking.Reduced:
+        """By a round of all workers of such a program."""
+        assert isinstance(program, ServedProgram)
+
+        def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
+            rounds = Rounds(Service(program, state))
+            return rounds.summed(program.parts(batch)), state.variables
+
+        return reduced
+
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
         """The first that is not finite, part by part, on the first worker."""
         self.program.check_batch(batch, self.program.batch.train)
@@ -128,3 +140,10 @@ class ServedEngine(Engine):
 
         leaves, tree = jax.tree.flatten(batch)
         return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
+
+
+def open_engine(program: Program, state: TrainState) -> Engine:
+    """The engine of any program."""
+    if isinstance(program, ServedProgram):
+        return ServedEngine(program, state)
+    return Engine(program, state)

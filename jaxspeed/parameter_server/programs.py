@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Config
@@ -24,10 +25,11 @@ from jaxspeed.parameter_server.worker_step import Worker, wire_of
 from jaxspeed.pipeline import Sums
 from jaxspeed.placement.mesh import apart, build_mesh
 from jaxspeed.placement.rows import Row, reduction_dtype
+from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
-from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.program import Metrics, Program, Serving
 
-Built = Callable[[Config, Sequence[jax.Device]], Program]
+Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,25 @@ class ServedProgram(Program):
         return publish
 
     @property
+    def serving(self) -> Serving:
+        return Serving(self.mesh.size, self.rule.pace, self.bytes_down, self.bytes_up)
+
+    @property
+    def ranks_draw_apart(self) -> bool:
+        return True
+
+    def given_for_one_mesh(self) -> dict[str, Any]:
+        return without_servers(self.config.given)
+
+    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
+        """What one worker computes of its part: all but the update is there."""
+        worker = self.worker
+        return worker.gradients.trace(*worker.abstract(batch, self.ranks)), self.of_worker.mesh
+
+    def as_one_rank(self, x: np.ndarray) -> np.ndarray:
+        return x  # each worker's part is one piece of the batch
+
+    @property
     def step(self) -> Any:
         raise JaxspeedError(
             'engine.step: with parallel.data_reduction "parameter_server" a step is several '
@@ -171,6 +192,24 @@ def folded(seen: Sums, new: Sums) -> Sums:
     grads = {path: mean(grad, new.grads[path]) for path, grad in seen.grads.items()}
     metrics = {name: mean(value, new.metrics[name]) for name, value in seen.metrics.items()}
     return Sums(grads, seen.total + new.total, weight, metrics)
+
+
+def build(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    **given: Any,
+) -> Program:
+    """The program of any config; `given` is what `build_program` takes beside."""
+
+    def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
+        return build_program(config, model, loss_fn, devices=devices, **given)
+
+    if config.parallel.data_reduction == "parameter_server":
+        return build_served(config, devices, built)
+    return built(config, devices)
 
 
 def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Built) -> Program:
@@ -204,7 +243,7 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     owner = built(_for_servers(config), servers)
     of_worker = built(for_a_worker(config, batch.micro, batch.accumulation), workers[:1])
     summed = config.gradient_allreduce_op == "sum" and rule.by_rounds
-    parts = {name: getattr(owner, name) for name in ("objective", "gradients", "source")}
+    parts = {name: getattr(owner, name) for name in ("objective", "gradients")}
     return ServedProgram(
         config=config,
         batch=batch,
@@ -213,6 +252,7 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
         rule=rule,
         paces=paces,
         worker_devices=tuple(workers),
+        source=replace(owner.source, build=build),
         **parts,
     )
 

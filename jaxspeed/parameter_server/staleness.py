@@ -34,6 +34,11 @@ class Rule:
         """Whether every version is made of one push of each worker."""
         return not self.max_staleness
 
+    @property
+    def pace(self) -> str:
+        """How the workers follow each other, in words."""
+        return "in step" if self.by_rounds else f"at most {self.max_staleness} versions stale"
+
 
 @dataclass(frozen=True)
 class Push:

@@ -16,7 +16,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.transfer_report import Transfer
-from jaxspeed.parameter_server import ServedProgram
+from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
 from jaxspeed.planner.memory import memory_in, read_step
@@ -26,7 +26,6 @@ from jaxspeed.planner.search_run import Progress, advice_of, search_run
 from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.torus import refuse_torus
 from jaxspeed.run.start import Source
-from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
 
@@ -53,7 +52,7 @@ def plan_run(
     with as_on(target.chip.platform):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
         program, batch = _program(source, with_overlap(source.config, target.chip.platform))
-        if isinstance(program, ServedProgram):
+        if program.serving:
             raise ConfigError(
                 "--target: a parameter server's step is many programs on two meshes, and what is "
                 "planned is one. Leave --target out, or parallel.data_reduction at "
@@ -87,7 +86,7 @@ def _here(source: Source, compiling: bool) -> Plan:
     if compiling:
         compiled = compiled_report(program, batch)
         return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
-    transfer = None if isinstance(program, ServedProgram) else _transfer(program, batch)
+    transfer = None if program.serving else _transfer(program, batch)
     return Plan(program, program.pipeline_report(batch), None, transfer, program.kept_report(batch))
 
 
@@ -95,7 +94,7 @@ def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]
     """What would train, and the shapes of a batch."""
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
-    program = build_program(config, model, loss_fn, optimizer=source.optimizer)
+    program = build(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
     program.check_batch(batch, program.batch.train, abstract=True)
     return program, batch
@@ -153,7 +152,7 @@ class _Job:
         config = self.source.config
         model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
         optimizer = self.source.optimizer
-        program = build_program(config, model, loss_fn, optimizer=optimizer, devices=devices)
+        program = build(config, model, loss_fn, optimizer=optimizer, devices=devices)
         return program, self.batch
 
 

@@ -11,7 +11,6 @@ from rich.text import Text
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.offload.transfer_report import Transfer
-from jaxspeed.parameter_server import ServedProgram
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.planner.compile.outcome import Outcome
@@ -209,13 +208,13 @@ class Plan:
 
 def _server(program: Program) -> dict[str, Any] | None:
     """Of a parameter server: who there is, and what each worker sends and gets of a version."""
-    if not isinstance(program, ServedProgram):
+    if program.serving is None:
         return None
     return {
-        "servers": program.mesh.size,
+        "servers": program.serving.servers,
         "workers": program.ranks,
-        "bytes_down": program.bytes_down,
-        "bytes_up": program.bytes_up,
+        "bytes_down": program.serving.bytes_down,
+        "bytes_up": program.serving.bytes_up,
     }
 
 

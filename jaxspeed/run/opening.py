@@ -8,8 +8,6 @@ from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
 from jaxspeed.hardware.targets import Target
-from jaxspeed.parameter_server import ServedProgram
-from jaxspeed.parameter_server.ray import RayProgram
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
@@ -24,7 +22,7 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     console.print(f"data  {trainer.corpus.summary}", highlight=False)
     console.print(f"run   {trainer.folder.path}, {_where(trainer)}", highlight=False)
     console.print()
-    if isinstance(program, RayProgram):
+    if not program.in_this_process:
         return
     console.print(engine.placements)
     with trainer.recorder.phase("compile"):
@@ -42,23 +40,22 @@ def on_what(program: Program, target: Target | None = None) -> str:
     where = f"({target}, {target.chip.kind})" if target else where
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
-    if isinstance(program, RayProgram):
-        count = program.ranks + len(program.servers)
+    if program.serving and not program.in_this_process:
+        count = program.ranks + program.serving.servers
         on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
     return f"{on}, {program.config.compute_dtype}{_server(program)}"
 
 
 def _server(program: Program) -> str:
     """Who does what, where there are servers."""
-    if not isinstance(program, ServedProgram | RayProgram):
+    serving = program.serving
+    if serving is None:
         return ""
-    rule = program.rule
-    servers = len(program.servers) if isinstance(program, RayProgram) else program.mesh.size
-    pace = "in step" if rule.by_rounds else f"at most {rule.max_staleness} versions stale"
-    down, up = bytes_text(program.bytes_down), bytes_text(program.bytes_up)
+    down, up = bytes_text(serving.bytes_down), bytes_text(serving.bytes_up)
+    servers = f"{serving.servers} server{'s' * (serving.servers > 1)}"
     return (
-        f"\n[bold]{servers} server{'s' * (servers > 1)}, {program.ranks} workers[/] {pace}; each "
-        f"worker pulls {down} and pushes {up} a version"
+        f"\n[bold]{servers}, {program.ranks} workers[/] {serving.pace}; each worker pulls {down} "
+        f"and pushes {up} a version"
     )
 
 
@@ -71,7 +68,7 @@ def m_against_n(
     waiting = sum(program.table.host_bytes_by_role().values())
     host = f" and {bytes_text(waiting)} in its host's memory" if waiting else ""
     has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(len(program.devices))
-    owner = "server" if isinstance(program, ServedProgram) else "device"
+    owner = "server" if program.serving else "device"
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"

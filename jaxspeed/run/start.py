@@ -14,9 +14,10 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
-from jaxspeed.engine import Engine, initialize
+from jaxspeed.engine import Engine
 from jaxspeed.engine.run_devices import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
+from jaxspeed.initialization import initialize
 from jaxspeed.objective.config_model import family_sizes, resolve_model
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.step_records import recorder_of

@@ -44,39 +44,13 @@ def build_program(
     example_batch: Any = None,
     trainable: Any = None,
 ) -> Program:
-    """Everything of a run that can be known before an array exists."""
+    """Everything of a run on one mesh that can be known before an array exists.
+
+    `parameter_server.build` is for any config.
+    """
+    assert config.parallel.data_reduction != "parameter_server"
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
-    rest = {"optimizer": optimizer, "example_batch": example_batch, "trainable": trainable}
-
-    def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
-        return _on_one_mesh(config, model, loss_fn, devices, **rest)
-
-    if config.parallel.data_reduction == "parameter_server":
-        from jaxspeed.parameter_server import build_served  # which builds Programs
-
-        return build_served(config, devices, built)
-    return built(config, devices)
-
-
-def batch_of(config: Config) -> Batch:
-    """The batch of a config on all devices that there are."""
-    if config.parallel.data_reduction == "parameter_server":
-        return config.batch(len(apart(None, config.parallel.servers)[0]), 1)
-    mesh = build_mesh(config.mesh.model_dump(), None)
-    return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
-
-
-def _on_one_mesh(
-    config: Config,
-    model: Any,
-    loss_fn: Callable[[Any, Any], Any],
-    devices: Sequence[jax.Device] | None,
-    optimizer: optax.GradientTransformation | None,
-    example_batch: Any,
-    trainable: Any,
-) -> Program:
-    """One mesh, and one program for all of its devices."""
     mesh = build_mesh(config.mesh.model_dump(), devices)
     refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
@@ -135,9 +109,17 @@ def _on_one_mesh(
             _pipeline_of(config, objective),
         ),
         update,
-        Source(model, optimizer, example_batch, trainable),
+        Source(build_program, model, optimizer, example_batch, trainable),
         proposal,
     )
+
+
+def batch_of(config: Config) -> Batch:
+    """The batch of a config on all devices that there are."""
+    if config.parallel.data_reduction == "parameter_server":
+        return config.batch(len(apart(None, config.parallel.servers)[0]), 1)
+    mesh = build_mesh(config.mesh.model_dump(), None)
+    return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
 
 
 def _waits_in_host(config: Config) -> list[str]:

@@ -5,12 +5,13 @@ only compiled for. What the engine runs and what a compile for another machine m
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -39,10 +40,21 @@ Metrics = dict[str, jax.Array]
 class Source:
     """What a program was built from, so that it can be built again in another way."""
 
+    build: Callable[..., "Program"]  # (config, model, loss_fn, **these below, devices)
     model: Any
     optimizer: optax.GradientTransformation | None
     example_batch: Any
     trainable: Any
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The parameter server of a program."""
+
+    servers: int
+    pace: str  # how the workers follow each other, in words
+    bytes_down: int  # that a worker pulls of each version of the parameters
+    bytes_up: int  # ... and pushes for it
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,56 @@ class Program:
     @property
     def layout(self) -> OptLayout:
         return self.update.layout
+
+    # -- what differs where a step is several programs, or runs in other processes ---------------
+
+    @property
+    def serving(self) -> Serving | None:
+        """The parameter server, where there is one: `step` is then not one program."""
+        return None
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether this process computes."""
+        return True
+
+    @property
+    def ranks_draw_apart(self) -> bool:
+        """Whether each rank numbers its own micro-batches, from which random numbers follow."""
+        return self.update.ring is not None
+
+    def given_for_one_mesh(self) -> dict[str, Any]:
+        """The config as it was given, less what needs more than one mesh."""
+        return self.config.given
+
+    def rebuilt(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device],
+        model: Any = None,
+    ) -> "Program":
+        """A program of the same model (or of another) and loss by another config."""
+        source = self.source
+        return source.build(
+            config,
+            source.model if model is None else model,
+            self.objective.loss_fn,
+            devices=devices,
+            optimizer=source.optimizer,
+            example_batch=source.example_batch,
+            trainable=source.trainable,
+        )
+
+    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
+        """What is compiled for a batch of these shapes, traced, and the mesh that it runs on."""
+        return self.step.trace(self.state, self.abstract_batch(batch)), self.mesh
+
+    def as_one_rank(self, x: np.ndarray) -> np.ndarray:
+        """Samples in the order in which one rank would take them: micro-batch after micro-batch."""
+        if not x.shape:
+            return x
+        parts = x.reshape(self.ranks, self.batch.accumulation, -1, *x.shape[1:])
+        return np.swapaxes(parts, 0, 1).reshape(x.shape)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from jaxspeed.parameter_server.ray.worker_pool import Crew
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker_step import wire_of
 from jaxspeed.placement.rows import Row, reduction_dtype
-from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.program import Metrics, Program, Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,14 @@ class RayProgram(Program):
     @property
     def ranks(self) -> int:
         return self.workers
+
+    @property
+    def serving(self) -> Serving:
+        return Serving(len(self.servers), self.rule.pace, self.bytes_down, self.bytes_up)
+
+    @property
+    def in_this_process(self) -> bool:
+        return False
 
     @property
     def bytes_down(self) -> int:

@@ -1,0 +1,80 @@
+"""`jaxspeed.initialize`: from a model, a loss and a config to an engine with a fresh state."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jaxspeed.config import Config, load_config
+from jaxspeed.engine import Engine
+from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.memory_precheck import warn_of_room
+from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.startup_log import tell
+from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.parameter_server import build
+from jaxspeed.parameter_server.engine import open_engine
+from jaxspeed.train.aot_step import read_identity
+
+
+def initialize(
+    model: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    example_batch: Any = None,
+    trainable: Any = None,
+    executable: str | Path | None = None,
+) -> Engine:
+    """An engine with a freshly initialised state, each array made straight into its shards.
+
+    Args:
+      model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
+        a pair (init, apply); left out when the config names a model.
+      loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
+        dict of metrics; left out for a family's own loss and for a PipelineModule's.
+      config: a path to JSON or YAML, a dict, or a Config.
+      optimizer: any Optax transformation, in place of the config's.
+      devices: which devices to use; all of them by default.
+      example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
+        makes its parameters. With it (or where the config names the model and `data.seq_len`) what
+        a step needs is estimated before anything is allocated, and a warning says so where the
+        devices have less.
+      trainable: which parameters are trained: path patterns, a function of the path, or a
+        Variable type such as `nnx.LoRAParam`; all by default.
+      executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
+        where it is of this very step; over `run.executable`. Loading it runs what is in it: only
+        from whom you trust.
+
+    Raises:
+      ConfigError, PlacementError, ModelError: with everything that is wrong, and what would work.
+    """
+    over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
+    loaded = load_config({} if config is None else config, over)
+    model, loss_fn = resolve_model(loaded, model, loss_fn)
+    enable_compilation_cache(loaded)
+    program = build(
+        loaded,
+        model,
+        loss_fn,
+        optimizer=optimizer,
+        devices=devices,
+        example_batch=example_batch,
+        trainable=trainable,
+    )
+    if loaded.run.executable is not None:
+        read_identity(loaded.run.executable)  # what is wrong with the file, before anything is made
+    warn_of_room(program, example_batch)
+    try:
+        state = program.init(loaded.run.seed)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise explain_out_of_memory(program, error) from error
+        raise
+    tell(program)
+    return open_engine(program, state)
