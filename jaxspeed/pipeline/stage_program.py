@@ -1,4 +1,4 @@
-"""What one stage runs: a chunk of the blocks, and what it reads for that."""
+"""The stage program: a chunk of the blocks and what they read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

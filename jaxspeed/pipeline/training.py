@@ -1,4 +1,4 @@
-"""Gradients of a step's micro-batches: forward and backward over the stages, tick by tick.
+"""Gradients of a step's micro-batches over the stages: forward and backward, tick by tick.
 
 Each stage keeps the input of a chunk until its backward tick, and runs the chunk again there; or it
 keeps what the derivative needs instead (`saves`). Gradients add up as they are made, in units of
