@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxspeed.checkpoint import header as describing
 from jaxspeed.checkpoint.catalog import (
     CheckpointInfo,
     checkpoints,
@@ -17,7 +16,15 @@ from jaxspeed.checkpoint.catalog import (
     existing,
     superfluous,
 )
-from jaxspeed.checkpoint.header import FILES, Header, header_of, read_header
+from jaxspeed.checkpoint.header import (
+    FILES,
+    Header,
+    as_json,
+    check_client_state,
+    header_of,
+    read_header,
+)
+from jaxspeed.checkpoint.header import NAME as HEADER
 from jaxspeed.checkpoint.leaves import Arrays, kept_leaves
 from jaxspeed.checkpoint.manifest import (
     dealt,
@@ -114,7 +121,7 @@ class Checkpointer:
         given = dict(files or {})
         for name in given:
             check_tag(name)
-        describing.check_client_state(client_state or {})
+        check_client_state(client_state or {})
         header = header_of(program, tag, step, client_state or {}, sorted(given))
         with _told(self.folder, f"saving {tag}"):
             folder = self._begin(program, tag)
@@ -295,7 +302,7 @@ def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) ->
         (folder / FILES).mkdir()
     for name, content in files.items():
         write_file(folder / FILES / name, content)
-    write_file(folder / describing.NAME, describing.as_json(header))
+    write_file(folder / HEADER, as_json(header))
 
 
 class _told:

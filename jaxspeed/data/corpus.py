@@ -11,7 +11,7 @@ import numpy as np
 from jaxspeed.config.data import Corpus as Source
 from jaxspeed.config.data import Data
 from jaxspeed.config.data import Part as MixturePart
-from jaxspeed.data import token_store as store
+from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
 from jaxspeed.data.model_limits import Facts, Kind
 from jaxspeed.data.open_source import (
@@ -132,8 +132,8 @@ def tokenize(
     chosen = tokenizer or choose_tokenizer(data, Facts(vocab_size=vocab_size), texts, None)
     assert chosen is not None
     name = ", ".join(each.name for each in texts if isinstance(each, Texts))
-    documents = store.encode_all(texts_of(texts), chosen)
-    written = store.write(Path(out_folder), name, documents, chosen)
+    documents = token_store.encode_all(texts_of(texts), chosen)
+    written = token_store.write(Path(out_folder), name, documents, chosen)
     return Tokenized(
         name,
         len(written.lengths),
@@ -165,8 +165,8 @@ def _part(
         )
     if isinstance(opened, Texts):
         assert tokenizer is not None
-        encoded = store.encode_all(opened, tokenizer)
-        opened = [store.in_memory(opened.name, encoded, tokenizer)]
+        encoded = token_store.encode_all(opened, tokenizer)
+        opened = [token_store.in_memory(opened.name, encoded, tokenizer)]
     for each in opened:
         if not len(each.tokens):
             raise DataError(f"data: {each.name} holds no text")

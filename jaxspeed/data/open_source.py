@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspeed.config.data import Corpus as Source
-from jaxspeed.data import array_sources as arrays
-from jaxspeed.data import files
-from jaxspeed.data import token_store as store
+from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import Facts
 from jaxspeed.data.packing import Spans, Stream, add_counts
@@ -30,7 +28,7 @@ class Made:
 
 
 # What a source turns out to hold, before there is a tokenizer.
-Opened = Texts | list[store.Documents] | arrays.Arrays | Made
+Opened = Texts | list[token_store.Documents] | array_sources.Arrays | Made
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ def open_source(source: Source, facts: Facts) -> Opened:
     if kind in TEXT_SOURCES:
         return text_source(source)
     if kind == "tokens":
-        return [store.read(path) for path in _token_paths(given)]
+        return [token_store.read(path) for path in _token_paths(given)]
     if kind == "images":
-        return arrays.read_images(given, facts)
+        return array_sources.read_images(given, facts)
     if kind == "synthetic":
         return Made(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
@@ -73,7 +71,7 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
-        is_store = (path / store.HEADER).exists() or not any(path.glob("*.npy"))
+        is_store = (path / token_store.HEADER).exists() or not any(path.glob("*.npy"))
         found += [path] if path.is_dir() and is_store else files.find_files([name], (".npy",))
     return found
 
@@ -94,7 +92,7 @@ def _own(path: str, source: Source) -> Opened:
         )
     items = list(begin())
     if isinstance(first, Mapping):
-        return arrays.stack(items, path)
+        return array_sources.stack(items, path)
     documents = [np.asarray(item) for item in items]
     for i, ids in enumerate(documents):
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0):
@@ -102,14 +100,14 @@ def _own(path: str, source: Source) -> Opened:
                 f"data.source: {path!r}: item {i} is a {type(items[i]).__name__}; items are texts, "
                 "mappings from names to arrays, or lists of token ids"
             )
-    return [store.in_memory(path, documents, None)]
+    return [token_store.in_memory(path, documents, None)]
 
 
 # -- into samples -------------------------------------------------------------------------------
 
 
 def documents_part(
-    documents: Sequence[store.Documents], packing: Packing, held_out: float
+    documents: Sequence[token_store.Documents], packing: Packing, held_out: float
 ) -> OpenSource:
     """Documents end to end, cut into windows."""
     train, held, counts = [], [], np.zeros(0, np.int64)
@@ -133,7 +131,7 @@ def documents_part(
     )
 
 
-def _all(documents: store.Documents) -> Spans:
+def _all(documents: token_store.Documents) -> Spans:
     return Spans(np.asarray(documents.offsets[:-1]), documents.lengths)
 
 
@@ -141,12 +139,12 @@ def _windows(stream: Stream, packing: Packing, *, whole: bool) -> Windows:
     return Windows(stream, packing.seq_len, segments=packing.segments, whole=whole)
 
 
-def arrays_part(found: arrays.Arrays, held_out: float, name: str) -> OpenSource:
+def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> OpenSource:
     """Rows of arrays, of which some are held out."""
     rows = Rows(found)
     shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in found.items())
     summary = f"{name}: {len(rows):,} samples of {shapes}"
-    return _cut(rows, held_out, arrays.digest(found), None, summary)
+    return _cut(rows, held_out, array_sources.digest(found), None, summary)
 
 
 def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float) -> OpenSource:

@@ -40,10 +40,10 @@ class CompiledReport:
       peak_bytes: XLA's own figure for what is held at once. XLA:TPU's has buffers in VMEM in it,
         which `temp_bytes` leaves out, and what is in host memory; XLA:CPU's leaves `temp_bytes`
         out, so add them there.
-      flops: of matrix products and convolutions, loops multiplied out (see `observe.cost`). None,
+      flops: of matrix products and convolutions, loops multiplied out (see `hlo.cost`). None,
         like the next three, where the backend does not give the program's text.
       replicated_flops: those of them that the data ranks compute alike, each all of it (see
-        `observe.replicated`): a loss's part that depends on nothing of the batch, for example.
+        `hlo.replicated_flops`): a loss's part that depends on nothing of the batch, for example.
       bytes_accessed: what the instructions read and write, loops multiplied out.
       collectives: each one of the program.
       compile_seconds: wall time of the compilation, None where it was not timed.

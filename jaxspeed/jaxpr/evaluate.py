@@ -1,4 +1,4 @@
-"""Small tools for programs as JAX traces them."""
+"""Evaluation and slicing of jaxprs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a traced program costs to run: an estimate, from the shapes of its operations."""
+"""FLOPs of a traced program, estimated from the shapes of its operations."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A traced program whose stack's way is in the open: the calls that it goes through inlined."""
+"""Inlining of the calls that given variables of a traced program pass through."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

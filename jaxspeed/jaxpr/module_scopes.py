@@ -1,4 +1,4 @@
-"""Names for calls: while a loss is traced, each call of a module leaves its name on its equations.
+"""Module scopes: named scopes that tag each equation of a trace with its module calls.
 
 Nothing of the model changes, and nothing of Flax needs to be known by what reads the names later.
 A name says which call (a serial number, unique in this process), of which class, at which path.

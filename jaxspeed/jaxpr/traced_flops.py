@@ -1,4 +1,4 @@
-"""Flops of a traced function: of its matrix products and convolutions, a scan's multiplied out."""
+"""FLOPs of the matrix products and convolutions of a traced function, times scan lengths."""
 
 import math
 from collections.abc import Iterator

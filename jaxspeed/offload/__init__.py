@@ -1,4 +1,4 @@
-"""Host memory: transfers, the streamed update of offloaded state, known JAX bugs."""
+"""Offload to host memory: transfers, the streamed update of offloaded state, known JAX bugs."""
 
 from jaxspeed.offload.host_accumulation import mean_in_host, zeros_in_host
 from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit

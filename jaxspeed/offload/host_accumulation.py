@@ -1,4 +1,4 @@
-"""Gradients that add up in host memory, a piece at a time."""
+"""Gradient accumulation in host memory, streamed slice by slice."""
 
 import math
 from typing import Any

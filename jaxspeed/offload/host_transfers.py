@@ -1,4 +1,4 @@
-"""What crosses between a device and its host's memory in a step: read from the traced step.
+"""Host transfers of a step: its device-to-host and host-to-device traffic, from the trace.
 
 A move is a `device_put` between two memory spaces; it runs as often as the scans around it have
 trips. Whose bytes they are follows from the host arrays that it touches: values in host memory that

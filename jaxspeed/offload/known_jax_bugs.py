@@ -1,4 +1,4 @@
-"""Faults of JAX and XLA that offload would meet, by version and platform.
+"""Bugs of JAX and XLA that affect offload, by version and platform.
 
 One row a fault: what it does, where, and where not. A row goes when its versions do.
 """

@@ -1,4 +1,4 @@
-"""The update of what waits in host memory: one parameter after the other, a piece at a time.
+"""Optimizer update of offloaded state: parameter by parameter, streamed in slices.
 
 A piece is cut from all arrays of a parameter alike: its gradient, moments, master, what is
 published to layers, the moving average. It is updated as the whole would be, on the device or on

@@ -1,4 +1,4 @@
-"""An optimizer's update as a traced program, taken apart into what it does to each parameter.
+"""Per-leaf optimizer updates, extracted from the traced update of all parameters.
 
 State in host memory is updated a parameter at a time, so the update of one may read nothing of
 another. That is proven here from the program: each equation is followed to the parameters that it

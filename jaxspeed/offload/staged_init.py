@@ -1,4 +1,4 @@
-"""Arrays for host memory, made without the device holding many of them at once.
+"""Staged initialization of host arrays, with few of them on the device at once.
 
 One program would make all of them on the device first, as far as its scheduler likes. Here the
 program is traced once and run in groups, each of which makes some of its results.

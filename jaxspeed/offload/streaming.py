@@ -1,4 +1,4 @@
-"""Arrays in host memory, walked piece by piece: in, computed with, out again.
+"""Streaming loops over arrays in host memory: fetch a slice, compute, write back.
 
 A walk is a loop whose body slices host arrays, moves the slices to the device, and writes what was
 made of them back to where they lay: the loop carries the host arrays, and the compiler updates them

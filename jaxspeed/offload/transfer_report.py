@@ -1,4 +1,4 @@
-"""How long a step's moves to host memory and back should take, against what it computes."""
+"""Expected time of a step's host transfers, against the time of its compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Where what waits in host memory is computed with: by the device, or by the host's own cores.
+"""Where the update of offloaded state runs: on the device or on the host's cores.
 
 The device's cores read it once it has come to the device. The host's read it where it lies, inside
 of the same compiled program (`compute_on`), and what they need of the device goes to them.

@@ -1,4 +1,4 @@
-"""One after the other, on simulated devices.
+"""Ordering of collectives and loops on simulated CPU devices.
 
 XLA:CPU runs independent parts of a program as they come up, on each device in an order of its own
 (jax 0.10.2 to 0.12.0). A loop with collectives in it and a message beside it then wait for each

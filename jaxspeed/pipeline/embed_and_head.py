@@ -1,4 +1,4 @@
-"""Embedding, head and loss: what a pipeline runs in the global view, for all stages to share.
+"""Embedding, head and loss of a pipeline: run in the global view, shared by all stages.
 
 Where they read a vocabulary, it is cut over `pipe` (and `tensor`): each stage looks up and
 multiplies its share of the rows. Otherwise the samples are cut over `pipe` too, where they divide.

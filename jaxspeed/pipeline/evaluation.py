@@ -1,4 +1,4 @@
-"""The loss of a batch in evaluation mode, over the stages: forward alone."""
+"""Evaluation loss of a batch over the stages: forward pass only."""
 
 from typing import Any
 

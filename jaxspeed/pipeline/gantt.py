@@ -1,4 +1,4 @@
-"""A schedule drawn as text: time to the right, a row for what each stage runs forward and backward.
+"""Gantt chart of a schedule as text: time to the right, forward and backward rows for each stage.
 
     tick       0         5        10
     stage 0 F a0 1b0 1a2 3b2 3 ·

@@ -1,4 +1,4 @@
-"""Programs that differ in nothing but what they read, made one program with inputs.
+"""Merging of equal programs into one, with inputs for what differs between them.
 
 They are gone through side by side, and what stands at one place is compared. What a program made
 itself is as it is in the others; what it reads from outside is an input of the one program, and so

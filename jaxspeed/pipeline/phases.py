@@ -1,4 +1,4 @@
-"""A schedule as few loops: runs of ticks in which the same kinds of work happen.
+"""Phases of a schedule: runs of ticks with the same kinds of work, one loop each.
 
 A tick's program holds what any stage does in it, because all stages run one program. Ticks of the
 same kinds share one loop body, and the warm-up pays for no backward pass. What is compiled is one

@@ -1,4 +1,4 @@
-"""How a model's blocks are run over the stages of the mesh."""
+"""The pipeline of a program: how its blocks run over the stages of the mesh."""
 
 from dataclasses import dataclass, replace
 from typing import Any

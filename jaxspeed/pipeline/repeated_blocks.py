@@ -1,4 +1,4 @@
-"""The repeated blocks of a traced loss, however they were written: one body, applied in turn."""
+"""The repeated blocks of a traced loss, scanned or unrolled: one body, applied in turn."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a pipeline costs, from its schedule and from shapes: known before anything is compiled.
+"""Pipeline cost report, from schedule and shapes alone, before anything is compiled.
 
 K stages with v chunks each, M micro-batches; d data ranks. The stages go in lockstep through one
 program (`schedule.py`): in each tick all of them pay for what any of them does. So a message, the

@@ -1,4 +1,4 @@
-"""What a program's pipeline will cost on a batch of given shapes: a PipelineReport."""
+"""PipelineReport of a program for a batch of given shapes."""
 
 import math
 from collections.abc import Sequence

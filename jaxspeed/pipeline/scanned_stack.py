@@ -1,4 +1,4 @@
-"""Blocks whose parameters are stacked: the body of the one scan that walks along them."""
+"""Blocks with stacked parameters: the body of the one scan over them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

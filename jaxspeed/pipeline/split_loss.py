@@ -1,4 +1,4 @@
-"""A traced loss, cut at its repeated blocks: before, the stack, after.
+"""A traced loss, split at its repeated blocks: before, the stack, after.
 
     before(inputs) -> carry              what the first block reads: the embedding
     stage(weights, carry) -> carry       some of the blocks

@@ -1,4 +1,4 @@
-"""The stack's weights as the stages hold them, [stages, chunks, layers, ...], and gradients back.
+"""Stage layout of the stack's weights, [stages, chunks, layers, ...], and of their gradients.
 
 A model that stacks its blocks itself is stored so already: the first dim is cut over `pipe`, and
 each stage has neighbouring layers. What is not (chunks that alternate between stages, or blocks

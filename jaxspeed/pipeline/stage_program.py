@@ -1,4 +1,4 @@
-"""What one stage runs: a chunk of the blocks, and what it reads for that."""
+"""The stage program: a chunk of the blocks and what they read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config.remat import NOTHING_SAID, Recompute
-from jaxspeed.pipeline import stage_shard_map as lanes
+from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import Split, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import Now
@@ -118,7 +118,7 @@ class Stage:
     def messages(self) -> Values:
         """Before the first tick, one for each stage."""
         stages = self.split.stages
-        return [lanes.blank((stages, *c.shape), c.dtype) for c in self.split.parts.carry]
+        return [stage_shard_map.blank((stages, *c.shape), c.dtype) for c in self.split.parts.carry]
 
     # -- what it computes -------------------------------------------------------------------------
 

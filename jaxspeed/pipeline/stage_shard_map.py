@@ -1,8 +1,11 @@
-"""What each device of the `pipe` axis does by itself: its lane of the pipeline.
+"""The shard_map over `pipe`: what each stage runs by itself, and messages between stages.
 
-Arrays that differ from stage to stage have a leading dim of stages, cut over `pipe`. A lane sees
-its own row of them. Inside, `pipe` is the only manual axis: what data and tensor cut stays the
-compiler's business, and nothing but the messages here crosses stages.
+Arrays that differ from stage to stage have a leading dim of stages, cut over `pipe`. A lane (one
+stage's instance) sees its own row of them. Inside, `pipe` is the only manual axis: what data and
+tensor cut stays the compiler's business, and nothing but the messages here crosses stages.
+
+An idle lane computes on whatever its buffers hold, so results are selected, never multiplied by a
+mask: a NaN times zero would reach them.
 """
 
 from collections.abc import Callable, Sequence

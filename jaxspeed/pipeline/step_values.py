@@ -1,4 +1,4 @@
-"""A loss in the parts that a pipeline runs, with the values of one step.
+"""The parts of a split loss, with the values of one step.
 
 It is traced as the context asks: in a lane, where `pipe` is manual, kernels and constraints see
 another mesh than in the global view.

@@ -1,4 +1,4 @@
-"""Following a schedule's table: a loop for each of its phases."""
+"""Execution of a schedule's table: one loop for each phase."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar

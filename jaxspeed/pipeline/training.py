@@ -1,4 +1,4 @@
-"""Gradients of a step's micro-batches: forward and backward over the stages, tick by tick.
+"""Gradients of a step's micro-batches over the stages: forward and backward, tick by tick.
 
 Each stage keeps the input of a chunk until its backward tick, and runs the chunk again there; or it
 keeps what the derivative needs instead (`saves`). Gradients add up as they are made, in units of
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.train_state import Arrays, pad
-from jaxspeed.pipeline import stage_shard_map as lanes
+from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import entering, gathered_once_there, once_all_there, once_there
 from jaxspeed.pipeline.embed_and_head import after, before, read_in
 from jaxspeed.pipeline.evaluation import add_up, no_loss
@@ -128,7 +128,8 @@ class Training:
     def _slots(self, slots: int) -> Values:
         """Room for what a stage keeps of each micro-batch under way."""
         blank = [
-            lanes.blank((x.shape[0], slots, *x.shape[1:]), x.dtype) for x in self._kept_shapes()
+            stage_shard_map.blank((x.shape[0], slots, *x.shape[1:]), x.dtype)
+            for x in self._kept_shapes()
         ]
         if not self.on_host:
             return blank

@@ -1,4 +1,4 @@
-"""Blocks with parameters of their own that follow each other, all of one kind."""
+"""Consecutive blocks of one kind, each with parameters of its own."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which named activations to keep, move or make again, so that what is kept fits a budget.
+"""Memory budget: which named activations to save, offload or rematerialize.
 
 The cost of a choice is what the backward pass does because of it: the operations that make again
 what the derivative reads, and for what waits in host memory the operations that could be done

@@ -1,4 +1,4 @@
-"""What the units of a program keep between their two passes, name by name, as users read it."""
+"""Residual report: what each unit saves for its backward pass, name by name."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From the words of the config and a traced program to what each of its units keeps."""
+"""Resolution of the config's remat keys and a traced program to a residual policy."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

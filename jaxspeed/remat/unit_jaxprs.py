@@ -1,4 +1,4 @@
-"""The units of a traced program, each as a program of its own."""
+"""The units of a traced program, each as a jaxpr of its own."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

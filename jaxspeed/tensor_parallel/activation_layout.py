@@ -1,4 +1,4 @@
-"""How an activation lives on the two sides of a crossing, as the config asks for it."""
+"""Layout of activations on both sides of a shard boundary, as the config sets it."""
 
 import math
 from dataclasses import dataclass

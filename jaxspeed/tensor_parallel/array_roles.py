@@ -1,4 +1,4 @@
-"""The arrays of a program: which are the same one, which are trained, which a weight's dims are."""
+"""Array roles in a program: identity, trainability, and what the dims of a weight are."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What cutting a class of dims makes the devices send each other, in one forward and backward pass.
+"""Communication costs of sharding a class of dims, in one forward and backward pass.
 
 Counted in elements of whole arrays, as the equations say. With dy the gradient of y:
 

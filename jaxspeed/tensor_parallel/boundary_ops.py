@@ -1,4 +1,4 @@
-"""The operators at the crossings: what is gathered and what is summed, in both passes.
+"""Operators at shard boundaries: gathers and reductions of both passes.
 
 Between the cuts an activation is whole on every device, or with sequence-parallel activations cut
 along its sequence (Korthikanti et al., arXiv:2205.05198). Entering the cut then gathers it forward

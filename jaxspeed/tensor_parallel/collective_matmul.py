@@ -1,4 +1,4 @@
-"""Products whose collective goes round a ring, a step hidden behind each part of the product.
+"""Collective matmul: products whose collective is a ring, overlapped step by step.
 
 With activations cut along the sequence over the T devices of an axis, a block needs
 

@@ -1,4 +1,4 @@
-"""Classes of dims: those that a program ties together, so that cutting one cuts them all.
+"""Equivalence classes of dims: those that a program ties, so that they are sharded together.
 
 A node is one dim of one variable. Two nodes fall into one class when an operation reads the same
 index along both: `a + b` ties every dim of a and b, `x @ w` the dim that it contracts. Dims of

@@ -1,4 +1,4 @@
-"""Following dims through a traced program, into every jit, scan, cond and checkpoint in it.
+"""Dim propagation through a traced program, into every jit, scan, cond and checkpoint.
 
 The program is walked once for each place that calls a function, so that two layers that share one
 traced `relu` do not share their dims.

@@ -1,4 +1,4 @@
-"""What each operation says of the dims of its operands and results.
+"""Dim rules: how each primitive relates the dims of its operands and results.
 
 A rule ties the nodes of its operands and gives those of its results. Where an operation needs a
 whole dim, or mixes along it, the rule ties nothing and the dim ends there: the compiler has to

@@ -1,10 +1,9 @@
-"""Which parameters to cut over the tensor axis, for a program that carries no annotation.
+"""Inferred sharding: which parameters to shard over the tensor axis of an unannotated model.
 
 A *class* of dims is all that has to be cut together (`dim_equivalence.py`). To cut one is to cut
-every
-parameter that has a dim in it: of the weight that makes it ("column"), of the weight that sums over
-it ("row"), and what lies along it, biases and scales. In between, everything is computed in parts;
-where it is entered and left, devices add up what they have (`boundary_costs.py`).
+every parameter that has a dim in it: of the weight that makes it ("column"), of the weight that
+sums over it ("row"), and what lies along it, biases and scales. In between, everything is computed
+in parts; where it is entered and left, devices add up what they have (`boundary_costs.py`).
 
 A parameter is cut on one dim, and so is every activation: classes that meet in one variable exclude
 each other. In a chain of products x W1 W2 W3 W4 the classes are
@@ -22,9 +21,8 @@ Chosen is the set of classes without conflicts that maximises
     - 3/4 (elements that it sends) / (elements that it would send to enter and leave every product)
 
 Both are sums over classes, so this is a maximum-weight independent set (`max_weight_set.py`). The
-second
-term is relative on purpose: what an element that is sent costs, against one that is stored, depends
-on batch and machine; that a pair sends less than its two products apart does not. Of what a
+second term is relative on purpose: what an element that is sent costs, against one that is stored,
+depends on batch and machine; that a pair sends less than its two products apart does not. Of what a
 transformer's layer would send, heads and MLP send 2 parts of 18 each and the stream 12. A class
 whose share of the sending is 4/3 its share of the weights stays whole: a convolution of few
 channels over a large image, a vocabulary of bytes.

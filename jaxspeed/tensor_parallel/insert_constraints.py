@@ -1,7 +1,10 @@
-"""Writing the crossings into a traced program: the same program, with constraints in it.
+"""Insertion of sharding constraints at the shard boundaries of a traced program.
 
 Equations are replaced one by one, each new one under the name of the one that it stands for, so
 that a unit's equations stay together and ZeRO 3 can slice the result.
+
+Grouped convolutions are run manually, each device its own samples: XLA partitions their gradient
+wrongly (jax 0.10.2, CPU, with Shardy and without).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The products of a program: what multiplies what, along which dims, and with which parameters.
+"""The matrix products of a program: operands, contracted dims, and parameters.
 
 A product is a `dot_general`, a convolution or a lookup in a table. A lookup is the product of the
 ids, as one-hot rows, with the table: it sums over the dims that are indexed.

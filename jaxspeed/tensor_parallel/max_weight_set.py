@@ -1,4 +1,4 @@
-"""The best set of things that exclude each other: maximum-weight independent set, exactly.
+"""Maximum-weight independent set, exactly: the best set of candidates that exclude each other.
 
 Branch on the thing with most conflicts, then solve what falls apart one component at a time. A
 transformer's stream conflicts with everything; once it is in or out, each layer is a component of

@@ -1,4 +1,4 @@
-"""What inference proposes: which parameters the tensor axis cuts, what is sent, what is whole."""
+"""Result of inference: which parameters are sharded, what is sent, what stays replicated."""
 
 import json
 import math

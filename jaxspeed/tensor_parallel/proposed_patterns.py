@@ -1,4 +1,4 @@
-"""Cuts of single parameters as path patterns that a user keeps in the config.
+"""Shardings of single parameters as path patterns for the user's config.
 
 A pattern speaks of a whole module where one word is true of all its parameters, and of every layer
 of a list alike. What a word means is asked of `named_by_specs`, which reads the config, so that the

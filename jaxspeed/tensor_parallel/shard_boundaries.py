@@ -1,4 +1,4 @@
-"""Where a program crosses between activations that every device holds and activations that are cut.
+"""Shard boundaries: where a program goes between replicated and sharded activations.
 
 An operation *enters* the cut where it reads an activation that is not cut over the axis and gives
 one that is: `x @ W` with W cut by columns. It *leaves* the cut where it reads one that is cut and

@@ -1,4 +1,4 @@
-"""A weight's gradient is made while what it is made of is at hand, not at the end of its unit.
+"""Weight gradients computed as early as possible, not at the end of their unit.
 
 Only the end of a unit waits for the gradients of its weights. Left to itself XLA makes all of them
 there (seen on TPU compiles), and until then holds what they are products of: of a llama block four

@@ -1,4 +1,4 @@
-"""Which calls are units: the repeated modules that hold most of the parameters.
+"""Unit discovery: the repeated module calls that hold most of the parameters.
 
 A candidate is a set of calls of one class that read parameters of equal shapes, or the members of
 one list, like or unlike. Those that repeat (with parameters of their own, or inside a scan) are

@@ -1,4 +1,4 @@
-"""Views of a stored parameter: slicing a stack or reshaping a head leaves it stored, not gathered.
+"""Views of a sharded parameter: slices and reshapes that do not gather it.
 
 `w[i]` of an unrolled stack, or a head that a chunked loss folds to [chunks, chunk, embed], must not
 be gathered (or brought from host memory) whole first. Each rule here gives the same operation on

@@ -1,4 +1,4 @@
-"""What a unit keeps between its two passes; the rest its backward pass makes again."""
+"""Residual policy of a unit: what is saved for its backward pass; the rest is rematerialized."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

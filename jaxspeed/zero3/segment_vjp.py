@@ -1,4 +1,4 @@
-"""One piece of a program that reads stored parameters: gathered inside, forward and backward.
+"""Custom VJP of a segment: its parameters are gathered in each pass and never saved.
 
 The piece is differentiated by hand so that gathered parameters are never kept between the passes:
 the forward pass gathers them once its inputs are there, the backward pass gathers them again once

@@ -1,4 +1,4 @@
-"""The traced program, run again with its stored parameters gathered a unit at a time.
+"""Segmented evaluation of a traced program: sharded parameters gathered one unit at a time.
 
 A loss is traced once with parameters as layers read them. The program is then cut where the names
 of unit calls begin and end, and each piece is run by `run_piece`: its parameters come in as they

@@ -1,4 +1,4 @@
-"""A traced program in pieces: the equations of one unit, of several, or of what stands between.
+"""Segments of a traced program: the equations of one unit, of several, or between units.
 
 Calls and loops that hold units are pieces of their own, into which the slicing goes.
 """

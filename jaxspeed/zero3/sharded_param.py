@@ -1,4 +1,4 @@
-"""A parameter as it is stored, and its way to the layers and back.
+"""A sharded parameter: how it is stored, gathered for the layers, and its gradient scattered.
 
 Forward, a stored parameter (cut over the data axes, perhaps padded, in its master dtype) is cast
 and gathered. Backward, its gradient goes straight to the cut: XLA makes a reduce-scatter of it, and
@@ -25,7 +25,10 @@ class GatherScatter(Protocol):
 
     @property
     def place(self) -> Sequence[jax.Array]:
-        """Where this device stands: integers, which a piece is given as it is given its inputs."""
+        """Where this device stands: integers, which a segment is given as it is given its inputs.
+
+        They are arguments because a `custom_vjp` in a scan may not close over traced values.
+        """
 
     def gather(
         self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]

@@ -1,4 +1,4 @@
-"""Looking up rows of a table that is stored cut by columns, without gathering the table.
+"""Embedding lookup in a column-sharded table, without gathering the table.
 
 Every device looks up its columns for the tokens of all devices, and an all-to-all hands each device
 all columns of its own tokens. That moves and holds as much as one activation [tokens, embed],

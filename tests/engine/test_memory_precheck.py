@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
-from jaxspeed.engine import memory_precheck as room
+from jaxspeed.engine import memory_precheck
 from jaxspeed.train.program import Program
 
 CONFIG = {
@@ -35,7 +35,7 @@ def limited(monkeypatch):
     """Devices that say how many bytes they have."""
 
     def limited(size):
-        monkeypatch.setattr(room, "device_limit", lambda program: size)
+        monkeypatch.setattr(memory_precheck, "device_limit", lambda program: size)
 
     return limited
 
@@ -81,9 +81,9 @@ def test_the_size_that_is_warned_of_is_that_of_the_plan(limited, caplog):
     limited(100_000)
     engine = jaxspeed.initialize(config=CONFIG)
     shapes = {"tokens": jax.ShapeDtypeStruct((16, 65), jnp.int32)}
-    needed = room.memory_of(engine.program, shapes)
+    needed = memory_precheck.memory_of(engine.program, shapes)
     (said,) = [each for each in warnings(caplog) if WORDS in each]
-    assert f"it needs {room.bytes_text(needed.device)} of a device" in said
+    assert f"it needs {memory_precheck.bytes_text(needed.device)} of a device" in said
 
 
 def pair():
@@ -128,8 +128,8 @@ def test_where_nothing_is_known_of_the_devices_nothing_is_estimated(monkeypatch)
     def refused(*_):
         raise AssertionError("estimated")
 
-    monkeypatch.setattr(room, "memory_of", refused)
-    monkeypatch.setattr(room, "shapes_by_config", refused)
+    monkeypatch.setattr(memory_precheck, "memory_of", refused)
+    monkeypatch.setattr(memory_precheck, "shapes_by_config", refused)
     jaxspeed.initialize(config=CONFIG)
 
 
@@ -137,7 +137,7 @@ def test_a_device_that_does_not_tell_is_known_by_its_kind(limited):
     limited(None)
     kinds = ("TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu", "abacus")
     programs = [SimpleNamespace(devices=[SimpleNamespace(device_kind=kind)]) for kind in kinds]
-    assert [room.room_of(p) for p in programs] == [16911433728, 84942979072, None, None]
+    assert [memory_precheck.room_of(p) for p in programs] == [16911433728, 84942979072, None, None]
 
 
 def test_an_estimate_that_fails_stops_nothing(limited, caplog, monkeypatch):
@@ -146,7 +146,7 @@ def test_an_estimate_that_fails_stops_nothing(limited, caplog, monkeypatch):
     def failing(*_):
         raise KeyError("an operation that nobody knows")
 
-    monkeypatch.setattr(room, "memory_of", failing)
+    monkeypatch.setattr(memory_precheck, "memory_of", failing)
     engine = jaxspeed.initialize(config=CONFIG)
     assert any("could not be estimated" in each for each in warnings(caplog))
     assert engine.train_batch({"tokens": np.zeros((16, 65), np.int32)})["loss"] > 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.engine import oom_help as memory
+from jaxspeed.engine import oom_help
 from tests.engine import tiny
 from tests.engine.tiny import PAIR
 
@@ -108,7 +108,7 @@ def exhausted(*args):
 @pytest.fixture
 def crowded(monkeypatch):
     """An engine with AdamW in fp32 at stage 0, whose devices say how much they have."""
-    monkeypatch.setattr(memory, "device_limit", lambda program: 4096)
+    monkeypatch.setattr(oom_help, "device_limit", lambda program: 4096)
     adam = {"type": "AdamW", "params": {"lr": 1e-3}}
     return tiny.engine(PAIR, optimizer=adam, train_micro_batch_size_per_gpu=2)
 

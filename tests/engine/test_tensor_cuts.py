@@ -12,13 +12,13 @@ from flax import nnx
 import jaxspeed
 from jaxspeed.errors import ConfigError, PlacementError
 from jaxspeed.tensor_parallel.insert_constraints import warn_that_nothing_is_a_sequence
-from tests.support import foreign_models as foreign
+from tests.support import foreign_models
 
 RATE, STEPS, SEED = 0.1, 10, 3
 MODELS = {
-    "encoder and decoder": lambda: foreign.encoder_decoder(shared=True),
-    "convolutions and attention": foreign.conv_attention,
-    "plain stack": lambda: foreign.tower(24, 32, 16, 40, 8),
+    "encoder and decoder": lambda: foreign_models.encoder_decoder(shared=True),
+    "convolutions and attention": foreign_models.conv_attention,
+    "plain stack": lambda: foreign_models.tower(24, 32, 16, 40, 8),
 }
 BETWEEN: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -39,7 +39,7 @@ def config(batch: Any, tensor: int, stage: int = 0, **sections: Any) -> dict[str
     }
 
 
-def by_hand(model: foreign.Foreign) -> tuple[list[float], dict[str, Any]]:
+def by_hand(model: foreign_models.Foreign) -> tuple[list[float], dict[str, Any]]:
     """Plain SGD on one device, without jaxspeed: (losses, parameters)."""
     graph, params, rest = nnx.split(model.model(nnx.Rngs(SEED)), nnx.Param, ...)
     tx = optax.sgd(RATE)
@@ -91,7 +91,7 @@ def test_a_model_that_says_nothing_trains_as_on_one_device(name, tensor, stage, 
 
 
 def test_the_proposal_is_logged_and_kept_as_layer_specs_cuts_the_same(caplog):
-    model = foreign.encoder_decoder(shared=False)
+    model = foreign_models.encoder_decoder(shared=False)
     sections = config(model.batch, 4)
     with caplog.at_level("INFO", "jaxspeed"):
         inferred = jaxspeed.initialize(model.model, model.loss, sections, example_batch=model.batch)
@@ -107,7 +107,7 @@ def test_the_proposal_is_logged_and_kept_as_layer_specs_cuts_the_same(caplog):
 
 
 def test_shapes_are_example_enough():
-    model = foreign.tower(24, 32, 16)
+    model = foreign_models.tower(24, 32, 16)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.batch)
     proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
     assert proposal.cuts
@@ -122,8 +122,10 @@ class Pair(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-PAIR = foreign.Foreign(
-    Pair, {"x": np.ones((8, 16), np.float32), "y": np.zeros((8, 16), np.float32)}, foreign.squared
+PAIR = foreign_models.Foreign(
+    Pair,
+    {"x": np.ones((8, 16), np.float32), "y": np.zeros((8, 16), np.float32)},
+    foreign_models.squared,
 )
 
 
@@ -198,10 +200,10 @@ def test_the_gradient_of_a_depthwise_kernel_that_is_whole_is_right(
     tensor, stage, accumulation, words
 ):
     """XLA alone makes it as many times too large as the tensor axis has devices."""
-    batch = {"x": foreign.numbers(4, 4, 16), "y": foreign.numbers(4, 4, 16)}
+    batch = {"x": foreign_models.numbers(4, 4, 16), "y": foreign_models.numbers(4, 4, 16)}
     engine = jaxspeed.initialize(
         Depthwise,
-        foreign.squared,
+        foreign_models.squared,
         config(batch, tensor, stage, gradient_accumulation_steps=accumulation, **specs(**words)),
     )
     report = engine.check(batch)
@@ -222,11 +224,11 @@ class OddHead(nnx.Module):
 
 @pytest.mark.parametrize("overlap", ["none", "ring"])
 def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
-    batch = {"tokens": foreign.tokens(9)}
+    batch = {"tokens": foreign_models.tokens(9)}
     between = {"sequence_parallel_activations": True, "tensor_overlap": overlap}
     engine = jaxspeed.initialize(
         OddHead,
-        foreign.next_token,
+        foreign_models.next_token,
         config(batch, 4, 2, parallel=between),
         example_batch=batch,
     )
@@ -247,7 +249,7 @@ class Joined(nnx.Module):
 
 
 def test_samples_that_are_joined_stay_cut_over_the_data_axes():
-    batch = {"x": foreign.numbers(2, 16)}
+    batch = {"x": foreign_models.numbers(2, 16)}
     flops = {}
     for tensor in (1, 4):
         engine = jaxspeed.initialize(

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.engine import reporter as reporting
-from jaxspeed.train import dispatch_limit as pace
+from jaxspeed.engine import reporter
+from jaxspeed.train import dispatch_limit
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Linen, Listed, squared_error
 
@@ -80,8 +80,10 @@ def test_a_step_waits_for_nothing(engine, monkeypatch):
 
     batch = tiny.batch()
     engine.train_batch(batch)
-    monkeypatch.setattr(reporting, "_is_ready", lambda x: False)
-    monkeypatch.setattr(pace, "MOST_IN_FLIGHT", 1000)  # as on real devices, which have no bound
+    monkeypatch.setattr(reporter, "_is_ready", lambda x: False)
+    monkeypatch.setattr(
+        dispatch_limit, "MOST_IN_FLIGHT", 1000
+    )  # as on real devices, which have no bound
     with monkeypatch.context() as reading:
         reading.setattr(ArrayImpl, "_value", property(read))
         reading.setattr(ArrayImpl, "block_until_ready", read)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspeed.metrics import draw_loss, sparkline
-from jaxspeed.metrics import loss_curve as picture
+from jaxspeed.metrics import draw_loss, loss_curve, sparkline
 from jaxspeed.metrics.canvas import Canvas
 from jaxspeed.metrics.format import clock_text, count_text, duration_text, loss_text
 from jaxspeed.metrics.stroke_font import text_strokes, text_width
@@ -48,62 +47,62 @@ def where(pixels, color):
     """[n, 2] of (x, y) within the plot, the legend's corner left out."""
     found = np.argwhere(np.abs(pixels.astype(int) - color).max(axis=-1) < 24)[:, ::-1]
     x, y = found.T
-    inside = (x >= picture._LEFT) & (x <= picture._RIGHT) & (y > picture._TOP - 9)
-    legend = (x > picture._RIGHT - 330) & (y < picture._TOP + 110)
-    return found[inside & (y < picture._BOTTOM) & ~legend]
+    inside = (x >= loss_curve._LEFT) & (x <= loss_curve._RIGHT) & (y > loss_curve._TOP - 9)
+    legend = (x > loss_curve._RIGHT - 330) & (y < loss_curve._TOP + 110)
+    return found[inside & (y < loss_curve._BOTTOM) & ~legend]
 
 
 def test_a_straight_loss_is_a_straight_line_across_the_plot(tmp_path):
-    found = where(drawn(tmp_path, [(s, 4 - 3 * s / 40) for s in range(41)]), picture._TRAIN)
+    found = where(drawn(tmp_path, [(s, 4 - 3 * s / 40) for s in range(41)]), loss_curve._TRAIN)
     x, y = found.T
     slope, start = np.polyfit(x, y, 1)
     assert np.abs(y - slope * x - start).max() < 2.5
-    assert x.min() <= picture._LEFT + 1 and x.max() >= picture._RIGHT - 2
+    assert x.min() <= loss_curve._LEFT + 1 and x.max() >= loss_curve._RIGHT - 2
     # y grows downwards: the loss fell by 92 % of the plot's height.
-    assert slope * (picture._RIGHT - picture._LEFT) == pytest.approx(536 / 1.08, rel=0.01)
+    assert slope * (loss_curve._RIGHT - loss_curve._LEFT) == pytest.approx(536 / 1.08, rel=0.01)
 
 
 def test_held_out_losses_are_dots_at_their_step(tmp_path):
     train = [(s, 3.0) for s in range(101)]
-    found = where(drawn(tmp_path, train, [(25, 2.0), (50, 4.0)]), picture._HELD_OUT)
+    found = where(drawn(tmp_path, train, [(25, 2.0), (50, 4.0)]), loss_curve._HELD_OUT)
     for step, loss in ((25, 2.0), (50, 4.0)):
-        x = picture._LEFT + step / 100 * (picture._RIGHT - picture._LEFT)
-        y = picture._BOTTOM - (loss - 1.92) / 2.16 * (picture._BOTTOM - picture._TOP)
+        x = loss_curve._LEFT + step / 100 * (loss_curve._RIGHT - loss_curve._LEFT)
+        y = loss_curve._BOTTOM - (loss - 1.92) / 2.16 * (loss_curve._BOTTOM - loss_curve._TOP)
         assert (np.hypot(*(found - (x, y)).T) < 4).sum() > 20
 
 
 def test_a_gap_is_left_where_the_loss_is_not_finite(tmp_path):
     losses = [(s, math.nan if 40 <= s <= 60 else 2.0 + s / 100) for s in range(101)]
-    x, _ = where(drawn(tmp_path, losses), picture._TRAIN).T
-    per_step = (picture._RIGHT - picture._LEFT) / 100
-    left, right = picture._LEFT + 39 * per_step, picture._LEFT + 61 * per_step
+    x, _ = where(drawn(tmp_path, losses), loss_curve._TRAIN).T
+    per_step = (loss_curve._RIGHT - loss_curve._LEFT) / 100
+    left, right = loss_curve._LEFT + 39 * per_step, loss_curve._LEFT + 61 * per_step
     assert not ((x > left + 3) & (x < right - 3)).any()
     assert (x < left).any() and (x > right).any()
 
 
 def test_a_spike_does_not_flatten_the_curve(tmp_path):
     losses = [(s, 1e6 if s == 500 else 4 - 3 * s / 1000) for s in range(1001)]
-    _, y = where(drawn(tmp_path, losses), picture._TRAIN).T
-    assert y.max() - y.min() > 0.5 * (picture._BOTTOM - picture._TOP)
+    _, y = where(drawn(tmp_path, losses), loss_curve._TRAIN).T
+    assert y.max() - y.min() > 0.5 * (loss_curve._BOTTOM - loss_curve._TOP)
 
 
 def test_a_level_to_compare_with_is_a_dashed_line_in_sight(tmp_path):
     pixels = drawn(tmp_path, [(s, 1.0) for s in range(50)], levels={"unigram entropy": 3.0})
-    found = where(pixels, picture._LEVEL)
+    found = where(pixels, loss_curve._LEVEL)
     rows, counts = np.unique(found[:, 1], return_counts=True)
     y = rows[counts.argmax()]
-    assert picture._TOP < y < picture._TOP + 40  # above the curve, within the plot
-    assert 0.3 < counts.max() / (picture._RIGHT - picture._LEFT) < 0.7
+    assert loss_curve._TOP < y < loss_curve._TOP + 40  # above the curve, within the plot
+    assert 0.3 < counts.max() / (loss_curve._RIGHT - loss_curve._LEFT) < 0.7
 
 
 def test_a_long_run_is_drawn_as_its_envelope_and_its_mean(tmp_path):
     rng = np.random.default_rng(0)
     noise = rng.uniform(-1, 1, 100_000)
     pixels = drawn(tmp_path, [(s, 5 + float(n)) for s, n in enumerate(noise)])
-    pale, mean = where(pixels, picture._TRAIN_EACH), where(pixels, picture._TRAIN)
-    height = picture._BOTTOM - picture._TOP
+    pale, mean = where(pixels, loss_curve._TRAIN_EACH), where(pixels, loss_curve._TRAIN)
+    height = loss_curve._BOTTOM - loss_curve._TOP
     assert np.ptp(pale[:, 1]) > 0.85 * height
-    middle = mean[mean[:, 0] > picture._LEFT + 100]
+    middle = mean[mean[:, 0] > loss_curve._LEFT + 100]
     assert np.ptp(middle[:, 1]) < 0.1 * height
 
 
@@ -130,12 +129,12 @@ def test_any_losses_make_a_picture(tmp_path_factory, train, held_out):
     ],
 )
 def test_steps_are_whole_and_short(low, high, labels):
-    assert [label for _, label in picture._ticks(low, high, most=8, whole=True)] == labels
+    assert [label for _, label in loss_curve._ticks(low, high, most=8, whole=True)] == labels
 
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e3))
 def test_ticks_are_round_even_and_told_apart(low, size):
-    ticks = picture._ticks(low, low + size, most=7, whole=False)
+    ticks = loss_curve._ticks(low, low + size, most=7, whole=False)
     values = [value for value, _ in ticks]
     assert 2 <= len(ticks) <= 8
     assert all(low - 1e-9 <= value <= low + size + 1e-9 for value in values)

@@ -8,7 +8,7 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.objective import sharded_draws as draws
+from jaxspeed.objective import sharded_draws
 from jaxspeed.placement.mesh import DATA_AXES, build_mesh
 
 SAMPLES, WIDTH = 16, 3
@@ -114,8 +114,8 @@ def samples():
 
 def written(fn, mesh=MESH):
     closed = jax.make_jaxpr(fn)(samples())
-    sizes = draws.shared_sizes({SAMPLES}, mesh)
-    return closed, draws.with_draws_sharded(closed.jaxpr, sizes, mesh)
+    sizes = sharded_draws.shared_sizes({SAMPLES}, mesh)
+    return closed, sharded_draws.with_draws_sharded(closed.jaxpr, sizes, mesh)
 
 
 def constraints(jaxpr):
@@ -151,9 +151,9 @@ def test_the_numbers_stay_the_same(fn):
 
 
 def test_nothing_is_constrained_where_ranks_cannot_share_the_samples():
-    assert draws.shared_sizes({SAMPLES, SAMPLES + 1}, MESH) == {SAMPLES}
+    assert sharded_draws.shared_sizes({SAMPLES, SAMPLES + 1}, MESH) == {SAMPLES}
     alone = build_mesh({"tensor": 2, "data": 1}, jax.devices()[:2])
-    assert not draws.shared_sizes({SAMPLES}, alone)
+    assert not sharded_draws.shared_sizes({SAMPLES}, alone)
     closed, jaxpr = written(normal, alone)
     assert jaxpr is closed.jaxpr
 
@@ -162,7 +162,7 @@ def test_nothing_is_constrained_over_manual_axes():
     seen = []
 
     def local(x):
-        seen.append(draws.shared_sizes({SAMPLES}, MESH))
+        seen.append(sharded_draws.shared_sizes({SAMPLES}, MESH))
         return x
 
     spec = P(DATA_AXES)

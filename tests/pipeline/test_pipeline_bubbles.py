@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 
 import jaxspeed
-from jaxspeed.pipeline import split_loss as parts
-from jaxspeed.pipeline import stage_program as stage
-from jaxspeed.pipeline import stage_shard_map as lanes
-from jaxspeed.pipeline import training
+from jaxspeed.pipeline import split_loss, stage_program, stage_shard_map, training
 from tests.support import reference
 from tests.train.cases import Case, vectors, weighted_error
 from tests.train.parity import leaf_differences, plain, run
@@ -86,7 +83,7 @@ def poison(monkeypatch):
     def blank(shape, dtype):
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1, dtype)
 
-    monkeypatch.setattr(lanes, "blank", blank)
+    monkeypatch.setattr(stage_shard_map, "blank", blank)
 
 
 ALWAYS = ("interleaved, padded",)
@@ -121,7 +118,9 @@ class Multiplying(types.SimpleNamespace):
         return a * mask.astype(jnp.result_type(a)) + b * (~mask).astype(jnp.result_type(a))
 
 
-IN_FULL = [pytest.param(module, marks=pytest.mark.full) for module in (stage, lanes)]
+IN_FULL = [
+    pytest.param(module, marks=pytest.mark.full) for module in (stage_program, stage_shard_map)
+]
 
 
 @pytest.mark.parametrize("module", [training, *IN_FULL])
@@ -134,7 +133,7 @@ def test_a_mask_that_multiplies_lets_the_poison_through(module, monkeypatch):
 
 @pytest.mark.full
 def test_a_mask_that_multiplies_lets_padded_layers_through(monkeypatch):
-    monkeypatch.setattr(parts, "jnp", Multiplying())
+    monkeypatch.setattr(split_loss, "jnp", Multiplying())
     assert differs("1f1b, padded")
 
 
@@ -171,7 +170,7 @@ def test_idle_stages_must_not_write(monkeypatch):
 
 @pytest.mark.full
 def test_blocks_know_which_layer_they_are(monkeypatch):
-    monkeypatch.setattr(stage.Stage, "first_layer", lambda self, stage, now: 0 * stage)
+    monkeypatch.setattr(stage_program.Stage, "first_layer", lambda self, stage, now: 0 * stage)
     assert differs("1f1b")
 
 

@@ -16,7 +16,7 @@ from jaxspeed.engine import compiled_report
 from jaxspeed.errors import ConfigError, ModelError, PlacementError, RunError
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.planner.compile import in_child as compiling
+from jaxspeed.planner.compile import in_child
 from jaxspeed.planner.compile.child import Printed
 from jaxspeed.planner.compile.deviceless_cuda import PLUGINS, target_config
 from jaxspeed.planner.compile.in_child import compile_for
@@ -132,7 +132,7 @@ MISSING = {"v5p:2x2x1": "pip install jaxspeed[tpu]", "h100:8": "pip install jaxs
 
 @pytest.mark.parametrize("written", MISSING)
 def test_a_compiler_that_is_not_installed_is_told_with_its_pip_install(monkeypatch, written):
-    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(in_child.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as told:
         compile_for(target_of(written), jobs.small)
     assert MISSING[written] in str(told.value)

@@ -11,8 +11,7 @@ from jaxspeed.pipeline.schedule import schedule
 from jaxspeed.planner.page import page_of
 from jaxspeed.planner.page.forms import FORMS
 from jaxspeed.planner.time.torus import layout_of
-from tests.planner import page_figures as made
-from tests.planner import page_read as read
+from tests.planner import page_figures, page_read
 
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 
@@ -25,18 +24,18 @@ def shown(page):
             e.attributes.get("data-how", ""),
             e.attributes["data-form"],
         )
-        for e in read.elements(page)
+        for e in page_read.elements(page)
         if "data-at" in e.attributes
     ]
 
 
 def sections(page):
-    return [e.attributes["id"] for e in read.elements(page) if e.name == "section"]
+    return [e.attributes["id"] for e in page_read.elements(page) if e.name == "section"]
 
 
 def on_tpu(target="v5p:16x16x16", **mesh):
     """Figures of a plan for a torus."""
-    found, where = made.gpus(), target_of(target)
+    found, where = page_figures.gpus(), target_of(target)
     sizes = {**dict.fromkeys(AXES, 1), **mesh}
     found["mesh"] = sizes
     found["target"] |= {
@@ -52,7 +51,7 @@ def on_tpu(target="v5p:16x16x16", **mesh):
 
 
 def piped(name="1f1b", stages=4, micro=8, chunks=1):
-    found, table = made.gpus(), schedule(name, stages, micro, chunks)
+    found, table = page_figures.gpus(), schedule(name, stages, micro, chunks)
     names = ("live_bytes", "forward_bytes", "backward_bytes", "message_bytes", "shared_bytes")
     found["pipeline"] = {
         "schedule": name,
@@ -70,19 +69,19 @@ def piped(name="1f1b", stages=4, micro=8, chunks=1):
 
 
 def test_its_numbers_are_those_of_the_figures_inside_of_it():
-    figures = made.gpus()
+    figures = page_figures.gpus()
     page = page_of(figures)
-    assert read.embedded(page) == figures
+    assert page_read.embedded(page) == figures
     numbers = shown(page)
-    assert len(numbers) > 300 and not read.wrong(numbers, figures)
+    assert len(numbers) > 300 and not page_read.wrong(numbers, figures)
 
 
 def test_another_figure_changes_the_number_that_shows_it():
     """The check above can fail: a page held against other figures does not agree."""
-    figures = made.gpus()
+    figures = page_figures.gpus()
     numbers = shown(page_of(figures))
     figures["memory"]["device"] += 10**9
-    assert any("/memory/device)" in each for each in read.wrong(numbers, figures))
+    assert any("/memory/device)" in each for each in page_read.wrong(numbers, figures))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,16 +89,16 @@ def test_another_figure_changes_the_number_that_shows_it():
 def test_a_number_reads_as_what_it_is(form, size):
     text = FORMS[form](size)
     near = 0.00051 if form == "percent" else 0.0051 * size
-    assert abs(read.value_of(text, form) - size) <= max(near, 0.0051 * size), text
+    assert abs(page_read.value_of(text, form) - size) <= max(near, 0.0051 * size), text
 
 
 def test_it_loads_nothing_and_lets_no_script_run_but_its_own():
-    page = page_of(made.gpus())
+    page = page_of(page_figures.gpus())
     assert not re.search(r"(?:src|href|action)=\"(?!#|data:)", page)
     assert "@import" not in page and not re.search(r"url\((?!['\"]?data:)", page)
     policy = next(
         e.attributes["content"]
-        for e in read.elements(page)
+        for e in page_read.elements(page)
         if e.attributes.get("http-equiv") == "Content-Security-Policy"
     )
     assert "default-src 'none'" in policy and "script-src 'sha256-" in policy
@@ -109,7 +108,9 @@ HOSTILE = "</script><script>window.ran = 1</script><img src=x onerror='window.ra
 
 
 def test_names_that_are_markup_stay_text():
-    plain, hostile = (read.elements(page_of(made.named(name))) for name in ("x", HOSTILE))
+    plain, hostile = (
+        page_read.elements(page_of(page_figures.named(name))) for name in ("x", HOSTILE)
+    )
     assert [e.name for e in hostile] == [e.name for e in plain]
     assert any(HOSTILE in e.text for e in hostile if e.name == "h1")
     assert not any(key.startswith("on") for e in hostile for key in e.attributes)
@@ -118,21 +119,21 @@ def test_names_that_are_markup_stay_text():
 @pytest.mark.parametrize("missing", ["memory", "time", "search", "advice", "target"])
 def test_a_part_without_figures_is_left_out(missing):
     whole = ["advice", "memory", "time", "exchanges", "mesh", "search"]
-    assert sections(page_of(made.gpus())) == whole
+    assert sections(page_of(page_figures.gpus())) == whole
     gone = {"time": {"time", "exchanges"}, "target": {"mesh"}}.get(missing, {missing})
     if missing == "target":  # without devices to hold it against there is no estimate either
-        found = made.without("target", "memory")
+        found = page_figures.without("target", "memory")
         gone = {"mesh", "memory"}
     else:
-        found = made.without(missing)
+        found = page_figures.without(missing)
     assert sections(page_of(found)) == [name for name in whole if name not in gone]
 
 
 def test_bars_are_as_long_as_their_bytes():
-    figures = made.gpus()
+    figures = page_figures.gpus()
     device = [each for each in figures["memory"]["components"] if not each["host"]]
     figures["memory"]["components"] = device
-    parts = [e for e in read.elements(page_of(figures)) if "part" in e.looks]
+    parts = [e for e in page_read.elements(page_of(figures)) if "part" in e.looks]
     widths = {
         e.attributes["aria-label"].split(":")[0]: re.search(r"width:(.+)%", e.attributes["style"])
         for e in parts
@@ -145,11 +146,11 @@ def test_bars_are_as_long_as_their_bytes():
 
 
 def test_what_is_beyond_n_is_marked():
-    over = [e for e in read.elements(page_of(made.gpus())) if "over" in e.looks]
+    over = [e for e in page_read.elements(page_of(page_figures.gpus())) if "over" in e.looks]
     assert len(over) == 2  # in the headline and in the memory
-    fits = made.gpus()
+    fits = page_figures.gpus()
     fits["target"]["memory"] *= 2
-    assert not [e for e in read.elements(page_of(fits)) if "over" in e.looks]
+    assert not [e for e in page_read.elements(page_of(fits)) if "over" in e.looks]
 
 
 VERDICTS = {
@@ -165,7 +166,7 @@ VERDICTS = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_headline_says_whether_it_fits_by_the_compiler_where_it_was_asked(name):
     told, outcome, says = VERDICTS[name]
-    figures = made.gpus()
+    figures = page_figures.gpus()
     figures["memory"]["verdict"] = told["memory"]
     if outcome:
         needs, host, fits = outcome
@@ -176,7 +177,7 @@ def test_the_headline_says_whether_it_fits_by_the_compiler_where_it_was_asked(na
             "refused": None if needs else "no room",
             "seconds": 12.0,
         }
-    words = [e for e in read.elements(page_of(figures)) if "words" in e.looks]
+    words = [e for e in page_read.elements(page_of(figures)) if "words" in e.looks]
     assert [e.text.lstrip("✓!✕") for e in words] == [says]
 
 
@@ -200,11 +201,11 @@ def test_the_runs_of_a_schedule_are_its_table(name, stages, micro, chunks):
 def test_the_chart_has_a_cell_for_each_piece_of_work_at_its_tick(name, stages, micro, chunks):
     figures, table = piped(name, stages, micro, chunks)
     page = page_of(figures)
-    assert not read.wrong(shown(page), figures)
+    assert not page_read.wrong(shown(page), figures)
     for way, work in (("f", table.forward), ("b", table.backward)):
         cells = [
             round(float(e.attributes["x"].rstrip("%")) / 100 * table.ticks)
-            for e in read.elements(page)
+            for e in page_read.elements(page)
             if e.name == "rect" and re.fullmatch(rf"{way}\d", e.attributes.get("class", ""))
         ]
         assert sorted(cells) == sorted(np.nonzero(work.busy)[0].tolist())
@@ -213,7 +214,9 @@ def test_the_chart_has_a_cell_for_each_piece_of_work_at_its_tick(name, stages, m
 def test_many_stages_are_told_by_the_first_and_the_last():
     figures, _ = piped(stages=64, micro=128)
     rows = [
-        e for e in read.elements(page_of(figures)) if e.name == "g" and "data-tip" in e.attributes
+        e
+        for e in page_read.elements(page_of(figures))
+        if e.name == "g" and "data-tip" in e.attributes
     ]
     told = [
         e.attributes["data-tip"].splitlines()[0]
@@ -236,8 +239,8 @@ def test_a_torus_is_drawn_with_its_rings(target):
     mesh, rings = LAID_OUT[target]
     figures = on_tpu(target, **mesh)
     page = page_of(figures)
-    assert not read.wrong(shown(page), figures)
-    found = read.elements(page)
+    assert not page_read.wrong(shown(page), figures)
+    found = page_read.elements(page)
     assert len([e for e in found if "wrap" in e.looks]) == rings
     chips = len([e for e in found if "chip" in e.looks])
     assert 0 < chips <= 40 and (chips == 8 or target != "v5p:2x2x2")
@@ -245,9 +248,9 @@ def test_a_torus_is_drawn_with_its_rings(target):
 
 @pytest.mark.parametrize("count,boxes", [(8, 1), (32, 4), (1024, 5)])
 def test_of_many_nodes_a_few_are_drawn(count, boxes):
-    figures = made.gpus()
+    figures = page_figures.gpus()
     figures["target"]["count"] = figures["devices"]["count"] = count
-    found = read.elements(page_of(figures))
+    found = page_read.elements(page_of(figures))
     assert len([e for e in found if "node" in e.looks]) == boxes
     assert len([e for e in found if "device" in e.looks]) == 8 * boxes
 
@@ -270,8 +273,8 @@ def test_an_axis_lies_along_links_whose_sizes_multiply_to_its_own(target):
 
 
 def test_the_search_has_a_point_for_each_candidate_and_marks_the_best():
-    figures = made.gpus()
-    found = read.elements(page_of(figures))
+    figures = page_figures.gpus()
+    found = page_read.elements(page_of(figures))
     points = [e for e in found if "point" in e.looks and "cx" in e.attributes]
     count = len(figures["search"]["candidates"])
     assert len(points) == count + 3  # of the legend
@@ -286,13 +289,13 @@ def test_the_search_has_a_point_for_each_candidate_and_marks_the_best():
 
 
 def test_a_search_without_a_best_says_so():
-    figures = made.gpus()
+    figures = page_figures.gpus()
     figures["search"]["best"] = None
     page = page_of(figures)
-    assert "None of them fits." in page and not read.wrong(shown(page), figures)
+    assert "None of them fits." in page and not page_read.wrong(shown(page), figures)
 
 
 def test_what_python_and_json_spell_differently_is_the_same():
-    figures = made.gpus()
+    figures = page_figures.gpus()
     figures["time"]["exchanges"][0]["axes"] = ("data",)
     assert page_of(figures) == page_of(json.loads(json.dumps(figures)))

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from jaxspeed.planner.page import page_of
-from tests.planner import page_figures as made
-from tests.planner import page_read as read
+from tests.planner import page_figures, page_read
 from tests.planner.test_page import HOSTILE, on_tpu, piped
 from tests.support.browser import Browser, chromium
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 WIDTHS = (390, 1280)
 PLANS = {
-    "gpus": made.gpus,
+    "gpus": page_figures.gpus,
     "torus": lambda: on_tpu("v5p:16x16x16", pipe=16, data=16, tensor=16),
     "pipeline": lambda: piped("interleaved", 8, 32, 2)[0],
 }
@@ -95,7 +94,7 @@ def test_it_opens_at_a_phone_s_and_a_desk_s_width(opened, plan, dark):
     ]
     assert page.evaluate(TREE) == json.loads(json.dumps(figures))
     numbers = page.evaluate(NUMBERS)
-    assert len(numbers) > 50 and not read.wrong(numbers, figures)
+    assert len(numbers) > 50 and not page_read.wrong(numbers, figures)
 
 
 def test_what_is_wrong_would_be_said(browser, tmp_path):
@@ -110,13 +109,13 @@ def test_what_is_wrong_would_be_said(browser, tmp_path):
 
 
 def test_names_that_are_markup_do_not_run(opened):
-    page = opened(made.named(HOSTILE))
+    page = opened(page_figures.named(HOSTILE))
     assert page.evaluate("window.ran") is None and page.said == []
     assert HOSTILE in page.evaluate("document.querySelector('h1').textContent")
 
 
 def test_parts_are_reached_by_key_and_say_what_they_are(opened):
-    page = opened(made.gpus())
+    page = opened(page_figures.gpus())
     reached = []
     for _ in range(60):
         for kind in ("keyDown", "keyUp"):
@@ -133,7 +132,7 @@ def test_parts_are_reached_by_key_and_say_what_they_are(opened):
 
 
 def test_the_button_turns_the_colours_whatever_the_system_prefers(opened):
-    page = opened(made.gpus(), dark=True)
+    page = opened(page_figures.gpus(), dark=True)
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
     page.evaluate("document.getElementById('theme').click()")
@@ -144,7 +143,7 @@ def test_the_button_turns_the_colours_whatever_the_system_prefers(opened):
 
 
 def test_on_paper_it_is_light_and_has_no_controls(opened):
-    page = opened(made.gpus(), dark=True)
+    page = opened(page_figures.gpus(), dark=True)
     page.ask("Emulation.setEmulatedMedia", media="print")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", paper))) > 600

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.hlo.collectives import collectives, ring_bytes
-from jaxspeed.ring_reduction import Bucket, BucketLeaf, sum_of_all, sum_of_chunk
-from jaxspeed.ring_reduction import steps as steps_module
+from jaxspeed.ring_reduction import Bucket, BucketLeaf, steps, sum_of_all, sum_of_chunk
 from tests.ring_reduction.rings import (
     both_ways,
     in_ring_order,
@@ -189,7 +188,7 @@ def test_bf16_rounds_each_message_and_adds_up_in_the_wider_dtype():
 
 
 def test_a_step_of_the_ring_that_is_dropped_is_missed(monkeypatch):
-    real, calls = steps_module._send, []
+    real, calls = steps._send, []
 
     def one_stays(x, lane, ring):
         calls.append(lane)
@@ -198,5 +197,5 @@ def test_a_step_of_the_ring_that_is_dropped_is_missed(monkeypatch):
     levels = levels_of(1, 4, "one")
     x = numbers(levels, 6)
     right = summed(levels, x)
-    monkeypatch.setattr(steps_module, "_send", one_stays)
+    monkeypatch.setattr(steps, "_send", one_stays)
     assert (summed(levels, x) != right).any()

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.hlo import Collective, collectives
-from jaxspeed.tensor_parallel import collective_matmul as ring_module
+from jaxspeed.tensor_parallel import collective_matmul
 from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
 from tests.support.topology import run_on_topology
 
@@ -147,7 +147,7 @@ def test_a_step_of_the_ring_that_is_dropped_is_missed(dropped, monkeypatch):
         calls.append(pairs)
         return x if len(calls) == dropped + 1 else real(x, axis, pairs)
 
-    monkeypatch.setattr(ring_module.lax, "ppermute", one_stays)
+    monkeypatch.setattr(collective_matmul.lax, "ppermute", one_stays)
     weights, x = example()
     mesh = mesh_of(2, 4)
     with jax.set_mesh(mesh):

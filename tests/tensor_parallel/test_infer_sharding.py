@@ -25,7 +25,7 @@ from jaxspeed.placement.rules import model_cut
 from jaxspeed.tensor_parallel import follow, propose, uses_of
 from jaxspeed.tensor_parallel.matmuls import products
 from jaxspeed.tensor_parallel.max_weight_set import best_set
-from tests.support import foreign_models as models
+from tests.support import foreign_models
 from tests.tensor_parallel.inferring import mesh, traced
 
 HEADS = {"query/kernel": 1, "query/bias": 0, "key/kernel": 1, "key/bias": 0}
@@ -51,19 +51,19 @@ LINEN = under("MultiHeadDotProductAttention_0", HEADS) | DENSE
 # model -> (how it is made, {path: the dim that is cut 4 ways}, what is left whole)
 CASES = {
     "encoder-decoder": (
-        lambda: models.encoder_decoder(shared=False),
+        lambda: foreign_models.encoder_decoder(shared=False),
         ENCODER
         | DECODER
         | {"source/embedding": 0, "target/embedding": 0, "head/kernel": 1, "head/bias": 0},
         [],
     ),
     "encoder-decoder, one table": (
-        lambda: models.encoder_decoder(shared=True),
+        lambda: foreign_models.encoder_decoder(shared=True),
         ENCODER | DECODER | {"source/embedding": 0},
         [],
     ),
     "convolutions and attention": (
-        models.conv_attention,
+        foreign_models.conv_attention,
         in_layers(
             "convs",
             {
@@ -78,7 +78,7 @@ CASES = {
         ["stem/kernel", "head/kernel"],
     ),
     "tower of 4": (
-        lambda: models.tower(24, 64, 40, 96, 16),
+        lambda: foreign_models.tower(24, 64, 40, 96, 16),
         {
             "etagea/kernel": 1,
             "etagea/bias": 0,
@@ -90,41 +90,45 @@ CASES = {
         [],
     ),
     "residual tower": (
-        models.residual,
+        foreign_models.residual,
         {f"twigs/{i}/{path}": dim for i in range(3) for path, dim in FEED.items()},
         ["gate_in/kernel", "gate_out/kernel"],
     ),
     "residual of single products": (
-        models.square,
+        foreign_models.square,
         {},
         ["steps/0/kernel", "steps/1/kernel"],
     ),
-    "gated by einsum": (models.gated, {"w13": 2, "w2": 0}, []),
+    "gated by einsum": (foreign_models.gated, {"w13": 2, "w2": 0}, []),
     "fused projection": (
-        lambda: models.decoder(fused=True),
+        lambda: foreign_models.decoder(fused=True),
         in_layers("blocks", under("mlp", FEED)) | {"tok/embedding": 0},
         [f"blocks/{i}/attn/{w}/kernel" for i in range(2) for w in ("qkv", "o")],
     ),
-    "grouped heads": (lambda: models.decoder(kv=4), BLOCKS | {"tok/embedding": 0}, []),
+    "grouped heads": (lambda: foreign_models.decoder(kv=4), BLOCKS | {"tok/embedding": 0}, []),
     "fewer key heads than parts": (
-        lambda: models.decoder(kv=2),
+        lambda: foreign_models.decoder(kv=2),
         in_layers("blocks", under("mlp", FEED)) | {"tok/embedding": 0},
         [f"blocks/{i}/attn/{w}/kernel" for i in range(2) for w in "qkvo"],
     ),
     "one key head": (
-        lambda: models.decoder(kv=1),
+        lambda: foreign_models.decoder(kv=1),
         {p: d for p, d in BLOCKS.items() if "/k/" not in p and "/v/" not in p}
         | {"tok/embedding": 0},
         [f"blocks/{i}/attn/{w}/kernel" for i in range(2) for w in "kv"],
     ),
     "checkpointed": (
-        lambda: models.decoder(models.checkpointed),
+        lambda: foreign_models.decoder(foreign_models.checkpointed),
         BLOCKS | {"tok/embedding": 0},
         [],
     ),
-    "jitted": (lambda: models.decoder(models.jitted), BLOCKS | {"tok/embedding": 0}, []),
+    "jitted": (
+        lambda: foreign_models.decoder(foreign_models.jitted),
+        BLOCKS | {"tok/embedding": 0},
+        [],
+    ),
     "stacked and scanned": (
-        models.stacked,
+        foreign_models.stacked,
         {
             f"blocks/{path}": dim + 1
             for path, dim in (under("attn", FLAT_HEADS) | under("mlp", FEED)).items()
@@ -133,7 +137,7 @@ CASES = {
         [],
     ),
     "Linen": (
-        models.linen,
+        foreign_models.linen,
         under("LinenBlock_0", LINEN)
         | under("LinenBlock_1", LINEN)
         | {"Embed_0/embedding": 0, "Dense_0/kernel": 1},
@@ -292,7 +296,7 @@ def most_elements(program, proposal, again):
 def test_a_pair_sends_one_all_reduce_each_way(program):
     """Shoeybi et al. (arXiv:1909.08053), of [batch, seq, embed]."""
     found = proposal_of(program("jitted"))
-    size = models.BATCH * (models.SEQ - 1) * models.WIDTH
+    size = foreign_models.BATCH * (foreign_models.SEQ - 1) * foreign_models.WIDTH
     layers, pairs = 2, 2
     rows = [m for m in found.messages if m.why == "row"]
     columns = [m for m in found.messages if m.why == "column"]
@@ -304,7 +308,7 @@ def test_a_pair_sends_one_all_reduce_each_way(program):
 def test_memory_that_all_decoder_layers_read_is_summed_once_for_keys_and_values(program):
     """Keys and values of one layer are of one array; queries are of another."""
     found = proposal_of(program("encoder-decoder"))
-    encoded = models.BATCH * (models.SEQ - 2) * models.WIDTH
+    encoded = foreign_models.BATCH * (foreign_models.SEQ - 2) * foreign_models.WIDTH
     columns = [m.elements for m in found.messages if m.why == "column"]
     encoder, cross = 2 * 2, 2
     assert columns.count(encoded) == encoder + cross
@@ -336,7 +340,7 @@ def test_casts_of_one_array_are_one_array_whose_gradient_is_summed_once():
 
 def test_what_is_read_from_the_batch_has_no_gradient_to_sum(program):
     found = proposal_of(program("tower of 4"))
-    assert [m.elements for m in found.messages if m.backward] == [models.BATCH * 40]
+    assert [m.elements for m in found.messages if m.backward] == [foreign_models.BATCH * 40]
 
 
 def test_a_dim_of_samples_is_left_to_the_data_axis():
@@ -414,9 +418,15 @@ def test_equal_layers_are_told_once(program):
 # -- the reference families, without their names --------------------------------------------------
 
 FAMILIES = {
-    "gpt2": (gpt2, {"tokens": models.tokens()}),
-    "llama": (llama, {"tokens": models.tokens()}),
-    "vit": (vit, {"images": models.numbers(32, 32, 3), "labels": models.tokens(1)[:, 0] % 10}),
+    "gpt2": (gpt2, {"tokens": foreign_models.tokens()}),
+    "llama": (llama, {"tokens": foreign_models.tokens()}),
+    "vit": (
+        vit,
+        {
+            "images": foreign_models.numbers(32, 32, 3),
+            "labels": foreign_models.tokens(1)[:, 0] % 10,
+        },
+    ),
 }
 
 
@@ -425,7 +435,9 @@ def test_the_reference_families_need_no_names(family):
     """Heads, MLP and vocabulary, as their logical names have it; only vit's ends may differ."""
     module, batch = FAMILIES[family]
     sizes = module.PRESETS["tiny"] if "tiny" in module.PRESETS else module.Config()
-    model = traced(models.Foreign(lambda rngs: module.build(sizes, rngs), batch, module.loss))
+    model = traced(
+        foreign_models.Foreign(lambda rngs: module.build(sizes, rngs), batch, module.loss)
+    )
     axes = dict.fromkeys(("pipe", "replica", "data", "seq", "expert"), 1) | {"tensor": 2}
     named = {
         leaf.path: dim
@@ -473,12 +485,14 @@ def test_a_chain_of_a_thousand_products_is_solved():
 
 
 def test_forty_eight_layers_one_by_one_take_no_longer_than_a_second():
-    class Deep(models.Decoder):
+    class Deep(foreign_models.Decoder):
         def __init__(self, rngs):
             super().__init__(rngs)
-            self.blocks = models.nnx.List([models.Block(rngs) for _ in range(48)])
+            self.blocks = foreign_models.nnx.List([foreign_models.Block(rngs) for _ in range(48)])
 
-    model = traced(models.Foreign(Deep, {"tokens": models.tokens()}, models.next_token))
+    model = traced(
+        foreign_models.Foreign(Deep, {"tokens": foreign_models.tokens()}, foreign_models.next_token)
+    )
     start = time.process_time()
     found = proposal_of(model)
     specs = found.layer_specs

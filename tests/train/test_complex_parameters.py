@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed.objective import linen_model, nnx_model
-from jaxspeed.objective import pair_model as pair
+from jaxspeed.objective import linen_model, nnx_model, pair_model
 from jaxspeed.train import gradients
 from tests.train.flax_loop import (
     SETTINGS,
@@ -208,7 +207,7 @@ def only_real(x):
 
 @pytest.mark.parametrize("model", [Spectral, LinenSpectral()], ids=["nnx", "linen"])
 def test_check_finds_that_they_are_not_trained(model, monkeypatch):
-    for module in (nnx_model, linen_model, pair):
+    for module in (nnx_model, linen_model, pair_model):
         monkeypatch.setattr(module, "is_inexact", only_real)
     one = batches(1)[0]
     engine = jaxspeed.initialize(

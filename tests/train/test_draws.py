@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import micro_batch_key
-from jaxspeed.objective import sharded_draws as draws
+from jaxspeed.objective import sharded_draws
 from jaxspeed.placement import zero
 from tests.support import reference
 from tests.train.cases import MICRO, RANKS, Case
@@ -261,7 +261,7 @@ def test_a_device_computes_its_share_of_what_is_drawn(name, stage, tensor, accum
 
 
 def without_the_constraint(monkeypatch):
-    monkeypatch.setattr(draws, "constrain", lambda x, sharding, site: x)
+    monkeypatch.setattr(sharded_draws, "constrain", lambda x, sharding, site: x)
 
 
 def test_without_the_constraint_every_rank_computes_the_generator(monkeypatch):

@@ -20,12 +20,8 @@ from jaxspeed.zero3 import (
     Way,
     choose_units,
     run_sliced,
-)
-from jaxspeed.zero3 import (
-    segment_vjp as piece,
-)
-from jaxspeed.zero3 import (
-    sharded_param as stored,
+    segment_vjp,
+    sharded_param,
 )
 
 DEPTH, WIDTH, SAMPLES = 4, 16, 4
@@ -223,15 +219,15 @@ def test_nothing_gathered_is_kept_between_the_passes():
 
 
 def test_keeping_what_was_gathered_is_caught(monkeypatch):
-    monkeypatch.setattr(piece, "_depends_only_on", lambda jaxpr, sources: set())
+    monkeypatch.setattr(segment_vjp, "_depends_only_on", lambda jaxpr, sources: set())
     assert whole_weights_kept(pure_loss, pure_params()) > 0
 
 
 MUTATIONS = {
-    "the shard is not pinned": (stored, "constrain", "unit.cut"),
-    "the gather is dropped": (stored, "constrain", "unit.gather"),
-    "the gradient is not scattered": (stored, "constrain", "unit.scatter"),
-    "nothing is tied": (piece, "tie", None),
+    "the shard is not pinned": (sharded_param, "constrain", "unit.cut"),
+    "the gather is dropped": (sharded_param, "constrain", "unit.gather"),
+    "the gradient is not scattered": (sharded_param, "constrain", "unit.scatter"),
+    "nothing is tied": (segment_vjp, "tie", None),
 }
 
 

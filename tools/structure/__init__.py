@@ -12,9 +12,9 @@ the public interface of jaxspeed alone (`initialize`, `Engine.compiled`, `plan`)
 renaming modules needs no change here.
 
 - `cases.py`: the configs and models whose programs are compiled
-- `hlo_programs.py`: flops, collectives and memory of the compiled programs
+- `programs.py`: flops, collectives and memory of the compiled programs
 - `size.py`: bytes, files and function lengths of the package
-- `overlap.py`: the files that a parameter, a batch and the ZeRO stage pass through
+- `flow.py`: the files that a parameter, a batch and the ZeRO stage pass through
 - `mutations.py`, `mutation_list.py`: source mutations that tests catch, and how they are run
 
 A mutation whose text a later change rewrites is to be written anew against the new text, so that
