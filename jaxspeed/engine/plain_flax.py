@@ -1,7 +1,7 @@
 """The gradients of one step by plain JAX and Flax, on one device: an independent side for `check`.
 
 What the step trains and what it carries to the next one is decided by the adapters of the models
-(`train/model`), and a step on one device shares that code. Here it is decided again, by what Flax
+(`objective`), and a step on one device shares that code. Here it is decided again, by what Flax
 and `jax.grad` say: a parameter is what `jax.grad` differentiates, state is what a loop of plain
 Flax would keep. Only values, random streams and the mode of a module come from the adapter.
 """

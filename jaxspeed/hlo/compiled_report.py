@@ -111,6 +111,14 @@ class CompiledReport:
         return {**own, "collectives": told}
 
 
+def _arguments(compiled: jax.stages.Compiled) -> list[Any]:
+    """The shardings of a program's parameters, which are the arguments that it reads."""
+    try:
+        return jax.tree.leaves(compiled.input_shardings)
+    except NotImplementedError:  # of an executable that was loaded from a file
+        return []
+
+
 def report(
     compiled: jax.stages.Compiled,
     mesh: Mesh | AbstractMesh,
@@ -154,7 +162,7 @@ def report(
         waiting=dict(waiting),
         untold=untold,
         kept=kept,
-        replicated_flops=replicated_flops(text, mesh) if text else None,
+        replicated_flops=replicated_flops(text, mesh, _arguments(compiled)) if text else None,
     )
 
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jaxspeed.hlo.cost import own_flops
 from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
@@ -57,13 +57,18 @@ class Value:
     known: Known | None = None
 
 
-def replicated_flops(hlo_text: str, mesh: Mesh | AbstractMesh) -> int:
-    """A device's flops, loops multiplied out, that others of its data ranks compute alike."""
+def replicated_flops(
+    hlo_text: str, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
+) -> int:
+    """A device's flops, loops multiplied out, that others of its data ranks compute alike.
+
+    `arguments` are the shardings of the program's parameters, which jaxlib 0.12 does not print.
+    """
     data = {axis for axis in DATA_AXES if mesh.shape.get(axis, 1) > 1}
     module = parse(hlo_text)
     if not data or module.devices == 1:
         return 0
-    flow = _Flow(module, mesh)
+    flow = _Flow(module, mesh, arguments)
     flow.visit(module.entry, [])
     total = 0
     for site in walk(module):
@@ -76,8 +81,10 @@ def replicated_flops(hlo_text: str, mesh: Mesh | AbstractMesh) -> int:
 class _Flow:
     """The analysis: `found` holds each instruction's value, of all places that call it."""
 
-    def __init__(self, module: Module, mesh: Mesh | AbstractMesh) -> None:
-        self.module, self.mesh = module, mesh
+    def __init__(
+        self, module: Module, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
+    ) -> None:
+        self.module, self.mesh, self.arguments = module, mesh, arguments
         self.found: dict[str, Tree] = {}
 
     def visit(self, computation: Computation, args: Sequence[Tree]) -> Tree:
@@ -156,6 +163,11 @@ class _Flow:
 
     def _sharded_over(self, parameter: Instruction) -> Axes:
         """The axes that shard an argument of the program; of an unknown sharding, all."""
+        number = int(parameter.arguments)
+        known = self.arguments[number] if number < len(self.arguments) else None
+        if isinstance(known, NamedSharding):
+            axes = {a for e in known.spec for a in (e if isinstance(e, tuple) else (e,)) if a}
+            return frozenset(axes) & self._all
         tiles = tiles_of(parameter.attribute("sharding") or "", self.mesh.size)
         return self._all if tiles is None else self._varies([(tile,) for tile in tiles])
 

@@ -27,7 +27,15 @@ def found(mesh, fn, *specs):
     shapes = [(ROWS, WIDTH), *[(WIDTH, WIDTH)] * (len(specs) - 1)]
     given = [array(mesh, shape, spec) for shape, spec in zip(shapes, specs, strict=True)]
     text = compiled_text(fn, *given)
-    return replicated_flops(text, mesh), cost(text).flops
+    shardings = [x.sharding for x in given]
+    return replicated_flops(text, mesh, shardings), cost(text).flops
+
+
+def test_shardings_are_read_from_the_text_where_it_has_them(mesh):
+    given = [array(mesh, shape, P("data")) for shape in ((ROWS, WIDTH), (WIDTH, WIDTH))]
+    text = compiled_text(product, *given)
+    if "sharding=" in text:  # not with jaxlib 0.12
+        assert replicated_flops(text, mesh) == found(mesh, product, P("data"), P("data"))[0]
 
 
 def product(x, w):
