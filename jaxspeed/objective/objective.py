@@ -1,29 +1,28 @@
 """The loss of one micro-batch as a function of the stored parameters.
 
-Where every parameter is stored as layers read it, the loss is simply traced. Where some are cut or
-in another dtype (ZeRO 3), the loss is traced once with names on its module calls, and run again
-with each unit gathering its own parameters.
+The loss is traced with names on its module calls (`traced_loss.py`), and what was traced is run in
+its place. Where parameters are stored as layers read them, it is run as it is. Where some are cut
+or in another dtype (ZeRO 3), each unit gathers its own.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxspeed.config import match
 from jaxspeed.config.remat import NOTHING_SAID, Recompute
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import RANDOM, as_function, forwarded, runs
-from jaxspeed.objective.loss import Loss, parse_loss
+from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
+from jaxspeed.objective.traced_loss import LossTraces, Traced
 from jaxspeed.objective.train_state import Arrays, pad, unpad
-from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
@@ -32,7 +31,7 @@ from jaxspeed.remat.residual_report import ResidualReport, kept_of
 from jaxspeed.remat.resolve import keeping_of
 from jaxspeed.remat.unit_jaxprs import members
 from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
-from jaxspeed.zero3 import GatherScatter, ShardedParam, Units, Way, choose_units, run_sliced
+from jaxspeed.zero3 import GatherScatter, ShardedParam, Way, run_sliced
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,54 @@ class Objective:
     recompute: Recompute = NOTHING_SAID  # what units keep for their backward pass
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
 
+    def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
+        """The same loss, and so the same traces, with another exchange."""
+        other = replace(self, exchange=exchange)
+        vars(other)["traces"] = self.traces
+        return other
+
+    @cached_property
+    def traces(self) -> LossTraces:
+        """What was traced of the loss, with parameters as layers read them."""
+        params = {
+            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
+        }
+        return LossTraces(self.model, self.loss_fn, params, tuple(self.unit_patterns))
+
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
         sources = {row.path: self._given(row, sources[row.path]) for row in self.table}
-        recompute = self.recompute if train else NOTHING_SAID
-        sliced = recompute or any(row.gathered for row in self.table)
-        if self.table.mesh.shape["tensor"] == 1 and not sliced:
-            return self._direct(sources, variables, batch, step, micro, train)
-        rest = (variables, batch, jnp.asarray(step), jnp.asarray(micro))
+        rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
+        args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
+        outs = self._run(program, args, self.recompute if train else NOTHING_SAID, batch)
+        loss, written = jax.tree.unflatten(program.out_tree, outs)
+        return loss, self._as_stored(written)
+
+    def _run(
+        self, program: Traced, args: Sequence[Any], recompute: Recompute, batch: Any
+    ) -> Sequence[Any]:
+        """A traced loss, as the placement table and the config have it run."""
+        if self.table.mesh.shape["tensor"] == 1 and not (recompute or self._gathers):
+            sizes = self._shared_sizes(program.batch)
+            jaxpr = with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh)
+            return as_function(jaxpr, program.closed.consts)(*args)
         storage = {
             var: self.stored(row)
             for var, row in zip(program.parameters, self.table, strict=True)
             if row.gathered
         }
-        args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
         crossed = self._crossed(program)
         way = self.way(crossed, program, program.batch, recompute)
         way = replace(way, samples=self.samples(batch))
-        outs = run_sliced(crossed, program.closed.consts, args, storage, way)
-        loss, written = jax.tree.unflatten(program.out_tree, outs)
-        return loss, self._as_stored(written)
+        return run_sliced(crossed, program.closed.consts, args, storage, way)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether units gather parameters."""
+        return any(row.gathered for row in self.table)
 
     def _given(self, row: Row, source: jax.Array) -> jax.Array:
         """A stored parameter as units are given it; of an exchange, this rank's cut."""
@@ -85,7 +109,7 @@ class Objective:
         return unpad(source, tuple(shape))
 
     def way(
-        self, jaxpr: Any, program: "Traced", activations: Sequence[Any], recompute: Recompute
+        self, jaxpr: Any, program: Traced, activations: Sequence[Any], recompute: Recompute
     ) -> Way:
         """How the pieces of a program are run; `activations` are its inputs that are no weights."""
         if not recompute:
@@ -112,10 +136,10 @@ class Objective:
         ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)
         return ways, self.table.mesh.devices.flat[0].device_kind
 
-    def _crossed(self, program: "Traced") -> Any:
+    def _crossed(self, program: Traced) -> Any:
         """A traced loss with what it exchanges over the tensor axis written into it."""
         paths = [row.path for row in self.table]
-        in_units = bool(self.recompute) or any(row.gathered for row in self.table)
+        in_units = bool(self.recompute) or self._gathers
         sizes = self._shared_sizes(program.batch)
         return with_crossings(
             with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
@@ -126,24 +150,6 @@ class Objective:
             self.style,
             program.units.of if in_units else lambda eqn: None,
         )
-
-    def _direct(
-        self, params: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
-    ) -> tuple[Loss, Arrays]:
-        def run(
-            values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
-        ) -> tuple[Loss, Arrays]:
-            given = dict(zip(params, values, strict=True))
-            return self._traced_loss(given, variables, batch, step, micro, train, named=False)[:2]
-
-        given = (list(params.values()), variables, batch, jnp.asarray(step), jnp.asarray(micro))
-        closed, shape = jax.make_jaxpr(run, return_shape=True)(*given)
-        closed, out_tree = _without_unwritten(closed, shape, params, variables)
-        sizes = self._shared_sizes(jax.tree.leaves(batch))
-        jaxpr = with_draws_sharded(closed.jaxpr, sizes, self.table.mesh)
-        outs = as_function(jaxpr, closed.consts)(*jax.tree.leaves(given))
-        loss, written = jax.tree.unflatten(out_tree, outs)
-        return loss, self._as_stored(written)
 
     def _as_stored(self, written: Arrays) -> Arrays:
         """What the loss wrote, parameters as the table stores them.
@@ -180,52 +186,15 @@ class Objective:
         avals = [getattr(x, "aval", x) for x in batch]
         return shared_sizes({x.shape[0] for x in avals if x.shape}, self.table.mesh)
 
-    def _traced_loss(
-        self,
-        params: Arrays,
-        variables: Arrays,
-        batch: Any,
-        step: Any,
-        micro: Any,
-        train: bool,
-        named: bool,
-    ) -> tuple[Loss, Arrays, bool]:
-        bound = self.model.bind(params, variables, train=train, step=step, micro=micro)
-        naming = self.model.naming(bound) if named else contextlib.nullcontext()
-        with naming, foreign("loss_fn(model, batch)", batch):
-            returned = self.loss_fn(bound, batch)
-        loss, is_sum = parse_loss(returned)
-        after = self.model.mutated(bound, params) if train else {}
-        dtypes = {path: x.dtype for path, x in variables.items()}
-        return loss, {p: jnp.asarray(v, dtypes.get(p)) for p, v in after.items()}, is_sum
-
-    def trace(self, rest: tuple[Any, ...], train: bool) -> "Traced":
+    def trace(self, rest: tuple[Any, ...], train: bool) -> Traced:
         """The loss as a program, with parameters as layers read them, and its units.
 
-        `rest` is what follows the parameters: (variables, batch, step, micro).
+        `rest` is what follows the parameters: (variables, batch, step, micro). Only shapes are read
+        of it. Where the loss was traced on such shapes before, this is the same program.
         """
-        params = {
-            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
-        }
-        is_sum = False
-
-        def run(values: list[Any], *rest: Any) -> Any:
-            nonlocal is_sum
-            given = dict(zip(params, values, strict=True))
-            variables, batch, step, micro = rest
-            loss, after, is_sum = self._traced_loss(
-                given, variables, batch, step, micro, train, named=True
-            )
-            return loss, after
-
-        closed, shape = jax.make_jaxpr(run, return_shape=True)(list(params.values()), *rest)
-        closed, out_tree = _without_unwritten(closed, shape, params, rest[0])
-        parameters = closed.jaxpr.invars[: len(params)]
-        # After them come (variables, batch, step, micro), each with its leaves.
-        first = len(params) + len(jax.tree.leaves(rest[0]))
-        batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(rest[1]))]
-        units = choose_units(closed.jaxpr, parameters, self.unit_patterns, match)
-        return Traced(closed, parameters, batch, out_tree, units, is_sum)
+        variables, batch, _, _ = jax.tree.map(_shape, rest)
+        batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+        return self.traces.of(variables, batch, train)
 
     def samples(self, batch: Any) -> int | None:
         """How many samples a batch has, where the ranks can share them evenly.
@@ -264,43 +233,7 @@ class Objective:
         return self.table.sharding(row.grad).with_memory_kind(row.read.memory_kind)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A loss as a program."""
-
-    closed: Any
-    parameters: Sequence[Any]  # its variables that are parameters
-    batch: Sequence[Any]  # ... and those that are arrays of the batch
-    out_tree: Any
-    units: Units
-    is_sum: bool  # the loss function returned (sum, weight)
-
-    @property
-    def draws_random_numbers(self) -> bool:
-        return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
-
-    @property
-    def written(self) -> frozenset[str]:
-        """The parameters and variables (statistics, say) that the loss changes."""
-        _, after = jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))
-        return frozenset(after)
-
-
-def _without_unwritten(
-    closed: Any, shape: Any, params: Iterable[str], variables: Arrays
-) -> tuple[Any, Any]:
-    """(program, tree of its results) of a traced loss, without what leaves it as it came.
-
-    Its first inputs are the parameters at these paths, one by one, and then the variables.
-    """
-    paths = [*params, *sorted(variables)]
-    loss, after = shape
-    count = len(jax.tree.leaves(loss))
-    origins = forwarded(closed.jaxpr)[count:]
-    own = dict(zip(closed.jaxpr.invars, paths, strict=False))
-    names = jax.tree.unflatten(jax.tree.structure(after), range(len(origins)))
-    kept = {path: i for path, i in names.items() if own.get(origins[i]) != path}
-    outs = closed.jaxpr.outvars
-    outs = [*outs[:count], *(outs[count + i] for i in kept.values())]
-    jaxpr = closed.jaxpr.replace(outvars=outs)
-    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, kept))
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    """Of an array, a tracer or a shape, without where it lives: that is no part of its type on a
+    mesh whose axes are automatic."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))

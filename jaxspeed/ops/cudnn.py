@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.two_passes import gradients_from, sums_kept
+
+ASSUMED = 91300  # the version in the CUDA wheels that jaxspeed[cuda] installs
 
 
 def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, mask: Mask) -> bool:
@@ -72,3 +77,44 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) 
         local_window_size=mask.sides(),
         implementation="cudnn",
     )
+
+
+@contextmanager
+def assumed() -> Iterator[None]:
+    """What is traced inside takes cuDNN's attention although no cuDNN is here.
+
+    JAX asks the installed cuDNN for its version, and the device for what it can, before it traces
+    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). Where that module has changed the
+    trace goes the plain way, and holds the scores.
+    """
+    asked = _asked()
+    if asked is None:
+        yield
+        return
+    before = (asked.check_cudnn_version, asked.check_compute_capability)
+    asked.check_cudnn_version = _assumed_version
+    asked.check_compute_capability = lambda capability: True
+    try:
+        yield
+    finally:
+        asked.check_cudnn_version, asked.check_compute_capability = before
+
+
+def is_assumed() -> bool:
+    """Whether this is inside of `assumed`: there the same attention is traced otherwise."""
+    asked = _asked()
+    return asked is not None and asked.check_cudnn_version is _assumed_version
+
+
+def _asked() -> Any:
+    """The module of JAX that asks; None where it has changed."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as asked
+    except ImportError:
+        return None
+    names = ("check_cudnn_version", "check_compute_capability")
+    return asked if all(hasattr(asked, name) for name in names) else None
+
+
+def _assumed_version() -> int:
+    return ASSUMED

@@ -96,7 +96,7 @@ class RingGradients(Gradients):
             told = rings.told(inner, outer)
             rank = told.outer * rings.levels.inner.size + told.inner
             exchange = RingExchange(rings, (inner, outer)) if exchanged else None
-            of_rank = replace(self, objective=replace(self.objective, exchange=exchange))
+            of_rank = replace(self, objective=self.objective.with_exchange(exchange))
 
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered through over the ranks, so that each draws random numbers of its own.

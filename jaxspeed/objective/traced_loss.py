@@ -1,0 +1,141 @@
+"""The loss as a program, traced once for all who ask for it.
+
+JAX keeps what `jax.make_jaxpr` made of a function: by the function's identity, the tree, shapes and
+dtypes of its arguments, the mesh in context with its manual axes, and the settings that JAX says
+matter to a trace. What is left to do here is to hand it the same function again, and to know what
+else a trace depends on.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.config import match
+from jaxspeed.jaxpr.evaluate import RANDOM, forwarded, runs
+from jaxspeed.objective.loss import Loss, parse_loss
+from jaxspeed.objective.protocol import Model
+from jaxspeed.objective.train_state import Arrays
+from jaxspeed.objective.user_code import foreign
+from jaxspeed.ops import cudnn
+from jaxspeed.zero3 import Units, choose_units
+
+# What changes the keys that a loss makes, and JAX leaves out of its cache's key (0.10.2 to 0.12.0).
+SETTINGS = ("jax_default_prng_impl", "jax_enable_custom_prng")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A loss as a program."""
+
+    closed: Any
+    parameters: Sequence[Any]  # its variables that are parameters
+    batch: Sequence[Any]  # ... and those that are arrays of the batch
+    out_tree: Any
+    unit_patterns: Sequence[str]
+    is_sum: bool  # the loss function returned (sum, weight)
+
+    @cached_property
+    def units(self) -> Units:
+        return choose_units(self.closed.jaxpr, self.parameters, self.unit_patterns, match)
+
+    @property
+    def draws_random_numbers(self) -> bool:
+        return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The parameters and variables (statistics, say) that the loss changes."""
+        _, after = jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))
+        return frozenset(after)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Form:
+    """The form of what a loss function returned: a tree without leaves, so that JAX keeps it."""
+
+    is_sum: bool
+
+
+class LossTraces:
+    """The traced forms of one loss. No tracer is held, and no program that JAX does not hold."""
+
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: Callable[[Any, Any], Any],
+        params: Mapping[str, jax.ShapeDtypeStruct],
+        unit_patterns: Sequence[str],
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._params, self._unit_patterns = params, unit_patterns
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
+
+    def of(self, variables: Any, batch: Any, train: bool) -> Traced:
+        """The program for variables and a batch of these shapes, in this context."""
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        given = (list(self._params.values()), variables, batch, index, index)
+        key = (train, cudnn.is_assumed(), *(getattr(jax.config, name) for name in SETTINGS))
+        function = self._functions.setdefault(key, self._function(train))
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+        if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+            # The loss reads a value of some trace around it, which is not there for the next one.
+            del self._functions[key]
+            return self._program(closed, shape, variables, batch)
+        if closed not in self._programs:
+            self._programs[closed] = self._program(closed, shape, variables, batch)
+        return self._programs[closed]
+
+    def _function(self, train: bool) -> Callable[..., tuple[Loss, Arrays, _Form]]:
+        """(parameters, variables, batch, step, micro) -> (loss, what it wrote, the loss's form)."""
+        model, loss_fn, paths = self._model, self._loss_fn, list(self._params)
+
+        def loss(
+            values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
+        ) -> tuple[Loss, Arrays, _Form]:
+            params = dict(zip(paths, values, strict=True))
+            bound = model.bind(params, variables, train=train, step=step, micro=micro)
+            with model.naming(bound), foreign("loss_fn(model, batch)", batch):
+                returned = loss_fn(bound, batch)
+            found, is_sum = parse_loss(returned)
+            after = model.mutated(bound, params) if train else {}
+            dtypes = {path: x.dtype for path, x in variables.items()}
+            written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
+            return found, written, _Form(is_sum)
+
+        return loss
+
+    def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> Traced:
+        loss, written, form = shape
+        closed, out_tree = _without_unwritten(closed, (loss, written), self._params, variables)
+        parameters = closed.jaxpr.invars[: len(self._params)]
+        # After them come (variables, batch, step, micro), each with its leaves.
+        first = len(parameters) + len(jax.tree.leaves(variables))
+        of_batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(batch))]
+        return Traced(closed, parameters, of_batch, out_tree, self._unit_patterns, form.is_sum)
+
+
+def _without_unwritten(
+    closed: Any, shape: Any, params: Iterable[str], variables: Arrays
+) -> tuple[Any, Any]:
+    """(program, tree of its results) of a traced loss, without what leaves it as it came.
+
+    Its first inputs are the parameters at these paths, one by one, and then the variables.
+    """
+    paths = [*params, *sorted(variables)]
+    loss, after = shape
+    count = len(jax.tree.leaves(loss))
+    origins = forwarded(closed.jaxpr)[count:]
+    own = dict(zip(closed.jaxpr.invars, paths, strict=False))
+    names = jax.tree.unflatten(jax.tree.structure(after), range(len(origins)))
+    kept = {path: i for path, i in names.items() if own.get(origins[i]) != path}
+    outs = closed.jaxpr.outvars
+    outs = [*outs[:count], *(outs[count + i] for i in kept.values())]
+    jaxpr = closed.jaxpr.replace(outvars=outs)
+    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, kept))
