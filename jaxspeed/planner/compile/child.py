@@ -116,6 +116,10 @@ class Printed:
     folder: Path | None
     target: Target
 
+    @property
+    def input_shardings(self) -> Any:
+        return self.compiled.input_shardings
+
     def memory_analysis(self) -> Any:
         return self.compiled.memory_analysis()
 

@@ -72,6 +72,7 @@ class Executable:
     """What the client made, with the face of `jax.stages.Compiled` that reports read."""
 
     made: Any
+    input_shardings = ()  # not known; the text has them
 
     def memory_analysis(self) -> Any:
         return self.made.get_compiled_memory_stats()
