@@ -23,6 +23,7 @@ from jaxspeed.objective.protocol import (
     STATISTICS,
     Arrays,
     Trainable,
+    check_collections,
     example_shapes,
     frozen_part,
     frozen_statistics_note,
@@ -56,6 +57,7 @@ class LinenModel:
         with _recorded_sows() as sown:
             boxed = jax.eval_shape(self._create, jax.random.key(0))
         self._sown = frozenset(sown)
+        check_collections(state_collections, (name for name in boxed if name != "params"))
         names = _boxed_names(boxed)
         tree = self._without_fresh(meta.unbox(boxed))
         self._refuse_growing(tree)

@@ -17,6 +17,7 @@ from jaxspeed.objective.protocol import (
     STATISTICS,
     Arrays,
     Trainable,
+    check_collections,
     frozen_part,
     frozen_statistics_note,
     is_array,
@@ -61,6 +62,8 @@ class NnxModel:
             if _is_parameter(v)
         )
         self._state_collections = state_collections
+        every = [v for _, v in flat if isinstance(v, nnx.Variable)]
+        check_collections(state_collections, (n for v in every for n in _collections_of(v)))
         self._frozen = frozen_part(self.leaves)
         self._modes = [(path, mode) for path, _, mode in _modes(module)]
         self._norms = [
@@ -188,11 +191,16 @@ def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
         return False
     if collections is None or not isinstance(variable, nnx.Variable):
         return not isinstance(variable, nnx.Intermediate)
+    names = _collections_of(variable)
+    return any(name in names for name in collections)
+
+
+def _collections_of(variable: nnx.Variable) -> set[str]:
+    """The names by which a variable's type and those above it are known."""
     kinds = [kind for kind in type(variable).__mro__ if issubclass(kind, nnx.Variable)]
-    names = {kind.__name__ for kind in kinds} | {
+    return {kind.__name__ for kind in kinds} | {
         name for name, kind in VariableTypeCache.items() if kind in kinds
     }
-    return any(name in names for name in collections)
 
 
 def _drop_sown(module: nnx.Module) -> None:

@@ -1,13 +1,14 @@
 """What the step knows of a model."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.errors import ModelError
 from jaxspeed.objective.batch_checks import check_arrays, is_numeric
 from jaxspeed.placement.rows import Leaf
 
@@ -94,6 +95,17 @@ def frozen_part(leaves: Sequence[Leaf]) -> Callable[[str], bool]:
         return is_frozen(path.rpartition("/")[0])
 
     return is_frozen
+
+
+def check_collections(wanted: Sequence[str] | None, there: Iterable[str]) -> None:
+    """ModelError for a name that no collection has: what it meant would not be carried."""
+    names = sorted(set(there))
+    for name in wanted or ():
+        if name not in names:
+            raise ModelError(
+                f"parallel.state_collections names {name!r}, which this model does not have; it "
+                f"has {', '.join(names) or 'none'}"
+            )
 
 
 def frozen_statistics_note(paths: Sequence[str]) -> list[str]:

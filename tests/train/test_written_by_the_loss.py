@@ -184,6 +184,13 @@ def test_the_config_says_what_is_state_in_nnx():
     assert float(ours.values["largest"]) > 2
 
 
+@pytest.mark.parametrize("model", [NnxSower, LinenSower()], ids=["nnx", "linen"])
+def test_a_collection_that_is_not_there_is_refused_with_those_that_are(model):
+    sections = {"parallel": {"state_collections": ["counter"]}}
+    with pytest.raises(ModelError, match=r"names 'counter', which .*(Intermediate|counters)"):
+        train_jaxspeed(model, linen_loss, batches(), SGD, ONE, **sections)
+
+
 def test_a_tuple_that_grows_cannot_be_state():
     sections = {"parallel": {"state_collections": ["metrics"]}}
     with pytest.raises(ModelError, match=r"'metrics'.* each without a reduce_fn.*reduce_fn and"):
