@@ -12,16 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import (
-    as_function,
-    bindings,
-    bodies,
-    consts_and_carry,
-    is_var,
-    open_jaxpr,
-    part,
-)
+from jaxspeed.jaxpr.evaluate import bindings, run_equation
 from jaxspeed.jaxpr.module_scopes import calls_in
+from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
 from jaxspeed.objective.train_state import TrainState, unpad
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
@@ -118,27 +111,27 @@ def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], Flags]:
 
 
 def _run_eqn(jaxpr: Any, eqn: Any, values: list[Any]) -> tuple[list[Any], Flags]:
-    name = eqn.primitive.name
-    if name == "cond" or not any(_has_calls(body) for body, _, _ in bodies(eqn)):
+    name, bodies = eqn.primitive.name, sliceable_bodies(eqn)
+    if name == "cond" or not any(_has_calls(body.jaxpr) for body in bodies):
         given = {v: x for v, x in zip(eqn.invars, values, strict=True) if is_var(v)}
-        return as_function(part(jaxpr, [eqn], list(given), eqn.outvars))(*given.values()), []
-    body, consts = open_jaxpr(eqn.params["jaxpr"])
+        return run_equation(jaxpr, eqn, given.__getitem__), []
+    (body,) = bodies
     if name != "scan":
-        return _run(body, consts, values)
-    num_consts, num_carry = consts_and_carry(eqn)
-    first_xs = num_consts + num_carry
+        return _run(body.jaxpr, body.consts, values)
+    first_xs = body.num_consts + body.num_carry
     labels: list[str] = []
 
     def step(carry: Any, xs: Any) -> Any:
-        outs, flags = _run(body, consts, [*values[:num_consts], *carry, *xs])
+        args = [*values[: body.num_consts], *carry, *xs]
+        outs, flags = _run(body.jaxpr, body.consts, args)
         labels[:] = [label for label, _ in flags]
-        return outs[:num_carry], (outs[num_carry:], [flag for _, flag in flags])
+        return outs[: body.num_carry], (outs[body.num_carry :], [flag for _, flag in flags])
 
     carry, (ys, flags) = jax.lax.scan(
         step,
-        values[num_consts:first_xs],
+        values[body.num_consts : first_xs],
         values[first_xs:],
-        length=eqn.params["length"],
+        length=body.trips,
         reverse=eqn.params["reverse"],
     )
     return [*carry, *ys], list(zip(labels, flags, strict=True))
@@ -169,7 +162,7 @@ def _leaving(jaxpr: Any) -> dict[Any, str]:
 def _has_calls(jaxpr: Any) -> bool:
     return any(
         calls_in(str(eqn.source_info.name_stack))
-        or any(_has_calls(body) for body, _, _ in bodies(eqn))
+        or any(_has_calls(body.jaxpr) for body in sliceable_bodies(eqn))
         for eqn in jaxpr.eqns
     )
 

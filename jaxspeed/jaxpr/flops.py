@@ -1,52 +1,77 @@
-"""FLOPs of a traced program, estimated from the shapes of its operations."""
+"""FLOPs of a traced program, from the shapes of its operations.
+
+One count a primitive and shapes, summed over a program: times the trips of the loops around it (of
+a loop of unknown length one), for every device of a region that each runs on its part, and of
+branches the largest. What an operation counts is a parameter (`of_products` or `of_all`), and so is
+how many points of its grid a kernel runs. `hlo/cost.py`, which counts compiled programs, is the
+check on this.
+"""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxspeed.jaxpr.evaluate import bodies, open_jaxpr
+from jaxspeed.jaxpr.primitives import CONSTRAINT, RESHAPES
+from jaxspeed.jaxpr.traverse import bodies, open_jaxpr
 
-_NAMES_ONLY = {"name", "reshape", "squeeze", "broadcast_in_dim", "sharding_constraint", "copy"}
-
-
-def flops(jaxpr: Any) -> int:
-    """Of products and convolutions; any other operation counts as one an element of its result."""
-    return sum(map(flops_of, jaxpr.eqns))
+Shape = Sequence[int]
+Count = Callable[[Any], int]  # of an equation that runs no program
+_UNCOUNTED = {*RESHAPES, "name", "copy", "broadcast_in_dim", CONSTRAINT}  # names for what is there
 
 
-def flops_of(eqn: Any) -> int:
-    name = eqn.primitive.name
+def product_flops(name: str, params: Any, operands: Sequence[Shape], result: Shape) -> int | None:
+    """Of a matrix product or convolution of these shapes, 2 a multiply-add; None of all else."""
+    numbers = params.get("dimension_numbers")
     if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return 2 * _elements(eqn) * math.prod(shape[d] for d in contracted)
+        (contracted, _), _ = numbers
+        return 2 * math.prod(result) * math.prod(operands[0][int(d)] for d in contracted)
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * _elements(eqn) * math.prod(kernel) // features
-    if name == "cond":  # which one runs only the platform or the data tell
-        return max(flops(open_jaxpr(branch)[0]) for branch in eqn.params["branches"])
-    if inner := programs_in(eqn):
-        return sum(trips * flops(body) for body, trips in inner)
-    if name in _NAMES_ONLY:
+        # Each element of the result sums over the kernel's window and its input features.
+        features = operands[1][numbers.rhs_spec[0]]
+        return 2 * math.prod(result) * math.prod(operands[1]) // features
+    return None
+
+
+def of_products(eqn: Any) -> int:
+    """Matrix products and convolutions alone, as the FLOPs of models are quoted."""
+    found = product_flops(
+        eqn.primitive.name,
+        eqn.params,
+        [getattr(v.aval, "shape", ()) for v in eqn.invars],
+        getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else (),
+    )
+    return found or 0
+
+
+def of_all(eqn: Any) -> int:
+    """Any other operation counts as one an element of its results."""
+    if found := of_products(eqn):
+        return found
+    if eqn.primitive.name in _UNCOUNTED:
         return 0
-    return _elements(eqn)
-
-
-def programs_in(eqn: Any) -> list[tuple[Any, int]]:
-    """[(program, how often it runs)] of an operation that runs others.
-
-    Those with a derivative of their own count, and what each device does for itself.
-    """
-    if found := bodies(eqn):
-        return [(body, trips) for body, _, trips in found]
-    keys = ("call_jaxpr", "fun_jaxpr", "jaxpr")
-    opened = (open_jaxpr(eqn.params[key])[0] for key in keys if key in eqn.params)
-    return [(each, 1) for each in opened if hasattr(each, "eqns")]
-
-
-def _elements(eqn: Any) -> int:
-    """Of the results."""
     return sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
+
+
+def program_flops(jaxpr: Any, count: Count) -> int:
+    """Of a program."""
+    return sum(equation_flops(eqn, count) for eqn in jaxpr.eqns)
+
+
+def equation_flops(eqn: Any, count: Count) -> int:
+    """Of an equation with all that it runs."""
+    if eqn.primitive.name == "pallas_call":
+        return kernel_flops(eqn.params, count, eqn.params["grid_mapping"].grid)
+    found = [
+        body.trips * math.prod(n for _, n in body.manual) * program_flops(body.jaxpr, count)
+        for body in bodies(eqn)
+    ]
+    return max(found) if found else count(eqn)
+
+
+def kernel_flops(params: Any, count: Count, grid: Sequence[int]) -> int:
+    """Of a `pallas_call` with these parameters, as often as there are points in `grid`: its own,
+    or fewer where a mask leaves some out."""
+    return program_flops(open_jaxpr(params["jaxpr"])[0], count) * math.prod(grid)
 
 
 def nbytes(aval: Any) -> int:

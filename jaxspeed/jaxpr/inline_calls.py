@@ -1,12 +1,14 @@
-"""Inlining of the calls that given variables of a traced program pass through."""
+"""Inlining into a traced program: of the calls in it, and of functions that are put into it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core as jex
 
-from jaxspeed.jaxpr.evaluate import INLINED, called, is_var, open_jaxpr, part
+from jaxspeed.jaxpr.primitives import INLINED
+from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr
 
 
 def opened(jaxpr: Any, variables: set[Any]) -> Any:
@@ -35,35 +37,51 @@ def inlined(jaxpr: Any, at: int, call: Any) -> Any:
     outer = call.source_info.name_stack
     eqns = [
         e.replace(
-            invars=_renamed(e.invars, names),
+            invars=renamed(e.invars, names),
             source_info=e.source_info.replace(name_stack=outer + e.source_info.name_stack),
         )
         for e in inner.eqns
     ]
-    results = _renamed(inner.outvars, names)
+    results = renamed(inner.outvars, names)
     passed = dict(zip(call.outvars, results, strict=True))
-    later = [e.replace(invars=_renamed(e.invars, passed)) for e in jaxpr.eqns[at + 1 :]]
+    later = [e.replace(invars=renamed(e.invars, passed)) for e in jaxpr.eqns[at + 1 :]]
     eqns = [*jaxpr.eqns[:at], *eqns, *later]
-    return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, passed))
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, passed))
 
 
-def _renamed(atoms: Iterable[Any], names: dict[Any, Any]) -> list[Any]:
+def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """These, with what `names` has for a variable in its place."""
     return [names.get(v, v) if is_var(v) else v for v in atoms]
 
 
-def slice_of(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """The part of a program that computes `outputs` from `inputs`."""
-    known = set(inputs)
-    live = {v for v in outputs if is_var(v) and v not in known}
-    kept = []
-    for eqn in reversed(eqns):
-        if any(v in live for v in eqn.outvars):
-            kept.append(eqn)
-            live.update(v for v in eqn.invars if is_var(v) and v not in known)
-    return part(jaxpr, kept[::-1], inputs, outputs)
+@dataclass(frozen=True)
+class Spliced:
+    """A function that was traced on its own, to be put among other equations."""
 
+    jaxpr: Any
 
-def read_by(jaxpr: Any) -> set[Any]:
-    """The variables that a program's equations and results read."""
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if is_var(v)}
-    return read | {v for v in jaxpr.outvars if is_var(v)}
+    @classmethod
+    def of(cls, function: Callable[..., Any], like: Sequence[Any]) -> "Spliced":
+        """Traced on arrays like these variables."""
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in like]
+        return cls(jax.make_jaxpr(function)(*shapes).jaxpr)
+
+    @property
+    def ins(self) -> list[Any]:
+        return list(self.jaxpr.invars)
+
+    @property
+    def outs(self) -> list[Any]:
+        return list(self.jaxpr.outvars)
+
+    def eqns(self, ins: Sequence[Any], outs: Sequence[Any], like: Any) -> list[Any]:
+        """Its equations from and to these variables, under the name of the equation `like`."""
+        names = dict(zip((*self.ins, *self.outs), (*ins, *outs), strict=True))
+        return [
+            e.replace(
+                invars=renamed(e.invars, names),
+                outvars=renamed(e.outvars, names),
+                source_info=like.source_info,
+            )
+            for e in self.jaxpr.eqns
+        ]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxspeed.hardware.peaks import peak_flops
-from jaxspeed.jaxpr.traced_flops import forward_flops
+from jaxspeed.jaxpr.flops import of_products, program_flops
 
 
 class Parameter(Protocol):
@@ -79,7 +79,7 @@ def traced_flops(loss: Callable[..., Any], *args: Any, samples: int) -> ModelFlo
       args: its arguments, arrays or shapes.
       samples: how many samples are in them.
     """
-    counted = forward_flops(jax.make_jaxpr(loss)(*args).jaxpr)
+    counted = program_flops(jax.make_jaxpr(loss)(*args).jaxpr, of_products)
     return ModelFlops(
         3 * counted / samples,
         "sample",

@@ -16,10 +16,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.jaxpr.evaluate import OWN_DERIVATIVE, Spliced, is_var, open_jaxpr, with_functions
+from jaxspeed.jaxpr.inline_calls import Spliced
+from jaxspeed.jaxpr.primitives import LOOPS, OWN_DERIVATIVE
+from jaxspeed.jaxpr.traverse import (
+    is_var,
+    open_jaxpr,
+    transparent_bodies,
+    with_functions,
+    with_jaxpr,
+)
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.tensor_parallel.activation_layout import context_mesh, sample_axes
-from jaxspeed.tensor_parallel.dim_propagation import functions
 
 DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these, on keys
 
@@ -75,7 +82,7 @@ class _Writing:
 
     def _equation(self, eqn: Any, given: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
         kind = max(given, default=Kind.CONSTANT)
-        if functions(eqn) and eqn.primitive.name not in OWN_DERIVATIVE:
+        if transparent_bodies(eqn) and eqn.primitive.name not in OWN_DERIVATIVE:
             eqn, made = self._call(eqn, given)
         elif eqn.primitive.name in DRAWS:
             made = [Kind.DRAWN if _is_threefry(eqn) else Kind.OTHER for _ in eqn.outvars]
@@ -92,7 +99,7 @@ class _Writing:
 
     def _call(self, eqn: Any, given: Sequence[Kind]) -> tuple[Any, list[Kind]]:
         """An equation that runs functions; what loops carry counts as of the batch."""
-        loops = eqn.primitive.name in ("scan", "while")
+        loops = eqn.primitive.name in LOOPS
         found = []
 
         def new(closed: Any) -> Any:
@@ -103,7 +110,7 @@ class _Writing:
             if key not in self.written:
                 inner, outs = self.run(jaxpr, kinds)
                 if inner is not jaxpr:
-                    closed = inner if closed is jaxpr else closed.replace(jaxpr=inner)
+                    closed = with_jaxpr(closed, inner)
                 self.written[key] = closed, outs
             closed, outs = self.written[key]
             found.append(outs)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
-from jaxspeed.jaxpr.evaluate import RANDOM, forwarded, runs
+from jaxspeed.jaxpr.primitives import RANDOM
+from jaxspeed.jaxpr.traverse import forwarded, runs
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.jaxpr.evaluate import is_var, open_jaxpr
-from jaxspeed.jaxpr.flops import flops_of, nbytes
+from jaxspeed.jaxpr.flops import nbytes, of_all
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, CONSTRAINT, KERNELS
+from jaxspeed.jaxpr.traverse import Body, bodies, is_var
 
 ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "activations",
@@ -28,8 +29,6 @@ ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
 )
 _BY_HOST = "compute_on"
 _FORMS = ("reshape", "device_put")
-_REGIONS = ("checkpoint", "remat2")
-_KERNELS = ("pallas_call",)
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,12 @@ class _Walk:
             for v in eqn.outvars:
                 if _in_host(v):
                     env[v] = self.node(v.aval.shape)
-            if eqn.primitive.name in _REGIONS and eqn.params.get("differentiated"):
+            if eqn.primitive.name in CHECKPOINTS and eqn.params.get("differentiated"):
                 self.regions += trips
             if eqn.primitive.name == _BY_HOST:
                 self._by_host(eqn, env, trips, manual, makers)
                 continue
-            inner = [] if eqn.primitive.name in _KERNELS else list(_bodies(eqn))
+            inner = bodies(eqn)
             if eqn.primitive.name == "cond":
                 self._largest(eqn, inner, env, trips, manual)
             elif inner:
@@ -167,8 +166,8 @@ class _Walk:
             else:
                 self._host_only(eqn, env)
                 whole = math.prod(n for axis, n in self.mesh.items() if axis not in manual)
-                if eqn.primitive.name not in _KERNELS:
-                    self.flops += trips * flops_of(eqn) / whole
+                if eqn.primitive.name not in KERNELS:
+                    self.flops += trips * of_all(eqn) / whole
 
     def _put(
         self,
@@ -190,7 +189,7 @@ class _Walk:
     def _said(self, source: Any, makers: Mapping[Any, Any]) -> frozenset[str] | None:
         """The axes of a constraint on what is moved, beside those of any activation."""
         maker = makers.get(source) if is_var(source) else None
-        if maker is None or maker.primitive.name != "sharding_constraint":
+        if maker is None or maker.primitive.name != CONSTRAINT:
             return None
         spec = getattr(maker.params["sharding"], "spec", PartitionSpec())
         open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
@@ -226,7 +225,7 @@ class _Walk:
     def _largest(
         self,
         eqn: Any,
-        branches: Sequence["_Body"],
+        branches: Sequence[Body],
         env: dict[Any, int],
         trips: int,
         manual: frozenset[str],
@@ -240,19 +239,19 @@ class _Walk:
         self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))
 
     def _into(
-        self, eqn: Any, body: "_Body", env: dict[Any, int], trips: int, manual: frozenset[str]
+        self, eqn: Any, body: Body, env: dict[Any, int], trips: int, manual: frozenset[str]
     ) -> None:
         inner = {
             iv: env[v]
-            for iv, v in zip(body.jaxpr.invars, body.inputs, strict=False)
+            for iv, v in zip(body.jaxpr.invars, body.operands, strict=True)
             if is_var(v) and v in env and _in_host(iv)
         }
         for iv in body.jaxpr.invars:
             if _in_host(iv):
                 inner.setdefault(iv, self.node(iv.aval.shape))
-        self.run(body.jaxpr, inner, trips * body.trips, manual | body.manual)
+        self.run(body.jaxpr, inner, trips * body.trips, manual | {axis for axis, _ in body.manual})
         outs = [inner.get(v) if is_var(v) else None for v in body.jaxpr.outvars]
-        for made, outer in zip(outs, body.outputs, strict=False):
+        for made, outer in zip(outs, eqn.outvars, strict=False):
             self.join([made, env.get(outer)])
         for made, carried in zip(outs, body.carried, strict=False):
             self.join([made, inner.get(carried)])
@@ -305,47 +304,6 @@ class _Walk:
             self.regions,
             self.flops,
         )
-
-
-@dataclass(frozen=True)
-class _Body:
-    """A program inside of an equation, and how its variables are the equation's."""
-
-    jaxpr: Any
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
-    carried: Sequence[Any] = ()  # its inputs that its first outputs become
-    trips: int = 1
-    manual: frozenset[str] = frozenset()
-
-
-def _bodies(eqn: Any) -> Iterator[_Body]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        jaxpr = open_jaxpr(params["jaxpr"])[0]
-        consts, carry = _consts_and_carry(params)
-        carried = jaxpr.invars[consts : consts + carry]
-        yield _Body(jaxpr, eqn.invars, eqn.outvars, carried, params["length"])
-    elif name == "while":  # of unknown length: counted once
-        jaxpr = open_jaxpr(params["body_jaxpr"])[0]
-        consts, skipped = params["body_nconsts"], params["cond_nconsts"]
-        yield _Body(jaxpr, eqn.invars[skipped:], eqn.outvars, jaxpr.invars[consts:])
-    elif name == "cond":
-        for branch in params["branches"]:
-            yield _Body(open_jaxpr(branch)[0], eqn.invars[1:], eqn.outvars)
-    else:
-        manual = frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            jaxpr = open_jaxpr(params.get(key))[0]
-            if hasattr(jaxpr, "eqns"):
-                yield _Body(jaxpr, eqn.invars, eqn.outvars, manual=manual)
-
-
-def _consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
-    if "num_carry" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry = params["ft_in"].unpack()[:2]  # jax 0.12
-    return len(consts), len(carry)
 
 
 def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:

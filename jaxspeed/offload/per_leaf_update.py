@@ -16,15 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import as_function, evaluate, is_var, part
-
-_ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
-    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
-    tanh xor""".split()  # noqa: SIM905
-)
+from jaxspeed.jaxpr.evaluate import evaluate, run_equation
+from jaxspeed.jaxpr.primitives import ELEMENTWISE
+from jaxspeed.jaxpr.slicing import part
+from jaxspeed.jaxpr.traverse import is_var
 
 
 class Slot(NamedTuple):
@@ -147,9 +142,8 @@ class Shared:
             return var.val
         if var not in self._env:
             eqn = self._of.jaxpr.eqns[self._of._maker[var]]
-            free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
-            run = as_function(part(self._of.jaxpr, [eqn], free, eqn.outvars))
-            self._env.update(zip(eqn.outvars, run(*map(self, free)), strict=True))
+            values = run_equation(self._of.jaxpr, eqn, self)
+            self._env.update(zip(eqn.outvars, values, strict=True))
         return self._env[var]
 
     def outputs(self) -> dict[str, Any]:
@@ -176,7 +170,7 @@ def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return shapes == {()} and eqn.params["shape"] == shape
     return (
-        eqn.primitive.name in _ELEMENTWISE
+        eqn.primitive.name in ELEMENTWISE
         and shapes <= {(), shape}
         and all(v.aval.shape == shape for v in eqn.outvars)
     )

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspeed.jaxpr.evaluate import evaluate, is_var
+from jaxspeed.jaxpr.evaluate import evaluate
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.memory_kinds import moved_like
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.jaxpr.inline_calls import read_by
+from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.pipeline.stage_shard_map import PIPE

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.jaxpr.evaluate import INLINED, is_var, open_jaxpr
-from jaxspeed.jaxpr.inline_calls import inlined
-from jaxspeed.zero3.segments import CHECKPOINTS
+from jaxspeed.jaxpr.inline_calls import inlined, renamed
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr, with_jaxpr
 
 Atoms = tuple[Any, ...]  # of one place: a variable or a literal of each program
 
@@ -66,11 +66,9 @@ class _Walk:
         params = first.params
         if first.primitive.name in CHECKPOINTS and len(set(map(_text, eqns))) > 1:
             _refuse_unlike(_text(e, but="jaxpr") for e in eqns)
-            body, reads = self._body([open_jaxpr(e.params["jaxpr"])[0] for e in eqns])
+            body, reads = self._body([open_jaxpr(called(e))[0] for e in eqns])
             invars += [self.atom(atoms) for atoms in reads]
-            closed = params["jaxpr"]
-            body = closed.replace(jaxpr=body) if hasattr(closed, "jaxpr") else body
-            params = {**params, "jaxpr": body}
+            params = {**params, "jaxpr": with_jaxpr(params["jaxpr"], body)}
         else:
             _refuse_unlike(map(_text, eqns))
         for made, e in zip(self.places, eqns, strict=True):
@@ -109,8 +107,8 @@ def _with_unlike_calls_open(programs: Sequence[Any]) -> Sequence[Any]:
     index = 0
     while index < min(len(p.eqns) for p in programs):
         eqns = [p.eqns[index] for p in programs]
-        called = all(e.primitive.name in INLINED for e in eqns)
-        if called and len(set(map(_text, eqns))) > 1:
+        calls = all(e.primitive.name in INLINED for e in eqns)
+        if calls and len(set(map(_text, eqns))) > 1:
             opened = (inlined(p, index, e) for p, e in zip(programs, eqns, strict=True))
             programs = [_without_casts_to_the_same(p) for p in opened]
         else:
@@ -123,13 +121,12 @@ def _without_casts_to_the_same(program: Any) -> Any:
     names: dict[Any, Any] = {}
     eqns = []
     for eqn in program.eqns:
-        invars = [names.get(v, v) if is_var(v) else v for v in eqn.invars]
+        invars = renamed(eqn.invars, names)
         if _is_to_the_same(eqn):
             names[eqn.outvars[0]] = invars[0]
         else:
             eqns.append(eqn.replace(invars=invars))
-    outs = [names.get(v, v) if is_var(v) else v for v in program.outvars]
-    return program.replace(eqns=eqns, outvars=outs)
+    return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
 
 
 def _is_to_the_same(eqn: Any) -> bool:

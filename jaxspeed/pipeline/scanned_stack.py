@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.primitives import CASTS
+from jaxspeed.jaxpr.slicing import read_by
+from jaxspeed.jaxpr.traverse import bodies, consts_and_carry, is_var
 from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
-
-CASTS = ("convert_element_type", "copy")
 
 
 def scanned(jaxpr: Any, stack: Mapping[Any, str]) -> Blocks:
@@ -15,31 +15,28 @@ def scanned(jaxpr: Any, stack: Mapping[Any, str]) -> Blocks:
     stacked, casts = _casts_of(jaxpr, stack)
     readers = [e for e in jaxpr.eqns if any(is_var(v) and v in stacked for v in e.invars)]
     scan = _the_scan([e for e in readers if e not in casts], stacked, stack)
-    num_consts, num_carry = consts_and_carry(scan)
-    body, consts = open_jaxpr(scan.params["jaxpr"])
-    assert not len(consts), "constants of a scan are arguments of it"
-    first_xs = num_consts + num_carry
+    (body,) = bodies(scan)
+    assert not len(body.consts), "constants of a scan are arguments of it"
+    first_xs = body.num_consts + body.num_carry
     others = tuple(e for e in jaxpr.eqns if e is not scan and e not in casts)
-    read = {v for e in others for v in e.invars if is_var(v)}
-    read |= {v for v in jaxpr.outvars if is_var(v)}
-    if read & set(scan.outvars[num_carry:]):
+    if read_by(jaxpr.replace(eqns=list(others))) & set(scan.outvars[body.num_carry :]):
         raise ModelError(
             "the loss reads something that every block hands out beside its activations (a loss of "
             "its own, new statistics): a pipeline passes on only what travels with them; let the "
             "scan carry it"
         )
     return Blocks(
-        scan.params["length"],
-        body.replace(outvars=body.outvars[:num_carry]),
-        tuple(scan.invars[:num_consts]),
-        tuple(scan.invars[num_consts:first_xs]),
-        tuple(scan.outvars[:num_carry]),
+        body.trips,
+        body.jaxpr.replace(outvars=body.jaxpr.outvars[: body.num_carry]),
+        tuple(scan.invars[: body.num_consts]),
+        tuple(scan.invars[body.num_consts : first_xs]),
+        tuple(scan.outvars[: body.num_carry]),
         tuple(
             Weights(*stacked[v]) if is_var(v) and v in stacked else Rows((v,))
             for v in scan.invars[first_xs:]
         ),
         others,
-        min(int(scan.params["unroll"]), scan.params["length"]),
+        min(int(scan.params["unroll"]), body.trips),
     )
 
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.inline_calls import opened, read_by, slice_of
+from jaxspeed.jaxpr.inline_calls import opened
+from jaxspeed.jaxpr.slicing import read_by, slice_of
 from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
 from jaxspeed.pipeline.scanned_stack import scanned
 from jaxspeed.pipeline.unrolled_stack import listed

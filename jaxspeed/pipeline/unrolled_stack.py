@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.evaluate import is_var, part
-from jaxspeed.jaxpr.inline_calls import read_by
 from jaxspeed.jaxpr.module_scopes import calls_in
+from jaxspeed.jaxpr.slicing import part, read_by, read_from_outside
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.merge_blocks import Atoms, Unlike, one_of
 from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
 from jaxspeed.zero3.find_units import survey
@@ -157,10 +157,7 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
 
 
 def _member(eqns: list[Any]) -> _Member:
-    made = [v for e in eqns for v in e.outvars]
-    inside = set(made)
-    reads = dict.fromkeys(v for e in eqns for v in e.invars if is_var(v) and v not in inside)
-    return _Member(eqns, list(reads), made)
+    return _Member(eqns, read_from_outside(eqns), [v for e in eqns for v in e.outvars])
 
 
 def _handed_on(members: Sequence[_Member]) -> list[int]:

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import as_function, evaluate, is_var
-from jaxspeed.jaxpr.flops import flops_of, nbytes
+from jaxspeed.jaxpr.evaluate import as_function, evaluate
+from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.remat.unit_jaxprs import Member
 
 EXHAUSTIVE = 12  # names: the 2^12 sets of them take a second
@@ -80,7 +81,7 @@ class Unit:
 
     @cached_property
     def _flops(self) -> list[int]:
-        return [flops_of(eqn) for eqn in self.jaxpr.eqns]
+        return [equation_flops(eqn, of_all) for eqn in self.jaxpr.eqns]
 
     def made_again(self, kept: Iterable[str]) -> int:
         """Flops of the operations that the backward pass repeats if only these are kept."""

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import bodies, consts_and_carry, is_var, part
-from jaxspeed.jaxpr.flops import programs_in
+from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
+from jaxspeed.jaxpr.traverse import bodies, is_var, sliceable_bodies
 from jaxspeed.zero3 import Units
-from jaxspeed.zero3.residual_policy import made_of
 from jaxspeed.zero3.segments import Way, pieces
 
 
@@ -43,9 +42,7 @@ def _members(
         if piece.nested:
             yield from _inside(piece.eqns[0], moving, active, units, times)
         elif piece.units:
-            made = {v for eqn in piece.eqns for v in eqn.outvars}
-            read = (v for e in piece.eqns for v in e.invars if is_var(v) and v not in made)
-            inputs = list(dict.fromkeys(read))
+            inputs = read_from_outside(piece.eqns)
             program = part(jaxpr, piece.eqns, inputs, piece.outputs)
             own, real = tuple(v in moving for v in inputs), (v in active for v in inputs)
             yield Member(program, times, own, tuple(real))
@@ -54,13 +51,11 @@ def _members(
 def _inside(
     eqn: Any, moving: set[Any], active: set[Any], units: Units, times: int
 ) -> Iterator[Member]:
-    for body, skip, trips in bodies(eqn):
-        pairs = list(zip(body.invars, eqn.invars[skip:], strict=True))
+    for body in sliceable_bodies(eqn):
+        pairs = list(zip(body.jaxpr.invars, body.operands, strict=True))
         real = [iv for iv, v in pairs if is_var(v) and v in active]
-        if eqn.primitive.name == "scan":
-            pairs = pairs[consts_and_carry(eqn)[0] :]
-        inner = [iv for iv, v in pairs if is_var(v) and v in moving]
-        yield from _members(body, inner, real, units, times * trips)
+        inner = [iv for iv, v in pairs[body.num_consts :] if is_var(v) and v in moving]
+        yield from _members(body.jaxpr, inner, real, units, times * body.trips)
 
 
 def _is_real(v: Any) -> bool:
@@ -71,5 +66,5 @@ def _names(jaxpr: Any) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
-        for body, _ in programs_in(eqn):
-            yield from _names(body)
+        for body in bodies(eqn):
+            yield from _names(body.jaxpr)

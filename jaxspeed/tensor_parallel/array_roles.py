@@ -8,14 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import is_var
+from jaxspeed.jaxpr.primitives import CASTS, LOOPS, RESHAPES
+from jaxspeed.jaxpr.traverse import consts_and_carry, is_var
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, loop_parts
+from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
 from jaxspeed.tensor_parallel.dim_rules import results
 
-LOOPS = ("scan", "while")
 # The same numbers: what several weights multiply is one array, however it was cast or transposed.
-VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy", "name")
+SAME_NUMBERS = (*RESHAPES, "transpose", *CASTS, "name")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Reading:
         if any(frame.sources(v) for v in eqn.outvars):  # made of weights
             given = [x.own or (None,) * len(shape_of(v)) for x, v in zip(read, eqn.invars)]
             owns = results(eqn, given, self._own)
-        view = eqn.primitive.name in VIEWS
+        view = eqn.primitive.name in SAME_NUMBERS
         return [
             _Known(read[0].id if view else next(self._ids), trained and _is_real(v), own)
             for v, own in zip(eqn.outvars, owns, strict=True)
@@ -143,7 +143,7 @@ class Reading:
         """Each trip reads other arrays. What is carried is trained if anything is."""
         trained = any(x.trained for x in read)
         inputs = read[len(read) - len(body.jaxpr.invars) :]
-        consts, carry = loop_parts(eqn)
+        consts, carry = consts_and_carry(eqn)
         given = []
         for i, (x, v) in enumerate(zip(inputs, body.jaxpr.invars, strict=True)):
             own = x.own if body.sources(v) else None

@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.tensor_parallel.array_roles import Reading, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
 from jaxspeed.tensor_parallel.dim_rules import MIXING, RULES
 from jaxspeed.tensor_parallel.matmuls import Product
-from jaxspeed.tensor_parallel.shard_boundaries import PRODUCTS
 
 PIECES = ("slice", "dynamic_slice", "split", "gather")
 

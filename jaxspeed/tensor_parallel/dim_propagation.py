@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.jaxpr.evaluate import CALLS, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.primitives import KERNELS, LOOPS
+from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 from jaxspeed.tensor_parallel.dim_rules import results
 
 # What a kernel does inside is its own business; beside it stands a plain form (ops.attention).
-OPAQUE = ("shard_map", "pallas_call", "tpu_custom_call")
+OPAQUE = ("shard_map", *KERNELS)
 
 
 @dataclass
@@ -119,80 +120,54 @@ def _walk(
 
     for position, eqn in enumerate(jaxpr.eqns):
         given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
-        mixed = _together(made)
-        calls = _calls(eqn, given, made)
-        if calls is None:
-            outs, from_ = results(eqn, given, classes), [mixed] * len(eqn.outvars)
+        bodies = transparent_bodies(eqn)
+        if not bodies:
+            outs, from_ = results(eqn, given, classes), [_together(made)] * len(eqn.outvars)
             if ended := _missing(given, outs, classes):
                 frame.ended[position] = ended
             if began := _missing(outs, given, classes):
                 frame.began[position] = began
         else:
-            outs, from_ = _through(frame, position, eqn, calls, classes)
+            if len(bodies) > 1:  # of branches those whose dims can be followed, if there are any
+                bodies = [b for b in bodies if not holds_opaque(b.jaxpr)] or bodies
+            outs, from_ = _through(frame, position, bodies, given, made, classes)
         for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):
             frame.nodes[v], origin[v] = nodes, made_from
     frame.weights = {v: made_from for v, made_from in origin.items() if made_from is not None}
     return [frame.of(v) for v in jaxpr.outvars], [of(v) for v in jaxpr.outvars]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A function that an equation runs, with what is known of its inputs."""
-
-    jaxpr: Any
-    operands: list[Nodes]
-    origins: list[Origin]
-    times: int = 1
-
-
-def _calls(eqn: Any, given: list[Nodes], made: list[Origin]) -> list[_Call] | None:
-    """The functions that an equation runs; None for a plain operation."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return [_Call(_open(eqn.params[CALLS[name]]), given, made)]
-    if name == "cond":
-        branches = [_open(branch) for branch in eqn.params["branches"]]
-        plain = [b for b in branches if not holds_opaque(b)] or branches
-        return [_Call(branch, given[1:], made[1:]) for branch in plain]
-    if name == "while":
-        # What its condition computes is a scalar: nothing there can be cut.
-        skip = eqn.params["cond_nconsts"]
-        return [_Call(_open(eqn.params["body_jaxpr"]), given[skip:], made[skip:])]
-    if name == "scan":
-        count = sum(consts_and_carry(eqn))
-        operands = [nodes if i < count else nodes[1:] for i, nodes in enumerate(given)]
-        return [_Call(_open(eqn.params["jaxpr"]), operands, made, eqn.params["length"])]
-    return None
-
-
 def _through(
-    frame: Frame, position: int, eqn: Any, calls: Sequence[_Call], classes: DimEquivalence
+    frame: Frame,
+    position: int,
+    bodies: Sequence[Body],
+    given: Sequence[Nodes],
+    made: Sequence[Origin],
+    classes: DimEquivalence,
 ) -> tuple[list[Nodes], list[Origin]]:
-    """The nodes and origins of an equation that runs functions of its own."""
-    found = []
-    frames = frame.inner[position] = [Frame(c.jaxpr, frame.times * c.times) for c in calls]
-    loops = eqn.primitive.name in ("scan", "while")
-    consts, carry = loop_parts(eqn) if loops else (0, 0)
-    for call, inner in zip(calls, frames, strict=True):
-        origins = list(call.origins)
-        if loops:  # what is carried is of the batch, whatever it started from
-            origins[consts : consts + carry] = [None] * carry
-        found.append(_walk(inner, call.operands, origins, classes))
-    (outs, made), *others = found
+    """The nodes and origins of an equation that runs programs of its own.
+
+    What the condition of a loop computes is a scalar: nothing there can be cut.
+    """
+    eqn = frame.jaxpr.eqns[position]
+    frames = frame.inner[position] = [Frame(b.jaxpr, frame.times * b.trips) for b in bodies]
+    loop = bodies[0] if eqn.primitive.name in LOOPS else None
+    operands, origins = list(given[bodies[0].first :]), list(made[bodies[0].first :])
+    if loop:
+        walked = loop.num_consts + loop.num_carry
+        operands[walked:] = [nodes[1:] for nodes in operands[walked:]]
+        # What is carried is of the batch, whatever it started from.
+        origins[loop.num_consts : walked] = [None] * loop.num_carry
+    (outs, made), *others = [_walk(inner, operands, origins, classes) for inner in frames]
     for other, other_made in others:
         for a, b in zip(outs, other, strict=True):
             classes.tie_all(a, b)
         made = [_together(pair) for pair in zip(made, other_made, strict=True)]
-    if loops:
-        for a, b in zip(outs[:carry], calls[0].operands[consts:], strict=False):
+    if loop:
+        for a, b in zip(outs[: loop.num_carry], operands[loop.num_consts :], strict=False):
             classes.tie_all(a, b)
-        outs = [
-            *outs[:carry],
-            *(
-                (classes.new(_shape(v)[:1])[0], *o)
-                for v, o in zip(eqn.outvars[carry:], outs[carry:])
-            ),
-        ]
+        stacked = zip(eqn.outvars[loop.num_carry :], outs[loop.num_carry :])
+        outs[loop.num_carry :] = [(classes.new(_shape(v)[:1])[0], *o) for v, o in stacked]
     return outs, made
 
 
@@ -206,32 +181,10 @@ def _together(origins: Iterable[Origin]) -> Origin:
     return found
 
 
-def loop_parts(eqn: Any) -> tuple[int, int]:
-    """(how many constants, how many carried values) a loop's body has."""
-    if eqn.primitive.name == "scan":
-        return consts_and_carry(eqn)
-    return eqn.params["body_nconsts"], len(eqn.outvars)
-
-
 def holds_opaque(jaxpr: Any) -> bool:
     """Whether a function runs a kernel whose dims cannot be followed."""
     return any(
-        eqn.primitive.name in OPAQUE or any(holds_opaque(f) for f in functions(eqn))
+        eqn.primitive.name in OPAQUE
+        or any(holds_opaque(body.jaxpr) for body in transparent_bodies(eqn))
         for eqn in jaxpr.eqns
     )
-
-
-def functions(eqn: Any) -> list[Any]:
-    """The functions that an equation runs, but for what is opaque and the condition of a loop."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return [_open(eqn.params[CALLS[name]])]
-    if name == "cond":
-        return [_open(b) for b in eqn.params["branches"]]
-    if name == "while":
-        return [_open(eqn.params["body_jaxpr"])]
-    return [_open(eqn.params["jaxpr"])] if name == "scan" else []
-
-
-def _open(closed: Any) -> Any:
-    return open_jaxpr(closed)[0]

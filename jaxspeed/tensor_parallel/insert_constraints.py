@@ -16,7 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.jaxpr.evaluate import OWN_DERIVATIVE, Spliced, is_var, with_functions
+from jaxspeed.jaxpr.inline_calls import Spliced
+from jaxspeed.jaxpr.primitives import OWN_DERIVATIVE
+from jaxspeed.jaxpr.traverse import is_var, open_jaxpr, with_functions, with_jaxpr
 from jaxspeed.ops.free_axes import TENSOR, free_axes
 from jaxspeed.tensor_parallel.activation_layout import Sides, Style, context_mesh
 from jaxspeed.tensor_parallel.boundary_ops import columns, enter, leave
@@ -210,9 +212,8 @@ class _Writing:
         }
 
         def new(closed: Any) -> Any:
-            jaxpr = getattr(closed, "jaxpr", closed)
-            found = written.get(id(jaxpr), jaxpr)
-            return closed.replace(jaxpr=found) if jaxpr is not closed else found
+            jaxpr, _ = open_jaxpr(closed)
+            return with_jaxpr(closed, written.get(id(jaxpr), jaxpr))
 
         return with_functions(eqn, new)
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import is_var
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)

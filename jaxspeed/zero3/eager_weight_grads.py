@@ -10,7 +10,9 @@ just before: that gradient can still go to its shard while this product is under
 from collections.abc import Callable, Collection
 from typing import Any
 
-from jaxspeed.jaxpr.evaluate import as_function, bindings, is_var, part
+from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.grad_barrier import gradients_together
 
 
@@ -26,12 +28,11 @@ def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
     def run(*args: Any) -> list[Any]:
         env = bindings(jaxpr, (), args)
         for number, eqn in enumerate(jaxpr.eqns):
-            free = list(dict.fromkeys(v for v in eqn.invars if is_var(v)))
-            given = {v: env[v] for v in free}
+            given = {v: env[v] for v in eqn.invars if is_var(v)}
             if number in waits_for:
                 moving, weight = products[number][0], waits_for[number]
                 given[moving], env[weight] = gradients_together(env[moving], env[weight])
-            outs = as_function(part(jaxpr, [eqn], free, eqn.outvars))(*given.values())
+            outs = run_equation(jaxpr, eqn, given.__getitem__)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
 
@@ -47,7 +48,7 @@ def _products(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]
         origins = {origin.get(v) for v in read}
         if len(origins) == 1 and None not in origins:
             origin.update(dict.fromkeys(eqn.outvars, *origins))
-        elif eqn.primitive.name in ("dot_general", "conv_general_dilated") and None in origins:
+        elif eqn.primitive.name in PRODUCTS and None in origins:
             moving = next(v for v in read if v not in origin)
             weight = next((origin[v] for v in read if v in origin), None)
             if weight is not None:

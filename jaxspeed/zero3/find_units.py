@@ -5,15 +5,15 @@ one list, like or unlike. Those that repeat (with parameters of their own, or in
 taken greedily, by the parameter bytes that they cover. Patterns from the config replace the search.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.jaxpr.evaluate import bodies, is_var
+from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.module_scopes import Call, calls_in
+from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
 
 NEARLY = 0.9  # of two candidates that cover nearly as much, the one with more, smaller members wins
 
@@ -85,14 +85,14 @@ def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Seen])
             known = seen.setdefault(call.serial, Seen(call, times, chain[:depth]))
             for v in eqn.invars:
                 if is_var(v) and v in origin:
-                    known.reads[origin[v]] = math.prod(v.aval.shape) * v.aval.dtype.itemsize
-        for body, skip, trips in bodies(eqn):
+                    known.reads[origin[v]] = nbytes(v.aval)
+        for body in sliceable_bodies(eqn):
             inner = {
                 iv: origin[v]
-                for v, iv in zip(eqn.invars[skip:], body.invars)
+                for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
                 if is_var(v) and v in origin
             }
-            _walk(body, inner, times * trips, seen)
+            _walk(body.jaxpr, inner, times * body.trips, seen)
 
 
 def _candidates(seen: dict[int, Seen]) -> list[list[Seen]]:

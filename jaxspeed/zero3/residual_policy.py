@@ -1,13 +1,11 @@
 """Residual policy of a unit: what is saved for its backward pass; the rest is rematerialized."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from jaxspeed.jaxpr.evaluate import is_var
 
 Function = Callable[..., Any]
 
@@ -59,12 +57,3 @@ def _moved(
 
 def _is_activation(x: Any) -> bool:
     return x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def made_of(jaxpr: Any, sources: Iterable[Any]) -> set[Any]:
-    """The variables of a program that depend on any of `sources`, those included."""
-    found = set(sources)
-    for eqn in jaxpr.eqns:
-        if any(is_var(v) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found

@@ -16,7 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.evaluate import RANDOM, evaluate, is_var, part, runs
+from jaxspeed.jaxpr.evaluate import evaluate
+from jaxspeed.jaxpr.primitives import RANDOM
+from jaxspeed.jaxpr.slicing import slice_of
+from jaxspeed.jaxpr.traverse import is_var, runs
 from jaxspeed.zero3.residual_policy import ResidualPolicy, Waiting
 from jaxspeed.zero3.sharded_param import ShardedParam, place_of, read_all, scatter_all
 
@@ -179,7 +182,12 @@ class Passes:
         place = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
         of_kept = [v for v, again in zip(residuals, self.again, strict=True) if not again]
         self.inputs_kept = [place.get(v) if is_var(v) else None for v in of_kept]
-        self.recompute = _slice_of(closed, self.weight_vars, residuals, self.again)
+        self.again_jaxpr = slice_of(
+            jaxpr,
+            jaxpr.eqns,
+            [*jaxpr.constvars, *self.weight_vars],
+            [v for v, again in zip(residuals, self.again, strict=True) if again],
+        )
 
     def forward(self, args: list[Any]) -> tuple[list[Any], list[Any]]:
         values = evaluate(self.closed.jaxpr, self.closed.consts, args)
@@ -189,7 +197,8 @@ class Passes:
         return values[: self.out_count], kept
 
     def backward(self, whole: list[Any], kept: list[Any], cotangents: list[Any]) -> list[Any]:
-        again, stored = iter(self.recompute(whole)), iter(kept)
+        again = iter(evaluate(self.again_jaxpr, (), [*self.closed.consts, *whole]))
+        stored = iter(kept)
         leaves = [next(again) if a else next(stored) for a in self.again]
         return list(jax.tree.unflatten(self.pullback_tree, leaves)(cotangents))
 
@@ -207,18 +216,3 @@ def _depends_only_on(jaxpr: Any, sources: Sequence[Any]) -> set[Any]:
         elif any(v in inside for v in inputs):
             inside.update(eqn.outvars)
     return inside
-
-
-def _slice_of(
-    closed: Any, sources: Sequence[Any], wanted: Sequence[Any], mask: Sequence[bool]
-) -> Callable[[list[Any]], list[Any]]:
-    """The part of a program that computes the masked `wanted` variables from `sources`."""
-    out = [v for v, on in zip(wanted, mask, strict=True) if on]
-    live, eqns = set(out), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if any(v in live for v in eqn.outvars):
-            eqns.append(eqn)
-            live.update(v for v in eqn.invars if is_var(v))
-    constvars = closed.jaxpr.constvars
-    again = part(closed.jaxpr, eqns[::-1], [*constvars, *sources], out)
-    return lambda whole: evaluate(again, (), [*closed.consts, *whole])

@@ -13,21 +13,23 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import INLINED, bindings, bodies, called, is_var, open_jaxpr, part
+from jaxspeed.jaxpr.evaluate import bindings
+from jaxspeed.jaxpr.inline_calls import renamed
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
+from jaxspeed.jaxpr.traverse import (
+    called,
+    consts_and_carry,
+    forwarded_operands,
+    is_var,
+    open_jaxpr,
+    sliceable_bodies,
+)
 from jaxspeed.zero3.eager_weight_grads import in_turn
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
-from jaxspeed.zero3.residual_policy import made_of
 from jaxspeed.zero3.segment_vjp import read, read_tied, run_piece
-from jaxspeed.zero3.segments import (
-    CHECKPOINTS,
-    Segment,
-    Storage,
-    Way,
-    consts_and_carry,
-    pieces,
-    read_from_outside,
-)
+from jaxspeed.zero3.segments import Segment, Storage, Way, pieces
 from jaxspeed.zero3.sharded_param import ShardedParam
 from jaxspeed.zero3.table_lookup import look_up
 
@@ -131,20 +133,13 @@ def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
 def _with_aliases_resolved(jaxpr: Any) -> Any:
     """A parameter that a jit or checkpoint hands on unchanged stays the same variable."""
     same: dict[Any, Any] = {}
-
-    def known(v: Any) -> Any:
-        return same.get(v, v) if is_var(v) else v
-
     eqns = []
     for eqn in jaxpr.eqns:
-        eqns.append(eqn := eqn.replace(invars=[known(v) for v in eqn.invars]))
+        eqns.append(eqn := eqn.replace(invars=renamed(eqn.invars, same)))
         if eqn.primitive.name in (*INLINED, *CHECKPOINTS):
-            inner = open_jaxpr(called(eqn))[0]
-            place = {v: i for i, v in enumerate(inner.invars)}
-            for out, inner_out in zip(eqn.outvars, inner.outvars, strict=True):
-                if is_var(inner_out) and inner_out in place:
-                    same[out] = eqn.invars[place[inner_out]]
-    return jaxpr.replace(eqns=eqns, outvars=[known(v) for v in jaxpr.outvars])
+            operands = zip(eqn.outvars, forwarded_operands(eqn), strict=True)
+            same.update((out, eqn.invars[i]) for out, i in operands if i is not None)
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, same))
 
 
 def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedParam]) -> list[Any]:
@@ -253,7 +248,10 @@ def _repeats_units(jaxpr: Any, units: Units) -> bool:
     """Whether each trip of a scan runs units, not a scan of its own that does."""
     return any(
         units.of(eqn) is not None
-        or (eqn.primitive.name != "scan" and any(_repeats_units(b, units) for b, *_ in bodies(eqn)))
+        or (
+            eqn.primitive.name != "scan"
+            and any(_repeats_units(body.jaxpr, units) for body in sliceable_bodies(eqn))
+        )
         for eqn in jaxpr.eqns
     )
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspeed.jaxpr.evaluate import INLINED, bodies, called, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
+from jaxspeed.jaxpr.traverse import consts_and_carry, is_var, sliceable_bodies
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import VIEWS
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 from jaxspeed.zero3.sharded_param import ShardedParam
 from jaxspeed.zero3.table_lookup import looks_up
 
-CHECKPOINTS = ("remat2", "checkpoint")
 Storage = Mapping[Any, ShardedParam]
 
 
@@ -52,13 +52,6 @@ class Segment:
     units: int  # how many of them: more than one are made again together
     nested: bool  # a single equation that holds units, or looks up rows of a table
     outputs: Sequence[Any] = ()  # what it hands on
-
-
-def read_from_outside(eqns: Sequence[Any]) -> list[Any]:
-    """The variables that these equations read and do not make."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read = (v for eqn in eqns for v in eqn.invars if is_var(v) and v not in made)
-    return list(dict.fromkeys(read))
 
 
 def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Segment]:
@@ -121,8 +114,8 @@ def _together(pieces: list[Segment], every: int) -> list[Segment]:
 def _holds_unit(eqn: Any, units: Units) -> bool:
     return any(
         units.of(inner) is not None or _holds_unit(inner, units)
-        for body, _, _ in bodies(eqn)
-        for inner in body.eqns
+        for body in sliceable_bodies(eqn)
+        for inner in body.jaxpr.eqns
     )
 
 
@@ -133,13 +126,13 @@ def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
         return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
     if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
         return False
-    inner = open_jaxpr(called(eqn))[0]
+    (body,) = sliceable_bodies(eqn)
     passed = {
         iv: storage[v]
-        for v, iv in zip(eqn.invars, inner.invars, strict=True)
+        for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
         if is_var(v) and v in storage
     }
-    return bool(passed) and any(_holds_lookup(e, passed, way) for e in inner.eqns)
+    return bool(passed) and any(_holds_lookup(e, passed, way) for e in body.jaxpr.eqns)
 
 
 def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:

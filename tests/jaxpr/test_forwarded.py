@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxspeed.jaxpr.evaluate import forwarded
+from jaxspeed.jaxpr.traverse import forwarded
 
 SIZE = 3
 

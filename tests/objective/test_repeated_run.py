@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxspeed.models.layers import Linear, normal, stacked
 
-from jaxspeed.jaxpr.evaluate import consts_and_carry
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.objective.repeated_run import Run, find_run, scan_run, stacked_run
 
 DEPTH, WIDTH = 4, 6

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.planner.memory.materialization import PRODUCTS, VIEWS
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, consts_and_carry
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.planner.memory.materialization import VIEWS
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 

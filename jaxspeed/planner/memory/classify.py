@@ -11,9 +11,11 @@
 
 from collections.abc import Callable, Iterable
 
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.liveness import Held
-from jaxspeed.planner.memory.materialization import PRODUCTS, SUMS
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, consts_and_carry
+from jaxspeed.planner.memory.materialization import SUMS
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"

@@ -6,10 +6,11 @@ What a loop hands from trip to trip is updated where it lies, as is an argument 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import MOVES, OUT, WHOLE
 from jaxspeed.planner.memory.op_order import Ordered
 from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value, consts_and_carry
+from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
 # XLA:TPU opens loops of so many trips whose parts come from host memory, to bring them ahead, and
 # does not keep apart what the trips hold (libtpu 0.0.52; of six trips it keeps them apart).

@@ -12,25 +12,28 @@ A reshape, a transpose or a constraint that changes nothing is another view of i
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxspeed.planner.memory.partitioning import CONSTRAINT
+from jaxspeed.jaxpr.primitives import (
+    ARG_REDUCTIONS,
+    COLLECTIVES,
+    CONSTRAINT,
+    CONTROL,
+    CUMULATIVE,
+    IDENTITIES,
+    KERNELS,
+    PRODUCTS,
+    RANDOM_BITS,
+    REDUCTIONS,
+    RESHAPES,
+)
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
-VIEWS = {
-    "reshape", "squeeze", "expand_dims", "transpose", "name", "stop_gradient",
-    "optimization_barrier", "bitcast_convert_type", "copy", ENTER, LEAVE,
-}  # fmt: skip
+VIEWS = {*RESHAPES, "transpose", *IDENTITIES, "bitcast_convert_type", ENTER, LEAVE}
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
-SUMS = {
-    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-}  # fmt: skip
-PRODUCTS = {"dot_general", "conv_general_dilated"}
+SUMS = {"reduce", *REDUCTIONS}
 WHOLE = {
-    *PRODUCTS, *SUMS,
-    "scan", "while", "cond", "pallas_call", "gather", "scatter", "scatter-add", "sort", "cumsum",
-    "cumlogsumexp", "cummax", "cumprod", "argmax", "argmin", "top_k", "psum", "ppermute",
-    "all_gather", "all_to_all", "reduce_scatter", "psum_scatter", "psum2", "psum_invariant",
-    "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
+    *PRODUCTS, *SUMS, *CONTROL, *KERNELS, *CUMULATIVE, *ARG_REDUCTIONS, *COLLECTIVES, *RANDOM_BITS,
+    "gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice", "compute_on",
 }  # fmt: skip
 READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
 # Whether a value has memory hangs on what it is made of (before it) and on who reads it (after it):

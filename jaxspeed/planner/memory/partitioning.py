@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.trace_ir import (
     LEAVE,
     PAIRWISE,
@@ -19,7 +20,6 @@ from jaxspeed.planner.memory.trace_ir import (
     Scope,
     Value,
     all_ops,
-    consts_and_carry,
 )
 
 Cut = tuple[str, ...]

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import INLINED, is_var, open_jaxpr
+from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL
+from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 
-CALLS = (*INLINED, "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2", "shard_map")
 PLATFORM = "platform_index"
 # A region that is manual over some axes: its inputs come to lie as it says, are then each device's
 # part, and its results are whole arrays again.
@@ -21,7 +21,7 @@ PLACED, ENTER, LEAVE = "placed", "enter", "leave"
 PAIRWISE = (PLACED, ENTER, LEAVE, "optimization_barrier", "device_put")
 
 
-_NEVER_MERGED = {"sharding_constraint", "optimization_barrier", "device_put", "empty2"}
+_NEVER_MERGED = {CONSTRAINT, "optimization_barrier", "device_put", "empty2"}
 
 
 class Value:
@@ -81,8 +81,7 @@ class Scope:
 
 def open_program(closed: Any, platform: str) -> Scope:
     """The program of a traced function for one platform ("tpu", "cuda", "cpu")."""
-    jaxpr, consts = open_jaxpr(closed)
-    scope = _Opening(platform).scope(jaxpr, consts)
+    scope = _Opening(platform).scope(open_jaxpr(closed)[0])
     _leave_out(scope, [True] * len(scope.outs))
     return scope
 
@@ -99,7 +98,7 @@ class _Opening:
     def value(self, variable: Any) -> Value:
         return Value(variable.aval, self.manual)
 
-    def scope(self, jaxpr: Any, consts: Sequence[Any] = ()) -> Scope:
+    def scope(self, jaxpr: Any) -> Scope:
         ins = [self.value(v) for v in jaxpr.invars]
         env: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         env.update((v, self.value(v)) for v in jaxpr.constvars)
@@ -120,7 +119,7 @@ class _Opening:
             elif name == "cond" and (branch := self._taken(eqn, chosen)) is not None:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
-            elif name in CALLS:
+            elif name in CALLS or name == "shard_map":
                 outside = self.backward, self.again, self.scopes
                 self.backward |= _is_backward(eqn)
                 self.again |= bool(params.get("differentiated"))
@@ -143,17 +142,13 @@ class _Opening:
         )
         if name == "pallas_call":
             op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
-        if name == "scan":
-            op.bodies, op.trips = [self.scope(*open_jaxpr(params["jaxpr"]))], params["length"]
-        elif name == "while":
-            op.bodies = [self.scope(*open_jaxpr(params["body_jaxpr"]))]
-        elif name == "cond":
-            op.bodies = [self.scope(*open_jaxpr(branch)) for branch in params["branches"]]
+        for body in bodies(eqn) if name in CONTROL else ():
+            op.bodies.append(self.scope(body.jaxpr))
+            op.trips = body.trips
         return op
 
     def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
-        params = eqn.params
-        inner = next(params[k] for k in ("call_jaxpr", "jaxpr", "fun_jaxpr") if k in params)
+        params, inner = eqn.params, called(eqn)
         if params.get("differentiated") and params.get("prevent_cse"):
             # What is made again must not be taken for what was made before.
             again = [self.value(v) for v in eqn.invars]
@@ -164,8 +159,9 @@ class _Opening:
         placed = [self.value(v) for v in eqn.invars]
         ops.append(Op(PLACED, {"specs": params["in_specs"]}, ins, placed))
         outside = self.manual
-        self.manual |= frozenset(params.get("newly_manual_axes", params.get("manual_axes", ())))
-        parts = [self.value(v) for v in open_jaxpr(inner)[0].invars]
+        (body,) = bodies(eqn)
+        self.manual |= {axis for axis, _ in body.manual}
+        parts = [self.value(v) for v in body.jaxpr.invars]
         ops.append(Op(ENTER, {}, list(placed), parts))
         made = self._inline(inner, parts, ops)
         self.manual = outside
@@ -193,14 +189,6 @@ class _Opening:
             return self._branch(eqn.params["branches_platforms"])
         index = eqn.invars[0]
         return chosen.get(index) if is_var(index) else None
-
-
-def consts_and_carry(op: Op) -> tuple[int, int]:
-    """How many of a scan's inputs all trips read, and how many one hands to the next."""
-    if "num_carry" in op.params:
-        return op.params["num_consts"], op.params["num_carry"]
-    consts, carry = op.params["ft_in"].unpack()[:2]  # jax 0.12
-    return len(consts), len(carry)
 
 
 def all_ops(scope: Scope) -> Iterator[Op]:

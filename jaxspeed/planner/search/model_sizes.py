@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.jaxpr.evaluate import is_var
-from jaxspeed.jaxpr.flops import flops, flops_of, nbytes
+from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all, program_flops
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.rows import ROLES
 from jaxspeed.planner.search.candidate import NONE, as_word
 from jaxspeed.remat.budget import Costs, Unit
@@ -81,7 +81,7 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
         (master + opt) / parameters,
         grad / parameters,
         sum(each.times for each in found),
-        float(flops(jaxpr)),
+        float(program_flops(jaxpr, of_all)),
         costs.input_bytes,
         dict(_by_word(costs)),
     )
@@ -122,7 +122,8 @@ def _products(jaxpr: Any) -> Iterable[Any]:
 
 def _others(unit: Unit, made: set[Any]) -> float:
     """Flops of what gives none of these."""
-    return float(sum(flops_of(eqn) for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & made))
+    others = (eqn for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & made)
+    return float(sum(equation_flops(eqn, of_all) for eqn in others))
 
 
 def _bytes(variables: Iterable[Any]) -> int:

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.materialization import SUMS
 from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
@@ -25,7 +26,6 @@ from jaxspeed.planner.memory.trace_ir import (
     Op,
     Scope,
     Value,
-    consts_and_carry,
 )
 from jaxspeed.planner.time.collective_op import Moved
 

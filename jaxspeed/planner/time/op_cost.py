@@ -1,19 +1,20 @@
 """What the operations of a scope cost a device: its matrix units, and its memory."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxspeed.hardware.known_chips import Chip
-from jaxspeed.jaxpr.traced_flops import forward_flops
+from jaxspeed.jaxpr.flops import kernel_flops, of_products, product_flops
+from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PRODUCTS
 from jaxspeed.ops.mask import Mask, computed_blocks
-from jaxspeed.planner.memory.materialization import OUT, PRODUCTS, VIEWS, ScopeAnalysis
+from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Value
 
-KERNELS = ("pallas_call", "dot_product_attention")
+KERNELS = ("pallas_call", CUDNN_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,19 @@ def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]
     if op.name == "dot_general":
         return _dot(op, mesh, chip)
     if op.name == "conv_general_dilated" and op.ins[1] is not None:
-        kernel, out = op.ins[1], op.outs[0]
-        features = kernel.shape[op.params["dimension_numbers"].rhs_spec[0]]
-        ways = math.prod(mesh[a] for a in {a for v in (kernel, out) for e in v.cut for a in e})
-        flops = 2 * out.size * kernel.size / features / ways
-        return flops, _peak(op, chip) * chip.reached["products"]
+        axes = {a for v in (op.ins[1], op.outs[0]) for e in v.cut for a in e}
+        return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"]
     if op.name.startswith(KERNELS):
         return _kernel(op, mesh), _peak(op, chip) * chip.reached["attention"]
     return 0.0, 1.0
+
+
+def _flops(op: Op, axes: Iterable[str], mesh: Mapping[str, int]) -> float:
+    """Of a product whose dims these axes cut."""
+    shapes = [() if v is None else v.shape for v in op.ins]
+    flops = product_flops(op.name, op.params, shapes, op.outs[0].shape)
+    assert flops is not None
+    return flops / math.prod(mesh[a] for a in axes)
 
 
 def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
@@ -138,16 +144,15 @@ def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
     def along(v: Value, dims: range) -> float:
         return math.prod(v.shape[d] for d in dims) / parts(*((v, d) for d in dims))
 
-    depth = math.prod(left.shape[int(d)] for d in contracted)
-    depth_cut = parts(*((left, int(d)) for d in contracted), *((right, int(d)) for d in other))
-    batches = along(out, range(first))
+    depth: float = math.prod(left.shape[int(d)] for d in contracted)
+    depth /= parts(*((left, int(d)) for d in contracted), *((right, int(d)) for d in other))
+    parts(*((out, d) for d in range(first)))  # batch dims take their axes before the others do
     rows = along(out, range(first, first + free))
     columns = along(out, range(first + free, len(out.shape)))
     if min(rows, columns) <= 1:  # a sum of products: no work for matrix units
         return 0.0, 1.0
-    flops = 2 * batches * rows * columns * depth / depth_cut
-    whole = _filled(rows, columns, depth / depth_cut, chip)
-    return flops, _peak(op, chip) * chip.reached["products"] * whole
+    whole = _filled(rows, columns, depth, chip)
+    return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"] * whole
 
 
 def _filled(rows: float, columns: float, depth: float, chip: Chip) -> float:
@@ -177,10 +182,11 @@ def _floats(v: Value) -> bool:
 def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
     """Of a kernel: its whole grid, less the blocks that the mask of `ops.attention` leaves out."""
     if op.name == "pallas_call":
-        inner = forward_flops(op.params["jaxpr"])
         grid = op.params["grid_mapping"].grid
         blocks = computed_blocks(op.scopes)
-        return inner * (math.prod(grid) if blocks is None else math.prod(grid[:-2]) * blocks)
+        return kernel_flops(
+            op.params, of_products, grid if blocks is None else (*grid[:-2], blocks)
+        )
     query = op.ins[0]
     if query is None:
         return 0.0
