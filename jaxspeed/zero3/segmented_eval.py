@@ -18,11 +18,10 @@ from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
 from jaxspeed.jaxpr.traverse import (
-    called,
+    Body,
     consts_and_carry,
     forwarded_operands,
     is_var,
-    open_jaxpr,
     sliceable_bodies,
 )
 from jaxspeed.zero3.eager_weight_grads import in_turn
@@ -165,19 +164,19 @@ def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedP
 Rule = Callable[[Any, Sequence[Any], Storage, Way, set[Any]], Sequence[Any]]
 
 
-def _call(
-    eqn: Any,
-    values: Sequence[Any],
-    storage: Storage,
-    way: Way,
-    moving: set[Any],
-    closed: Any = None,
-    skip: int = 0,
+def _run_body(
+    body: Body, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
 ) -> list[Any]:
-    jaxpr, consts = open_jaxpr(closed or called(eqn))
-    passed = dict(zip(jaxpr.invars, eqn.invars[skip:], strict=True))
+    passed = dict(zip(body.jaxpr.invars, body.operands, strict=True))
     inner = {iv: storage[v] for iv, v in passed.items() if is_var(v) and v in storage}
-    return run_sliced(jaxpr, consts, values, inner, way.inside(passed, moving))
+    return run_sliced(body.jaxpr, body.consts, values, inner, way.inside(passed, moving))
+
+
+def _call(
+    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+) -> Sequence[Any]:
+    (body,) = sliceable_bodies(eqn)
+    return _run_body(body, values, storage, way, moving)
 
 
 def _checkpoint(
@@ -202,8 +201,8 @@ def _cond(
     eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
 ) -> Sequence[Any]:
     branches = [
-        lambda *args, branch=branch: _call(eqn, args, storage, way, moving, branch, 1)
-        for branch in eqn.params["branches"]
+        lambda *args, body=body: _run_body(body, args, storage, way, moving)
+        for body in sliceable_bodies(eqn)
     ]
     return jax.lax.switch(values[0], branches, *values[1:])
 
@@ -211,10 +210,10 @@ def _cond(
 def _scan(
     eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
 ) -> Sequence[Any]:
-    params, (jaxpr, consts) = eqn.params, open_jaxpr(called(eqn))
-    num_consts, num_carry = consts_and_carry(eqn)
+    (body,) = sliceable_bodies(eqn)
+    jaxpr, num_consts, num_carry = body.jaxpr, body.num_consts, body.num_carry
     values, inner = list(values), {}
-    for i, (v, iv) in enumerate(zip(eqn.invars, jaxpr.invars, strict=True)):
+    for i, (v, iv) in enumerate(zip(body.operands, jaxpr.invars, strict=True)):
         if not (is_var(v) and v in storage):
             continue
         stored = storage[v]
@@ -225,23 +224,23 @@ def _scan(
             (values[i],) = read([stored], [values[i]])
         else:
             inner[iv] = stored.layer()
-    passed = dict(zip(jaxpr.invars[num_consts:], eqn.invars[num_consts:], strict=True))
+    passed = dict(zip(jaxpr.invars[num_consts:], body.operands[num_consts:], strict=True))
     way = way.inside(passed, moving, in_loop=True)
 
-    def run(way: Way, consts_: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
-        def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run_sliced(jaxpr, consts, [*consts_, *carry, *xs], inner, way)
+    def run(way: Way, consts: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
+        def trip(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outs = run_sliced(jaxpr, body.consts, [*consts, *carry, *xs], inner, way)
             return outs[:num_carry], outs[num_carry:]
 
-        how = {key: params[key] for key in ("reverse", "unroll")}
-        return jax.lax.scan(body, carry, xs, length=length, **how)
+        how = {key: eqn.params[key] for key in ("reverse", "unroll")}
+        return jax.lax.scan(trip, carry, xs, length=length, **how)
 
     first_xs = num_consts + num_carry
     split = values[:num_consts], values[num_consts:first_xs], values[first_xs:]
     if way.every == 1 or not _repeats_units(jaxpr, way.units):
-        carry, ys = run(way, *split, params["length"])
+        carry, ys = run(way, *split, body.trips)
         return [*carry, *ys]
-    return _scan_of_groups(run, split, params["length"], params["reverse"], way)
+    return _scan_of_groups(run, split, body.trips, eqn.params["reverse"], way)
 
 
 def _repeats_units(jaxpr: Any, units: Units) -> bool:

@@ -317,18 +317,18 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_units_are_found_and_change_no_number[UnlikeBlocks]",
     ),
     (
-        'return [(open_jaxpr(called(eqn))[0], 0, eqn.params["length"])]',
-        "return [(open_jaxpr(called(eqn))[0], 0, 1)]",
+        'trips, manual = params["length"] if name == "scan" else 1, _manual_axes(params)',
+        "trips, manual = 1, _manual_axes(params)",
         "test_gradients_equal_plain_jax[pure functions, scanned]",
     ),
     (
-        "return 2 * made[0].size * kernel.size // features",
-        "return 2 * made[0].size * kernel.size",
+        "return 2 * math.prod(result) * math.prod(operands[1]) // features",
+        "return 2 * math.prod(result) * math.prod(operands[1])",
         "test_products_and_convolutions_are_counted_as_xla_counts_them[<lambda>-shapes3]",
     ),
     (
-        'return inner * params["length"]',
-        "return inner",
+        "body.trips * math.prod(n for _, n in body.manual) * program_flops(body.jaxpr, count)",
+        "math.prod(n for _, n in body.manual) * program_flops(body.jaxpr, count)",
         "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
     ),
     (

@@ -6,6 +6,7 @@ What a loop hands from trip to trip is updated where it lies, as is an argument 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxspeed.jaxpr.primitives import LOOPS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import MOVES, OUT, WHOLE
 from jaxspeed.planner.memory.op_order import Ordered
@@ -120,15 +121,14 @@ class _Lives(Ordered):
         for body in op.bodies:
             places: list[Value | None] = []
             times = 1
-            if op.name == "scan":
+            if op.name in LOOPS:
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
+            if op.name == "scan":
                 self.hand_origins(op.ins[:consts], body.ins)
                 parts = op.ins[consts + carry :]
                 streams = self.sizes.tiled and any(v is not None and v.host for v in parts)
                 times = op.trips if streams and op.trips <= OPENED else 1
-            elif op.name == "while":
-                places = list(body.ins[op.params["body_nconsts"] :])
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
             for host, peak in enumerate(inner):
                 if peak.bytes * times > found[host].bytes:
