@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.objective.accumulate import running_mean
 from jaxspeed.offload.streaming import StreamedArray, choose_walk, stream
 from jaxspeed.placement.memory_kinds import to_device, to_host
 
@@ -27,20 +28,15 @@ def zeros_in_host(lane: StreamedArray, dtype: Any, layers: bool) -> jax.Array:
 def mean_in_host(
     seen: jax.Array, new: jax.Array, lane: StreamedArray, share: jax.Array
 ) -> jax.Array:
-    """`seen + (new - seen) share`; both in host memory and cut alike."""
+    """`running_mean` of arrays in host memory that are sharded alike."""
     lanes = {SEEN: lane, NEW: lane}
-
-    def mean(old: jax.Array, value: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(old.dtype, share.dtype)
-        old_, value = old.astype(wide), value.astype(wide)
-        return (old_ + (value - old_) * share.astype(wide)).astype(old.dtype)
-
     most = min(PIECE, max(1, math.prod(lane.at.shard_shape(lane.shape)) // max(lane.shape[0], 1)))
     walk = choose_walk(lanes, lane, range(len(lane.shape)), most) if lane.shape else None
     if walk is None:
-        return to_host(mean(to_device(seen, lane.at), to_device(new, lane.at)), lane.at)
+        mean = running_mean(to_device(seen, lane.at), to_device(new, lane.at), share)
+        return to_host(mean, lane.at)
 
     def compute(pieces: dict[str, Any], start: Any, rows: int) -> dict[str, Any]:
-        return {SEEN: mean(pieces[SEEN], pieces[NEW])}
+        return {SEEN: running_mean(pieces[SEEN], pieces[NEW], share)}
 
     return stream(walk, lanes, {NEW: new}, {SEEN: seen}, compute)[SEEN]

@@ -17,13 +17,13 @@ import numpy as np
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.asynchronous import OwnPace
 from jaxspeed.parameter_server.programs import ServedProgram
 from jaxspeed.parameter_server.rounds import Rounds
 from jaxspeed.parameter_server.service import Service
 from jaxspeed.parameter_server.traffic import Traffic
-from jaxspeed.pipeline import Sums
 from jaxspeed.train.program import Metrics, Program
 
 

@@ -10,11 +10,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.precision import DTYPES
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.server_shards import ServerShard
 from jaxspeed.parameter_server.traffic import one_copy
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.train.program import Program
 

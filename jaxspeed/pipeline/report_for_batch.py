@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.pipeline import Pipeline
@@ -52,11 +53,8 @@ def _carry(
     mesh, stack = objective.table.mesh, objective.table.stack
     assert stack is not None
 
-    def micro(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (x.shape[0] // micro_batches, *x.shape[1:]) if x.shape else ()
-        return jax.eval_shape(objective.cast, jax.ShapeDtypeStruct(shape, x.dtype))
-
-    one = jax.tree.map(micro, batch)
+    micro = micro_batch_shapes(batch, micro_batches)
+    one = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), micro)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = objective.trace((shapes, one, index, index), train=True)

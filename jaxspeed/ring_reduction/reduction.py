@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.objective.accumulate import Sums, per_weight, shares
 from jaxspeed.objective.train_state import Arrays, pad, unpad, wide_dtype
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.mesh import AXES, DATA_AXES
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -110,11 +110,9 @@ class Reduction:
         row = jnp.stack([total, weight, *(m.astype(total.dtype) for m in metrics.values())])
         every = self.rings.of_every_rank(row, ranks)  # [ranks, 2 + metrics]
         whole = every[:, 1].sum()
-        shares = jnp.where(whole > 0, every[:, 1] / whole, 0)
-        means = (every[:, 2:] * shares[:, None]).sum(axis=0)
+        means = (every[:, 2:] * shares(every[:, 1])[:, None]).sum(axis=0)
         summed = {name: mean.astype(m.dtype) for (name, m), mean in zip(metrics.items(), means)}
-        share = jnp.where(whole > 0, weight / whole, 0)
-        return (every[:, 0].sum(), whole, summed), share
+        return (every[:, 0].sum(), whole, summed), per_weight(weight, whole)
 
     # -- what packing has lost ------------------------------------------------------------------
 
