@@ -46,9 +46,13 @@ def running_mean(mean: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array
     return (wide_mean + (new.astype(wide) - wide_mean) * share.astype(wide)).astype(mean.dtype)
 
 
-def shares(weights: jax.Array) -> jax.Array:
-    """The share of each part in the weight of all; a mean is the sum of the parts' shares of it."""
-    return per_weight(weights, weights.sum())
+def shares(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the share of each part in the weight of all, that weight).
+
+    The mean over parts is the sum of each one's times its share.
+    """
+    weight = weights.sum()  # once: a second sum over ranks is a second all-reduce
+    return per_weight(weights, weight), weight
 
 
 def per_weight(x: Any, weight: jax.Array) -> jax.Array:

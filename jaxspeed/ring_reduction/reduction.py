@@ -109,8 +109,8 @@ class Reduction:
         total, weight, metrics = jax.tree.map(lambda x: x[0], scalars)
         row = jnp.stack([total, weight, *(m.astype(total.dtype) for m in metrics.values())])
         every = self.rings.of_every_rank(row, ranks)  # [ranks, 2 + metrics]
-        whole = every[:, 1].sum()
-        means = (every[:, 2:] * shares(every[:, 1])[:, None]).sum(axis=0)
+        of_rank, whole = shares(every[:, 1])
+        means = (every[:, 2:] * of_rank[:, None]).sum(axis=0)
         summed = {name: mean.astype(m.dtype) for (name, m), mean in zip(metrics.items(), means)}
         return (every[:, 0].sum(), whole, summed), per_weight(weight, whole)
 

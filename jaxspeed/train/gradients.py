@@ -278,7 +278,7 @@ class Gradients:
             axis_names=set(DATA_AXES),
             check_vma=False,
         )(sources, every, batch)
-        share = shares(parts.weight)  # [ranks]
+        share, weight = shares(parts.weight)  # [ranks], []
 
         def mean(part: jax.Array, wire: Any = None) -> jax.Array:  # [ranks, ...]
             weighed = part * share.reshape(-1, *[1] * (part.ndim - 1))
@@ -290,7 +290,7 @@ class Gradients:
         return Sums(
             {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
             parts.total.sum(),
-            parts.weight.sum(),
+            weight,
             jax.tree.map(mean, parts.metrics),
         )
 
