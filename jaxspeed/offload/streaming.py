@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.offload.update_device import OF_DEVICE, UpdateDevice
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.zero import ways
+from jaxspeed.placement.specs import num_shards
 
 Arrays = dict[str, Any]
 
@@ -134,8 +134,8 @@ def choose_walk(
     for dim in dims:
         if len({lane.shape[dim] for lane in lanes.values()}) > 1:
             continue
-        parts = ways(cut.entry(dim), sizes)
-        if any(parts % ways(lane.entry(dim), sizes) for lane in lanes.values()):
+        parts = num_shards(cut.entry(dim), sizes)
+        if any(parts % num_shards(lane.entry(dim), sizes) for lane in lanes.values()):
             continue
         size = cut.shape[dim] // parts
         if not size:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.objective.train_state import pad, unpad
+from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.placement.table import PlacementTable
 
 DATA = "data"  # the axis of the servers' mesh along which they lie
@@ -44,9 +45,7 @@ def cuts_of(table: PlacementTable) -> dict[str, ServerShard]:
         row.path: ServerShard(
             row.leaf.shape,
             row.shape(row.source),
-            next(
-                (dim for dim, entry in enumerate(row.source.spec) if entry and DATA in entry), None
-            ),
+            sharded_dim(row.source.spec, DATA),
             NamedSharding(table.mesh, PartitionSpec(*row.source.spec)),
         )
         for row in table

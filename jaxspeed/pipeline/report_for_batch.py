@@ -15,8 +15,8 @@ from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.split_loss import parts_of
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.table import PIPE, PlacementTable
-from jaxspeed.placement.zero import ways
 
 
 def pipeline_report(
@@ -110,15 +110,10 @@ class _OneLayer:
     def _size(self, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
         """Of a part of such an array; the dim that stacks layers, and its cut, left out."""
         entries = placement.spec[self.first :]
-        cut = math.prod(ways(entry, self.sizes) for entry in entries)
+        cut = math.prod(num_shards(entry, self.sizes) for entry in entries)
         return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // cut
 
 
-def _added(row: Row, placement: Placement) -> set[str]:
+def _added(row: Row, placement: Placement) -> frozenset[str]:
     """The axes that cut an array beyond what layers read."""
-    return _axes(placement) - _axes(row.read)
-
-
-def _axes(placement: Placement) -> set[str]:
-    entries = [(e,) if isinstance(e, str) else e or () for e in placement.spec]
-    return {axis for entry in entries for axis in entry}
+    return spec_axes(placement.spec) - spec_axes(row.read.spec)

@@ -5,7 +5,6 @@ one list, like or unlike. Those that repeat (with parameters of their own, or in
 taken greedily, by the parameter bytes that they cover. Patterns from the config replace the search.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.jaxpr.evaluate import bodies, is_var
+from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.module_scopes import Call, calls_in
 
 NEARLY = 0.9  # of two candidates that cover nearly as much, the one with more, smaller members wins
@@ -85,7 +85,7 @@ def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Seen])
             known = seen.setdefault(call.serial, Seen(call, times, chain[:depth]))
             for v in eqn.invars:
                 if is_var(v) and v in origin:
-                    known.reads[origin[v]] = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+                    known.reads[origin[v]] = nbytes(v.aval)
         for body, skip, trips in bodies(eqn):
             inner = {
                 iv: origin[v]
