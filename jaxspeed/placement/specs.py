@@ -36,7 +36,7 @@ def sharded_dim(spec: Iterable[Any], axis: str) -> int | None:
 
 
 def by_dim(values: Iterable[Any], ndim: int) -> list[Any]:
-    """A value for each dim: None for the last ones, of which a spec or list of names may be silent."""
+    """A value for each dim; None for the last ones, which specs and names may leave out."""
     told = list(values)
     return [*told, *([None] * (ndim - len(told)))]
 

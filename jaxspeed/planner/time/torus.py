@@ -44,8 +44,8 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     works = [mesh_text(other) for other in near if _holds(other, devices)][:_SHOWN]
     hint = f"; these can be: {'; '.join(works)}" if works else ""
     raise PlacementError(
-        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes whole dims "
-        f"of the torus{hint}"
+        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes whole "
+        f"dims of the torus{hint}"
     )
 
 
