@@ -20,9 +20,8 @@ from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.bucketed_update import Buckets, buckets_of
-from jaxspeed.parameter_server.server_shards import cuts_of
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import Worker, wire_of
+from jaxspeed.parameter_server.worker_step import Worker, cuts_of, wire_of
 from jaxspeed.placement.mesh import apart, build_mesh
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.bucketed_update import Buckets, UpdateByBuckets
 from jaxspeed.parameter_server.service import Service
-from jaxspeed.parameter_server.virtual_clock import Clock
+from jaxspeed.parameter_server.turns import Clock
 from jaxspeed.train.program import Metrics
 
 

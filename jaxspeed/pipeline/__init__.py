@@ -7,10 +7,10 @@ are the runs of ticks that one compiled loop body serves. The traced loss is spl
 """
 
 from jaxspeed.pipeline.gantt import gantt
-from jaxspeed.pipeline.phases import Phase, Repeat, phases
 from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, Work, forward_only, schedule
+from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 
 __all__ = [
     "SCHEDULES",

@@ -9,12 +9,11 @@ from jaxspeed.objective.accumulate import accumulate
 from jaxspeed.objective.loss import Loss
 from jaxspeed.pipeline.cpu_ordering import entering, once_all_there
 from jaxspeed.pipeline.embed_and_head import after, before
-from jaxspeed.pipeline.phases import Phase
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.stage_shard_map import from_one, hand_on, on_stages
 from jaxspeed.pipeline.step_values import Split, Values
-from jaxspeed.pipeline.tick_loops import Tick, follow
+from jaxspeed.pipeline.tick_loops import Phase, Tick, follow
 
 State = tuple[Values, Loss]  # messages to the next stage, and what has left
 

@@ -21,7 +21,6 @@ from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import entering, gathered_once_there, once_all_there, once_there
 from jaxspeed.pipeline.embed_and_head import after, before, read_in
 from jaxspeed.pipeline.evaluation import no_loss
-from jaxspeed.pipeline.phases import Phase
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage, in_context
 from jaxspeed.pipeline.stage_shard_map import (
@@ -33,7 +32,7 @@ from jaxspeed.pipeline.stage_shard_map import (
     write_slot,
 )
 from jaxspeed.pipeline.step_values import Split, Values, inexact
-from jaxspeed.pipeline.tick_loops import Now, Tick, follow
+from jaxspeed.pipeline.tick_loops import Now, Phase, Tick, follow
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.segment_vjp import Passes
