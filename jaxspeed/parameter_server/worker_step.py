@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.config import Config
@@ -23,7 +24,7 @@ from jaxspeed.train.program import Program
 Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
 
 
-# -- what a worker sends each server, and gets from it ---------------------------------------------------
+# -- what a worker sends each server, and gets from it --------------------------------------------
 
 DATA = "data"  # the axis of the servers' mesh along which they lie
 
@@ -64,6 +65,17 @@ def cuts_of(table: PlacementTable) -> dict[str, ServerShard]:
         )
         for row in table
     }
+
+
+def host_parts(batch: Any, ranks: int) -> list[Any]:
+    """The workers' parts of a batch in host memory, in their order."""
+
+    def parts(x: Any) -> list[np.ndarray]:
+        x = np.asarray(x)
+        return np.split(x, ranks) if x.shape else [x] * ranks
+
+    leaves, tree = jax.tree.flatten(batch)
+    return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
 
 
 # -- the worker ------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from itertools import groupby
 
 from jaxspeed.config import LayerSpec, match
 from jaxspeed.config.problems import Problem, config_error
-from jaxspeed.placement.naming import examples
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES
+from jaxspeed.placement.rules import LOGICAL_RULES, examples
 from jaxspeed.placement.specs import by_dim
 
 # A convolution's window is at most so large: a larger dim stacks layers, or is a feature dim.

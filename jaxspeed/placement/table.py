@@ -64,6 +64,11 @@ class PlacementTable:
     def sharding(self, placement: Placement) -> NamedSharding:
         return placement.sharding(self.mesh)
 
+    @property
+    def grads_sharded(self) -> bool:
+        """Whether gradients accumulate sharded over `data`: stages 2 and 3."""
+        return self.stage >= 2
+
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
         """{role: (bytes in all, bytes in a device's own memory)} of what is stored, and of the
         accumulator.

@@ -116,7 +116,7 @@ class Gradients:
         ranks = data_parallel_size(self.table.mesh)
         if self.accumulation == 1 or ranks == 1:
             return "micro_batch", "there is one micro-batch or one data rank"
-        if self.table.stage >= 2:
+        if self.table.grads_sharded:
             return "micro_batch", "stages 2 and 3 keep gradients cut"
         if any(row.grad and in_host(row.grad) for row in self.table):
             return "micro_batch", "gradients leave for host memory as they are made"

@@ -59,7 +59,7 @@ class RingGradients(Gradients):
         def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
             return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
 
-        if self.accumulation == 1 or self.table.stage < 2:
+        if self.accumulation == 1 or not self.table.grads_sharded:
             return some(self.accumulation, batch, 0, errors)
         micro = micro_batches(batch, self.accumulation, data_parallel_size(self.table.mesh))
 

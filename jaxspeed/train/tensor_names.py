@@ -20,9 +20,8 @@ from jaxspeed.objective.precision import compute_dtype
 from jaxspeed.objective.protocol import example_shapes
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
-from jaxspeed.placement.naming import with_names
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES
+from jaxspeed.placement.rules import LOGICAL_RULES, with_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
 from jaxspeed.tensor_parallel import Followed, Proposal, follow, propose, uses_of
