@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.hardware.peaks import host_link, peak_flops
+from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.offload.host_transfers import (
     ACTIVATIONS,
     GRADIENTS,

@@ -7,7 +7,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspeed import models
-from jaxspeed.hardware.peaks import peak_flops
+from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.traced_flops import forward_flops
 from jaxspeed.metrics import NAMES, language_flops, traced_flops, utilisation
 
