@@ -10,7 +10,7 @@ import optax
 
 from jaxspeed.config import Config, load_config
 from jaxspeed.engine import Engine
-from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import tell

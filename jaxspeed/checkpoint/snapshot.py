@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.checkpoint.leaves import Arrays, kept_arrays, kept_leaves, key_data
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.zero import ways
+from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
 
 _WORTH_SPREADING = 1 << 20  # bytes
@@ -61,16 +61,11 @@ def snapshotter(program: Program) -> Callable[[TrainState], Snapshot]:
 def _spread(leaf: jax.ShapeDtypeStruct, at: NamedSharding) -> NamedSharding:
     """Cut over the axes that hold copies as well, where a dim divides."""
     mesh = at.mesh
-    spec: list[Any] = [*at.spec, *[None] * (len(leaf.shape) - len(at.spec))]
-    used = {axis for entry in spec for axis in _axes(entry)}
+    spec, used = by_dim(at.spec, len(leaf.shape)), spec_axes(at.spec)
     free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used)
     copies = math.prod(mesh.shape[axis] for axis in free)
     for dim, entry in enumerate(spec):
-        if copies > 1 and leaf.shape[dim] % (ways(entry, mesh.shape) * copies) == 0:
-            spec[dim] = (*_axes(entry), *free)
+        if copies > 1 and leaf.shape[dim] % (num_shards(entry, mesh.shape) * copies) == 0:
+            spec[dim] = (*entry_axes(entry), *free)
             return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=at.memory_kind)
     return at
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

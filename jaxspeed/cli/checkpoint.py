@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxspeed.checkpoint import Checkpointer, export, show, verify
 from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.show import bytes_text, mesh_text
 
 
 def add(commands: Any) -> None:
@@ -102,12 +102,11 @@ def _show(given: argparse.Namespace) -> int:
         print_json(asdict(info))
         return 0
     console = out()
-    axes = ", ".join(f"{axis} {size}" for axis, size in info.mesh.items() if size > 1)
     versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     for name, value in (
         ("checkpoint", info.tag if info.ok else f"{info.tag}: {info.problem}"),
         ("size", bytes_text(info.bytes)),
-        ("written on", f"{axes or 'one device'} ({info.device}), ZeRO stage {info.stage}"),
+        ("written on", f"{mesh_text(info.mesh)} ({info.device}), ZeRO stage {info.stage}"),
         ("by", f"{info.processes} process(es), {versions}"),
         ("files", ", ".join(info.files) or "none"),
     ):

@@ -33,14 +33,7 @@ def command(
     )
     if config:
         parser.add_argument("config", metavar="CONFIG", help="a YAML or JSON file")
-        parser.add_argument(
-            "--set",
-            metavar="a.b=c",
-            action="append",
-            default=[],
-            dest="overrides",
-            help="a key of the config, over what the file says; may be repeated",
-        )
+        add_overrides(parser)
         if devices:
             parser.add_argument(
                 "--devices",
@@ -49,6 +42,17 @@ def command(
             )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="a.b=c",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="a key of the config, over what the file says; may be repeated",
+    )
 
 
 def overrides_of(given: argparse.Namespace) -> list[str]:

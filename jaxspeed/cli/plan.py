@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json, refuse_unwritable
+from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json, refuse_unwritable
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.known_chips import chips_of, speeds_table
 from jaxspeed.planner.api import SEARCH_SECONDS, plan
@@ -28,14 +28,7 @@ def add(commands: Any) -> None:
         config=False,
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML or JSON file")
-    parser.add_argument(
-        "--set",
-        metavar="a.b=c",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="a key of the config, over what the file says; may be repeated",
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--target",
         metavar="TARGET",

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import jaxspeed
 from jaxspeed.cli.common import command, out, print_json
-from jaxspeed.engine.run_devices import start_devices
+from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.placement.show import bytes_text
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")

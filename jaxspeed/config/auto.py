@@ -7,7 +7,7 @@ by name where it does not.
 from collections.abc import Callable
 from typing import Any
 
-from jaxspeed.config.batch_problems import ACCUMULATION, MICRO, TRAIN
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.tree import read, schema_leaves
 from jaxspeed.config.vocabulary import VOCABULARY

@@ -9,10 +9,10 @@ from pydantic import PrivateAttr
 
 from jaxspeed.config.batch import Batch, said_of, solve_batch
 from jaxspeed.config.elastic import solve_elastic
+from jaxspeed.config.equivalent_keys import stages_of
 from jaxspeed.config.json_schema import json_schema
 from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_words
 from jaxspeed.config.load import Examined, examine
-from jaxspeed.config.pipeline_keys import stages_of
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.remat import Recompute, recompute_of
 from jaxspeed.config.schema import Settings

@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 
-from jaxspeed.config.batch import batch_problem, said_of
-from jaxspeed.config.batch_problems import ACCUMULATION, MICRO, TRAIN
-from jaxspeed.config.data import Corpus
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_problem, said_of
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
+from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
 from jaxspeed.config.lr_schedules import SCHEDULERS
-from jaxspeed.config.offload_keys import offload_problems
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
-from jaxspeed.config.pipeline_keys import pipeline_problems, stages_of
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
+from jaxspeed.config.run_sections import Corpus
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
 

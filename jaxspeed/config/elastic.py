@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxspeed.config.batch import Batch
-from jaxspeed.config.micro_batch_counts import Stages
+from jaxspeed.config.batch import Batch, Stages
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.run_sections import Elasticity
 

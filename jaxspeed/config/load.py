@@ -9,12 +9,10 @@ from pydantic import ValidationError
 
 from jaxspeed.config.auto import resolve_autos
 from jaxspeed.config.cross_checks import check
+from jaxspeed.config.equivalent_keys import mesh_from_words, with_one_offload, with_one_recompute
 from jaxspeed.config.layer_specs import layer_specs_from_words
-from jaxspeed.config.mesh_keys import mesh_from_words
-from jaxspeed.config.offload_keys import with_one_offload
 from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
-from jaxspeed.config.pipeline_keys import with_one_recompute
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import PARAMS, given_leaves, read, without

@@ -1,4 +1,4 @@
-"""Sections about the run itself: elasticity, checkpoints, and the own words model and run."""
+"""Sections about the run itself: elasticity, checkpoints, jaxspeed's `model`, `run`, `data`."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,9 @@ from jaxspeed.config.types import (
     NonNegative,
     Number,
     Opaque,
+    Positive,
     Section,
+    Share,
     Text,
     lower,
 )
@@ -186,3 +188,37 @@ class Autotuning(Section):
     def said(self, key: str) -> bool:
         """Whether the section counts and has this key: DeepSpeed's defaults are no bounds here."""
         return self.enabled and key in self.model_fields_set
+
+
+# -- where batches come from -----------------------------------------------------------------------
+
+
+class Corpus(Section):
+    """One source of samples."""
+
+    source: Text | None = None
+    path: Text | None = None
+    paths: list[Text] | None = None
+    text_field: Text = "text"
+    split: Text = "train"
+    samples: Count | None = None
+
+
+class Part(Corpus):
+    """One source of a mixture."""
+
+    weight: Positive = 1.0
+
+
+class Data(Corpus):
+    """Sources, how text becomes tokens, and in which order samples come."""
+
+    mixture: list[Part] = Field(default_factory=list)
+    tokenizer: Text = "bytes"
+    vocab_size: Count | None = None
+    seq_len: Count | None = None
+    document_masks: Flag = True
+    held_out: Share = 0.05
+    shuffle: Flag = True
+    seed: Natural | None = None
+    prefetch: Count = 2

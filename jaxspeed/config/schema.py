@@ -1,14 +1,13 @@
 """Every key that a config may hold, with DeepSpeed's defaults; fields only."""
 
-from jaxspeed.config.data import Data
 from jaxspeed.config.lr_schedules import Scheduler
-from jaxspeed.config.number_formats import Bf16, DataTypes, Fp16, TorchAutocast
 from jaxspeed.config.optimizers import Optimizer
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, Pipeline
 from jaxspeed.config.run_sections import (
     Autotuning,
     Checkpoint,
     CommsLogger,
+    Data,
     Elasticity,
     FileMonitor,
     FlopsProfiler,
@@ -26,10 +25,58 @@ from jaxspeed.config.types import (
     Opaque,
     Positive,
     ReductionOp,
+    ScalePower,
     Section,
     Text,
 )
 from jaxspeed.config.zero_section import Zero
+
+# -- the number formats in which to compute, to accumulate and to step -----------------------------
+
+
+class Fp16(Section):
+    """fp16 with loss scaling, by DeepSpeed's names."""
+
+    enabled: Flag = False
+    loss_scale: NonNegative = 0.0
+    initial_scale_power: ScalePower = 16
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Positive = 1.0
+    auto_cast: Flag = False
+    fp16_master_weights_and_grads: Flag = False
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale follows the overflows; DeepSpeed says this with a scale of 0."""
+        return self.loss_scale == 0
+
+
+class Bf16(Section):
+    """bf16 by DeepSpeed's names."""
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = True
+    bf16_master_weights_and_grads: Flag = False
+    bf16_optimizer_states: Flag = False
+    immediate_grad_update: Flag = False
+
+
+class DataTypes(Section):
+    """Formats apart from the compute format."""
+
+    grad_accum_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+
+
+class TorchAutocast(Section):
+    """Autocast in torch's words; here it names the compute format."""
+
+    enabled: Flag = False
+    dtype: Dtype | None = None
+    lower_precision_safe_modules: list[Text] | None = None
 
 
 class Settings(Section):

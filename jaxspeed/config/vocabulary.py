@@ -1,8 +1,7 @@
 """The whole vocabulary: one row a key, one verdict a row, true of today's code."""
 
 from jaxspeed.config.keys_autotuning import AUTOTUNING
-from jaxspeed.config.keys_parallelism import PARALLELISM
-from jaxspeed.config.keys_pipeline import PIPELINE
+from jaxspeed.config.keys_parallelism import PARALLELISM, PIPELINE
 from jaxspeed.config.keys_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.keys_training import TRAINING
 from jaxspeed.config.verdicts import Entry

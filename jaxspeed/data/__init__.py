@@ -6,8 +6,7 @@ of the step. A corpus is numbered samples that can be read in any order; which s
 Grain's business.
 """
 
-from jaxspeed.data.batch_shapes import told_shapes
-from jaxspeed.data.corpus import Corpus, build, tokenize
+from jaxspeed.data.corpus import Corpus, build, tokenize, told_shapes
 from jaxspeed.data.feeder import Feeder, Place, placer
 from jaxspeed.data.model_limits import Facts, facts
 from jaxspeed.data.split import Split

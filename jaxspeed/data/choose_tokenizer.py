@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from jaxspeed.config.data import Data
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data.model_limits import Facts
 from jaxspeed.data.open_source import Opened
 from jaxspeed.data.sources import Texts

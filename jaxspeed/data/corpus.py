@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from jaxspeed.config.data import Corpus as Source
-from jaxspeed.config.data import Data
-from jaxspeed.config.data import Part as MixturePart
+from jaxspeed.config.run_sections import Corpus as Source
+from jaxspeed.config.run_sections import Data
+from jaxspeed.config.run_sections import Part as MixturePart
 from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
 from jaxspeed.data.model_limits import Facts, Kind
@@ -259,3 +260,19 @@ def _summary(
     of = f" of {train.tokens_each:,} tokens" if train.tokens_each else ""
     out = held_out.samples if held_out else 0
     return f"{shown}{by}; {train.samples:,} samples{of} to train on, {out:,} held out"
+
+
+def told_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """Those of a batch of so many samples, where what the model reads tells them.
+
+    None where the samples are the user's own (or the model is), so that one has to be read.
+    """
+    sources: Sequence[Source] = data.mixture or [data]
+    own = any(":" in (each.source or "") for each in sources)
+    if own or reads.sample is None:
+        return None
+    made = {"source": "synthetic", "samples": 1, "mixture": [], "held_out": 0.0}
+    first = build(data.model_copy(update=made), **vars(reads), seed=0).train.batch(0, 1)
+    return {
+        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
+    }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspeed.config.data import Corpus as Source
+from jaxspeed.config.run_sections import Corpus as Source
 from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import Facts

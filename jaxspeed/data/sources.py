@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.config.data import Corpus as Source
+from jaxspeed.config.run_sections import Corpus as Source
 from jaxspeed.data import files
 from jaxspeed.errors import DataError
 

@@ -3,7 +3,7 @@
 from jaxspeed.engine.check import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis
 from jaxspeed.engine.engine import Engine, compiled_report
-from jaxspeed.engine.run_devices import simulate
+from jaxspeed.engine.jax_setup import simulate
 
 __all__ = [
     "CheckReport",

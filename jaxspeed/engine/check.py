@@ -15,6 +15,7 @@ from jaxspeed.config import match
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
+from jaxspeed.objective.accumulate import Sums, micro_batches
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.objective.rng import is_key
 from jaxspeed.objective.train_state import (
@@ -26,7 +27,6 @@ from jaxspeed.objective.train_state import (
     wide_dtype,
 )
 from jaxspeed.optim.loss_scale import DynamicRule
-from jaxspeed.pipeline import Sums, micro_batches
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.program import Program

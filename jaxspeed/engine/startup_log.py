@@ -11,6 +11,7 @@ import jax
 from jaxspeed.offload import GPU_LIMIT, pinned_limit
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.tensor_parallel import dims_cut_over
@@ -95,7 +96,9 @@ def _tell_of_the_outside(table: PlacementTable) -> None:
     def size(row: Row) -> int:
         return math.prod(row.leaf.shape) * row.leaf.dtype.itemsize
 
-    whole = [r for r in table if r.path not in table.stack.paths and "pipe" not in _axes(r)]
+    whole = [
+        r for r in table if r.path not in table.stack.paths and "pipe" not in spec_axes(r.read.spec)
+    ]
     total, outside = sum(map(size, table)), sum(map(size, whole))
     if outside < WORTH_TELLING * total:
         return
@@ -139,9 +142,3 @@ def _way_out(largest: Sequence[Row], stack: Stack) -> str:
         "Where one is a vocabulary, name its dim: "
         f'parallel.logical_axes {{"{first.path}": ["vocab", ...]}}'
     )
-
-
-def _axes(row: Row) -> set[str]:
-    """The axes that cut what layers read of a parameter."""
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in row.read.spec)
-    return {axis for entry in entries for axis in entry if axis}

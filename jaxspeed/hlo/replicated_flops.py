@@ -28,6 +28,7 @@ from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
 from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs, tiles_of
 from jaxspeed.hlo.trip_counts import walk
 from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.specs import spec_axes
 
 Axes = frozenset[str]
 Known = tuple[tuple[int, ...], ...]  # for every device the elements, of a small array of integers
@@ -166,8 +167,7 @@ class _Flow:
         number = int(parameter.arguments)
         known = self.arguments[number] if number < len(self.arguments) else None
         if isinstance(known, NamedSharding):
-            axes = {a for e in known.spec for a in (e if isinstance(e, tuple) else (e,)) if a}
-            return frozenset(axes) & self._all
+            return spec_axes(known.spec) & self._all
         tiles = tiles_of(parameter.attribute("sharding") or "", self.mesh.size)
         return self._all if tiles is None else self._varies([(tile,) for tile in tiles])
 

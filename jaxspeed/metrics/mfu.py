@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxspeed.hardware.peaks import peak_flops
+from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import of_products, program_flops
 
 

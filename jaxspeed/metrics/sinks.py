@@ -7,16 +7,17 @@ as one run. Only one process of a run writes.
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from jaxspeed.config import Config
-from jaxspeed.config.run_sections import FileMonitor
+from jaxspeed.config.run_sections import FileMonitor, Wandb
 from jaxspeed.errors import ConfigError, RunError
-from jaxspeed.metrics.line_files import open_to_append, trim
 from jaxspeed.metrics.records import from_json, plain, to_json
-from jaxspeed.metrics.wandb_sink import WandbSink
 
 RECORDS = "metrics.jsonl"
 
@@ -158,3 +159,109 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
 def _csv_step(line: str) -> int | None:
     first = line.split(",")[0]
     return None if first == "step" else int(first)
+
+
+# -- Weights & Biases ------------------------------------------------------------------------------
+
+RUN_ID = "wandb-run-id"
+
+
+class WandbSink:
+    """Logs each record at its step. The run's id is kept in the run's folder.
+
+    W&B takes no step twice: what it has of steps that are trained again stays, and is the same.
+    """
+
+    def __init__(self, section: Wandb, folder: str | Path, config: Mapping[str, Any]) -> None:
+        library = importlib.import_module("wandb")
+        try:
+            self._run = library.init(
+                project=section.project,
+                entity=section.team,
+                group=section.group,
+                dir=str(folder),
+                id=_run_id(Path(folder)),
+                resume="allow",
+                config=dict(config),
+            )
+        except Exception as error:  # the library raises errors of its own, of the network, ...
+            raise RunError(
+                f"wandb: cannot start a run of project {section.project!r}: {error}; "
+                "with WANDB_MODE=offline it needs neither network nor login"
+            ) from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        values = plain(record)
+        step = values.pop("step")
+        if step >= self._run.step:
+            self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    path = folder / RUN_ID
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
+
+
+# -- files of lines, one a step, that outlive the process that writes them -------------------------
+
+log = logging.getLogger("jaxspeed")
+
+
+def open_to_append(path: Path) -> TextIO:
+    """The file, made with its folder where it is not there. RunError where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def trim(path: Path, step_of: Callable[[str], int | None], resume_from_step: int | None) -> None:
+    """Drop the lines of `resume_from_step` and later, and a last line that was cut short.
+
+    The file changes in one move, and only where it must. A line without a step is kept; one of
+    which `step_of` says ValueError is dropped with a warning.
+    """
+    if not path.exists():
+        return
+    try:
+        # A file of weeks is large: it is gone through twice, and never held.
+        if all(kept for kept, _ in _judged(path, step_of, resume_from_step)):
+            return
+        beside = path.with_name(f".{path.name}.trimmed")
+        with beside.open("wb") as out:
+            for kept, line in _judged(path, step_of, resume_from_step, warn=True):
+                if kept:
+                    out.write(line)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _judged(
+    path: Path,
+    step_of: Callable[[str], int | None],
+    resume_from_step: int | None,
+    warn: bool = False,
+) -> Iterator[tuple[bool, bytes]]:
+    """Each line, and whether it stays."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):  # a line is written with its end, so it was cut short
+                yield False, line
+                continue
+            try:
+                step = step_of(line.decode())
+            except ValueError:
+                if warn:
+                    log.warning("%s: line %d cannot be read and is dropped", path, number)
+                yield False, line
+                continue
+            yield resume_from_step is None or step is None or step < resume_from_step, line

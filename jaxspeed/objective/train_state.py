@@ -111,18 +111,18 @@ class OptLayout:
 def _place(
     path: str, shape: tuple[int, ...], dtype: Any, table: PlacementTable, memory: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], Placement]:
-    row = _parameter_of(path, shape, table)
-    if row is None or row.opt is None:
+    owner = owner_of(path, table.rows)
+    row = table[owner] if owner else None
+    if row is None or row.opt is None or row.leaf.shape != shape:
         return shape, shape, Placement(jax.sharding.PartitionSpec(), memory, dtype)
     return shape, row.shape(row.opt), Placement(row.opt.spec, row.opt.memory_kind, dtype)
 
 
-def _parameter_of(path: str, shape: tuple[int, ...], table: PlacementTable) -> Row | None:
-    """The row whose path is the longest tail of an optimizer leaf's path."""
+def owner_of(path: str, parameters: Mapping[str, Any]) -> str | None:
+    """The parameter whose path is the longest tail of the path of a leaf of the state."""
     parts = path.split("/")
     tails = ("/".join(parts[i:]) for i in range(len(parts)))
-    found = next((table[tail] for tail in tails if tail in table.rows), None)
-    return found if found is not None and found.leaf.shape == tuple(shape) else None
+    return next((tail for tail in tails if tail in parameters), None)
 
 
 def native_tree(model: Any, flat: Mapping[str, Any]) -> Any:

@@ -1,10 +1,17 @@
 """Offload to host memory: transfers, the streamed update of offloaded state, known JAX bugs."""
 
-from jaxspeed.offload.host_accumulation import mean_in_host, zeros_in_host
 from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
 from jaxspeed.offload.staged_init import made_in_groups
-from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_walk, stream, total
+from jaxspeed.offload.streaming import (
+    StreamedArray,
+    StreamPlan,
+    choose_walk,
+    mean_in_host,
+    stream,
+    total,
+    zeros_in_host,
+)
 from jaxspeed.offload.update_device import OF_DEVICE, OF_HOST, UpdateDevice
 
 __all__ = [

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.jaxpr.flops import nbytes, of_all
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CONSTRAINT, KERNELS
 from jaxspeed.jaxpr.traverse import Body, bodies, is_var
+from jaxspeed.placement.specs import spec_axes
 
 ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "activations",
@@ -182,7 +183,9 @@ class _Walk:
                 self.join(env[v] for v in (source, made) if is_var(v) and v in env)
                 continue
             node = env[source] if _in_host(source) else env[made]
-            axes = _axes(to.spec) if isinstance(to, NamedSharding) else self._said(source, makers)
+            axes = (
+                spec_axes(to.spec) if isinstance(to, NamedSharding) else self._said(source, makers)
+            )
             size = trips * nbytes(made.aval)
             self.moves.append(_Move(_in_host(source), node, size, axes, manual))
 
@@ -193,7 +196,7 @@ class _Walk:
             return None
         spec = getattr(maker.params["sharding"], "spec", PartitionSpec())
         open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
-        return _axes(spec) | (self.activation_axes if open_ else frozenset())
+        return spec_axes(spec) | (self.activation_axes if open_ else frozenset())
 
     def _by_host(
         self,
@@ -271,7 +274,7 @@ class _Walk:
                 axes[root] = move.axes
                 if move.to_device:
                     walked.add(root)
-        axes |= {root: _axes(argument.sharding.spec) for root, argument in owners.items()}
+        axes |= {root: spec_axes(argument.sharding.spec) for root, argument in owners.items()}
         by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
         by_host: dict[str, int] = defaultdict(int)
@@ -316,10 +319,3 @@ def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:
 
 def _in_host(atom: Any) -> bool:
     return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _axes(spec: Any) -> frozenset[str]:
-    """All mesh axes of a spec."""
-    entries = ((entry,) if isinstance(entry, str) else entry for entry in spec)
-    named = (entry for entry in entries if isinstance(entry, tuple))
-    return frozenset(axis for entry in named for axis in entry)

@@ -25,6 +25,7 @@ from jaxspeed.objective.train_state import (
     OptLayout,
     TrainState,
     native_tree,
+    owner_of,
     pad,
     unpad,
     wide_dtype,
@@ -126,9 +127,7 @@ class Streamed:
 
     def owner(self, path: str) -> str | None:
         """The parameter that a leaf of the optimizer's state belongs to."""
-        parts = path.split("/")
-        tails = ("/".join(parts[i:]) for i in range(len(parts)))
-        return next((tail for tail in tails if tail in self.table.rows), None)
+        return owner_of(path, self.table.rows)
 
     # -- pieces -----------------------------------------------------------------------------------
 

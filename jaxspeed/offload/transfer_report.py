@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.hardware.peaks import host_link, peak_flops
+from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.offload.host_transfers import (
     ACTIVATIONS,
     GRADIENTS,
@@ -17,7 +17,7 @@ from jaxspeed.offload.host_transfers import (
     PARAMETERS,
     HostTransfers,
 )
-from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 
 ASSUMED = "A100"  # for devices of which nothing is known, as simulated ones
 ESTIMATED = "estimated from the traced step"
@@ -109,9 +109,9 @@ class Transfer:
         whose = self._rated if self.is_known else f"an {ASSUMED}: of this device none is known"
         return (
             f"expected at best, as of {whose}",
-            f"moving {_seconds(self.seconds)} = {bytes_text(self.crossings.bytes)} (traced step) / "
-            f"{bytes_text(self.link)}/s",
-            f"computing {_seconds(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
+            f"moving {seconds_text(self.seconds)} = {bytes_text(self.crossings.bytes)} "
+            f"(traced step) / {bytes_text(self.link)}/s",
+            f"computing {seconds_text(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
             f"({self.flops_from}) / {scaled_text(self.peak, 'flop')}/s",
         )
 
@@ -132,7 +132,7 @@ class Transfer:
         rows = dict(sorted(self.by_kind.items(), key=lambda item: -sum(item[1])))
         there, back = zip(*rows.values(), strict=True)
         for kind, sizes in {**rows, "sum": (sum(there), sum(back))}.items():
-            cells = [*map(bytes_text, sizes), _seconds(sum(sizes) / self.link)]
+            cells = [*map(bytes_text, sizes), seconds_text(sum(sizes) / self.link)]
             table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
         whose, *times = self._lines()
         lines = [Text(f"{whose}:"), *(Text(f" {each}") for each in times)]
@@ -162,10 +162,3 @@ class Transfer:
 
 def _times(ratio: float) -> str:
     return f"{ratio:.1f} times" if ratio < 10 else f"{ratio:,.0f} times"
-
-
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{1e6 * value:.3g} µs"

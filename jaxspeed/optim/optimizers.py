@@ -16,7 +16,6 @@ import optax
 from jaxspeed.config.patterns import match
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
-from jaxspeed.optim.lamb import scale_by_lamb_coefficient
 from jaxspeed.optim.muon import NewtonSchulz, scale_by_muon, uses_muon
 from jaxspeed.optim.norms_and_biases import map_with_path
 from jaxspeed.optim.schedules import Schedule
@@ -26,6 +25,7 @@ from jaxspeed.optim.transforms import (
     damped_trace,
     in_float32,
     scale_by_adagrad,
+    scale_by_lamb_coefficient,
     scale_by_rate,
     scale_by_raw_moments,
     with_scheduled_betas,

@@ -188,3 +188,34 @@ def damped_trace(momentum: float, dampening: float) -> optax.GradientTransformat
         return trace, DampedTraceState(optax.safe_increment(state.step), trace)
 
     return optax.GradientTransformation(init, update)
+
+
+def scale_by_lamb_coefficient(
+    min_coeff: float, max_coeff: float, stacked: Callable[[str], int]
+) -> optax.GradientTransformation:
+    """`clip(||p|| / ||u||, min_coeff, max_coeff) u`, the ratio being 1 where a norm is 0.
+
+    LAMB's trust ratio, one for each weight matrix (You et al., arXiv:1904.00962), as DeepSpeed's
+    FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu). Optax's `scale_by_trust_ratio` does not clip,
+    and takes one norm of a leaf that holds many layers.
+
+    Args:
+      min_coeff: the least that an update is scaled by.
+      max_coeff: the most.
+      stacked: how many leading dims of the leaf at a path number its layers; each layer is a
+        matrix with norms of its own.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def scaled(path: str, u: jax.Array, p: jax.Array) -> jax.Array:
+            dims = tuple(range(stacked(path), p.ndim))
+            p_norm, u_norm = (
+                jnp.sqrt(jnp.sum(squared(x), axis=dims, keepdims=True)) for x in (p, u)
+            )
+            either_zero = (p_norm == 0) | (u_norm == 0)
+            ratio = p_norm / jnp.where(either_zero, 1, u_norm)
+            return jnp.where(either_zero, 1, jnp.clip(ratio, min_coeff, max_coeff)) * u
+
+        return map_with_path(scaled, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

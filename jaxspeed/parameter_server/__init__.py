@@ -17,8 +17,7 @@ from jaxspeed.parameter_server.rounds import Rounds
 from jaxspeed.parameter_server.service import Service
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
 from jaxspeed.parameter_server.traffic import Traffic
-from jaxspeed.parameter_server.turns import Arrival, Start, Turns
-from jaxspeed.parameter_server.virtual_clock import Clock
+from jaxspeed.parameter_server.turns import Arrival, Clock, Start, Turns
 from jaxspeed.parameter_server.worker_step import refuse_statistics, wire_of
 
 __all__ = [

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Any
 
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.service import Service
 from jaxspeed.parameter_server.turns import Turns
-from jaxspeed.pipeline import Sums
 from jaxspeed.train.program import Metrics
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, updated_values, wide_dtype
 from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, Streamed, Updated
 from jaxspeed.optim.loss_scale import StaticRule
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Metrics, Program

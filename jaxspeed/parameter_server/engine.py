@@ -17,13 +17,14 @@ import numpy as np
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.asynchronous import OwnPace
 from jaxspeed.parameter_server.programs import ServedProgram
 from jaxspeed.parameter_server.rounds import Rounds
 from jaxspeed.parameter_server.service import Service
 from jaxspeed.parameter_server.traffic import Traffic
-from jaxspeed.pipeline import Sums
+from jaxspeed.parameter_server.worker_step import host_parts
 from jaxspeed.train.program import Metrics, Program
 
 
@@ -124,22 +125,12 @@ class ServedEngine(Engine):
         self.program.check_batch(batch, self.program.batch.train)
         own, state = self.runnable
         found = None
-        for part in self._host_parts(batch):
+        for part in host_parts(batch, self.program.ranks):
             found = diagnosing.diagnose(own, state, jax.device_put(part, own.batch_shardings(part)))
             if not found.finite:
                 break
         assert found is not None
         return found
-
-    def _host_parts(self, batch: Batch) -> list[Any]:
-        ranks = self.program.ranks
-
-        def parts(x: Any) -> list[np.ndarray]:
-            x = np.asarray(x)
-            return np.split(x, ranks) if x.shape else [x] * ranks
-
-        leaves, tree = jax.tree.flatten(batch)
-        return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
 
 
 def open_engine(program: Program, state: TrainState) -> Engine:

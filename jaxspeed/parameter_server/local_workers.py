@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.programs import ServedProgram
 from jaxspeed.parameter_server.traffic import Traffic, one_copy
 from jaxspeed.parameter_server.worker_step import Pieces
-from jaxspeed.pipeline import Sums
 
 
 class Fleet:

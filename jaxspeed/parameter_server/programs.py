@@ -17,12 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
+from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.bucketed_update import Buckets, buckets_of
-from jaxspeed.parameter_server.server_shards import cuts_of
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import Worker, wire_of
-from jaxspeed.pipeline import Sums
+from jaxspeed.parameter_server.worker_step import Worker, cuts_of, wire_of
 from jaxspeed.placement.mesh import apart, build_mesh
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program
@@ -121,7 +120,7 @@ class ServedProgram(Program):
         """Loss, weight and a loss's own metrics, of sums without gradients."""
 
         def mean(sums: Sums) -> Metrics:
-            loss = jnp.where(sums.weight > 0, sums.total / sums.weight, 0)
+            loss = per_weight(sums.total, sums.weight)
             return {**sums.metrics, "loss": loss, "weight": sums.weight}
 
         return jax.jit(mean)
@@ -180,18 +179,10 @@ def _bytes(row: Row, dtype: Any) -> int:
 
 
 def folded(seen: Sums, new: Sums) -> Sums:
-    """The weighted mean so far, as micro-batches accumulate."""
-    weight = seen.weight + new.weight
-    share = jnp.where(weight > 0, new.weight / weight, 0)
-
-    def mean(old: jax.Array, value: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(old.dtype, share.dtype)
-        old_wide, value = old.astype(wide), value.astype(wide)
-        return (old_wide + (value - old_wide) * share).astype(old.dtype)
-
-    grads = {path: mean(grad, new.grads[path]) for path, grad in seen.grads.items()}
-    metrics = {name: mean(value, new.metrics[name]) for name, value in seen.metrics.items()}
-    return Sums(grads, seen.total + new.total, weight, metrics)
+    """The weighted mean of two workers' sums, as micro-batches accumulate."""
+    sums, share = accumulate(seen, new)
+    grads = {path: running_mean(x, new.grads[path], share) for path, x in seen.grads.items()}
+    return sums._replace(grads=grads)
 
 
 def build(

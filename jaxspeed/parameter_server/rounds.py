@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.bucketed_update import Buckets, UpdateByBuckets
 from jaxspeed.parameter_server.service import Service
-from jaxspeed.parameter_server.virtual_clock import Clock
-from jaxspeed.pipeline import Sums
+from jaxspeed.parameter_server.turns import Clock
 from jaxspeed.train.program import Metrics
 
 

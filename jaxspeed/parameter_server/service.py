@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.parameter_server.local_workers import Fleet
 from jaxspeed.parameter_server.programs import ServedProgram
-from jaxspeed.pipeline import Sums
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.program import Metrics
 

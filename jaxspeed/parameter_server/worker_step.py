@@ -1,24 +1,84 @@
 """What one worker computes: gradients of a part of a batch, from parameters that it pulled."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.precision import DTYPES
-from jaxspeed.objective.train_state import Arrays, TrainState
-from jaxspeed.parameter_server.server_shards import ServerShard
+from jaxspeed.objective.train_state import Arrays, TrainState, pad, unpad
 from jaxspeed.parameter_server.traffic import one_copy
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.rows import reduction_dtype
+from jaxspeed.placement.specs import sharded_dim
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
 
 Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
+
+
+# -- what a worker sends each server, and gets from it --------------------------------------------
+
+DATA = "data"  # the axis of the servers' mesh along which they lie
+
+
+@dataclass(frozen=True)
+class ServerShard:
+    """How a parameter is shared among the servers: along one dim, padded so that it can be.
+
+    The servers' table says where. A worker shards what it pushes and joins what it pulled in the
+    same places, so that no server is ever sent what it does not own.
+    """
+
+    shape: tuple[int, ...]  # as layers read it
+    stored: tuple[int, ...]  # padded
+    dim: int | None  # along which it is cut; None: every server has all of it
+    at: NamedSharding
+
+    def pieces(self, x: jax.Array) -> list[jax.Array]:
+        """What each server gets; of what is not cut there is one piece for all."""
+        if self.dim is None:
+            return [x]
+        return jnp.split(pad(x, self.stored), self.at.mesh.size, self.dim)
+
+    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        if self.dim is None:
+            return pieces[0]
+        return unpad(jnp.concatenate(pieces, self.dim), self.shape)
+
+
+def cuts_of(table: PlacementTable) -> dict[str, ServerShard]:
+    """By path, as a server stores what layers read from."""
+    return {
+        row.path: ServerShard(
+            row.leaf.shape,
+            row.shape(row.source),
+            sharded_dim(row.source.spec, DATA),
+            NamedSharding(table.mesh, PartitionSpec(*row.source.spec)),
+        )
+        for row in table
+    }
+
+
+def host_parts(batch: Any, ranks: int) -> list[Any]:
+    """The workers' parts of a batch in host memory, in their order."""
+
+    def parts(x: Any) -> list[np.ndarray]:
+        x = np.asarray(x)
+        return np.split(x, ranks) if x.shape else [x] * ranks
+
+    leaves, tree = jax.tree.flatten(batch)
+    return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
+
+
+# -- the worker ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

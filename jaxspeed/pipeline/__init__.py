@@ -7,11 +7,10 @@ are the runs of ticks that one compiled loop body serves. The traced loss is spl
 """
 
 from jaxspeed.pipeline.gantt import gantt
-from jaxspeed.pipeline.phases import Phase, Repeat, phases
-from jaxspeed.pipeline.pipeline import Pipeline, micro_batches
+from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, Work, forward_only, schedule
-from jaxspeed.pipeline.training import Sums
+from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 
 __all__ = [
     "SCHEDULES",
@@ -20,11 +19,9 @@ __all__ = [
     "PipelineReport",
     "Repeat",
     "Schedule",
-    "Sums",
     "Work",
     "forward_only",
     "gantt",
-    "micro_batches",
     "phases",
     "schedule",
 ]

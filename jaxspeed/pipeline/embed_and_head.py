@@ -18,6 +18,7 @@ from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import Split, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
 from jaxspeed.zero3 import Way, run_sliced
 
@@ -52,7 +53,7 @@ def _run(
     activations = [v for v in given if v not in split.index]
     samples = [*(v for v in split.program.batch if v in read), *activations]
     specs = {path: table[path].read.spec for path in paths}
-    if not any(PIPE in _axes(entry) for spec in specs.values() for entry in spec):
+    if not any(PIPE in spec_axes(spec) for spec in specs.values()):
         given |= {v: _over_stages(given[v]) for v in samples}
     storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
@@ -84,7 +85,3 @@ def _cut(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
         return None
     entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -5,15 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.objective.accumulate import accumulate
 from jaxspeed.objective.loss import Loss
 from jaxspeed.pipeline.cpu_ordering import entering, once_all_there
 from jaxspeed.pipeline.embed_and_head import after, before
-from jaxspeed.pipeline.phases import Phase
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.stage_shard_map import from_one, hand_on, on_stages
 from jaxspeed.pipeline.step_values import Split, Values
-from jaxspeed.pipeline.tick_loops import Tick, follow
+from jaxspeed.pipeline.tick_loops import Phase, Tick, follow
 
 State = tuple[Values, Loss]  # messages to the next stage, and what has left
 
@@ -36,7 +36,9 @@ def evaluated(split: Split, stage: Stage, schedule: Schedule) -> Loss:
 
         own = (row.forward, stage.weights, ahead)
         ahead, end = on_stages(lane, stages, own, (entry, stage.context))
-        return ahead, add_up(seen, after(split, row.leaving, outer, end)) if phase.head else seen
+        if phase.head:
+            seen, _ = accumulate(seen, after(split, row.leaving, outer, end))
+        return ahead, seen
 
     ahead = once_all_there(split, stage.messages(), stage.weights, split.step)
     return follow(schedule, tick, (ahead, no_loss(split)))[1]
@@ -50,11 +52,3 @@ def no_loss(split: Split) -> Loss:
         return after(split, jnp.zeros((), jnp.int32), split.outer, carry)
 
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one))
-
-
-def add_up(seen: Loss, loss: Loss) -> Loss:
-    """Two losses as one; metrics are means by weight."""
-    weight = seen.weight + loss.weight
-    share = jnp.where(weight > 0, loss.weight / weight, 0)
-    metrics = {n: seen.metrics[n] + (m - seen.metrics[n]) * share for n, m in loss.metrics.items()}
-    return Loss(seen.total + loss.total, weight, metrics)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxspeed.config.remat import Recompute
+from jaxspeed.objective.accumulate import Sums, micro_batches
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
@@ -15,7 +15,7 @@ from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
 from jaxspeed.pipeline.stage_layout import Arrangement
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.step_values import Split
-from jaxspeed.pipeline.training import Sums, Training
+from jaxspeed.pipeline.training import Training
 from jaxspeed.placement.mesh import data_parallel_size
 
 
@@ -84,18 +84,3 @@ class Pipeline:
         # Made once, here: what the loop over ticks makes first would be made in each tick.
         _ = split.outer, stage.weights, stage.context
         return stage
-
-
-def micro_batches(batch: Any, count: int, ranks: int) -> Any:
-    """A batch [samples, ...] as [count, samples / count, ...].
-
-    Micro-batch i is the i-th slice of each of the `ranks`' own part, so nothing crosses devices.
-    """
-
-    def split(x: jax.Array) -> jax.Array:
-        if not x.shape:
-            return jnp.broadcast_to(x, (count,))
-        parts = x.reshape(ranks, count, -1, *x.shape[1:])
-        return jnp.moveaxis(parts, 0, 1).reshape(count, -1, *x.shape[1:])
-
-    return jax.tree.map(split, batch)

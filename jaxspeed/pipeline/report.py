@@ -5,7 +5,6 @@ program (`schedule.py`): in each tick all of them pay for what any of them does.
 weights of a chunk and the head's exchange are counted once a tick, busy or not.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.placement.show import as_text, bytes_text
@@ -293,4 +293,4 @@ class PipelineReport:
 
 
 def _size(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    return sum(map(nbytes, arrays))

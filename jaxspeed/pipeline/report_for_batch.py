@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.pipeline import Pipeline
@@ -14,8 +15,8 @@ from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.split_loss import parts_of
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.table import PIPE, PlacementTable
-from jaxspeed.placement.zero import ways
 
 
 def pipeline_report(
@@ -52,11 +53,8 @@ def _carry(
     mesh, stack = objective.table.mesh, objective.table.stack
     assert stack is not None
 
-    def micro(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (x.shape[0] // micro_batches, *x.shape[1:]) if x.shape else ()
-        return jax.eval_shape(objective.cast, jax.ShapeDtypeStruct(shape, x.dtype))
-
-    one = jax.tree.map(micro, batch)
+    micro = micro_batch_shapes(batch, micro_batches)
+    one = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), micro)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = objective.trace((shapes, one, index, index), train=True)
@@ -112,15 +110,10 @@ class _OneLayer:
     def _size(self, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
         """Of a part of such an array; the dim that stacks layers, and its cut, left out."""
         entries = placement.spec[self.first :]
-        cut = math.prod(ways(entry, self.sizes) for entry in entries)
+        cut = math.prod(num_shards(entry, self.sizes) for entry in entries)
         return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // cut
 
 
-def _added(row: Row, placement: Placement) -> set[str]:
+def _added(row: Row, placement: Placement) -> frozenset[str]:
     """The axes that cut an array beyond what layers read."""
-    return _axes(placement) - _axes(row.read)
-
-
-def _axes(placement: Placement) -> set[str]:
-    entries = [(e,) if isinstance(e, str) else e or () for e in placement.spec]
-    return {axis for entry in entries for axis in entry}
+    return spec_axes(placement.spec) - spec_axes(row.read.spec)

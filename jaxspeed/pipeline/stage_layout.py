@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.rows import HOST, Placement, Row
+from jaxspeed.placement.specs import by_dim, sharded_dim, without_axes
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PIPE, PlacementTable
 from jaxspeed.zero3 import ShardedParam
@@ -166,8 +167,8 @@ class Arrangement:
     def _exchanged(self, name: str, placement: Placement) -> int | None:
         """The dim of [stages, chunks, layers, ...] of which each stage stores a part."""
         entries = self._entries(name, placement)
-        dims = (3 + dim for dim, entry in enumerate(entries) if PIPE in _axes(entry))
-        return next(dims, None)
+        dim = sharded_dim(entries, PIPE)
+        return None if dim is None else 3 + dim
 
     def _of_stages(self, name: str, placement: Placement) -> PartitionSpec:
         return PartitionSpec(PIPE, None, None, *self.spec(name, placement))
@@ -182,11 +183,11 @@ class Arrangement:
     def _entries(self, name: str, placement: Placement) -> list[Any]:
         """Over what one layer's part is stored cut, a dim each."""
         ndim = len(self.row(name).leaf.shape)
-        return [*placement.spec, *([None] * (ndim - len(placement.spec)))][self._lead :]
+        return by_dim(placement.spec, ndim)[self._lead :]
 
     def spec(self, name: str, placement: Placement) -> PartitionSpec:
         """How one layer's part is cut on its stage."""
-        return PartitionSpec(*map(_without_pipe, self._entries(name, placement)))
+        return without_axes(self._entries(name, placement), (PIPE,))
 
     def source_shape(self, name: str) -> tuple[int, ...]:
         """One layer's part, padding of what is gathered included."""
@@ -253,12 +254,3 @@ class Turns:
         )(self.never, [x for x, _ in last], list(arrays))
         self.last = outs[0], made
         return outs
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _without_pipe(entry: Any) -> Any:
-    axes = tuple(axis for axis in _axes(entry) if axis != PIPE)
-    return axes if len(axes) > 1 else axes[0] if axes else None

@@ -17,6 +17,7 @@ from jaxspeed.pipeline.step_values import Split, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import Now
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, waits
+from jaxspeed.placement.specs import without_axes
 from jaxspeed.tensor_parallel import with_crossings
 from jaxspeed.zero3 import ShardedParam, run_sliced
 
@@ -172,7 +173,7 @@ class Stage:
             if table[path].gathered:
                 storage[v] = _in_lane(split.objective.stored(table[path]), mesh)
         specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in own.items()} | {
-            path: _without_pipe(table[path].read.spec) for path in shared
+            path: without_axes(table[path].read.spec, (PIPE,)) for path in shared
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
@@ -202,14 +203,5 @@ def in_context(spec: PartitionSpec) -> NamedSharding:
 
 def _in_lane(stored: ShardedParam, mesh: Any) -> ShardedParam:
     """How a parameter that all stages have whole is stored there."""
-    gathered, cut = (_without_pipe(s.spec) for s in (stored.gathered, stored.cut))
+    gathered, cut = (without_axes(s.spec, (PIPE,)) for s in (stored.gathered, stored.cut))
     return replace(stored, gathered=NamedSharding(mesh, gathered), cut=NamedSharding(mesh, cut))
-
-
-def _without_pipe(spec: PartitionSpec) -> PartitionSpec:
-    def kept(entry: Any) -> Any:
-        axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        axes = tuple(axis for axis in axes if axis != PIPE)
-        return axes[0] if len(axes) == 1 else axes or None
-
-    return PartitionSpec(*map(kept, spec))

@@ -1,13 +1,71 @@
-"""Execution of a schedule's table: one loop for each phase."""
+"""Execution of a schedule's table: one loop for each phase, a run of ticks with the same work.
 
-from collections.abc import Callable
+A tick's program holds what any stage does in it, because all stages run one program. Ticks of the
+same kinds share one loop body, and the warm-up pays for no backward pass. What is compiled is one
+body a phase, so their number must not grow with the micro-batches: what repeats is one `Repeat`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxspeed.pipeline.phases import Phase, phases
 from jaxspeed.pipeline.schedule import Schedule
+
+
+class Phase(NamedTuple):
+    """Consecutive ticks in which the same kinds of work happen on any of the stages."""
+
+    forward: bool
+    backward: bool
+    head: bool  # a micro-batch leaves: its head and loss run
+    length: int  # ticks
+
+
+class Repeat(NamedTuple):
+    """Phases that follow each other, `times` over."""
+
+    times: int
+    phases: tuple[Phase, ...]
+
+
+def phases(schedule: Schedule) -> tuple[Repeat, ...]:
+    """The schedule's ticks in order, each in exactly one phase.
+
+    1f1b is a warm-up of K-1 forward ticks, M of both with the head, and K-1 backward ticks.
+    Interleaved, the head runs in K ticks of each v K, so that the middle repeats.
+    """
+    forward = schedule.forward.busy.any(axis=1)
+    backward = schedule.backward.busy.any(axis=1)
+    head = schedule.leaving >= 0
+    kinds = np.stack([forward, backward, head], axis=1).tolist()
+    runs = [Phase(f, b, h, len(list(run))) for (f, b, h), run in groupby(kinds)]
+    return tuple(_folded(runs))
+
+
+def _folded(runs: Sequence[Phase]) -> Iterator[Repeat]:
+    """The runs, a pattern that comes several times in a row as one Repeat."""
+    at = 0
+    while at < len(runs):
+        times, pattern = _repeated(runs, at)
+        yield Repeat(times, pattern)
+        at += times * len(pattern)
+
+
+def _repeated(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
+    """The pair of runs that repeats from here on, with how often; else the one run, once.
+
+    Only a pair can repeat: neighbours differ, and a schedule's head comes and goes at one pace.
+    """
+    pair = tuple(runs[at : at + 2])
+    times = 1
+    while tuple(runs[at + 2 * times : at + 2 * times + 2]) == pair:
+        times += 1
+    return (times, pair) if len(pair) == 2 and times > 1 else (1, pair[:1])
+
 
 State = TypeVar("State")
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxspeed.objective.accumulate import Sums, accumulate, per_weight
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.train_state import Arrays, pad
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import entering, gathered_once_there, once_all_there, once_there
 from jaxspeed.pipeline.embed_and_head import after, before, read_in
-from jaxspeed.pipeline.evaluation import add_up, no_loss
-from jaxspeed.pipeline.phases import Phase
+from jaxspeed.pipeline.evaluation import no_loss
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage, in_context
 from jaxspeed.pipeline.stage_shard_map import (
@@ -32,20 +32,10 @@ from jaxspeed.pipeline.stage_shard_map import (
     write_slot,
 )
 from jaxspeed.pipeline.step_values import Split, Values, inexact
-from jaxspeed.pipeline.tick_loops import Now, Tick, follow
+from jaxspeed.pipeline.tick_loops import Now, Phase, Tick, follow
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.segment_vjp import Passes
-
-
-class Sums(NamedTuple):
-    """What micro-batches add up to."""
-
-    grads: Arrays  # weighted mean so far, times the loss scale
-    total: jax.Array
-    weight: jax.Array
-    metrics: dict[str, jax.Array]  # weighted mean so far
-    errors: Any = ()  # by bucket, what packing them for a ring has lost
 
 
 class Flow(NamedTuple):
@@ -80,7 +70,7 @@ class Training:
         for path, grad in zip(self.stage.shared.values(), flow.shared, strict=True):
             grads[path] = grads[path] + self._place(path, grad.sum(0))
         weight = flow.loss.weight
-        factor = jnp.where(weight > 0, flow.unit / weight, 0)
+        factor = per_weight(flow.unit, weight)
         grads = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
         return Sums(grads, flow.loss.total, weight, flow.loss.metrics)
 
@@ -270,7 +260,7 @@ class Training:
             for i, x in zip(moving, carry, strict=True):
                 whole[i] = x
             loss = after(split, micro, {**outer, **active}, whole)
-            share = jnp.where(loss.weight > 0, self.scale / loss.weight, 0)
+            share = per_weight(self.scale, loss.weight)
             return loss.total * share.astype(loss.total.dtype), loss
 
         active = {path: outer[path] for path in read_in(split, split.parts.after)}
@@ -281,7 +271,7 @@ class Training:
         unit = jnp.where(flow.unit > 0, flow.unit, first)
         flow = flow._replace(
             outer=flow.outer | self._more(flow.outer, grads, loss.weight / unit, True),
-            loss=add_up(flow.loss, loss),
+            loss=accumulate(flow.loss, loss)[0],
             weights=flow.weights.at[micro].set(loss.weight),
             unit=unit,
         )

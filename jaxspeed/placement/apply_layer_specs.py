@@ -14,9 +14,9 @@ from itertools import groupby
 
 from jaxspeed.config import LayerSpec, match
 from jaxspeed.config.problems import Problem, config_error
-from jaxspeed.placement.naming import examples
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES
+from jaxspeed.placement.rules import LOGICAL_RULES, examples
+from jaxspeed.placement.specs import by_dim
 
 # A convolution's window is at most so large: a larger dim stacks layers, or is a feature dim.
 LARGEST_WINDOW = 16
@@ -243,7 +243,7 @@ def _no_dim(spec: LayerSpec, traced: bool) -> _Untold:
 
 def _named(leaf: Leaf, spec: LayerSpec, dim: int | None) -> Leaf:
     """The leaf with the dim named, and without names that would have the axis cut another."""
-    names = [*leaf.names, *([None] * (len(leaf.shape) - len(leaf.names)))]
+    names = by_dim(leaf.names, len(leaf.shape))
     cut = [LOGICAL_RULES.get(name or "") == "tensor" for name in names]
     kept = [None if is_cut else name for name, is_cut in zip(names, cut, strict=True)]
     if dim is not None:

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.placement.specs import by_dim
+
 ROLES = ("param", "master", "grad", "opt")
 HOST = "pinned_host"  # the memory kind of what waits in host memory
 
@@ -132,11 +134,7 @@ class Row:
 
         Layers see logical dims, cut unevenly; only the dim that is gathered has its padding.
         """
-        read, source = (_entries(p.spec, self.leaf) for p in (self.read, self.source))
+        read, source = (by_dim(p.spec, len(self.leaf.shape)) for p in (self.read, self.source))
         stored = self.shape(self.source)
         sizes = zip(self.leaf.shape, stored, read, source, strict=True)
         return tuple(size if r == s else padded for size, padded, r, s in sizes)
-
-
-def _entries(spec: PartitionSpec, leaf: Leaf) -> list[Any]:
-    return [*spec, *([None] * (len(leaf.shape) - len(spec)))]

@@ -1,4 +1,4 @@
-"""The placement table as people read it."""
+"""The placement table as people read it, and the forms of figures that all reports share."""
 
 import io
 import math
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.placement.rows import ROLES, Placement, Row
+from jaxspeed.placement.specs import entry_axes
 
 MOST_ROWS = 40  # a larger table shows its largest leaves
 
@@ -27,6 +28,33 @@ def scaled_text(value: float, unit: str) -> str:
 
 def bytes_text(count: float) -> str:
     return scaled_text(count, "B")
+
+
+def seconds_text(seconds: float) -> str:
+    """`216 µs`, `12.3 ms`, `1.24 s`, `3.4 min`."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= 0.9995 * scale:
+            return f"{seconds / scale:.3g} {unit}"
+    if 0 < seconds < 1e-9:
+        return "<1 ns"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def dtype_text(dtype: Any) -> str:
+    """bfloat16 as bf16, int32 as s32, as compilers write them."""
+    name = str(dtype)
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        name = name.replace(long, short)
+    return name
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """`data 4, tensor 2`: the axes that shard anything."""
+    axes = [f"{axis} {size}" for axis, size in axis_sizes.items() if size > 1]
+    return ", ".join(axes) or "one device"
 
 
 def as_text(shown: Any, width: int) -> str:
@@ -48,8 +76,9 @@ def totals(
     in_host: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
     """Bytes by role: in all, in a device's own memory, and what it has in host memory if any."""
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh_axes.items()) or "one device"
-    shown = Table(title=f"ZeRO stage {stage} on {axes}", title_justify="left", box=None)
+    shown = Table(
+        title=f"ZeRO stage {stage} on {mesh_text(mesh_axes)}", title_justify="left", box=None
+    )
     rows = {role: (*both, in_host.get(role, 0)) for role, both in roles.items()}
     rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # type: ignore[assignment]
     names = ("in all", "a device", *(["in host memory"] if in_host else []))
@@ -97,14 +126,7 @@ def _cell(placement: Placement | None) -> str:
     if placement is None:
         return "-"
     cuts = [
-        f"{'+'.join((entry,) if isinstance(entry, str) else entry)}@{dim}"
-        for dim, entry in enumerate(placement.spec)
-        if entry
+        f"{'+'.join(entry_axes(entry))}@{dim}" for dim, entry in enumerate(placement.spec) if entry
     ]
     memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
-    return f"{_short(placement.dtype.name)} {','.join(cuts) or 'whole'}{memory}"
-
-
-def _short(dtype: str) -> str:
-    """bfloat16 as bf16, float32 as f32, as compilers write them."""
-    return dtype.replace("bfloat", "bf").replace("float", "f")
+    return f"{dtype_text(placement.dtype.name)} {','.join(cuts) or 'whole'}{memory}"

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspeed.placement import show
 from jaxspeed.placement.rows import (
@@ -30,8 +30,9 @@ from jaxspeed.placement.rows import (
     Row,
 )
 from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
+from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.zero import ZeroSharding, cut_leaf, ways
+from jaxspeed.placement.zero import ZeroSharding, cut_leaf
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
@@ -63,6 +64,11 @@ class PlacementTable:
     def sharding(self, placement: Placement) -> NamedSharding:
         return placement.sharding(self.mesh)
 
+    @property
+    def grads_sharded(self) -> bool:
+        """Whether gradients accumulate sharded over `data`: stages 2 and 3."""
+        return self.stage >= 2
+
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
         """{role: (bytes in all, bytes in a device's own memory)} of what is stored, and of the
         accumulator.
@@ -80,7 +86,7 @@ class PlacementTable:
 
         def add(role: str, shape: Sequence[int], placement: Placement, whole: Any) -> None:
             itemsize = placement.dtype.itemsize
-            cut = math.prod(ways(entry, self.mesh.shape) for entry in placement.spec)
+            cut = math.prod(num_shards(entry, self.mesh.shape) for entry in placement.spec)
             here = math.prod(shape) * itemsize // cut
             in_host = placement.memory_kind == HOST
             old = totals.get(role, (0, 0, 0))
@@ -202,7 +208,7 @@ def _row(
         stage = 2
         notes.append(f"whole: fewer than {threshold:,} elements")
     kept, cut = _cuts(leaf, model, mesh, stack)
-    if PIPE in _axes(kept.spec) - _axes(model.spec):
+    if PIPE in spec_axes(kept.spec) - spec_axes(model.spec):
         notes.append("cut over pipe for storage")
     shapes = {model.spec: model.stored_shape, kept.spec: kept.stored_shape}
     shapes |= {cut.spec: cut.stored_shape} if stage else {}
@@ -254,8 +260,3 @@ def _cuts(
         kept = cut_leaf(kept.stored_shape, kept.spec, names, sizes, PIPE, first=first) or kept
     cut = cut_leaf(kept.stored_shape, kept.spec, names, sizes, first=first, inner=inner)
     return kept, cut or kept
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    """All mesh axes of a spec."""
-    return {axis for entry in spec for axis in ([entry] if isinstance(entry, str) else entry or ())}

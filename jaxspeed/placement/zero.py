@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from jaxspeed.placement.specs import as_entry, by_dim, entry_axes, num_shards
+
 # What it costs, as a share of the leaf's bytes, to cut a dim that had better stay whole. A scan
 # slices the stacked `layers` dim, and one layer is to be gathered at a time; lookups and the
 # chunked cross-entropy walk along `vocab`. So both are cut only where padding would cost more.
@@ -60,9 +62,8 @@ def cut_leaf(
     """
     if axis_sizes[axis] == 1 or len(shape) <= first or 0 in shape:
         return None
-    entries = [*spec, *([None] * (len(shape) - len(spec)))]
-    names = [*names, *([None] * (len(shape) - len(names)))]
-    steps = [axis_sizes[axis] * ways(entry, axis_sizes) for entry in entries]
+    entries, names = by_dim(spec, len(shape)), by_dim(names, len(shape))
+    steps = [axis_sizes[axis] * num_shards(entry, axis_sizes) for entry in entries]
     stored = [-(-size // step) * step for size, step in zip(shape, steps, strict=True)]
 
     window = window_dims(shape, names)
@@ -74,12 +75,12 @@ def cut_leaf(
         tile = TILE[1 - from_last] if from_last < 2 else 1
         in_tiles = stored[dim] // steps[dim] % tile == 0
         rank = 2 if not in_tiles else 1 if from_last == 0 else 0
-        return growth, inner in _axes(entries[dim]), bool(entries[dim]), rank, -shape[dim]
+        return growth, inner in entry_axes(entries[dim]), bool(entries[dim]), rank, -shape[dim]
 
     dim = min(range(first, len(shape)), key=cost)
-    outer = [a for a in _axes(entries[dim]) if a != inner]
-    axes = (*outer, axis, *([inner] if inner in _axes(entries[dim]) else []))
-    entries[dim] = axes if len(axes) > 1 else axis
+    before = entry_axes(entries[dim])
+    outer = [a for a in before if a != inner]
+    entries[dim] = as_entry((*outer, axis, *([inner] if inner in before else [])))
     return ZeroSharding(PartitionSpec(*entries), (*shape[:dim], stored[dim], *shape[dim + 1 :]))
 
 
@@ -92,15 +93,3 @@ def window_dims(shape: Sequence[int], names: Sequence[str | None]) -> set[int]:
     if len(shape) < 3 or (len(shape) == 3 and shape[0] * shape[1] == shape[2]):
         return set()
     return {d for d in range(len(shape) - 2) if names[d] is None and shape[d] < max(shape[-2:])}
-
-
-def ways(entry: str | tuple[str, ...] | None, axis_sizes: Mapping[str, int]) -> int:
-    """Into how many parts one entry of a PartitionSpec cuts its dim."""
-    product = 1
-    for axis in _axes(entry):
-        product *= axis_sizes[axis]
-    return product
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -9,8 +9,8 @@ import jax
 
 from jaxspeed.config import Config
 from jaxspeed.data import told_shapes
-from jaxspeed.engine.compilation_cache import enable_compilation_cache
 from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config.remat import Recompute
 from jaxspeed.errors import ConfigError
-from jaxspeed.hardware.peaks import host_link, peak_flops
+from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.ops.free_axes import TENSOR
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.show import bytes_text

@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.objective.accumulate import Sums, per_weight, shares
 from jaxspeed.objective.train_state import Arrays, pad, unpad, wide_dtype
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.mesh import AXES, DATA_AXES
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.specs import sharded_dim, without_axes
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
 from jaxspeed.ring_reduction.levels import Ranks, gathered, sum_of_all, sum_of_chunk
-from jaxspeed.ring_reduction.rings import Rings, cut_dim, local_shape, without_data
+from jaxspeed.ring_reduction.rings import DATA, Rings, local_shape
 
 OF_RANKS = P(DATA_AXES)  # a leading dim with each rank's own
 OF_DEVICES = P(AXES)  # ... with each device's own
@@ -51,7 +52,7 @@ class Reduction:
         run = self.rings.on_devices(
             lambda *args: self._on_device(buckets, weighed, *args),
             (
-                {p: P(DATA_AXES, *without_data(_spec(row))) for p, row in rows.items()},
+                {p: P(DATA_AXES, *without_axes(_spec(row), DATA_AXES)) for p, row in rows.items()},
                 OF_RANKS,
                 P(),
                 OF_DEVICES,
@@ -66,10 +67,10 @@ class Reduction:
         parts = []
         for path, grad in grads:
             spec = _spec(self.table[path])
-            shape = local_shape(self.rings.mesh, without_data(spec), grad.shape[1:])
+            shape = local_shape(self.rings.mesh, without_axes(spec, DATA_AXES), grad.shape[1:])
             wide = jnp.promote_types(grad.dtype, jnp.float32)
             dtype = grad.dtype if self.rings.sends_its_own_dtype else wide
-            parts.append(BucketLeaf(path, shape, jnp.dtype(dtype), cut_dim(spec)))
+            parts.append(BucketLeaf(path, shape, jnp.dtype(dtype), sharded_dim(spec, DATA)))
         return self.rings.buckets(parts)
 
     def _on_device(
@@ -109,12 +110,10 @@ class Reduction:
         total, weight, metrics = jax.tree.map(lambda x: x[0], scalars)
         row = jnp.stack([total, weight, *(m.astype(total.dtype) for m in metrics.values())])
         every = self.rings.of_every_rank(row, ranks)  # [ranks, 2 + metrics]
-        whole = every[:, 1].sum()
-        shares = jnp.where(whole > 0, every[:, 1] / whole, 0)
-        means = (every[:, 2:] * shares[:, None]).sum(axis=0)
+        of_rank, whole = shares(every[:, 1])
+        means = (every[:, 2:] * of_rank[:, None]).sum(axis=0)
         summed = {name: mean.astype(m.dtype) for (name, m), mean in zip(metrics.items(), means)}
-        share = jnp.where(whole > 0, weight / whole, 0)
-        return (every[:, 0].sum(), whole, summed), share
+        return (every[:, 0].sum(), whole, summed), per_weight(weight, whole)
 
     # -- what packing has lost ------------------------------------------------------------------
 
@@ -149,9 +148,9 @@ class Reduction:
         parts = [
             BucketLeaf(
                 path,
-                local_shape(self.rings.mesh, without_data(spec), _shape(rows[path])),
+                local_shape(self.rings.mesh, without_axes(spec, DATA_AXES), _shape(rows[path])),
                 values[path].dtype,
-                cut_dim(spec),
+                sharded_dim(spec, DATA),
             )
             for path, spec in cut.items()
         ]
@@ -164,7 +163,7 @@ class Reduction:
                 whole |= bucket.leaves(gathered(chunk, ranks, self.rings.levels))
             return whole
 
-        whole_specs = {path: without_data(spec) for path, spec in cut.items()}
+        whole_specs = {path: without_axes(spec, DATA_AXES) for path, spec in cut.items()}
         run = self.rings.on_devices(device, (cut,), whole_specs)
         whole = values | run({path: values[path] for path in cut})
         return {path: unpad(x, rows[path].shape(read[path])) for path, x in whole.items()}

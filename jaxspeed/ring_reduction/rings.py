@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.config import Config
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size, simulated
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.specs import entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import Levels, Ranks
 from jaxspeed.ring_reduction.steps import Ring, handed_round
@@ -115,28 +116,9 @@ def rings_of(config: Config, mesh: Mesh) -> Rings | None:
     return Rings(mesh, Levels(inner, outer, WIRES[word]), parallel.ring_bucket_bytes)
 
 
-def cut_dim(spec: P) -> int | None:
-    """The dim that the data ranks cut."""
-    return next((dim for dim, entry in enumerate(spec) if DATA in axes_in(entry)), None)
-
-
-def without_data(spec: P) -> P:
-    """What other axes cut."""
-
-    def left(entry: Any) -> Any:
-        kept = tuple(axis for axis in axes_in(entry) if axis not in DATA_AXES)
-        return kept if len(kept) > 1 else kept[0] if kept else None
-
-    return P(*(left(entry) for entry in spec))
-
-
 def data_spec(row: Row) -> P:
     """How the data ranks cut what layers read from, other axes left out."""
-    return P(*(DATA if DATA in axes_in(entry) else None for entry in row.source.spec))
-
-
-def axes_in(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return P(*(DATA if DATA in entry_axes(entry) else None for entry in row.source.spec))
 
 
 def local_shape(mesh: Mesh | AbstractMesh, spec: P, shape: Sequence[int]) -> tuple[int, ...]:

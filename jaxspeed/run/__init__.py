@@ -2,9 +2,8 @@
 
 from jaxspeed.run.closing import show_ending
 from jaxspeed.run.commands import check_run, evaluate_run, sample_run, train
-from jaxspeed.run.on_ray import RaySource
 from jaxspeed.run.opening import show_opening
-from jaxspeed.run.start import Source, open_run, source_of
+from jaxspeed.run.start import RaySource, Source, open_run, source_of
 from jaxspeed.run.trainer import Trainer
 
 __all__ = [

@@ -15,10 +15,12 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, Facts, build, facts
 from jaxspeed.engine import Engine
-from jaxspeed.engine.run_devices import start_devices
+from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import initialize
 from jaxspeed.objective.config_model import family_sizes, resolve_model
+from jaxspeed.parameter_server.ray import RayEngine, staff_of
+from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
@@ -60,6 +62,22 @@ class Source:
 
     def batch_size(self) -> int:
         return batch_of(self.config).train
+
+
+@dataclass(frozen=True)
+class RaySource(Source):
+    """A run whose workers and servers are processes on Ray; this one has no device but its CPU."""
+
+    @staticmethod
+    def start_devices(config: Config) -> None:
+        staff_of(config)  # what Ray cannot do is told before anything begins
+        start_devices("cpu")
+
+    def engine(self) -> RayEngine:
+        return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
+
+    def batch_size(self) -> int:
+        return staff_of(self.config).batch.train
 
 
 def source_of(

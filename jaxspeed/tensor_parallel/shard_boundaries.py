@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.placement.specs import entry_axes
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
 
@@ -134,5 +135,5 @@ def dims_cut_over(axis: str, specs: Mapping[str, Iterable[Any]]) -> dict[str, in
         path: dim
         for path, spec in specs.items()
         for dim, entry in enumerate(spec)
-        if axis in ((entry,) if isinstance(entry, str) else tuple(entry or ()))
+        if axis in entry_axes(entry)
     }

@@ -20,8 +20,8 @@ from jaxspeed.offload.offloaded_update import Streamed
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
-from jaxspeed.placement.naming import check_patterns
 from jaxspeed.placement.rows import Leaf, Offload, Placement
+from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import OF_DEVICES, Reduction, rings_of

@@ -3,9 +3,6 @@
 Two ways. In the global view every micro-batch's gradient is reduced as it is produced, into its
 `grad` placement. Once a step (stages 0 and 1, where the loss allows it) each data rank keeps the
 partial gradients of its own part of the batch, and the ranks' parts are summed after the loop.
-
-Gradients accumulate as the weighted mean of what has been seen so far, so that neither many
-micro-batches nor large weights leave the range of a 16-bit accumulator.
 """
 
 from collections.abc import Callable
@@ -17,11 +14,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.accumulate import (
+    Sums,
+    accumulate,
+    micro_batch_shapes,
+    micro_batches,
+    per_weight,
+    running_mean,
+    shares,
+)
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, pad
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
-from jaxspeed.pipeline import Pipeline, Sums, micro_batches
+from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
@@ -110,7 +116,7 @@ class Gradients:
         ranks = data_parallel_size(self.table.mesh)
         if self.accumulation == 1 or ranks == 1:
             return "micro_batch", "there is one micro-batch or one data rank"
-        if self.table.stage >= 2:
+        if self.table.grads_sharded:
             return "micro_batch", "stages 2 and 3 keep gradients cut"
         if any(row.grad and in_host(row.grad) for row in self.table):
             return "micro_batch", "gradients leave for host memory as they are made"
@@ -118,7 +124,7 @@ class Gradients:
             return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
         if self.wanted_reduction != "auto":
             return self.wanted_reduction, "parallel.gradient_reduction says so"
-        part = jax.tree.map(lambda x: first_of(x, self.accumulation), batch)
+        part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
         if not program.is_sum:
@@ -155,8 +161,8 @@ class Gradients:
                     "to call the model and return what comes of it"
                 )
             weight = among(loss.weight)
-            share = jnp.where(weight > 0, scale / weight, 0).astype(loss.total.dtype)
-            return loss.total * share, (loss, after)
+            share = per_weight(scale, weight)
+            return loss.total * share.astype(loss.total.dtype), (loss, after)
 
         active = {path: value for path, value in sources.items() if path in trained}
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
@@ -205,24 +211,16 @@ class Gradients:
             seen, variables = carry
             index, batch = xs
             new, variables = run(variables, batch, index, seen.errors)
-            weight = seen.weight + new.weight
-            share = jnp.where(weight > 0, new.weight / weight, 0)
-
-            def mean(old: jax.Array, value: jax.Array) -> jax.Array:
-                wide = jnp.promote_types(old.dtype, share.dtype)
-                old, value = old.astype(wide), value.astype(wide)
-                return old + (value - old) * share
+            sums, share = accumulate(seen, new)
 
             def added(path: str, grad: jax.Array) -> jax.Array:
                 placement = self.table[path].grad
                 if placement and in_host(placement):
                     return mean_in_host(seen.grads[path], grad, self._lane(path), share)
-                return place(path, mean(seen.grads[path], place(path, grad)))
+                return place(path, running_mean(seen.grads[path], place(path, grad), share))
 
             grads = {path: added(path, grad) for path, grad in new.grads.items()}
-            metrics = {name: mean(seen.metrics[name], m) for name, m in new.metrics.items()}
-            total = seen.total + new.total
-            return (Sums(grads, total, weight, metrics, new.errors), variables), None
+            return (sums._replace(grads=grads, errors=new.errors), variables), None
 
         indices = first + jnp.arange(self.accumulation)
         zero, written = self._zeros(run, variables, micro, errors, place)
@@ -280,15 +278,14 @@ class Gradients:
             axis_names=set(DATA_AXES),
             check_vma=False,
         )(sources, every, batch)
-        weight = parts.weight.sum()
-        share = jnp.where(weight > 0, parts.weight / weight, 0)  # [ranks]
+        share, weight = shares(parts.weight)  # [ranks], []
 
         def mean(part: jax.Array, wire: Any = None) -> jax.Array:  # [ranks, ...]
-            shares = part * share.reshape(-1, *[1] * (part.ndim - 1))
-            shares = shares.astype(reduction_dtype(part.dtype, wire))
+            weighed = part * share.reshape(-1, *[1] * (part.ndim - 1))
+            weighed = weighed.astype(reduction_dtype(part.dtype, wire))
             # Not jnp.sum, which widens 16-bit numbers before they cross.
-            zero = jnp.zeros((), shares.dtype)
-            return jax.lax.reduce(shares, zero, jax.lax.add, (0,)).astype(part.dtype)
+            zero = jnp.zeros((), weighed.dtype)
+            return jax.lax.reduce(weighed, zero, jax.lax.add, (0,)).astype(part.dtype)
 
         return Sums(
             {path: mean(part, self.objective.wire) for path, part in parts.grads.items()},
@@ -307,9 +304,3 @@ def steepest(grad: jax.Array) -> jax.Array:
 def batch_specs(batch: Any) -> Any:
     """The batch is cut on its first dim; scalars are whole."""
     return jax.tree.map(lambda x: PartitionSpec(DATA_AXES) if x.ndim else PartitionSpec(), batch)
-
-
-def first_of(x: Any, accumulation: int) -> jax.ShapeDtypeStruct:
-    """One of so many micro-batches, as a shape."""
-    shape = (x.shape[0] // accumulation, *x.shape[1:]) if x.shape else ()
-    return jax.ShapeDtypeStruct(shape, x.dtype)

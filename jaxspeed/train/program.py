@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective import Model
+from jaxspeed.objective.accumulate import per_weight
 from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
@@ -282,7 +283,7 @@ class Program:
                 loss = self.pipeline.evaluate(sources, state.variables, batch, state.step)
             else:
                 loss, _ = self.objective(sources, state.variables, batch, state.step, 0, False)
-            mean = jnp.where(loss.weight > 0, loss.total / loss.weight, 0)
+            mean = per_weight(loss.total, loss.weight)
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 
         return jax.jit(

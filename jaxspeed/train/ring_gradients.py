@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.objective.train_state import Arrays
-from jaxspeed.pipeline import Sums, micro_batches
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.ring_reduction.reduction import OF_RANKS, Reduction
 from jaxspeed.ring_reduction.rings import DATA, NO_RANK, REPLICA, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
-from jaxspeed.train.gradients import Gradients, batch_specs, first_of
+from jaxspeed.train.gradients import Gradients, batch_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RingGradients(Gradients):
         return self._around_rings(sources, variables, batch, step, scale, errors), variables
 
     def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
-        part = jax.tree.map(lambda x: first_of(x, self.accumulation), batch)
+        part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         if self.objective.trace(rest, train=True).written:
             raise ModelError(
@@ -59,7 +59,7 @@ class RingGradients(Gradients):
         def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
             return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
 
-        if self.accumulation == 1 or self.table.stage < 2:
+        if self.accumulation == 1 or not self.table.grads_sharded:
             return some(self.accumulation, batch, 0, errors)
         micro = micro_batches(batch, self.accumulation, data_parallel_size(self.table.mesh))
 

@@ -20,9 +20,9 @@ from jaxspeed.objective.precision import compute_dtype
 from jaxspeed.objective.protocol import example_shapes
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
-from jaxspeed.placement.naming import with_names
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES
+from jaxspeed.placement.rules import LOGICAL_RULES, with_names
+from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
 from jaxspeed.tensor_parallel import Followed, Proposal, follow, propose, uses_of
 
@@ -91,7 +91,7 @@ def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
     names = proposal.names.get(leaf.path)
     if names is None:
         return leaf
-    own = (*leaf.names, *([None] * (len(names) - len(leaf.names))))
+    own = by_dim(leaf.names, len(names))
     return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
 
 

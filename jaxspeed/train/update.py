@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective import Model
+from jaxspeed.objective.accumulate import Sums, per_weight
 from jaxspeed.objective.rng import is_key
 from jaxspeed.objective.train_state import (
     Arrays,
@@ -27,7 +28,6 @@ from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction import Reduction
-from jaxspeed.train.gradients import Sums
 from jaxspeed.train.optimizer import Optimizer
 
 Metrics = dict[str, jax.Array]
@@ -100,7 +100,7 @@ class Update:
             },
         )
         metrics = {
-            "loss": jnp.where(sums.weight > 0, sums.total / sums.weight, 0),
+            "loss": per_weight(sums.total, sums.weight),
             "weight": sums.weight,
             "grad_norm": norm,
             "grad_norm_clipped": norm * factor,

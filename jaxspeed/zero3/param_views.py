@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspeed.placement.zero import ways
+from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.sharded_param import ShardedParam
 
 VIEWS = ("slice", "dynamic_slice", "squeeze", "transpose", "reshape", "pad")
@@ -76,7 +76,7 @@ def _reshape(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | N
     if eqn.params["dimensions"] is not None or tuple(new[front:]) != tuple(old[cut:]):
         return None
     mesh_sizes = stored.gathered.mesh.shape
-    parts = [ways(entry, mesh_sizes) for entry in stored.entries[:cut]]
+    parts = [num_shards(entry, mesh_sizes) for entry in stored.entries[:cut]]
     dims = _places(old[:cut], new[:front], parts)
     if dims is None:
         return None

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.rows import HOST, reduction_dtype
+from jaxspeed.placement.specs import by_dim
 
 
 class GatherScatter(Protocol):
@@ -73,19 +74,19 @@ class ShardedParam:
     @property
     def entries(self) -> list[Any]:
         """Over what each dim is cut as layers read it."""
-        return _entries(self.gathered.spec, len(self.shape))
+        return by_dim(self.gathered.spec, len(self.shape))
 
     @property
     def cut_dim(self) -> int | None:
         """The dim on which the stored array is cut more finely than layers read it."""
-        specs = [_entries(s.spec, len(self.shape)) for s in (self.gathered, self.cut)]
+        specs = [by_dim(s.spec, len(self.shape)) for s in (self.gathered, self.cut)]
         return next((d for d, (a, b) in enumerate(zip(*specs, strict=True)) if a != b), None)
 
     def moved(self, shape: tuple[int, ...], dims: list[int | None]) -> ShardedParam:
         """The same storage seen through a view: dim d of the view is dim `dims[d]` of this."""
 
         def along(sharding: NamedSharding) -> NamedSharding:
-            entries = _entries(sharding.spec, len(self.shape))
+            entries = by_dim(sharding.spec, len(self.shape))
             spec = PartitionSpec(*(None if d is None else entries[d] for d in dims))
             return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
@@ -121,10 +122,6 @@ class ShardedParam:
         at = self.grad_cut or self._here
         grad = constrain(grad, at, "unit.scatter").astype(like.dtype)
         return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
-
-
-def _entries(spec: PartitionSpec, ndim: int) -> list[Any]:
-    return [*spec, *([None] * (ndim - len(spec)))]
 
 
 # how a piece's parameters come in and its gradients leave: by constraints, or by an exchange.

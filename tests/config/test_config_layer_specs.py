@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.config import Config, match
-from jaxspeed.config.tensor_presets import PRESETS
+from jaxspeed.config.layer_specs import PRESETS
 from jaxspeed.config.torch_names import path_patterns
 
 

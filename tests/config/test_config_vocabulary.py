@@ -10,8 +10,7 @@ import pytest
 import jaxspeed.config
 from jaxspeed.config import Config, explain_config
 from jaxspeed.config.keys_autotuning import AUTOTUNING
-from jaxspeed.config.keys_parallelism import PARALLELISM
-from jaxspeed.config.keys_pipeline import PIPELINE
+from jaxspeed.config.keys_parallelism import PARALLELISM, PIPELINE
 from jaxspeed.config.keys_system import OWN, REPORTS, UNBUILT, ZERO
 from jaxspeed.config.keys_training import TRAINING
 from jaxspeed.config.tensor_section import PartitionConfig

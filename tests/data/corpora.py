@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import jaxspeed.data
-from jaxspeed.config.data import Data
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data import Corpus
 
 WORDS = ["the", "of", "to", "and", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxspeed.models import build as build_model
 
-from jaxspeed.config.data import Data
+from jaxspeed.config.run_sections import Data
 from jaxspeed.data import BPETokenizer, ByteTokenizer, build, facts, tokenize
 from jaxspeed.errors import DataError
 from tests.data.corpora import json_lines, opened, sentences, text_files

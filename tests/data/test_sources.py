@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxspeed.config.data import Corpus as Source
+from jaxspeed.config.run_sections import Corpus as Source
 from jaxspeed.data.model_limits import Facts
 from jaxspeed.data.open_source import open_source
 from jaxspeed.data.sources import stdlib

@@ -14,7 +14,7 @@ import yaml
 
 import jaxspeed
 from jaxspeed import Config, ConfigError, ModelError
-from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.jax_setup import enable_compilation_cache
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
 

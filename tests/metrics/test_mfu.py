@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxspeed import models
-from jaxspeed.hardware.peaks import peak_flops
+from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.metrics import NAMES, language_flops, traced_flops, utilisation
 
 

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan
 from jaxspeed.offload.update_device import OF_DEVICE
-from jaxspeed.pipeline import Sums
 from jaxspeed.placement.rows import HOST, Offload
 from jaxspeed.train import build
 from jaxspeed.train.build import build_program

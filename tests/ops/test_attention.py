@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import attention, cudnn, splash
-from jaxspeed.ops.attention import plain
-from jaxspeed.ops.key_heads import shared_by_devices
+from jaxspeed.ops.attention import plain, shared_by_devices
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import in_two_passes

@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops import attention
-from jaxspeed.ops.attention import plain
-from jaxspeed.ops.key_heads import copies_of, shared_by_devices
+from jaxspeed.ops.attention import copies_of, plain, shared_by_devices
 from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.per_device import over_batch_and_heads
 from tests.ops.attention_reference import attention_and_gradients, seen

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspeed.pipeline.phases import Phase, Repeat, phases
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
+from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 
 F = (True, False, False)
 F_HEAD = (True, False, True)

@@ -212,8 +212,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_skipped_update_changes_nothing[nan-adam]",
     ),
     (
-        ('if self.table.stage >= 2:\n            return "micro_batch"'),
-        ('if self.table.stage >= 4:\n            return "micro_batch"'),
+        ('if self.table.grads_sharded:\n            return "micro_batch"'),
+        ('if False:\n            return "micro_batch"'),
         "test_bytes_of_every_role_equal_the_formula[stage2-data4-mixed]",
     ),
     (

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from jaxspeed.config import load_config
-from jaxspeed.engine.compilation_cache import enable_compilation_cache
+from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server.ray.ownership import Pieces
 from jaxspeed.parameter_server.ray.server_program import shares

@@ -34,7 +34,7 @@ from jaxspeed.parameter_server.ray.server_pool import Servers
 from jaxspeed.parameter_server.ray.state_transfer import put_together, taken_apart, variables_of
 from jaxspeed.parameter_server.ray.worker_pool import Crew
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import wire_of
+from jaxspeed.parameter_server.worker_step import host_parts, wire_of
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.program import Metrics, Program, Serving
 
@@ -205,14 +205,7 @@ class RayEngine(Engine):
     def _parts(self, batch: Batch, size: int | None) -> list[Any]:
         """The workers' parts of a batch, in their order."""
         self.program.check_batch(batch, size)
-        ranks = self.program.ranks
-
-        def parts(x: Any) -> list[np.ndarray]:
-            x = np.asarray(x)
-            return np.split(x, ranks) if x.ndim else [x] * ranks
-
-        leaves, tree = jax.tree.flatten(batch)
-        return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
+        return host_parts(batch, self.program.ranks)
 
     def wait(self) -> None:
         """Until all that is under way has arrived, and saves so far are done."""

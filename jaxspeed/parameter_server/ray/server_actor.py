@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.engine.run_devices import start_devices
+from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.server_functions import Published, Serving, Told

@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxspeed.checkpoint.leaves import as_state, kept_arrays, kept_leaves
 from jaxspeed.checkpoint.restore import owned
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
 from jaxspeed.optim import global_norm
 from jaxspeed.parameter_server.ray.server_program import UpdateShare
-from jaxspeed.pipeline import Sums
 from jaxspeed.train.program import Metrics, Program
 
 

@@ -17,7 +17,7 @@ import jax
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
-from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree
+from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree, owner_of
 from jaxspeed.offload import Separated
 from jaxspeed.offload.offloaded_update import Streamed
 from jaxspeed.parameter_server.ray.ownership import Owned, OwnedRows, Pieces, deal
@@ -75,13 +75,6 @@ def _parameters(program: Program, update: Separated) -> list[Owned]:
             Owned(leaf.path, leaf.shape, math.prod(leaf.shape) * each + moments[leaf.path], cut)
         )
     return found
-
-
-def owner_of(path: str, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter whose path is the longest tail of the path of an array of the state."""
-    parts = path.split("/")
-    tails = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((tail for tail in tails if tail in parameters), None)
 
 
 @dataclass(frozen=True)

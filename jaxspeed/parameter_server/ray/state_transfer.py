@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxspeed.checkpoint.leaves import as_state, kept_arrays, kept_leaves, key_data
 from jaxspeed.checkpoint.restore import owned
-from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.objective.train_state import Arrays, TrainState, owner_of
 from jaxspeed.parameter_server.ray.ownership import Pieces
-from jaxspeed.parameter_server.ray.server_program import owner_of
 from jaxspeed.parameter_server.ray.worker_functions import joined
 from jaxspeed.train.program import Program
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.checkpoint.leaves import kept_leaves, own
-from jaxspeed.engine.run_devices import start_devices
+from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.server_functions import Published, Told

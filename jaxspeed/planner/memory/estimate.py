@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.show import bytes_text, dtype_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import Held, Peak, peaks
@@ -55,7 +55,7 @@ def _state(
         shape = local_shape(value, sizes.mesh)
         size = nbytes(shape, value.dtype, sizes.tiled and not host)
         total[host, name] += size
-        terms[host, name][f"{_short(value.dtype)}"] += size
+        terms[host, name][f"{dtype_text(value.dtype)}"] += size
     for (host, name), size in total.items():
         if size:
             formula = " + ".join(f"{bytes_text(n)} {d}" for d, n in terms[host, name].items())
@@ -79,17 +79,10 @@ def _formula(arrays: Sequence[Held], sizes: Sizes) -> str:
     counts: Counter[str] = Counter()
     for held in arrays:
         shape = ",".join(map(str, local_shape(held.value, sizes.mesh)))
-        text = f"{_short(held.value.dtype)}[{shape}]"
+        text = f"{dtype_text(held.value.dtype)}[{shape}]"
         bytes_[text] += held.bytes
         counts[text] += 1
     largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]
     terms = [f"{counts[t]} x {t}" if counts[t] > 1 else t for t, _ in largest]
     rest = sum(bytes_.values()) - sum(size for _, size in largest)
     return " + ".join([*terms, *([f"{bytes_text(rest)} of smaller ones"] if rest else [])])
-
-
-def _short(dtype: Any) -> str:
-    name = str(dtype)
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
-        name = name.replace(long, short)
-    return name

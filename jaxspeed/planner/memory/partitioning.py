@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.placement.specs import by_dim, entry_axes
 from jaxspeed.planner.memory.trace_ir import (
     LEAVE,
     PAIRWISE,
@@ -54,8 +55,7 @@ def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None
 
 def cut_of(spec: Any, rank: int) -> list[Cut]:
     """The entries of a PartitionSpec, one a dim."""
-    entries = [e if isinstance(e, tuple) else (e,) if isinstance(e, str) else () for e in spec]
-    return entries + [()] * (rank - len(entries))
+    return [entry_axes(entry) for entry in by_dim(spec, rank)]
 
 
 def ways(value: Value, mesh: Mapping[str, int]) -> list[int]:

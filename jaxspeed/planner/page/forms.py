@@ -2,23 +2,9 @@
 
 from collections.abc import Callable
 
-from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 
 _LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
-_LONG = ((86400.0, "days", 2), (3600.0, "h", 2), (60.0, "min", 2))
-
-
-def seconds_text(seconds: float) -> str:
-    """`216 µs`, `12.3 ms`, `1.24 s`, `3.4 min`."""
-    for size, unit, least in _LONG:
-        if seconds >= least * size:
-            return f"{seconds / size:.3g} {unit}"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= 0.9995 * scale:
-            return f"{seconds / scale:.3g} {unit}"
-    if 0 < seconds < 1e-9:
-        return "<1 ns"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 
 def count_text(count: float) -> str:

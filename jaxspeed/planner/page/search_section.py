@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from jaxspeed.placement.show import bytes_text, seconds_text
 from jaxspeed.planner.page.advice_section import words
 from jaxspeed.planner.page.figures import Figures
-from jaxspeed.planner.page.forms import bytes_text, percent_text, seconds_text
+from jaxspeed.planner.page.forms import percent_text
 from jaxspeed.planner.page.markup import Children, Markup, tag
 from jaxspeed.planner.page.scale import Scale, scale_of
 from jaxspeed.planner.page.sections import folded, section

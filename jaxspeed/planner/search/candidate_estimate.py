@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.placement.show import bytes_text
+from jaxspeed.placement.show import bytes_text, seconds_text
 from jaxspeed.planner.memory.components import Verdict
-from jaxspeed.planner.time.step_time import seconds_text
 
 # Of an estimate's parts.
 COMPUTE, MEMORY, PIPELINE = "compute", "memory", "pipeline"

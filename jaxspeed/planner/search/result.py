@@ -12,11 +12,10 @@ from rich.text import Text
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.placement.show import as_text, bytes_text
+from jaxspeed.placement.show import as_text, bytes_text, seconds_text
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.search.candidate import Choice, applied
 from jaxspeed.planner.search.candidate_estimate import Estimate, figures, why_lost
-from jaxspeed.planner.time.step_time import seconds_text
 
 SHOWN = 12  # rows of the table
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from jaxspeed.config.micro_batch_counts import Stages
+from jaxspeed.config.batch import Stages
 from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, as_word
 
 WORDS = tuple(map(as_word, ("none", "attention", "dots", "full")))

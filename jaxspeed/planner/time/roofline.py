@@ -9,9 +9,10 @@ import jax
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
 from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
-from jaxspeed.planner.memory.trace_ir import Scope, Value
+from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.planner.time.collective_op import Moved, sent
 from jaxspeed.planner.time.infer_collectives import traffic
@@ -181,16 +182,12 @@ def _formula(group: Sequence[Moved], mesh: Mapping[str, int]) -> str:
     terms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for m in group:
         shape = ",".join(map(str, local_shape(m.value, mesh)))
-        name = f"{_short(m.value)}[{shape}]"
+        name = f"{dtype_text(m.value.dtype)}[{shape}]"
         terms[name][0] += m.runs
         terms[name][1] += m.runs * m.payload
     most = sorted(terms.items(), key=lambda item: -item[1][1])
     said = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
     return " + ".join([*said, *(["..."] if len(most) > 3 else [])])
-
-
-def _short(value: Value) -> str:
-    return str(value.dtype).replace("bfloat", "bf").replace("float", "f").replace("int", "s")
 
 
 def model_flops(step: Step) -> tuple[ModelFlops, int]:

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.placement.show import as_text, bytes_text
+from jaxspeed.placement.show import as_text, bytes_text, seconds_text
 
 # -- what a device sends in a step ----------------------------------------------------------------
 
@@ -147,11 +147,3 @@ class Time:
 
     def __str__(self) -> str:
         return as_text(self, WIDTH)
-
-
-def seconds_text(seconds: float) -> str:
-    """`12.3 ms`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

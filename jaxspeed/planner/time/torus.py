@@ -10,6 +10,7 @@ import numpy as np
 from jaxspeed.errors import PlacementError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import AXES, laid_out
+from jaxspeed.placement.show import mesh_text
 
 _TRIES, _SHOWN = 60, 4
 
@@ -40,11 +41,11 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     if _holds(sizes, devices):
         return
     near = itertools.islice(_nearest(sizes), _TRIES)
-    works = [_shown(other) for other in near if _holds(other, devices)][:_SHOWN]
+    works = [mesh_text(other) for other in near if _holds(other, devices)][:_SHOWN]
     hint = f"; these can be: {'; '.join(works)}" if works else ""
     raise PlacementError(
-        f"mesh: {_shown(sizes)} cannot be laid out on {target}, where each axis takes whole dims "
-        f"of the torus{hint}"
+        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes whole "
+        f"dims of the torus{hint}"
     )
 
 
@@ -99,10 +100,6 @@ def _factored(total: int, count: int) -> Iterator[tuple[int, ...]]:
         return
     for first in (n for n in range(1, total + 1) if total % n == 0):
         yield from ((first, *rest) for rest in _factored(total // first, count - 1))
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 # -- along which links of a target each axis of a mesh lies ---------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf
-from jaxspeed.placement.naming import check_patterns, with_names
+from jaxspeed.placement.rules import check_patterns, with_names
 
 LEAVES = (
     Leaf("blocks/0/up/kernel", (8, 32), "float32"),

@@ -1,7 +1,11 @@
-"""Which devices a run uses, decided before JAX starts."""
+"""What is asked of JAX before it starts: its devices, and the compilation cache."""
+
+import os
+from pathlib import Path
 
 import jax
 
+from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
@@ -54,3 +58,20 @@ def simulate(devices: int) -> None:
             f"simulate({devices}): JAX has already started with {len(found)} {found[0].platform} "
             "devices; call simulate first, before any array is made"
         )
+
+
+# -- the persistent compilation cache: a program that was compiled once starts at once next time ---
+
+
+def enable_compilation_cache(config: Config) -> None:
+    """Turn on JAX's cache as `run.compilation_cache` says; one that is set already is kept."""
+    wanted = config.run.compilation_cache
+    if wanted is False or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        return
+    folder = _user_cache() if wanted is True else Path(wanted).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxspeed" / "xla"
