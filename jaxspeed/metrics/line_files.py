@@ -1,4 +1,4 @@
-"""Files of lines, one a step, that outlive the process that writes them."""
+"""Append-only files with a line per step: opening, and trimming when a run resumes."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ log = logging.getLogger("jaxspeed")
 
 
 def open_to_append(path: Path) -> TextIO:
-    """The file, made with its folder where it is not there. RunError where that cannot be."""
+    """Open the file, creating it and its folder. RunError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8", newline="\n")
@@ -21,21 +21,21 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def trim(path: Path, step_of: Callable[[str], int | None], resume_from_step: int | None) -> None:
-    """Drop the lines of `resume_from_step` and later, and a last line that was cut short.
+    """Drop the lines of `resume_from_step` and later, and a truncated last line.
 
-    The file changes in one move, and only where it must. A line without a step is kept; one of
-    which `step_of` says ValueError is dropped with a warning.
+    The file is replaced atomically, and only if a line is dropped. A line without a step stays; one
+    for which `step_of` raises ValueError is dropped with a warning.
     """
     if not path.exists():
         return
     try:
-        # A file of weeks is large: it is gone through twice, and never held.
-        if all(kept for kept, _ in _judged(path, step_of, resume_from_step)):
+        # The file of a long run is large: it is read twice instead of held in memory.
+        if all(stays for stays, _ in _judged(path, step_of, resume_from_step)):
             return
         beside = path.with_name(f".{path.name}.trimmed")
         with beside.open("wb") as out:
-            for kept, line in _judged(path, step_of, resume_from_step, warn=True):
-                if kept:
+            for stays, line in _judged(path, step_of, resume_from_step, warn=True):
+                if stays:
                     out.write(line)
             out.flush()
             os.fsync(out.fileno())
@@ -53,7 +53,7 @@ def _judged(
     """Each line, and whether it stays."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):  # a line is written with its end, so it was cut short
+            if not line.endswith(b"\n"):  # truncated: the process died while writing it
                 yield False, line
                 continue
             try:

@@ -1,8 +1,8 @@
-"""Where records go. JSONL always; the others when the config asks for them.
+"""Metric sinks: JSONL always; CSV, TensorBoard and W&B if the config enables them.
 
-A run that is started again writes some steps a second time. So each sink is told the first step
-that will be written again, and what it has of that step and later ones is dropped: its files read
-as one run. Only one process of a run writes.
+A resumed run writes some steps a second time. So each sink gets the first step that will be written
+again and drops its records from that step on: the files read as one run. Only one process of a run
+writes.
 """
 
 import importlib
@@ -22,7 +22,7 @@ RECORDS = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Takes records, each with its `step`, until it is closed."""
+    """Accepts records, each with a `step`, until it is closed."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -30,11 +30,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One line of JSON a record, flushed as it is written.
+    """One line of JSON per record, flushed after each.
 
     Args:
-      path: the file; its folder is made.
-      resume_from_step: the first step that will be written again. None: all is kept.
+      path: the file; its folder is created.
+      resume_from_step: the first step that will be written again. None: all records stay.
     """
 
     def __init__(self, path: str | Path, resume_from_step: int | None = None) -> None:
@@ -50,7 +50,7 @@ class JsonlSink:
 
 
 class CsvSink:
-    """A file a metric, as DeepSpeed writes: `loss.csv` with the columns `step,loss`."""
+    """A file per metric, as DeepSpeed writes: `loss.csv` with the columns `step,loss`."""
 
     def __init__(self, folder: str | Path, resume_from_step: int | None = None) -> None:
         self._folder = Path(folder)
@@ -78,11 +78,11 @@ class CsvSink:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard: numbers as scalars, texts once each."""
+    """Event files for TensorBoard: numbers as scalars, strings when they change."""
 
     def __init__(self, folder: str | Path, resume_from_step: int | None = None) -> None:
         writer = importlib.import_module("tensorboardX").SummaryWriter
-        # purge_step makes TensorBoard forget what it has of that step and later ones.
+        # With purge_step TensorBoard discards events of that step and later ones.
         self._writer = writer(logdir=str(folder), purge_step=resume_from_step, flush_secs=10)
         self._texts: dict[str, str] = {}
 
@@ -100,16 +100,16 @@ class TensorBoardSink:
 
 
 def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = None) -> list[Sink]:
-    """The sinks that a config asks for; `folder` is the run's own.
+    """The sinks that a config enables.
 
     Args:
-      config: its sections `tensorboard`, `csv_monitor` and `wandb` are read.
-      folder: holds `metrics.jsonl`, and what has no `output_path` of its own.
-      resume_from_step: the first step that will be written again. None: all is kept.
+      config: the sections `tensorboard`, `csv_monitor` and `wandb` are read.
+      folder: the run folder: `metrics.jsonl`, and sinks without an `output_path`.
+      resume_from_step: the first step that will be written again. None: all records stay.
 
     Raises:
-      ConfigError: naming the extra to install, before anything is written.
-      RunError: where a file cannot be written.
+      ConfigError: an extra is missing (raised before anything is written).
+      RunError: a file cannot be written.
     """
     folder = Path(folder)
     if config.tensorboard.enabled:
@@ -131,7 +131,7 @@ def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = 
 
 
 def _place(section: FileMonitor, default: Path) -> Path:
-    """`output_path`/`job_name`, DeepSpeed's words; in the run's folder where there is no path."""
+    """`output_path`/`job_name`, as in DeepSpeed; without a path, the run folder."""
     if section.output_path:
         return Path(section.output_path) / section.job_name
     return default / section.job_name if "job_name" in section.model_fields_set else default
@@ -146,7 +146,7 @@ def _need(library: str, extra: str) -> None:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
-    """What of a record can be drawn as a curve: a flag is 0 or 1, the step itself is the x axis."""
+    """The numbers of a record, without the step; booleans as 0 or 1."""
     found = {}
     for name, value in record.items():
         value = plain(value)

@@ -175,8 +175,8 @@ def test_nothing_is_told_of_what_moves_nothing():
 
 
 def keep_where_it_is(monkeypatch):
-    for way in ("store", "fetch"):
-        monkeypatch.setattr(ResidualPolicy, way, lambda self, kept, waiting: list(kept))
+    for move in ("store", "fetch"):
+        monkeypatch.setattr(ResidualPolicy, move, lambda self, saved, kinds: list(saved))
 
 
 def test_activations_that_stay_are_an_error(monkeypatch):
@@ -195,7 +195,7 @@ def test_named_activations_that_stay_are_an_error(monkeypatch):
 
 
 def test_what_is_kept_in_spite_of_remat_is_an_error(monkeypatch):
-    monkeypatch.setattr(ResidualPolicy, "again", lambda self, fn, in_loop: fn)
+    monkeypatch.setattr(ResidualPolicy, "rematerialized", lambda self, fn, in_loop: fn)
     with pytest.raises(JaxspeedError, match=r"parallel\.remat: nothing is made again"):
         moved({"parallel": {"remat": "full"}})
 
