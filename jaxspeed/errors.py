@@ -1,12 +1,12 @@
-"""What users see when something is wrong."""
+"""Exception classes: every error that jaxspeed raises on purpose."""
 
 
 class JaxspeedError(Exception):
-    """The base of every error that jaxspeed raises on purpose."""
+    """Base class of all errors that jaxspeed raises on purpose."""
 
 
 class ConfigError(JaxspeedError, ValueError):
-    """The config asks for something that is unknown, mistyped or impossible."""
+    """The config has an unknown, mistyped or impossible setting."""
 
 
 class PlacementError(JaxspeedError, ValueError):
@@ -14,11 +14,11 @@ class PlacementError(JaxspeedError, ValueError):
 
 
 class ModelError(JaxspeedError, ValueError):
-    """What was given as a model or a loss cannot be used as one."""
+    """The given model, loss or optimizer cannot be used."""
 
 
 class BatchError(JaxspeedError, ValueError):
-    """A batch does not have the shape or the type that the step needs."""
+    """A batch does not have the shape or type that the step needs."""
 
 
 class OutOfMemoryError(JaxspeedError, MemoryError):
@@ -34,8 +34,8 @@ class CheckpointError(JaxspeedError, RuntimeError):
 
 
 class RunError(JaxspeedError, RuntimeError):
-    """A run cannot begin or go on."""
+    """A run cannot start or continue."""
 
 
 class StateLostError(RunError):
-    """What held the state of a run has died: the run can go on from a checkpoint."""
+    """The processes that held a run's state have died; the run can resume from a checkpoint."""

@@ -13,7 +13,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
-from jaxspeed.engine.startup_log import tell
+from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import build
 from jaxspeed.parameter_server.engine import open_engine
@@ -76,5 +76,5 @@ def initialize(
         if is_out_of_memory(error):
             raise explain_out_of_memory(program, error) from error
         raise
-    tell(program)
+    log_startup(program)
     return open_engine(program, state)

@@ -1,4 +1,4 @@
-"""The command line, thin over the Python API: one file a command."""
+"""The command line, thin over the Python API: one file per command."""
 
 from jaxspeed.cli.main import main
 

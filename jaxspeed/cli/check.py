@@ -1,4 +1,4 @@
-"""`jaxspeed check CONFIG`."""
+"""`jaxspeed check CONFIG`: compare the sharded step with the same step on one device."""
 
 import argparse
 from dataclasses import asdict
@@ -12,11 +12,13 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "check",
-        "one step on the mesh against the same step on one device; exit code 1 where they differ",
+        "compare a step on the mesh with the same step on one device; exit code 1 if they differ",
         "jaxspeed check configs/llama3_8b.yaml --devices cpu:8 --layers 2",
     )
     parser.add_argument(
-        "--layers", type=int, help="check the model with so many layers, where it is too large"
+        "--layers",
+        type=int,
+        help="check a model with this many layers, if the full one is too large",
     )
     parser.set_defaults(run=run)
 

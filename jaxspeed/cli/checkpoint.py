@@ -1,4 +1,4 @@
-"""`jaxspeed checkpoint list|show|verify|export DIR`."""
+"""`jaxspeed checkpoint list|show|verify|export DIR`: inspect checkpoints, export weights."""
 
 import argparse
 import datetime
@@ -18,23 +18,23 @@ from jaxspeed.placement.show import bytes_text, mesh_text
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="look at a run's checkpoints, verify them, take the weights out",
-        description="Look at a run's checkpoints, verify them, take the weights out.",
+        help="list, show and verify a run's checkpoints, export the weights",
+        description="List, show and verify a run's checkpoints, export the weights.",
         epilog="example: jaxspeed checkpoint export runs/tiny weights/",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, what, example, function in (
-        ("list", "the checkpoints of a run", "jaxspeed checkpoint list runs/tiny", _list),
-        ("show", "what one holds", "jaxspeed checkpoint show runs/tiny", _show),
+        ("list", "list the checkpoints of a run", "jaxspeed checkpoint list runs/tiny", _list),
+        ("show", "show a checkpoint's contents", "jaxspeed checkpoint show runs/tiny", _show),
         (
             "verify",
-            "every file against its checksum; exit code 1 where one differs",
+            "verify every file's checksum; exit code 1 if one differs",
             "jaxspeed checkpoint verify runs/tiny",
             _verify,
         ),
         (
             "export",
-            "the weights as safetensors, one tensor at a time",
+            "export the weights as safetensors, one tensor at a time",
             "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
             _export,
         ),
@@ -43,14 +43,16 @@ def add(commands: Any) -> None:
         verb.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints/")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
-            verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="as stored if left")
+            verb.add_argument(
+                "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as stored"
+            )
         if name != "list":
-            verb.add_argument("--tag", help="which one; the newest by default")
+            verb.add_argument("--tag", help="which checkpoint; the newest by default")
         verb.set_defaults(run=function)
 
 
 def _folder(given: argparse.Namespace) -> str:
-    jax.config.update("jax_platforms", "cpu")  # these commands read files; no accelerator is taken
+    jax.config.update("jax_platforms", "cpu")  # these commands read files and need no accelerator
     if "://" in given.folder:  # of an object store
         return str(given.folder)
     folder = Path(given.folder)
@@ -62,7 +64,7 @@ def _folder(given: argparse.Namespace) -> str:
 
 
 def _tag(given: argparse.Namespace, folder: str) -> str | None:
-    """The tag that was asked for, if it is there."""
+    """The given tag, if there is such a checkpoint."""
     tags = [info.tag for info in Checkpointer(folder).list() if info.time]
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint")
@@ -89,7 +91,7 @@ def _list(given: argparse.Namespace) -> int:
             "-" if info.step is None else str(info.step),
             bytes_text(info.bytes),
             when if info.time else "-",
-            "whole" if info.ok else info.problem,
+            "intact" if info.ok else info.problem,
         )
     out().print(table)
     return 0
@@ -131,11 +133,11 @@ def _verify(given: argparse.Namespace) -> int:
         return 1 if any(problems.values()) else 0
     console = out()
     for tag, found in problems.items():
-        said = "; ".join(problem.removeprefix(f"{tag}: ") for problem in found)
-        console.print(f"{tag}: {said or 'sound'}", highlight=False, markup=False, soft_wrap=True)
+        shown = "; ".join(problem.removeprefix(f"{tag}: ") for problem in found)
+        console.print(f"{tag}: {shown or 'intact'}", highlight=False, markup=False, soft_wrap=True)
     for info in infos:
         if not info.time:
-            console.print(f"({info.tag}: {info.problem}; it is no checkpoint)", highlight=False)
+            console.print(f"({info.tag}: {info.problem}; not a checkpoint)", highlight=False)
     return 1 if any(problems.values()) else 0
 
 

@@ -1,4 +1,4 @@
-"""What commands share: their arguments, and how they print."""
+"""Common arguments and output of the commands."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def command(
     config: bool = True,
     devices: bool = True,
 ) -> argparse.ArgumentParser:
-    """A command's parser, with --json, and where it reads a config, --set and --devices."""
+    """A command's parser, with --json and, if it reads a config, --set and --devices."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=what,
@@ -38,9 +38,9 @@ def command(
             parser.add_argument(
                 "--devices",
                 metavar="WHICH",
-                help="cpu, gpu or tpu, or simulated ones: cpu:8 (over run.devices)",
+                help="cpu, gpu or tpu, or simulated ones: cpu:8 (overrides run.devices)",
             )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -51,7 +51,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="overrides",
-        help="a key of the config, over what the file says; may be repeated",
+        help="override a key of the config file; may be repeated",
     )
 
 
@@ -61,25 +61,25 @@ def overrides_of(given: argparse.Namespace) -> list[str]:
 
 
 def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
-    """The config that a command was given, with its overrides."""
+    """The command's config with its overrides."""
     return load_config(given.config, [*overrides_of(given), *more])
 
 
 class Out(Console):
-    """A console whose reader may end before it does."""
+    """A console whose output pipe may be closed early."""
 
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # which `main` takes for a good end
+        raise BrokenPipeError  # `main` exits with 0
 
 
 def out(stderr: bool = False) -> Console:
-    """Where a command prints: wide enough not to break tables when it is a pipe."""
+    """The console of a command: a pipe is wide enough not to break tables."""
     console = Out(stderr=stderr)
     return console if console.is_terminal else Out(stderr=stderr, width=120)
 
 
 def refuse_unwritable(option: str, path: str) -> None:
-    """ConfigError unless a file can be written there: before minutes are spent on what goes in."""
+    """Raise ConfigError if a file cannot be written there, before minutes of work for it."""
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {path}: no file can be written there")

@@ -1,4 +1,4 @@
-"""`jaxspeed config CONFIG`."""
+"""`jaxspeed config CONFIG`: the verdict on each key of a config; the JSON Schema."""
 
 import argparse
 from collections import Counter
@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "config",
-        "what becomes of each key of a config; exit code 2 where one is refused",
+        "show the verdict on each key of a config; exit code 2 if one is refused",
         "jaxspeed config ds_config.json --set zero_optimization.stage=3",
     )
     parser.add_argument(

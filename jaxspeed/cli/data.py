@@ -1,4 +1,4 @@
-"""`jaxspeed data tokenize CONFIG OUT`."""
+"""`jaxspeed data tokenize CONFIG OUT`: write the config's data as token files."""
 
 import argparse
 from dataclasses import asdict
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     verb = command(
         verbs,
         "tokenize",
-        "write the config's data as memory-mapped tokens, which source `tokens` reads",
+        "write the config's data as memory-mapped tokens, for source `tokens`",
         "jaxspeed data tokenize config.yaml tokens/ --set data.tokenizer=bpe",
         devices=False,
     )

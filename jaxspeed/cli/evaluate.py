@@ -1,4 +1,4 @@
-"""`jaxspeed eval CONFIG`."""
+"""`jaxspeed eval CONFIG`: the held-out loss of a checkpoint."""
 
 import argparse
 from typing import Any
@@ -11,10 +11,10 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "eval",
-        "the held-out loss of a run's checkpoint",
+        "compute the held-out loss of a run's checkpoint",
         "jaxspeed eval configs/tiny.yaml --tag step-00000100",
     )
-    parser.add_argument("--tag", help="which checkpoint; the newest sound one by default")
+    parser.add_argument("--tag", help="which checkpoint; the newest intact one by default")
     parser.set_defaults(run=run)
 
 

@@ -1,7 +1,7 @@
-"""`jaxspeed COMMAND`: which command, and how it ends.
+"""`jaxspeed COMMAND`: argument parsing, errors and exit codes.
 
-Exit codes: 0; 1 for a check or a run that failed; 2 for a mistake of the user's, which prints one
-message and no traceback; 128 + n where signal n ended a run (its state is saved).
+Exit codes: 0; 1 for a failed check or run; 2 for a user error, which prints one message and no
+traceback; 128 + n if signal n ended a run (its state is saved).
 """
 
 import argparse
@@ -21,7 +21,7 @@ FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and what they take."""
+    """The argument parser of all commands."""
     top = argparse.ArgumentParser(
         prog="jaxspeed",
         description="Train Flax models whose state does not fit one device.",
@@ -34,13 +34,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     given = parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True)
     logger = logging.getLogger("jaxspeed")
     handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)
     logger.addHandler(handler)
-    logger.propagate = False  # a library may have given the root logger a handler of its own
+    logger.propagate = False  # a library may have added a handler to the root logger
     try:
         return int(given.run(given) or 0)
     except (RunError, CheckpointError, OutOfMemoryError) as error:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # what read our output has ended, `| head` say
+    except BrokenPipeError:  # the reader of the output has exited, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:

@@ -1,4 +1,4 @@
-"""`jaxspeed plan CONFIG`."""
+"""`jaxspeed plan CONFIG`: memory, step time and communication of a config, for any devices."""
 
 import argparse
 import re
@@ -22,8 +22,8 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "plan",
-        "what a config would do, before anything is trained or rented: bytes a device, the "
-        "pipeline's schedule, and what its step compiles to",
+        "plan a config without training: bytes per device, step time, the pipeline's schedule, "
+        "and the compiled step",
         "jaxspeed plan configs/llama3_8b.yaml --target v5p:2x2x2 --compile",
         config=False,
     )
@@ -32,59 +32,59 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--target",
         metavar="TARGET",
-        help="devices that need not be here: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8",
+        help="absent devices to plan for: v5p:4x4x8, 2x v5e:16x16, h100:64, a100-40g:1, cpu:8",
     )
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the step; by default where there is no target. For a target of TPUs that "
-        "needs jaxspeed[tpu], of GPUs jaxspeed[cuda], and neither device nor driver",
+        help="compile the step; by default only without a target. A target of TPUs needs "
+        "jaxspeed[tpu], of GPUs jaxspeed[cuda], but no device or driver",
     )
     parser.add_argument(
         "--keep",
         metavar="FILE",
-        help="with --compile for a target: keep the compiled step, so that a run with "
+        help="with --compile for a target: save the compiled step; a run with "
         "run.executable=FILE starts without compilation",
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write all of it as one page for a browser, too"
+        "--html", metavar="FILE", help="also write the plan as a self-contained HTML page"
     )
     parser.add_argument(
         "--patience",
         metavar="SECONDS",
         type=float,
         default=PATIENCE,
-        help="give up a compile for a target after that (%(default)g)",
+        help="time limit of a compilation for a target (%(default)g)",
     )
     parser.add_argument(
         "--tokens",
         metavar="N",
-        help="of a whole run, as 300B or 1.5T, for its device-hours; by default run.steps",
+        help="tokens of the run, like 300B or 1.5T, for its device-hours; by default run.steps",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="look for the config that is fastest on the target: other meshes, stages, schedules, "
-        "recompute, offload and micro-batches, for the same batch of a step. With --compile the "
-        "best are compiled for proof",
+        help="search for the fastest config on the target: other meshes, stages, schedules, "
+        "recompute, offload and micro-batches, at the same batch size. With --compile the best "
+        "are compiled for proof",
     )
     parser.add_argument(
         "--search-seconds",
         metavar="SECONDS",
         type=float,
         default=SEARCH_SECONDS,
-        help="estimate nothing more after that (%(default)g)",
+        help="time limit of the search's estimates (%(default)g)",
     )
     parser.add_argument(
         "--write", metavar="FILE", help="write the config that --search finds, as YAML or JSON"
     )
-    parser.add_argument("--targets", action="store_true", help="list what is known of each chip")
-    parser.add_argument("--hardware", metavar="FILE", help="a YAML file of more chips")
+    parser.add_argument("--targets", action="store_true", help="list the known chips")
+    parser.add_argument("--hardware", metavar="FILE", help="a YAML file with further chips")
     parser.add_argument(
         "--devices",
         metavar="WHICH",
         help="without a target: a number of simulated devices on this CPU, or cpu, gpu or tpu "
-        "(over run.devices)",
+        "(overrides run.devices)",
     )
     parser.set_defaults(run=run)
 
@@ -95,24 +95,24 @@ def run(given: argparse.Namespace) -> int:
     if given.config is None:
         raise ConfigError("plan needs a CONFIG, a YAML or JSON file; or --targets")
     if given.target and given.devices:
-        raise ConfigError("--target and --devices: give one; a target brings its own devices")
+        raise ConfigError("--target and --devices: give only one; a target determines its devices")
     if not given.patience > 0:
-        raise ConfigError(f"--patience {given.patience:g}: needs seconds, more than 0")
+        raise ConfigError(f"--patience {given.patience:g}: must be more than 0 (seconds)")
     if given.keep and not (given.target and given.compile):
-        raise ConfigError("--keep needs --target and --compile: it keeps what that compiles")
+        raise ConfigError("--keep needs --target and --compile: it saves the compiled step")
     for option in ("keep", "html"):
         if getattr(given, option):
             refuse_unwritable(f"--{option}", getattr(given, option))
     tokens = tokens_of(given.tokens) if given.tokens is not None else None
     if tokens and not given.target:
-        raise ConfigError("--tokens needs a --target: device-hours are of a chip")
+        raise ConfigError("--tokens needs a --target: device-hours depend on the chip")
     if given.search and not given.target:
-        raise ConfigError("--search needs a --target, whose devices it is for")
+        raise ConfigError("--search needs a --target")
     if given.write is not None:
         refuse_path(given.write, given.search)
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
-        # On a terminal alone.
+        # Shown only on a terminal.
         with out(stderr=True).status(f"{doing} for {given.target}") as status:
             found = plan(
                 loaded(given),
@@ -149,7 +149,7 @@ def tokens_of(written: str) -> float:
     scale = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     tokens = float(found[1]) * scale[found[2].upper()] if found else 0.0
     if not 0 < tokens < 1e18:
-        raise ConfigError(f"--tokens {written}: needs a number of tokens, as 300B or 1.5T")
+        raise ConfigError(f"--tokens {written}: needs a number of tokens, like 300B or 1.5T")
     return tokens
 
 

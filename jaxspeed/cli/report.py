@@ -1,4 +1,4 @@
-"""`jaxspeed report`: the machine and the installation."""
+"""`jaxspeed report`: versions, devices and their memories, installed extras."""
 
 import argparse
 import importlib.metadata
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "report",
-        "versions, devices and their memories, and which extras are installed",
+        "show versions, devices and their memories, and the installed extras",
         "jaxspeed report --json",
         config=False,
     )
@@ -56,7 +56,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What there is here, as far as JAX and the installation tell."""
+    """Versions, devices and extras, as reported by JAX and the installation."""
     devices = jax.devices()
     first = devices[0]
     stats = first.memory_stats() or {}
@@ -69,7 +69,7 @@ def machine() -> dict[str, Any]:
         "devices": {
             "count": len(devices),
             "kind": first.device_kind,
-            "memory": bytes_text(limit) if limit else "not told",
+            "memory": bytes_text(limit) if limit else "unknown",
             "memory kinds": [memory.kind for memory in first.addressable_memories()],
             "default memory": first.default_memory().kind,
         },
@@ -86,7 +86,7 @@ def machine() -> dict[str, Any]:
 
 
 def _interconnect(devices: list[Any]) -> str:
-    """What joins the devices: the torus of a TPU slice, else the hosts that they are in."""
+    """The network of the devices: the torus of a TPU slice, otherwise their hosts."""
     coords: list[Any] = [getattr(device, "coords", None) for device in devices]
     hosts = len({device.process_index for device in devices})
     if all(coords):

@@ -1,4 +1,4 @@
-"""`jaxspeed sample CONFIG`."""
+"""`jaxspeed sample CONFIG`: generate text from a checkpoint."""
 
 import argparse
 import json
@@ -13,14 +13,14 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "sample",
-        "text from a run's checkpoint",
+        "generate text from a run's checkpoint",
         "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
     )
-    parser.add_argument("--prompt", help="what the text begins with (over run.sample_prompt)")
-    parser.add_argument("--tokens", type=int, help="how many (over run.sample_tokens)")
-    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token each time")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--tag", help="which checkpoint; the newest sound one by default")
+    parser.add_argument("--prompt", help="start of the text (overrides run.sample_prompt)")
+    parser.add_argument("--tokens", type=int, help="number of tokens (overrides run.sample_tokens)")
+    parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--tag", help="which checkpoint; the newest intact one by default")
     parser.set_defaults(run=run)
 
 
@@ -33,12 +33,12 @@ def run(given: argparse.Namespace) -> int:
         if value is not None:
             given.overrides.append(f"run.{name}={json.dumps(value)}")
     source = source_of(loaded(given), name=given.config)
-    pieces = sample_run(source, given.tag, seed=given.seed)
+    parts = sample_run(source, given.tag, seed=given.seed)
     if given.json:
-        print_json({"text": "".join(pieces)})
+        print_json({"text": "".join(parts)})
         return 0
-    for piece in pieces:
-        sys.stdout.write(piece)
+    for part in parts:
+        sys.stdout.write(part)
         sys.stdout.flush()
     sys.stdout.write("\n")
     return 0

@@ -1,4 +1,4 @@
-"""`jaxspeed train CONFIG`."""
+"""`jaxspeed train CONFIG`: train or resume a run, locally or on Ray."""
 
 import argparse
 import json
@@ -21,21 +21,21 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "train",
-        "train a model; continue where the run in its folder stopped",
+        "train a model; resume the run in its folder",
         "jaxspeed train configs/tiny.yaml --devices cpu:8 --set run.steps=100",
     )
-    parser.add_argument("--output", metavar="DIR", help="the run's folder (over run.output)")
+    parser.add_argument("--output", metavar="DIR", help="the run's folder (overrides run.output)")
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),
         default="local",
         help="ray: mesh.data workers and parallel.servers servers, each a process on Ray "
-        "(parallel.data_reduction is then parameter_server)",
+        "(sets parallel.data_reduction to parameter_server)",
     )
     parser.add_argument(
         "--ray-address",
         metavar="A",
-        help="of a Ray cluster, as in 10.0.0.1:6379; a Ray of this machine is started otherwise",
+        help="address of a Ray cluster, like 10.0.0.1:6379; by default a local Ray is started",
     )
     parser.set_defaults(run=run)
 
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
     if given.engine == "ray":
         return _on_ray(given)
     if given.ray_address:
-        raise ConfigError("--ray-address: only --engine ray reads it")
+        raise ConfigError("--ray-address: needs --engine ray")
     return _train(given, source_of(_config(given), name=given.config))
 
 
@@ -78,7 +78,7 @@ def _train(given: argparse.Namespace, source: Source) -> int:
 
 
 def _again(given: argparse.Namespace, trainer: Trainer) -> str:
-    """The command that continues this run; one that is done goes on when it has more steps."""
+    """The command that resumes this run; for a finished one, with more steps."""
     words = [*_program(), "train", given.config]
     if given.engine == "ray":
         words += ["--engine", "ray"]
@@ -94,10 +94,10 @@ def _again(given: argparse.Namespace, trainer: Trainer) -> str:
 
 
 def _program() -> list[str]:
-    """How this command was called, so that what is printed can be typed again."""
+    """The program as it was called, so that the printed command can be run as it is."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return ["python", "-m", "jaxspeed"]
-    if called.name == "jaxspeed" and shutil.which("jaxspeed") is None:  # of a venv not activated
+    if called.name == "jaxspeed" and shutil.which("jaxspeed") is None:  # the venv is not activated
         return [str(called)]
     return ["jaxspeed"]

@@ -1,9 +1,8 @@
-"""Where batches come from: sources, tokenizers, packing, and an order that depends on the seed and
-the step alone.
+"""Input pipeline: sources, tokenizers, packing, shuffling, and prefetching to the devices.
 
-`build` opens what the config's section `data` names; `Feeder` puts its batches on the devices ahead
-of the step. A corpus is numbered samples that can be read in any order; which sample comes when is
-Grain's business.
+`build` opens the sources of the config's section `data`; `Feeder` puts batches on the devices ahead
+of the step. A corpus is a sequence of samples with random access. Their order, by Grain, is a
+function of seed and step alone.
 """
 
 from jaxspeed.data.corpus import Corpus, build, tokenize, told_shapes

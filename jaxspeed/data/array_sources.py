@@ -1,4 +1,4 @@
-"""Sources whose samples are rows of arrays: images in files, and iterables of mappings."""
+"""Array sources: images with labels from .npz/.npy files, and iterables of mappings."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,16 @@ from jaxspeed.data.model_limits import Facts
 from jaxspeed.errors import DataError
 
 Arrays = dict[str, np.ndarray]
-# Of larger arrays, rows at even distances are looked at.
-LOOKED_AT = 64 << 20
+# The digest of a larger array uses only ROWS evenly spaced rows.
+FULLY_HASHED = 64 << 20
 ROWS = 1024
 
 
 def read_images(given: Sequence[str], facts: Facts) -> Arrays:
-    """`images` [n, height, width, channels] and `labels` [n], of .npz files that hold both or of
-    folders with images.npy and labels.npy."""
+    """Read `images` [n, height, width, channels] and `labels` [n].
+
+    From .npz files that hold both, or from folders with images.npy and labels.npy.
+    """
     parts = [_images_in(Path(name).expanduser()) for name in given]
     if len(parts) == 1:
         images, labels = parts[0]
@@ -34,7 +36,7 @@ def read_images(given: Sequence[str], facts: Facts) -> Arrays:
             "[n, height, width, channels] and [n]"
         )
     if labels.dtype.kind not in "iu":
-        raise DataError(f"data: {shown}: labels are {labels.dtype}; they must be whole numbers")
+        raise DataError(f"data: {shown}: labels are {labels.dtype}; they must be integers")
     if facts.image_shape and images.shape[1:] != facts.image_shape:
         raise DataError(
             f"data: {shown}: images are {list(images.shape[1:])}, but the model reads "
@@ -42,7 +44,7 @@ def read_images(given: Sequence[str], facts: Facts) -> Arrays:
         )
     if facts.classes and len(labels) and not 0 <= labels.min() <= labels.max() < facts.classes:
         raise DataError(
-            f"data: {shown}: labels run from {labels.min()} to {labels.max()}, but the model has "
+            f"data: {shown}: labels range from {labels.min()} to {labels.max()}, but the model has "
             f"{facts.classes} classes"
         )
     return {"images": images, "labels": labels}
@@ -68,7 +70,7 @@ def _load_npz(file: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         with np.load(file) as arrays:
             if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError("it is no .npz file")
+                raise ValueError("not an .npz file")
             missing = {"images", "labels"} - set(arrays.files)
             if missing:
                 raise ValueError(f"it holds {', '.join(arrays.files)}, not images and labels")
@@ -78,7 +80,7 @@ def _load_npz(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stack(records: Sequence[Mapping[str, Any]], name: str) -> Arrays:
-    """The arrays of samples, of which each is a mapping from names to arrays of one shape."""
+    """Stack samples, mappings from names to arrays of equal shapes, into one array per name."""
     first = {key: np.shape(value) for key, value in records[0].items()}
     for i, record in enumerate(records):
         shapes = {key: np.shape(value) for key, value in record.items()}
@@ -87,7 +89,7 @@ def stack(records: Sequence[Mapping[str, Any]], name: str) -> Arrays:
     arrays = {key: np.stack([record[key] for record in records]) for key in first}
     for key, array in arrays.items():
         if array.dtype.kind not in "biuf":
-            raise DataError(f"data: {name}: {key!r} is {array.dtype}; samples are numbers")
+            raise DataError(f"data: {name}: {key!r} is {array.dtype}; samples must be numeric")
     return arrays
 
 
@@ -95,6 +97,6 @@ def digest(arrays: Mapping[str, np.ndarray]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, array in arrays.items():
         found.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        every = 1 if array.nbytes <= LOOKED_AT else max(1, len(array) // ROWS)
+        every = 1 if array.nbytes <= FULLY_HASHED else max(1, len(array) // ROWS)
         found.update(np.ascontiguousarray(array[::every]).data)
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, in plain Python."""
+"""Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909) over bytes, in plain Python."""
 
 import heapq
 import re
@@ -9,8 +9,8 @@ from itertools import pairwise
 Pair = tuple[int, int]
 Word = tuple[int, ...]
 
-# Words as GPT-2 cuts them: a space belongs to what follows it. Lengths are bounded, so that a line
-# of a million dashes costs no more than others. Every character is in exactly one word.
+# Words as GPT-2 splits them: a space belongs to the word after it. Lengths are bounded, or a line
+# of a million dashes would be slow. Every character is in exactly one word.
 WORDS = r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
 find_words = re.compile(WORDS).findall
 
@@ -18,13 +18,13 @@ find_words = re.compile(WORDS).findall
 def learn_merges(
     words: Iterable[tuple[bytes, int]], merges: int, least: int = 2
 ) -> tuple[list[Pair], dict[bytes, Word]]:
-    """The most frequent pair of adjacent ids becomes a new id, again and again.
+    """Learn merges: repeatedly replace the most frequent pair of adjacent ids by a new id.
 
     Args:
-      words: byte strings and how often each occurs.
-      merges: how many ids to add to the 256 bytes; fewer where no pair occurs `least` times.
+      words: byte strings with their counts.
+      merges: number of ids to add to the 256 bytes; fewer if no pair occurs `least` times.
 
-    Returns: the pairs in the order of their ids, from 256 on; and how each word is cut in the end.
+    Returns: the merged pairs in the order of their ids, from 256 on; and the ids of each word.
     """
     spelled = list(words)
     ids = [list(word) for word, _ in spelled]
@@ -35,13 +35,13 @@ def learn_merges(
         for pair in pairwise(word):
             pairs[pair] += counts[i]
             where[pair].add(i)
-    # The smaller pair first among equals: the result does not depend on the order of the words.
+    # Ties go to the smaller pair, so the result does not depend on the order of the words.
     heap = [(-count, pair) for pair, count in pairs.items()]
     heapq.heapify(heap)
     learned: list[Pair] = []
     while heap and len(learned) < merges:
         negative, pair = heapq.heappop(heap)
-        if -negative != pairs[pair]:  # out of date; a later entry has its count of now
+        if -negative != pairs[pair]:  # stale; a later entry has its current count
             continue
         if -negative < least:
             break
@@ -65,11 +65,11 @@ def learn_merges(
             if pairs[other] > 0:
                 heapq.heappush(heap, (-pairs[other], other))
         pairs.pop(pair, None)
-    return learned, {word: tuple(cut) for (word, _), cut in zip(spelled, ids)}
+    return learned, {word: tuple(merged) for (word, _), merged in zip(spelled, ids)}
 
 
 def merge(ids: list[int], pair: Pair, new: int) -> list[int]:
-    """With each occurrence of the pair, from the left, replaced by one id."""
+    """Replace each occurrence of the pair, from the left, by one id."""
     first, second = pair
     out, i, last = [], 0, len(ids) - 1
     while i <= last:
@@ -82,8 +82,8 @@ def merge(ids: list[int], pair: Pair, new: int) -> list[int]:
     return out
 
 
-def cut_word(word: bytes, ranks: dict[Pair, int]) -> Word:
-    """A word's ids: of the pairs that it holds, the one learned first is merged, until none is."""
+def encode_word(word: bytes, ranks: dict[Pair, int]) -> Word:
+    """The ids of a word: apply the earliest learned merge until none applies."""
     ids = list(word)
     while len(ids) > 1:
         pair = min(pairwise(ids), key=lambda p: ranks.get(p, _NEVER))

@@ -1,4 +1,4 @@
-"""Which tokenizer a corpus has."""
+"""Choose a corpus's tokenizer: the run's saved one, the token files' one, or the config's."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from jaxspeed.errors import DataError
 
 
 def choose_tokenizer(
-    data: Data, facts: Facts, opened: Sequence[Opened], kept: bytes | None
+    data: Data, facts: Facts, opened: Sequence[Opened], saved: bytes | None
 ) -> Tokenizer | None:
-    """The run's own, or that of tokens which are read, or what the config asks for."""
+    """The tokenizer saved with the run, or of token files that are read, or of the config."""
     documents = [d for each in opened if isinstance(each, list) for d in each]
     if not documents and not any(isinstance(each, Texts) for each in opened):
         return None
-    tokenizer = load_tokenizer(kept) if kept else None
+    tokenizer = load_tokenizer(saved) if saved else None
     for each in documents:
         if each.tokenizer is None:
             continue
         if tokenizer and tokenizer.to_bytes() != each.tokenizer.to_bytes():
             raise DataError(
-                f"data: {each.name} was tokenized with another tokenizer ({each.tokenizer.name}) "
-                f"than the rest ({tokenizer.name})"
+                f"data: {each.name} was tokenized with a different tokenizer "
+                f"({each.tokenizer.name}) than the rest ({tokenizer.name})"
             )
         tokenizer = tokenizer or each.tokenizer
     if tokenizer is None and any(isinstance(each, Texts) for each in opened):
-        tokenizer = _asked_for(data, facts, opened)
+        tokenizer = _configured(data, facts, opened)
     if tokenizer and facts.vocab_size and tokenizer.vocab_size > facts.vocab_size:
         raise DataError(
             f"data.tokenizer: {tokenizer.name} has {tokenizer.vocab_size:,} ids, but the model's "
@@ -45,14 +45,14 @@ def choose_tokenizer(
     return tokenizer
 
 
-def _asked_for(data: Data, facts: Facts, opened: Sequence[Opened]) -> Tokenizer:
+def _configured(data: Data, facts: Facts, opened: Sequence[Opened]) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     if data.tokenizer != "bpe":
         return read_tokenizer(data.tokenizer)
     size = data.vocab_size or facts.vocab_size
     if size is None:
-        raise DataError("data.vocab_size: bpe needs it, because the model's own is not known")
+        raise DataError("data.vocab_size: bpe needs it, because the model's is unknown")
     if facts.vocab_size and size > facts.vocab_size:
         raise DataError(
             f"data.vocab_size is {size:,}, but the model's vocabulary has {facts.vocab_size:,}; "

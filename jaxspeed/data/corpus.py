@@ -1,4 +1,4 @@
-"""From the config's section `data` to a corpus: train and held-out splits with one tokenizer."""
+"""Build a corpus from the config's section `data`: train and held-out splits, one tokenizer."""
 
 import hashlib
 import json
@@ -35,13 +35,13 @@ from jaxspeed.errors import DataError
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads."""
+    """The data of a run."""
 
     train: Split
     held_out: Split | None
     tokenizer: Tokenizer | None
-    fingerprint: str  # changes with what is read and its order; a run goes on with its own only
-    unigram_entropy: float | None  # nats a token, of the training tokens
+    fingerprint: str  # changes with the data or its order; a run resumes only with the same one
+    unigram_entropy: float | None  # nats per training token
     summary: str  # one line for people
 
 
@@ -57,17 +57,17 @@ def build(
     tokenizer_file: bytes | None = None,
     batch_size: int | None = None,
 ) -> Corpus:
-    """Opens what `data` names, for a model that reads such samples and has these limits.
+    """Open the sources of `data` for a model with this kind of samples and these limits.
 
     Args:
       data: the section of the config.
-      sample, seq_len, vocab_size, image_shape, classes: what is known of the model (`facts`).
-      seed: of the order, where `data.seed` says none.
-      tokenizer_file: the tokenizer of a run that is continued; then none is trained.
-      batch_size: the least that there must be of training samples.
+      sample, seq_len, vocab_size, image_shape, classes: known limits of the model (`facts`).
+      seed: of the order, if `data.seed` is unset.
+      tokenizer_file: the tokenizer of a resumed run; then none is trained.
+      batch_size: minimum number of training samples.
 
     Raises:
-      DataError: what cannot be read, is too small or does not fit the model.
+      DataError: the data cannot be read, is too small or does not fit the model.
     """
     facts = Facts(sample, seq_len, vocab_size, image_shape, classes)
     sources: Sequence[Source] = data.mixture or [data]
@@ -98,7 +98,7 @@ def build(
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What `tokenize` wrote."""
+    """Summary of a folder of tokens that `tokenize` wrote."""
 
     name: str
     documents: int
@@ -121,10 +121,10 @@ def tokenize(
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
 ) -> Tokenized:
-    """Writes the text that `data` names as token files, which source `tokens` reads.
+    """Write the text of `data` as token files, to be read by source `tokens`.
 
     Documents are encoded one at a time: memory does not limit the size of the corpus. `vocab_size`
-    is the model's, where it is known.
+    is the model's, if known.
     """
     sources: Sequence[Source] = data.mixture or [data]
     texts = [open_source(source, Facts()) for source in sources]
@@ -182,7 +182,7 @@ def _part(
 def _packing(data: Data, facts: Facts) -> Packing:
     seq_len = data.seq_len or facts.seq_len
     if seq_len is None:
-        raise DataError("data.seq_len: needs a number, because the model's positions are not known")
+        raise DataError("data.seq_len: must be set, because the model's positions are unknown")
     if facts.seq_len and seq_len > facts.seq_len:
         raise DataError(
             f"data.seq_len is {seq_len:,}, but the model has {facts.seq_len:,} positions; "
@@ -199,13 +199,13 @@ def _check_sizes(
         less = ", or a shorter data.seq_len" if train.tokens_each else ""
         if not len(part.train):
             raise DataError(
-                f"data: too small: {part.summary}: not one sample{of} to train on; more data"
+                f"data: too small: {part.summary}: not one training sample{of}; more data"
                 f"{less} would do"
             )
         if part.held_out is not None and not len(part.held_out):
             raise DataError(
-                f"data.held_out: {data.held_out} of {part.summary} is not one sample; a larger "
-                "share, more data, or 0 would do"
+                f"data.held_out: {data.held_out} of {part.summary} is less than one sample; a "
+                "larger fraction, more data, or 0 would do"
             )
     check_batch(train, batch_size)
     first, *others = (_shape(part.train) for part in parts)
@@ -218,7 +218,7 @@ def _check_sizes(
 
 
 def check_batch(train: Split, batch_size: int | None) -> None:
-    """DataError unless there are as many samples as one batch has."""
+    """Raise DataError if there are fewer samples than one batch has."""
     if batch_size is not None and train.samples < batch_size:
         less = ", or a shorter data.seq_len" if train.tokens_each else ""
         raise DataError(
@@ -236,7 +236,7 @@ def _shape(samples: Samples) -> dict[str, str]:
 
 
 def _entropy(parts: Sequence[OpenSource], weights: Sequence[float]) -> float | None:
-    """Of the ids as they come in training: the parts' frequencies by the parts' shares."""
+    """Unigram entropy of the training tokens: the parts' frequencies mixed by weight."""
     counts = [part.counts for part in parts if part.counts is not None]
     if len(counts) < len(parts):
         return None
@@ -259,7 +259,7 @@ def _summary(
     by = f" ({tokenizer.name})" if tokenizer else ""
     of = f" of {train.tokens_each:,} tokens" if train.tokens_each else ""
     out = held_out.samples if held_out else 0
-    return f"{shown}{by}; {train.samples:,} samples{of} to train on, {out:,} held out"
+    return f"{shown}{by}; {train.samples:,} training samples{of}, {out:,} held out"
 
 
 def told_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDtypeStruct] | None:

@@ -1,4 +1,4 @@
-"""From a split to batches on the devices, read ahead of the step in a thread."""
+"""Prefetch batches onto the devices in a background thread; per-process reading of rows."""
 
 import threading
 import time
@@ -18,10 +18,10 @@ Place = Callable[[Read], Any]
 
 
 def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
-    """Makes a global batch of which each process reads the rows that its own devices hold.
+    """Make a function that builds global batches; each process reads only its devices' rows.
 
-    `batch_shardings` says where each array of a batch of such shapes lives
-    (`program.batch_shardings`); its first dim is the batch's.
+    `batch_shardings` maps the arrays of a batch to their shardings (`program.batch_shardings`);
+    dim 0 is the batch dim.
     """
 
     def place(read: Read) -> Any:
@@ -35,14 +35,14 @@ def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
         local = read(rows)
 
         def array(name: str) -> jax.Array:
-            def part(index: Any) -> np.ndarray:  # of one device
+            def shard(index: Any) -> np.ndarray:  # of one device
                 first, *rest = index
                 start, stop, _ = first.indices(batch_size)
                 # rows is sorted and holds all of [start, stop).
                 at = int(np.searchsorted(rows, start))
                 return local[name][(slice(at, at + stop - start), *rest)]
 
-            return jax.make_array_from_callback(shapes[name].shape, shardings[name], part)
+            return jax.make_array_from_callback(shapes[name].shape, shardings[name], shard)
 
         return {name: array(name) for name in shapes}
 
@@ -50,7 +50,7 @@ def placer(batch_shardings: Callable[[Any], Any], batch_size: int) -> Place:
 
 
 def _rows_here(shardings: Any, shapes: Any) -> np.ndarray:
-    """The rows of the global batch, ascending, that any device of this process holds."""
+    """The rows of the global batch on this process's devices, ascending."""
     here: set[int] = set()
     for name, sharding in shardings.items():
         shape = shapes[name].shape
@@ -60,10 +60,10 @@ def _rows_here(shardings: Any, shapes: Any) -> np.ndarray:
 
 
 class Feeder:
-    """Iterates over (placed batch, tokens or samples in it) from a step on, without end.
+    """Infinite iterator over (placed batch, its number of tokens or samples) from a step on.
 
-    `place(read)` puts a batch on the devices; `read(rows)` reads those rows of it. What goes wrong
-    in the thread is raised by the `next` that would have returned that batch.
+    `place(read)` puts a batch on the devices; `read(rows)` reads those rows of it. An exception in
+    the thread is raised by the `next` that would have returned that batch.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Feeder:
         prefetch: int = 2,
     ) -> None:
         check_batch(split, batch_size)
-        self.wait_seconds = 0.0  # that `next` has waited in all
+        self.wait_seconds = 0.0  # total time that `next` waited
         self._count = batch_size * (split.tokens_each or 1)
         self._ready: deque[Any] = deque()
         self._prefetch = max(prefetch, 1)
@@ -84,7 +84,7 @@ class Feeder:
         self._closed = False
         self._failed: BaseException | None = None
         batches = _batches(split, batch_size, place, start_step)
-        # A daemon: a run that is broken off does not wait for it.
+        # A daemon: an interrupted run does not wait for it.
         self._thread = threading.Thread(
             target=self._fill, args=(batches,), name="jaxspeed-data", daemon=True
         )
@@ -108,7 +108,7 @@ class Feeder:
             raise self._failed
 
     def close(self, seconds: float = 5.0) -> None:
-        """Ends the thread; one that is in the middle of a slow read is left to end by itself."""
+        """Stop the thread; one that is in a slow read is not waited for."""
         with self._changed:
             self._closed = True
             self._ready.clear()

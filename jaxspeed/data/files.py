@@ -1,4 +1,4 @@
-"""Which files a source reads, and reading them with errors that say where."""
+"""Find and read a source's files (text, gzip, JSON lines), with errors that name the place."""
 
 import glob
 import gzip
@@ -15,16 +15,16 @@ def given_paths(path: str | None, paths: Sequence[str] | None) -> list[str]:
 
 
 def find_files(given: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:
-    """The files that paths, folders and globs name: sorted, each once.
+    """The files that paths, folders and globs name: sorted, without duplicates.
 
-    In folders those that end in one of `suffixes` (all, without one), hidden ones never.
+    Of a folder the files with one of `suffixes` (all if there is none), without hidden ones.
     """
     found: dict[Path, None] = {}
     for name in given:
         path = Path(name).expanduser()
         try:
             files = _named_by(path, tuple(suffixes))
-        except OSError as error:  # a folder that may not be looked into, say
+        except OSError as error:  # for example a folder without permission
             raise DataError(f"data: {name!r} cannot be read: {error}") from None
         if not files:
             raise DataError(f"data: {_nothing(name, path, suffixes)}")
@@ -51,10 +51,10 @@ def _nothing(name: str, path: Path, suffixes: Sequence[str]) -> str:
     if path.is_dir():
         return f"the folder {name!r} holds no {' or '.join(suffixes) or 'visible'} file"
     if glob.has_magic(name):
-        return f"no file matches {name!r} (looked from {Path.cwd()})"
+        return f"no file matches {name!r} (relative to {Path.cwd()})"
     parent = path.parent
     near = f"; {str(parent)!r} holds {_few(parent)}" if parent.is_dir() else ""
-    return f"{name!r} does not exist (looked from {Path.cwd()}){near}"
+    return f"{name!r} does not exist (relative to {Path.cwd()}){near}"
 
 
 def _few(folder: Path, most: int = 5) -> str:
@@ -73,25 +73,25 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """A file's text; DataError where it is binary or no UTF-8."""
+    """A file's text; DataError if it is binary or not UTF-8."""
     return decode_text(read_bytes(file), str(file))
 
 
 def decode_text(content: bytes, name: str) -> str:
     null = content.find(b"\0")
     if null >= 0:
-        raise DataError(f"data: {name!r} is no text: it is binary (byte {null} is 0)")
+        raise DataError(f"data: {name!r} is not text: it is binary (byte {null} is 0)")
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data: {name!r} is no UTF-8 text: byte {error.start} is "
-            f"0x{content[error.start]:02x}; convert it, with iconv say"
+            f"data: {name!r} is not UTF-8 text: byte {error.start} is "
+            f"0x{content[error.start]:02x}; convert it, for example with iconv"
         ) from None
 
 
 def read_json_lines(file: Path, field: str) -> Iterator[str]:
-    """The text of each record, one record a line; blank lines are passed over."""
+    """The text of each record, one record per line; blank lines are skipped."""
     try:
         # Files of this kind are large: line by line.
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
@@ -106,7 +106,7 @@ def _field_of(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is no UTF-8"
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
         raise DataError(f"data: {where}: not JSON: {reason}") from None
     return text_of(record, field, where)
 

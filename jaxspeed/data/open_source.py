@@ -1,4 +1,4 @@
-"""One source of a corpus, opened: cut into what is trained on and what is held out."""
+"""Open one source of a corpus and split it into training and held-out samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ SYNTHETIC_SAMPLES = 1 << 16
 
 @dataclass(frozen=True)
 class Made:
-    """A source that is made, not read."""
+    """A synthetic source."""
 
     samples: int
 
 
-# What a source turns out to hold, before there is a tokenizer.
+# The contents of a source, before there is a tokenizer.
 Opened = Texts | list[token_store.Documents] | array_sources.Arrays | Made
 
 
@@ -46,12 +46,12 @@ class OpenSource:
     train: Samples
     held_out: Samples | None
     digest: str
-    counts: np.ndarray | None  # of each id in the training tokens, or in proportion to that
+    counts: np.ndarray | None  # of each id in the training tokens, or proportional to it
     summary: str
 
 
 def open_source(source: Source, facts: Facts) -> Opened:
-    """Looks at what a source names, and raises a DataError where that cannot be read."""
+    """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
     if kind in TEXT_SOURCES:
@@ -67,7 +67,7 @@ def open_source(source: Source, facts: Facts) -> Opened:
 
 
 def _token_paths(given: Sequence[str]) -> list[Path]:
-    """Folders of tokens as they are; of other paths the .npy files."""
+    """Token folders, and the .npy files of other paths."""
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
@@ -77,7 +77,7 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
 
 
 def _own(path: str, source: Source) -> Opened:
-    """A user's iterable: of texts, of records with a text, of token documents or of samples."""
+    """A user's iterable of texts, records with a text, token documents or samples."""
     begin = import_iterable(path, source.samples)
     first = next(begin(), None)
     field = source.text_field
@@ -109,14 +109,14 @@ def _own(path: str, source: Source) -> Opened:
 def documents_part(
     documents: Sequence[token_store.Documents], packing: Packing, held_out: float
 ) -> OpenSource:
-    """Documents end to end, cut into windows."""
+    """Pack documents into windows, split into training and held-out."""
     train, held, counts = [], [], np.zeros(0, np.int64)
     for each in documents:
-        kept, out = hold_out_documents(each.offsets, held_out) if held_out else (_all(each), None)
-        stream = Stream(each.tokens, kept)
-        train.append(_windows(stream, packing, whole=False))
+        spans, out = hold_out_documents(each.offsets, held_out) if held_out else (_all(each), None)
+        stream = Stream(each.tokens, spans)
+        train.append(_windows(stream, packing, pad_last=False))
         if out is not None:
-            held.append(_windows(Stream(each.tokens, out), packing, whole=True))
+            held.append(_windows(Stream(each.tokens, out), packing, pad_last=True))
         counts = add_counts(counts, stream.counts())
     number = sum(len(each.offsets) - 1 for each in documents)
     tokens = sum(int(each.offsets[-1]) for each in documents)
@@ -135,24 +135,24 @@ def _all(documents: token_store.Documents) -> Spans:
     return Spans(np.asarray(documents.offsets[:-1]), documents.lengths)
 
 
-def _windows(stream: Stream, packing: Packing, *, whole: bool) -> Windows:
-    return Windows(stream, packing.seq_len, segments=packing.segments, whole=whole)
+def _windows(stream: Stream, packing: Packing, *, pad_last: bool) -> Windows:
+    return Windows(stream, packing.seq_len, segments=packing.segments, pad_last=pad_last)
 
 
 def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> OpenSource:
-    """Rows of arrays, of which some are held out."""
+    """Split rows of arrays into training and held-out."""
     rows = Rows(found)
     shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in found.items())
     summary = f"{name}: {len(rows):,} samples of {shapes}"
-    return _cut(rows, held_out, array_sources.digest(found), None, summary)
+    return _split(rows, held_out, array_sources.digest(found), None, summary)
 
 
 def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float) -> OpenSource:
-    """Samples of the kind that the model reads."""
+    """Synthetic samples of the kind that the model reads."""
     if facts.sample == "images" and facts.image_shape:
         images = Blots(made.samples, facts.image_shape, facts.classes or 2)
         shown = f"images of {' x '.join(map(str, facts.image_shape))}"
-        return _cut(
+        return _split(
             images,
             held_out,
             f"blots {made.samples} {shown} {images.classes}",
@@ -161,8 +161,8 @@ def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float
         )
     if packing is None:
         raise DataError(
-            'data.source "synthetic" makes samples for models of tokens or images, and what this '
-            "model reads is not known; give data.source the import path of an iterable"
+            'data.source "synthetic" makes samples for models of tokens or images, but the kind '
+            "of this model's samples is unknown; set data.source to the import path of an iterable"
         )
     vocab_size = facts.vocab_size or 256
 
@@ -181,7 +181,7 @@ def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float
     )
 
 
-def _cut(
+def _split(
     samples: Samples, held_out: float, digest: str, counts: np.ndarray | None, summary: str
 ) -> OpenSource:
     train, held = hold_out_samples(len(samples), held_out)

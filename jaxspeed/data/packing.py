@@ -1,10 +1,10 @@
-"""Packing: documents end to end, cut into windows of equal length, any of which can be read."""
+"""Packing: documents concatenated and split into windows of equal length, with random access."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# Enough to know frequencies by, and quick: of more tokens, evenly spread blocks are counted.
+# Enough for token frequencies, and fast: of more tokens, evenly spaced blocks are counted.
 COUNTED = 1 << 26
 BLOCK = 1 << 20
 
@@ -18,12 +18,12 @@ class Spans:
 
 
 class Stream:
-    """The tokens of spans, one span after the other, with a position for each token."""
+    """Concatenation of the spans, with a position for each token."""
 
     def __init__(self, tokens: np.ndarray, spans: Spans) -> None:
         self.tokens = tokens
         self.edges = _edges(spans.lengths)  # int64 [spans + 1], positions
-        # Neighbours in the array are read at once.
+        # Spans that are adjacent in the array are read at once.
         ends = spans.starts + spans.lengths
         apart = np.flatnonzero(spans.starts[1:] != ends[:-1]) + 1
         first = np.append(0, apart) if len(spans.starts) else np.zeros(0, np.int64)
@@ -36,13 +36,13 @@ class Stream:
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens at positions [start, stop)."""
         run = int(np.searchsorted(self._run_edges, start, "right")) - 1
-        pieces = []
+        parts = []
         while start < stop:
             end = min(stop, int(self._run_edges[run + 1]))
             at = int(self._run_starts[run]) + start - int(self._run_edges[run])
-            pieces.append(self.tokens[at : at + end - start])
+            parts.append(self.tokens[at : at + end - start])
             start, run = end, run + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def segments(self, start: int, stop: int) -> np.ndarray:
         """int32 [stop - start]: 1 for the first document within [start, stop), then 2, ..."""
@@ -54,7 +54,7 @@ class Stream:
         return np.cumsum(begins, dtype=np.int32) + 1
 
     def counts(self) -> np.ndarray:
-        """How often each id occurs, in all tokens or in a sample of them."""
+        """Count of each id, in all tokens or in a sample of them."""
         total = np.zeros(0, np.int64)
         every = max(1, -(-len(self) // COUNTED))
         for start in range(0, len(self), BLOCK * every):
@@ -70,7 +70,7 @@ def entropy(counts: np.ndarray) -> float:
 
 
 def add_counts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of ids from 0 on; one may know fewer ids than the other."""
+    """Add counts of ids from 0 on; the arrays may differ in length."""
     size = max(len(a), len(b))
     return np.pad(a, (0, size - len(a))) + np.pad(b, (0, size - len(b)))
 

@@ -1,4 +1,4 @@
-"""Samples that can be read by number: windows of tokens, rows of arrays, and made ones."""
+"""Samples with random access: windows of packed tokens, rows of arrays, subsets, chains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,7 +12,7 @@ IGNORED = -100  # a label that does not count
 
 
 class Samples(Protocol):
-    """`tokens_each` is how many tokens a sample predicts; None where samples are not of tokens."""
+    """`tokens_each` is the number of tokens that a sample predicts; None for other samples."""
 
     tokens_each: int | None
 
@@ -23,26 +23,26 @@ class Samples(Protocol):
 class Windows:
     """Sample i predicts the tokens at positions i * seq_len + 1 to (i + 1) * seq_len of a stream.
 
-    So each token is predicted once. What is left at the end is less than a sample: it is dropped,
-    or with `whole` it is padded, and every sample has a mask of which tokens are there.
+    So each token is predicted once. An incomplete last sample is dropped, or with `pad_last` it is
+    padded and every sample has a mask of the real tokens.
     """
 
-    def __init__(self, stream: Stream, seq_len: int, *, segments: bool, whole: bool) -> None:
+    def __init__(self, stream: Stream, seq_len: int, *, segments: bool, pad_last: bool) -> None:
         self.stream = stream
         self.tokens_each: int | None = seq_len
         self._segments = segments
-        self._whole = whole
+        self._masked = pad_last
         predicted = max(len(stream) - 1, 0)
-        self._length = -(-predicted // seq_len) if whole else predicted // seq_len
+        self._length = -(-predicted // seq_len) if pad_last else predicted // seq_len
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        """tokens, and segment_ids and mask where there are any: int32 [samples, seq_len + 1]."""
+        """tokens, and segment_ids and mask if enabled: int32 [samples, seq_len + 1]."""
         seq_len = self.tokens_each
         assert seq_len is not None
-        names = ["tokens"] + ["segment_ids"] * self._segments + ["mask"] * self._whole
+        names = ["tokens"] + ["segment_ids"] * self._segments + ["mask"] * self._masked
         batch = {name: np.zeros((len(ids), seq_len + 1), np.int32) for name in names}
         for row, sample in enumerate(ids):
             start = int(sample) * seq_len
@@ -50,7 +50,7 @@ class Windows:
             batch["tokens"][row, : stop - start] = self.stream.read(start, stop)
             if self._segments:
                 batch["segment_ids"][row, : stop - start] = self.stream.segments(start, stop)
-            if self._whole:
+            if self._masked:
                 batch["mask"][row, : stop - start] = 1
         return batch
 
@@ -79,7 +79,7 @@ def _prepared(name: str, x: np.ndarray) -> np.ndarray:
 
 
 class Subset:
-    """Those samples of another that have these numbers."""
+    """The samples with these numbers."""
 
     def __init__(self, samples: Samples, ids: np.ndarray) -> None:
         self._samples = samples
@@ -94,7 +94,7 @@ class Subset:
 
 
 class Chain:
-    """Several samples numbered through, one part after the other."""
+    """Concatenation of several parts."""
 
     def __init__(self, parts: Sequence[Samples]) -> None:
         self.parts = list(parts)
@@ -119,16 +119,16 @@ class Chain:
 
 
 def without_weight(batch: Batch, rows: np.ndarray) -> Batch:
-    """The same batch, of which rows [batch] (True) do not count.
+    """The batch with zero loss weight for the rows [batch] that are True.
 
-    Losses know it by `mask` 0 and by labels of -100; a batch with neither gets a `mask` [batch].
+    Losses recognize them by `mask` 0 or labels of -100; a batch with neither gets a `mask` [batch].
     """
     marked = dict(batch)
     labels = [name for name in ("labels", "targets", "y") if _integers(batch.get(name))]
     for name in labels:
-        marked[name] = np.where(_beside(rows, batch[name]), IGNORED, batch[name])
+        marked[name] = np.where(_broadcastable(rows, batch[name]), IGNORED, batch[name])
     if "mask" in batch:
-        marked["mask"] = np.where(_beside(rows, batch["mask"]), 0, batch["mask"])
+        marked["mask"] = np.where(_broadcastable(rows, batch["mask"]), 0, batch["mask"])
     elif "tokens" in batch:
         marked["mask"] = np.where(rows[:, None], 0, np.ones_like(batch["tokens"]))
     elif not labels:
@@ -140,5 +140,5 @@ def _integers(x: np.ndarray | None) -> bool:
     return x is not None and x.dtype.kind in "iu"
 
 
-def _beside(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _broadcastable(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, *[1] * (x.ndim - 1))

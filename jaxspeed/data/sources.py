@@ -1,4 +1,4 @@
-"""Sources of text: each can be read again and again, and gives the same documents each time."""
+"""Text sources: stdlib, text, JSON lines, Parquet, Hugging Face, and user iterables."""
 
 import hashlib
 import importlib
@@ -16,7 +16,7 @@ from jaxspeed.data import files
 from jaxspeed.errors import DataError
 
 STDLIB_BYTES = 8 << 20
-# Tests and tables of data are not what a reader of Python would call its library.
+# Tests and data tables are not library code.
 STDLIB_LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -31,7 +31,7 @@ STDLIB_LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents of text; iterating begins anew each time."""
+    """Text documents; each iteration starts from the first."""
 
     name: str
     read: Callable[[], Iterator[str]]
@@ -66,9 +66,9 @@ def text_source(source: Source) -> Texts:
 
 
 def stdlib(folder: Path | None = None, limit: int = STDLIB_BYTES) -> Texts:
-    """Python's own source, as far as `limit` bytes go.
+    """Source files of Python's standard library, up to `limit` bytes.
 
-    Which files are taken depends on their paths alone, and no part of the library is preferred.
+    They are chosen by a hash of their paths, so no part of the library is preferred.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     taken, total = [], 0
@@ -78,7 +78,7 @@ def stdlib(folder: Path | None = None, limit: int = STDLIB_BYTES) -> Texts:
             break
         try:
             text = files.decode_text(content, str(file))
-        except DataError:  # a few modules are in other encodings, to test just that
+        except DataError:  # a few modules are in other encodings
             continue
         total += len(content)
         taken.append((file.relative_to(root).as_posix(), text))
@@ -102,7 +102,7 @@ def _scattered(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-# -- what needs a library -----------------------------------------------------------------------
+# -- Parquet and Hugging Face (optional libraries) ----------------------------------------------
 
 
 def _needs_extra(library: str, what: str) -> Any:
@@ -139,13 +139,13 @@ def _hub_texts(given: list[str], split: str, field: str) -> Iterator[str]:
             yield files.text_of(record, field, f"{name}, record {i}")
 
 
-# -- a user's own -------------------------------------------------------------------------------
+# -- user iterables -----------------------------------------------------------------------------
 
 
 def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any]]:
-    """What an import path names: an iterable, or a callable that returns one; begun anew each time.
+    """Import an iterable, or a callable that returns one; each call of the result starts it anew.
 
-    Of one without end, `samples` says how many are read.
+    At most `samples` items are read; an infinite iterable needs it.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -161,7 +161,7 @@ def import_iterable(path: str, samples: int | None) -> Callable[[], Iterator[Any
             raise DataError(f"data.source: {path!r} is a {type(items).__name__}, no iterable")
         return itertools.islice(iter(items), samples)
 
-    if isinstance(found, Iterator):  # it can be read once only
-        kept = list(begin())
-        return lambda: iter(kept)
+    if isinstance(found, Iterator):  # it can be read only once
+        items = list(begin())
+        return lambda: iter(items)
     return begin

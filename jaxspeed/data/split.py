@@ -1,4 +1,4 @@
-"""One side of a corpus, and the order of its samples: a function of seed and step alone."""
+"""A split (train or held-out) of a corpus; its sample order is a function of seed and step."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,10 +13,10 @@ Positions = slice | np.ndarray
 
 
 class Split:
-    """Samples of one or more parts, numbered through, in an order that goes on for ever.
+    """Samples of one or more parts in an infinite order.
 
     Global batch t holds the samples at positions [t * batch_size, (t + 1) * batch_size) of the
-    order, so batches go across the ends of epochs and no sample is lost or repeated there.
+    order: batches span epoch ends, and no sample is lost or repeated there.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Split:
         self._chain = Chain(parts)
         self.parts = self._chain.parts
         self._weights = list(weights or [1.0] * len(self.parts))
-        # Not yet known to hold samples: the order is made when it is asked for.
+        # Parts may be empty until they are checked: the order is built on first use.
         self._seeds = [_seed(seed, i) for i in range(len(self.parts))] if shuffle else None
         self._made: Any = None
 
     @property
     def tokens_each(self) -> int | None:
-        """How many tokens a sample predicts; None where samples are not of tokens."""
+        """Number of tokens that a sample predicts; None if samples are not of tokens."""
         return self._chain.tokens_each
 
     @property
     def samples(self) -> int:
-        """All that there are."""
+        """Total number of samples."""
         return len(self._chain)
 
     def __len__(self) -> int:
-        """Samples in one epoch: in a mixture, until the first part has been seen whole."""
+        """Samples in one epoch; of a mixture, until its first part is exhausted."""
         total = sum(self._weights)
         return min(int(len(p) * total / w) for p, w in zip(self.parts, self._weights))
 
-    # -- for ever, in order -----------------------------------------------------------------------
+    # -- infinite order (training) ----------------------------------------------------------------
 
     @property
     def _order(self) -> Any:
@@ -64,37 +64,37 @@ class Split:
         return self._made
 
     def sample_ids(self, step: int, batch_size: int, rows: Positions | None = None) -> np.ndarray:
-        """int64 [batch_size], or of these rows of the global batch only."""
+        """int64 [batch_size], or only of these rows of the global batch."""
         first = step * batch_size
         chosen = _chosen(batch_size, rows)
         return np.asarray([self._order[first + int(row)] for row in chosen], np.int64)
 
     def batch(self, step: int, batch_size: int, rows: Positions | None = None) -> Batch:
-        """The global batch of a step, or these rows of it: no others are read."""
+        """The global batch of a step, or only these rows of it (no others are read)."""
         return self._chain.read(self.sample_ids(step, batch_size, rows))
 
-    # -- once -------------------------------------------------------------------------------------
+    # -- each sample once (evaluation) ------------------------------------------------------------
 
     def batches(self, batch_size: int) -> int:
-        """In how many batches each sample is seen once."""
+        """Number of batches that hold each sample once."""
         return -(-self.samples // batch_size)
 
     def padded(self, index: int, batch_size: int, rows: Positions | None = None) -> Batch:
-        """Batch `index` of those that hold each sample once, or these rows of it.
+        """Batch `index` of a pass over each sample once, or only these rows of it.
 
-        The last one is filled up with samples that do not count.
+        The last batch is padded with samples of zero weight.
         """
         ids = index * batch_size + _chosen(batch_size, rows)
         batch = self._chain.read(np.minimum(ids, self.samples - 1))
-        # Also where nothing is to be padded: batches of one kind are compiled once.
+        # Also without padding: all batches have the same arrays, so the step compiles once.
         return without_weight(batch, ids >= self.samples)
 
     def slice(self, start: int, count: int, rows: Positions | None = None) -> Batch:
-        """Samples [start, start + count) as they are, or these rows of them."""
+        """Samples [start, start + count), or only these rows of them."""
         return self._chain.read(start + _chosen(count, rows))
 
     def once(self, batch_size: int) -> Iterator[Batch]:
-        """Every sample once, in the corpus's order."""
+        """Every sample once, in the corpus's order, in batches."""
         return (self.padded(i, batch_size) for i in range(self.batches(batch_size)))
 
 
@@ -103,6 +103,8 @@ def _chosen(batch_size: int, rows: Positions | None) -> np.ndarray:
 
 
 def _seed(seed: int, part: int) -> int:
-    """Seeds that are near each other give orders that have nothing in common: Grain adds the number
-    of the epoch to a seed, so those of one run must not be those of the next."""
+    """Hash a seed and a part's number to an independent seed.
+
+    Grain adds the epoch number to the seed, so runs with adjacent seeds would share orders.
+    """
     return int(np.random.SeedSequence([seed, part]).generate_state(1)[0])

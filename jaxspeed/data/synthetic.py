@@ -1,4 +1,4 @@
-"""Samples that are made, not read: sample i is a function of i, and there is something to learn."""
+"""Synthetic samples with learnable structure: sample i is a function of i."""
 
 import numpy as np
 
@@ -9,14 +9,14 @@ SEED = 0x73796E
 
 
 class Counting:
-    """Sequences that count in steps of 1 to 7, modulo the vocabulary, with a tenth of noise."""
+    """Sequences that count in steps of 1 to 7, modulo the vocabulary, with 10% noise."""
 
     def __init__(
         self, samples: int, seq_len: int, vocab_size: int, *, segments: bool, masked: bool
     ) -> None:
         self.tokens_each: int | None = seq_len
         self._samples, self._vocab_size = samples, vocab_size
-        # As packed documents have them: each sample is one document, whole.
+        # As for packed documents: each sample is one complete document.
         self._also = ["segment_ids"] * segments + ["mask"] * masked
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class Counting:
 
 
 class Blots:
-    """Images of noise over one pattern a class."""
+    """Images: one pattern per class plus noise."""
 
     tokens_each: int | None = None
 

@@ -1,4 +1,4 @@
-"""Token documents: one long array of ids and where its documents begin, in memory or in files."""
+"""Tokenized documents: one array of ids with document offsets, in memory or memory-mapped files."""
 
 import hashlib
 import json
@@ -39,13 +39,13 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def in_memory(name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer | None) -> Documents:
-    """Of documents that are encoded; those without tokens are left out."""
-    kept = [ids for ids in documents if len(ids)]
-    offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
-    largest = max((int(ids.max()) for ids in kept), default=0)
+    """Concatenate encoded documents in memory; empty ones are dropped."""
+    filled = [ids for ids in documents if len(ids)]
+    offsets = np.cumsum([0, *map(len, filled)], dtype=np.int64)
+    largest = max((int(ids.max()) for ids in filled), default=0)
     dtype = id_dtype(tokenizer.vocab_size if tokenizer else largest + 1)
     tokens = np.empty(offsets[-1], dtype)
-    for ids, at in zip(kept, offsets):
+    for ids, at in zip(filled, offsets):
         tokens[at : at + len(ids)] = ids
     digest = _Digest(dtype)
     digest.add(tokens)
@@ -53,7 +53,7 @@ def in_memory(name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer |
 
 
 def encode_all(texts: Iterable[str], tokenizer: Tokenizer) -> Iterable[np.ndarray]:
-    """The ids of each document with something in it, and the id that ends it."""
+    """The ids of each nonempty document, with the end-of-document id."""
     end = [] if tokenizer.end is None else [tokenizer.end]
     for text in texts:
         ids = tokenizer.encode(text)
@@ -77,9 +77,9 @@ class _Digest:
 
 
 def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Documents:
-    """Writes documents one at a time into a new folder, which is there only once it is whole."""
+    """Write documents one at a time into a new folder, which appears when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"data tokenize: {str(out)!r} is there already; name a new folder")
+        raise DataError(f"data tokenize: {str(out)!r} already exists; name a new folder")
     beside = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -110,7 +110,7 @@ def _write_files(
                 file.write(narrow.data)
                 ends.append(ends[-1] + len(ids))
         file.seek(0)
-        # NumPy leaves room in a header for the first dim to grow.
+        # NumPy pads the header such that the first dim can grow.
         _npy_header(file, dtype, ends[-1])
     if len(ends) == 1:
         raise DataError(f"data tokenize: {name} holds no text")
@@ -135,21 +135,22 @@ def _npy_header(file: Any, dtype: np.dtype, length: int) -> None:
 
 
 def read(path: Path) -> Documents:
-    """A folder that `write` made, or a .npy file of ids: [tokens], or [documents, tokens]."""
+    """Read a folder that `write` made, or a .npy file of ids: [tokens] or [documents, tokens]."""
     return _read_npy(path) if path.is_file() else _read_folder(path)
 
 
 def _read_folder(folder: Path) -> Documents:
     if not (folder / HEADER).is_file():
         raise DataError(
-            f"data: {str(folder)!r} is no folder of tokens: it has no {HEADER}; "
+            f"data: {str(folder)!r} is not a token folder: it has no {HEADER}; "
             "`jaxspeed data tokenize` writes such folders"
         )
     try:
         header = json.loads((folder / HEADER).read_text())
         if header["format"] != FORMAT:
             raise DataError(
-                f"data: {str(folder)!r} has format {header['format']}; this jaxspeed reads {FORMAT}"
+                f"data: {str(folder)!r} has format {header['format']}; this version of jaxspeed "
+                f"reads {FORMAT}"
             )
         tokens = np.load(folder / TOKENS, mmap_mode="r")
         offsets = np.load(folder / OFFSETS, mmap_mode="r")
@@ -161,7 +162,7 @@ def _read_folder(folder: Path) -> Documents:
     if len(tokens) != header["tokens"] or len(offsets) != header["documents"] + 1:
         raise DataError(
             f"data: {str(folder)!r} is damaged: {len(tokens)} tokens in {len(offsets) - 1} "
-            f"documents, but its header says {header['tokens']} in {header['documents']}"
+            f"documents, but its header lists {header['tokens']} in {header['documents']}"
         )
     name = f"{header['name']}, tokenized"
     return Documents(name, tokens, offsets, header["digest"], header["largest"], tokenizer)
@@ -171,10 +172,10 @@ def _read_npy(file: Path) -> Documents:
     try:
         array = np.load(file, mmap_mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(f"data: {str(file)!r} is no .npy file of tokens: {error}") from None
+        raise DataError(f"data: {str(file)!r} is not a .npy file of tokens: {error}") from None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.size:
         raise DataError(
-            f"data: {str(file)!r} holds {array.dtype}{list(array.shape)}; ids are whole numbers, "
+            f"data: {str(file)!r} holds {array.dtype}{list(array.shape)}; ids must be integers, "
             "[tokens] or [documents, tokens]"
         )
     if array.min() < 0:

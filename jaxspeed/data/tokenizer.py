@@ -1,7 +1,7 @@
-"""From text to ids and back: bytes, byte-pair encodings, and any tokenizer.json.
+"""Tokenizers: bytes, byte-pair encoding, and any Hugging Face tokenizer.json.
 
-What is kept with a run is a tokenizer.json in every case, also of those trained here, so that other
-libraries read it too.
+A run saves its tokenizer as a tokenizer.json in every case, also one trained here: other libraries
+can read it.
 """
 
 import functools
@@ -19,14 +19,14 @@ from jaxspeed.data import bpe
 from jaxspeed.data.files import read_bytes
 from jaxspeed.errors import DataError
 
-# A byte that no text holds ends a document: so 256 ids are enough for bytes.
+# A byte that no text contains ends a document: 256 ids are enough for bytes.
 END = 0
-WORDS_KEPT = 1 << 20
+CACHED_WORDS = 1 << 20
 TRAINED_ON = 32 << 20
 
 
 class Tokenizer(Protocol):
-    """`end` is the id put behind each document, where there is one."""
+    """Encodes text to ids and back; `end` is the end-of-document id, if there is one."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each byte of the text in UTF-8 is an id."""
+    """The bytes of UTF-8 as ids."""
 
     name = "bytes"
     vocab_size = 256
@@ -57,7 +57,7 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """Byte-pair encoding with the merges given, in the order in which they were learned."""
+    """Byte-pair encoding with these merges, in the order in which they were learned."""
 
     end = END
 
@@ -66,14 +66,14 @@ class BPETokenizer:
         self._spelled = [bytes([i]) for i in range(256)]
         for first, second in self.merges:
             self._spelled.append(self._spelled[first] + self._spelled[second])
-        self._cuts = _Cuts({pair: 256 + i for i, pair in enumerate(self.merges)})
+        self._words = _WordCache({pair: 256 + i for i, pair in enumerate(self.merges)})
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
-        """Learned from as many texts as fit into 32 MB."""
+        """Learn the merges from the first 32 MB of text."""
         if vocab_size < 256:
             raise DataError(
-                f"data.vocab_size is {vocab_size}; bpe begins with the 256 bytes, so it needs more"
+                f"data.vocab_size is {vocab_size}; bpe needs at least 256 (one id for each byte)"
             )
         words: Counter[str] = Counter()
         left = TRAINED_ON
@@ -83,9 +83,9 @@ class BPETokenizer:
             if left <= 0:
                 break
         spelled = sorted((_utf8(word), count) for word, count in words.items())
-        merges, cuts = bpe.learn_merges(spelled, vocab_size - 256)
+        merges, encoded = bpe.learn_merges(spelled, vocab_size - 256)
         made = cls(merges)
-        made._cuts.update((word.decode(errors="surrogatepass"), cut) for word, cut in cuts.items())
+        made._words.update((w.decode(errors="surrogatepass"), ids) for w, ids in encoded.items())
         return made
 
     @property
@@ -97,8 +97,8 @@ class BPETokenizer:
         return len(self._spelled)
 
     def encode(self, text: str) -> np.ndarray:
-        cuts = map(self._cuts.__getitem__, bpe.find_words(text))
-        return np.fromiter(itertools.chain.from_iterable(cuts), np.uint32)
+        words = map(self._words.__getitem__, bpe.find_words(text))
+        return np.fromiter(itertools.chain.from_iterable(words), np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return _join(self._spelled[i] for i in ids if END < i < self.vocab_size)
@@ -107,18 +107,18 @@ class BPETokenizer:
         return _tokenizer_json(self.merges)
 
 
-class _Cuts(dict[str, bpe.Word]):
-    """How each word that was met is cut; text repeats its words."""
+class _WordCache(dict[str, bpe.Word]):
+    """Cache of the ids of words; text repeats its words."""
 
     def __init__(self, ranks: dict[bpe.Pair, int]) -> None:
         super().__init__()
         self._ranks = ranks
 
     def __missing__(self, word: str) -> bpe.Word:
-        if len(self) >= WORDS_KEPT:
+        if len(self) >= CACHED_WORDS:
             self.clear()
-        cut = self[word] = bpe.cut_word(_utf8(word), self._ranks)
-        return cut
+        ids = self[word] = bpe.encode_word(_utf8(word), self._ranks)
+        return ids
 
 
 class LibraryTokenizer:
@@ -134,12 +134,12 @@ class LibraryTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"data.tokenizer: {name!r} is no tokenizer.json: {error}") from None
+            raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._content = content
         self.name = name
-        # Ids may have gaps: what must fit the model is the largest.
+        # Ids may have gaps: the largest must fit the model.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(True).values(), default=0)
         ids = map(self._tokenizer.token_to_id, ENDS)
         self.end: int | None = next((i for i in ids if i is not None), None)
@@ -156,7 +156,7 @@ class LibraryTokenizer:
         return self._content
 
 
-# Names under which tokenizers have an end of text, the plainest first.
+# Names of end-of-text tokens, the most common first.
 ENDS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -168,13 +168,13 @@ ENDS = (
 )
 
 
-def load_tokenizer(content: bytes, name: str = "the tokenizer kept with the run") -> Tokenizer:
-    """A tokenizer from what its `to_bytes` returned, or from any tokenizer.json."""
+def load_tokenizer(content: bytes, name: str = "the tokenizer saved with the run") -> Tokenizer:
+    """A tokenizer from its `to_bytes`, or from any tokenizer.json."""
     try:
         read = json.loads(content)
         model = read["model"]
     except (ValueError, KeyError, TypeError):
-        raise DataError(f"data.tokenizer: {name!r} is no tokenizer.json") from None
+        raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json") from None
     if read.get("pre_tokenizer") != _PRE_TOKENIZER:
         return LibraryTokenizer(content, name)
     vocab = model["vocab"]
@@ -226,7 +226,7 @@ def _tokenizer_json(merges: Sequence[bpe.Pair]) -> bytes:
         "vocab": {token: i for i, token in enumerate(tokens)},
         "merges": [[tokens[first], tokens[second]] for first, second in merges],
     }
-    whole: dict[str, Any] = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -237,20 +237,19 @@ def _tokenizer_json(merges: Sequence[bpe.Pair]) -> bytes:
         "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
         "model": model,
     }
-    return json.dumps(whole, ensure_ascii=False).encode()
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 @functools.cache
 def _printable() -> tuple[str, ...]:
-    """The character by which the format writes each byte: itself where it can be seen, and
-    characters from U+0100 on for the others, in their order."""
+    """The character for each byte in tokenizer.json: itself if printable, else U+0100 and up."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return tuple(chr(i) if i in seen else chr(next(others)) for i in range(256))
 
 
 def _utf8(text: str) -> bytes:
-    # Half of a surrogate pair can be written in JSON, and is no reason to stop.
+    # JSON can contain half of a surrogate pair; that must not be an error.
     return text.encode("utf-8", errors="surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""The engine: what users hold, and what they can ask of it."""
+"""The engine: training and evaluation steps, checkpoints, parity check, NaN diagnosis, logs."""
 
 from jaxspeed.engine.check import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis

@@ -1,4 +1,4 @@
-"""Proof of parity: the sharded step against the same step on one device, leaf by leaf."""
+"""`engine.check`: compare the sharded step with the same step on one device and with plain Flax."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.program import Program
 
-# What two orders of summation may differ by, relative to the leaf's norm. fp32: sums of up to a
-# million terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and
-# gradient, whose errors mostly average out over a leaf.
+# Tolerance for the order of summation, relative to the leaf's norm. fp32: sums of up to a million
+# terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and gradient, whose
+# errors mostly average out over a leaf.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
-# What a ring's messages are rounded to, N - 1 times: bf16 as above; int8 by up to 1/254 of the
-# largest number of a block, beside which a small leaf has few digits left.
+# Tolerance for ring messages, rounded N - 1 times: bf16 as above; int8 by up to 1/254 of a block's
+# largest number, so a small leaf in the same block has few significant digits.
 OF_WIRE = {"none": 0.0, "bf16": 5e-2, "int8": 0.5}
 SHOWN = 12
 
@@ -45,39 +45,40 @@ SHOWN = 12
 class LeafDifference:
     """Relative differences of one parameter, ||sharded - plain|| / ||plain||.
 
-    A leaf whose gradient is under a thousandth of the whole is measured against that thousandth:
-    a gradient that is zero but for rounding has no relative difference of its own.
+    A leaf with less than 1/1000 of the global gradient norm is measured against that 1/1000: a
+    gradient of pure rounding noise has no meaningful relative difference.
     """
 
     path: str
     gradient: float  # the larger of those against the plain step and against plain Flax
-    update: float  # of the change that the step made, not of the parameter
+    update: float  # of the parameter's change, not of the parameter
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """How far the sharded step is from the plain one."""
+    """Differences between the sharded and the plain step."""
 
     loss: float
     leaves: tuple[LeafDifference, ...]
     tolerance: float
     devices: int
-    # What is trained or carried to the next step otherwise than by plain JAX and Flax.
+    # Parameters and state that are not trained or carried as by plain JAX and Flax.
     faults: tuple[str, ...] = ()
 
     @property
     def gradient(self) -> float:
-        """The largest difference of a gradient."""
+        """The largest relative difference of a gradient."""
         return max((leaf.gradient for leaf in self.leaves), default=0.0)
 
     @property
     def ok(self) -> bool:
-        """Whether loss and gradients agree, and what is trained and carried. Updates are shown, not
-        judged: Adam turns the rounding noise of a gradient that is zero into full steps."""
+        """Whether loss and gradients agree, and the trained parameters and carried state.
+
+        Updates do not count: Adam turns the rounding noise of a zero gradient into full steps.
+        """
         differences = [self.loss, *(leaf.gradient for leaf in self.leaves)]
-        return not self.faults and all(
-            d <= self.tolerance for d in differences
-        )  # a NaN is no agreement
+        # Not "any(d > ...)": a NaN must fail.
+        return not self.faults and all(d <= self.tolerance for d in differences)
 
     def __rich__(self) -> Group:
         verdict = "agrees with" if self.ok else "DIFFERS from"
@@ -93,14 +94,14 @@ class CheckReport:
         for leaf in worst[:SHOWN]:
             table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
         if len(worst) > SHOWN:
-            table.add_row(f"{len(worst) - SHOWN} others, each less", "", "")
+            table.add_row(f"{len(worst) - SHOWN} others, all smaller", "", "")
         return Group(Text(title), table, *map(Text, self.faults))
 
     def __str__(self) -> str:
         return as_text(self, width=100)
 
 
-# The reduced gradients of a batch, and the variables after it: (state, batch) -> (Sums, variables).
+# (state, batch) -> (reduced gradients, variables after the batch).
 Reduced = Callable[[TrainState, Any], tuple[Sums, Any]]
 
 
@@ -113,7 +114,7 @@ def check(
     layers: int | None = None,
     model: Any = None,
 ) -> CheckReport:
-    """Run one step on all devices, on one, and by plain Flax, from the same (kept) state."""
+    """Run one step on all devices, on one, and by plain Flax, from the same state (not donated)."""
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
@@ -135,17 +136,17 @@ def _smaller(program: Program, layers: int | None, model: Any) -> Program:
     if model is None:
         if program.config.model is None:
             raise ModelError(
-                "check(layers=...) needs a model that the config names; for your own, pass "
+                "check(layers=...) needs a model named by the config; for your own model, pass "
                 "check(batch, model=<a smaller factory>)"
             )
         model, _ = resolve_model(program.config, overrides={"num_hidden_layers": layers})
     elif layers is not None:
-        raise ModelError("check: layers and model were both given; leave one out")
+        raise ModelError("check: layers and model are both given; pass only one")
     return program.rebuilt(program.config, program.devices, model)
 
 
 def _plain(program: Program) -> Program:
-    """The same run on one device: one data rank, stage 0, the same micro-batches."""
+    """The same program on one device: one data rank, stage 0, the same micro-batches."""
     given = program.given_for_one_mesh()
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
@@ -169,7 +170,7 @@ def _plain(program: Program) -> Program:
 
 
 def _micro_batches_on_one(program: Program) -> int:
-    """On one device: as many as each rank has, or where ranks draw numbers of their own, all."""
+    """Micro-batches on one device: each rank's number, or, if ranks draw separately, the total."""
     return program.batch.accumulation * (program.ranks if program.ranks_draw_apart else 1)
 
 
@@ -178,20 +179,20 @@ def _fits(plain: Program) -> None:
     need = sum(per_device for _, per_device in plain.table.bytes_by_role().values())
     if limit is not None and need > limit:
         raise OutOfMemoryError(
-            f"check: the whole state needs {bytes_text(need)} on one device, which has "
-            f"{bytes_text(limit)}. Check a smaller one: check(batch, layers=2) for a model that "
-            "the config names, check(batch, model=<a smaller factory>) for your own"
+            f"check: the full state needs {bytes_text(need)} on one device, which has "
+            f"{bytes_text(limit)}. Check a smaller model: check(batch, layers=2) for a model named "
+            "by the config, check(batch, model=<a smaller factory>) for your own"
         )
 
 
 class Seen(NamedTuple):
-    """What is compared of a step."""
+    """The values of a step that are compared."""
 
     loss: Any
     grads: Arrays
     old: Arrays  # parameters, trained or not, before the step
     new: Arrays  # ... and after it
-    variables: Arrays  # after it, but for random keys
+    variables: Arrays  # after it, without random keys
 
 
 def _by_flax(program: Program) -> Any:
@@ -220,7 +221,7 @@ def _by_flax(program: Program) -> Any:
 
 
 def reduced_by_one(program: Program) -> Reduced:
-    """By the program's own gradients, compiled by themselves."""
+    """The program's gradients, compiled separately from its update."""
 
     def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         scale = state.loss_scale.scale
@@ -235,7 +236,7 @@ def reduced_by_one(program: Program) -> Reduced:
 
 
 def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], Seen]:
-    """(state, batch) -> Seen, nothing used up."""
+    """(state, batch) -> Seen; the state is not donated."""
     seen = jax.jit(program.in_mesh(_seen(program)))
 
     def probe(state: TrainState, batch: Any) -> Seen:
@@ -246,7 +247,7 @@ def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], Se
 
 
 def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
-    """What is compared of a step, from its gradients on."""
+    """(state, gradients, variables) -> Seen: the update, and the values to compare."""
 
     def seen(state: TrainState, sums: Sums, variables: Any) -> Seen:
         scale = state.loss_scale.scale
@@ -261,9 +262,9 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
             r.path: unpad(grads[r.path], r.leaf.shape).astype(wide_dtype(r)) / scale
             for r in trained
         }
-        kept = {path: x for path, x in after.variables.items() if not is_key(x)}
+        carried = {path: x for path, x in after.variables.items() if not is_key(x)}
         return Seen(
-            metrics["loss"], grads, logical(on_device(state)), logical(on_device(after)), kept
+            metrics["loss"], grads, logical(on_device(state)), logical(on_device(after)), carried
         )
 
     return seen
@@ -272,10 +273,10 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
 def _at_a_scale_without_overflow(
     program: Program, probe: Callable[[TrainState, Any], Seen], state: TrainState, batch: Any
 ) -> tuple[TrainState, Any]:
-    """The probe's result, and the state that it is of.
+    """The probe's result, and the state that it belongs to, at a loss scale without overflow.
 
-    A dynamic loss scale starts where gradients overflow, and finds its way down by skipping steps;
-    two overflows have no difference to measure.
+    A dynamic loss scale starts so high that gradients overflow, and is lowered by skipped steps;
+    overflowed gradients cannot be compared.
     """
     dynamic = isinstance(program.optimizer.rule, DynamicRule)
     while True:
@@ -287,7 +288,7 @@ def _at_a_scale_without_overflow(
 
 
 def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
-    """The state on one device, in the plain program's rows."""
+    """The state on one device, in the plain program's layout."""
 
     def move(state: TrainState) -> TrainState:
         state = on_device(state)
@@ -341,29 +342,29 @@ def _compare(program: Program, ours: Seen, theirs: Seen, by_flax: PlainGradients
 def _faults(
     program: Program, ours: Seen, by_flax: PlainGradients, tolerance: float
 ) -> Iterator[str]:
-    """What is trained or carried otherwise than by plain JAX and Flax."""
+    """Parameters and state that are not trained or carried as by plain JAX and Flax."""
     for path, grad in by_flax.grads.items():
         if path not in ours.grads and _norm(grad) > 0 and not _frozen_by_user(program, path):
-            yield f"{path} is not trained: jax.grad gives it a gradient of norm {_norm(grad):.3g}"
+            yield f"{path} is not trained: its jax.grad has norm {_norm(grad):.3g}"
     for path in ours.grads.keys() - by_flax.grads.keys():
-        yield f"{path} is trained, and is no parameter for Flax"
-    # A parameter that is not trained, and every variable, is what the loss left of it.
-    kept = {path: x for path, x in ours.new.items() if path not in ours.grads} | ours.variables
-    for path, value in kept.items():
+        yield f"{path} is trained, but is not a parameter for Flax"
+    # Untrained parameters and all variables have the values that the loss assigned.
+    carried = {path: x for path, x in ours.new.items() if path not in ours.grads} | ours.variables
+    for path, value in carried.items():
         wanted = by_flax.values.get(path)
         off = 0.0 if wanted is None else _difference(value, wanted, tolerance)
-        if not off <= tolerance:  # a NaN is no agreement
-            yield f"{path} is carried to the next step otherwise than by plain Flax: {off:.2e}"
+        if not off <= tolerance:  # a NaN must fail
+            yield f"{path} is carried to the next step with a relative difference of {off:.2e}"
 
 
 def _frozen_by_user(program: Program, path: str) -> bool:
-    """Whether `trainable` or a group of the optimizer leaves a parameter out."""
+    """Whether `trainable` or an optimizer group freezes a parameter."""
     optimizer, trainable = program.config.optimizer, program.source.trainable
     if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
         return True
     if trainable is None:
         return False
-    if isinstance(trainable, type):  # only the table knows types
+    if isinstance(trainable, type):  # only the table has the variables' types
         return path in program.table.rows
     if callable(trainable):
         return not trainable(path)

@@ -1,8 +1,8 @@
-"""Where a NaN began: the first input, parameter, layer or gradient that is not finite.
+"""`engine.diagnose`: the first input, parameter, layer or gradient with a NaN or infinity.
 
-The loss is traced with names on its module calls and run once more, with a flag for every value
-that leaves a call: whether it is finite. (What is infinite only inside a call, as a mask of minus
-infinity is, does no harm.) A scanned stack gives a flag a layer.
+The loss is traced with module scopes and evaluated with a flag for every output of a module call:
+whether it is finite. (Values that are infinite only inside of a call, such as a mask of minus
+infinity, do no harm.) A scanned stack has a flag per layer.
 """
 
 import math
@@ -19,12 +19,12 @@ from jaxspeed.objective.train_state import TrainState, unpad
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
 
-Flags = list[tuple[str, Any]]  # (what, not finite: bool [] or, in a scan, [length])
+Flags = list[tuple[str, Any]]  # (label, not finite: bool [] or, in a scan, [length])
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was not finite first, in the order in which a step uses things; None where all was."""
+    """The first non-finite batch entry, parameter and layer; None where all values are finite."""
 
     batch: str | None
     parameter: str | None
@@ -37,7 +37,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if self.finite:
-            return "everything is finite: batch, parameters, the outputs of all layers, gradients"
+            return "all values are finite: batch, parameters, outputs of all layers, gradients"
         said = []
         if self.batch:
             said.append(f"the batch is not finite: {self.batch}")
@@ -54,7 +54,7 @@ class Diagnosis:
 
 
 def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
-    """Look at one step without taking it."""
+    """Evaluate one step with flags, without updating the state."""
     labels: list[str] = []
 
     def look(state: TrainState, batch: Any) -> Any:
@@ -88,7 +88,7 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
 
 
 def _forward_flags(program: Program, sources: Any, state: TrainState, batch: Any) -> Flags:
-    """The flags of the whole batch in one forward pass."""
+    """The flags of one forward pass over the full batch."""
     rest = (state.variables, jax.tree.map(program.objective.cast, batch), state.step, jnp.int32(0))
     traced = program.objective.trace(rest, train=True)
     args = [*(sources[row.path] for row in program.table), *jax.tree.leaves(rest)]
@@ -96,7 +96,7 @@ def _forward_flags(program: Program, sources: Any, state: TrainState, batch: Any
 
 
 def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], Flags]:
-    """Evaluate, with a flag for every value that leaves the innermost call that made it."""
+    """Evaluate, with a flag for every output of an innermost module call."""
     env, flags = bindings(jaxpr, consts, args), []
     leaving = _leaving(jaxpr)
     for eqn in jaxpr.eqns:
@@ -138,7 +138,7 @@ def _run_eqn(jaxpr: Any, eqn: Any, values: list[Any]) -> tuple[list[Any], Flags]
 
 
 def _leaving(jaxpr: Any) -> dict[Any, str]:
-    """{variable: the call it leaves} for what is used outside the innermost call that makes it."""
+    """{variable: module call} for the variables used outside of the innermost call around them."""
     calls = {id(eqn): calls_in(str(eqn.source_info.name_stack)) for eqn in jaxpr.eqns}
     used_by: dict[Any, list[Any]] = {}
     for eqn in jaxpr.eqns:
@@ -149,7 +149,7 @@ def _leaving(jaxpr: Any) -> dict[Any, str]:
     found = {}
     for eqn in jaxpr.eqns:
         if not calls[id(eqn)]:
-            label, serial = "what follows the layers (the loss)", -1
+            label, serial = "outside of the layers (the loss)", -1
         else:
             call = calls[id(eqn)][-1]
             label, serial = f"{call.path} ({call.kind})" if call.path else call.kind, call.serial
@@ -168,7 +168,7 @@ def _has_calls(jaxpr: Any) -> bool:
 
 
 def _first(flags: Flags) -> str | None:
-    """The earliest: in a scan, the first layer, and in it the first call."""
+    """The earliest flagged label; in a scan, the first call of the first flagged layer."""
     best: tuple[float, str] | None = None
     for label, flag in flags:
         if flag.ndim == 0:
@@ -183,11 +183,11 @@ def _first(flags: Flags) -> str | None:
     return best[1] if best and best[0] < math.inf else None
 
 
-# -- which array of a tree is not finite ----------------------------------------------------------
+# -- non-finite arrays of a tree ------------------------------------------------------------------
 
 
 def nonfinite_flags(tree: Any) -> Any:
-    """For each leaf, whether it holds a NaN or an infinity; works inside jit."""
+    """For each leaf, whether it has a NaN or an infinity; can be traced."""
 
     def flag(leaf: Any) -> jax.Array:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -198,7 +198,7 @@ def nonfinite_flags(tree: Any) -> Any:
 
 
 def first_nonfinite(tree: Any) -> str | None:
-    """The path, joined by `/`, of the first leaf that is not finite, or None."""
+    """The path, joined by `/`, of the first non-finite leaf, or None."""
     flags = jax.device_get(jax.jit(nonfinite_flags)(tree))
     for path, bad in flat_with_paths(flags).items():
         if bad:

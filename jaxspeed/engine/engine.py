@@ -1,4 +1,4 @@
-"""The engine: a state, the compiled step that advances it, and what can be asked of both."""
+"""The Engine: train state, compiled train and eval steps, checkpoints, reports and checks."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ class Engine:
 
     @property
     def state(self) -> TrainState:
-        """What the next step starts from. Another state may be put here; its step counts on."""
+        """The train state. Assigning another one continues from its step."""
         return self._state
 
     @state.setter
@@ -57,17 +57,17 @@ class Engine:
 
     @property
     def held(self) -> TrainState | None:
-        """What this process gives up where another state takes its place."""
+        """The state in this process that loading another one frees."""
         return self.state
 
     def reset(self) -> None:
-        """A fresh state, as `initialize` made it."""
+        """Replace the state by a freshly initialized one."""
         self.state = self.program.init(self.config.run.seed)
 
     # -- training -------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch) -> Metrics:
-        """One step. Metrics are arrays still being computed: float(m["loss"]) waits for them."""
+        """One optimizer step. Metrics are asynchronous arrays: float(m["loss"]) waits for them."""
         placed = self._place(batch, "train_batch", self.program.batch.train)
         if not self._moves_checked:
             check_moves(self.program, self._state, placed)
@@ -79,7 +79,7 @@ class Engine:
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
-        """The loss of a batch in evaluation mode; as many samples as the ranks can share evenly."""
+        """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
         metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
         self._pace.sent(metrics["loss"])
         return metrics
@@ -88,26 +88,26 @@ class Engine:
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled step as a function: `state, metrics = step(state, batch)`.
 
-        It uses up the state that it is given.
+        It donates its state.
         """
         return self._from_file or self.program.step
 
     def add_hook(self, fn: Callable[[int, dict[str, float]], Any], every: int = 1) -> None:
-        """Calls `fn(step, metrics)` every so many steps, with numbers.
+        """Call `fn(step, metrics)` every `every` steps, with metrics as numbers.
 
-        Nothing waits for them: a step's hooks are called once its metrics have arrived, some steps
-        later, and the last ones by `wait` or `close`.
+        Training does not wait: a step's hooks are called once its metrics have arrived, some steps
+        later, and the last ones in `wait` or `close`.
         """
         self._reporter.add_hook(fn, every)
 
     def wait(self) -> None:
-        """Until the steps and saves so far are done, and what there is to say has been logged."""
+        """Wait for all steps and saves so far, and log what is pending."""
         self._reporter.flush()
         jax.block_until_ready(self.state)
         self._saver.wait()
 
     def close(self) -> None:
-        """At the end of a run: wait."""
+        """Wait, and stop saving in the background."""
         self.wait()
         self._saver.close()
 
@@ -115,7 +115,7 @@ class Engine:
         return self._explained(function, self.state, batch)
 
     def _explained(self, function: Any, *args: Any) -> Any:
-        """A call whose lack of memory is told from the table."""
+        """Call the function; on OOM raise a report built from the placement table."""
         try:
             return function(*args)
         except Exception as error:
@@ -137,9 +137,9 @@ class Engine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> str:
-        """Begins a checkpoint of the state of now and returns its tag; training may go on.
+        """Start saving a checkpoint of the current state in the background, and return its tag.
 
-        It is written in the background: `wait` says when, and raises what went wrong.
+        `wait` waits for it and raises its errors.
         """
         return self._saver.save(self.state, directory, tag, client_state)
 
@@ -151,12 +151,12 @@ class Engine:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Takes the state of a checkpoint, written on any mesh; (its tag, its client_state).
+        """Restore a checkpoint that was saved on any mesh; returns (its tag, its client_state).
 
-        Without a tag the newest that is sound; (None, {}) where the directory holds none. With
-        `weights_only` the optimizer and the step begin anew, and what was left out is logged;
-        `renames` maps paths of the checkpoint to the model's. The state of now is freed before the
-        other is read, so that the devices never hold two.
+        Without a tag the newest intact one; (None, {}) if the directory holds none. With
+        `weights_only` the optimizer and the step start anew, and omitted values are logged;
+        `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
+        devices never hold two.
         """
         restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
@@ -166,7 +166,7 @@ class Engine:
             log.warning("checkpoint %s: %s", restored.tag, note)
         return restored.tag, restored.client_state
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------
 
     @property
     def config(self) -> Config:
@@ -174,14 +174,14 @@ class Engine:
 
     @property
     def placements(self) -> PlacementTable:
-        """Where every array of the state lives; it prints itself."""
+        """The placement table: sharding and memory of every array of the state."""
         return self.program.table
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
-        """The parameters by path, unpadded, in the precision in which they are updated.
+        """The parameters by path on the devices, unpadded, in the dtype of the update.
 
-        On the devices; what waits in host memory is copied there.
+        Offloaded ones are copied to the devices.
         """
 
         def here(row: Row) -> jax.Array:
@@ -193,36 +193,36 @@ class Engine:
 
     @property
     def runnable(self) -> tuple[Program, TrainState]:
-        """A program and a state with which the model can be run."""
+        """A program and a state for running the model."""
         return self.program, self.state
 
     @property
     def module(self) -> Any:
-        """The live model with the parameters of now, in evaluation mode; valid until the next step.
+        """The model with the current parameters, in evaluation mode; valid until the next step.
 
-        A Flax module, or for Linen modules and pairs a callable with the same face.
+        A Flax module, or for Linen modules and pairs a callable with the same interface.
         """
         variables = self.state.variables
         return self.program.model.bind(self.parameters, variables, train=False, step=0, micro=0)
 
     def compiled(self, batch: Batch) -> CompiledReport:
-        """Bytes, flops and collectives of the step for such a batch, without running it."""
+        """Bytes, flops and collectives of the compiled step for a batch of these shapes."""
         return compiled_report(self.program, batch, self._from_file)
 
     def check(self, batch: Batch, **smaller: Any) -> checking.CheckReport:
-        """This step against the same step on one device, from the state of now, which is kept.
+        """Compare this step with the same step on one device, from the current state.
 
-        Where the model does not fit one device: `layers=2` (models that the config names) or
-        `model=<a smaller factory>` checks a smaller one, freshly initialised.
+        The state is unchanged. If the model does not fit one device, `layers=2` (models named by
+        the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
         return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
-        """The reduced gradients of a batch, as this engine has them of a program like its own."""
+        """The function that computes a batch's reduced gradients as this engine does."""
         return checking.reduced_by_one(program)
 
     def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
-        """The first input, parameter, layer or gradient that is not finite on this batch."""
+        """The first non-finite input, parameter, layer or gradient for this batch."""
         self.program.check_batch(batch, self.program.batch.train)
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         return diagnosing.diagnose(self.program, self.state, placed)
@@ -231,14 +231,14 @@ class Engine:
 def compiled_report(
     program: Program, batch: Any, from_file: StepFromFile | None = None
 ) -> CompiledReport:
-    """What the compiler makes of a program's step for a batch of these shapes, or made of it."""
+    """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
     program.check_batch(batch, program.batch.train, abstract=True)
     traced, mesh = program.traced_step(batch)
     transfer = None if program.serving else transfer_of(program, traced)
-    kept_one = from_file.compiled(batch) if from_file else None
+    loaded = from_file.compiled(batch) if from_file else None
     start = time.perf_counter()
-    compiled = kept_one or traced.lower().compile()
-    timed = None if kept_one else _timed(time.perf_counter() - start)
+    compiled = loaded or traced.lower().compile()
+    timed = None if loaded else _timed(time.perf_counter() - start)
     if program.serving:
         return report(compiled, mesh, timed)
     waiting = program.table.host_bytes_by_role()
@@ -250,7 +250,7 @@ def compiled_report(
 
 
 def _timed(seconds: float) -> float | None:
-    """Within a millisecond nothing was compiled: jax had the program of an earlier call."""
+    """The compile time; None under 1 ms: jit cache hit."""
     return seconds if seconds > 1e-3 else None
 
 

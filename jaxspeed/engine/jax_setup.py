@@ -1,4 +1,4 @@
-"""What is asked of JAX before it starts: its devices, and the compilation cache."""
+"""JAX's settings before it starts: the devices of a run, simulated ones, the compilation cache."""
 
 import os
 from pathlib import Path
@@ -12,11 +12,11 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 
 
 def start_devices(word: str | None) -> None:
-    """Start JAX on a platform (`gpu`), or on simulated devices (`cpu:8`); None: on what it finds.
+    """Start JAX on a platform (`gpu`) or on simulated devices (`cpu:8`); None: JAX's default.
 
     Raises:
-      ConfigError: there are none such.
-      JaxspeedError: JAX has started already with other devices.
+      ConfigError: there are no such devices.
+      JaxspeedError: JAX has already started with other devices.
     """
     if word is None:
         return
@@ -27,8 +27,8 @@ def start_devices(word: str | None) -> None:
     jax.config.update("jax_platforms", PLATFORMS[platform])
     try:
         found = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, with nothing said, in 0.10.2
-        reason = (str(error).strip() or "it finds none").splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter, without a message, in 0.10.2
+        reason = (str(error).strip() or "no such devices").splitlines()[0]
         raise ConfigError(f"run.devices: {word}, which JAX cannot start: {reason}") from None
     if found[0].platform not in (platform, "gpu" if platform == "cuda" else platform):
         raise ConfigError(
@@ -36,14 +36,14 @@ def start_devices(word: str | None) -> None:
         )
 
 
-# -- many devices on one CPU, for trying a mesh before there is one -------------------------------
+# -- simulated devices on one CPU -----------------------------------------------------------------
 
 
 def simulate(devices: int) -> None:
-    """Let JAX run on this many simulated CPU devices. Call it before anything else uses JAX.
+    """Start JAX with this many simulated CPU devices. Call it before any other use of JAX.
 
     Raises:
-      JaxspeedError: JAX has started already with other devices, which cannot be changed.
+      JaxspeedError: JAX has already started with other devices, which cannot be changed.
     """
     if devices < 1:
         raise JaxspeedError(f"simulate({devices}): at least one device is needed")
@@ -51,12 +51,12 @@ def simulate(devices: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
-        pass  # started already; what counts is with what
+        pass  # already started; checked below
     found = jax.devices()
     if len(found) != devices or found[0].platform != "cpu":
         raise JaxspeedError(
             f"simulate({devices}): JAX has already started with {len(found)} {found[0].platform} "
-            "devices; call simulate first, before any array is made"
+            "devices; call simulate first, before creating any array"
         )
 
 

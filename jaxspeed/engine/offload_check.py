@@ -1,7 +1,7 @@
-"""Whether a step moves and makes again what its config says, and what that costs.
+"""Check that a traced step offloads and rematerializes what its config sets, and at what cost.
 
-A policy that silently does nothing is the worst outcome: the program runs, and the memory that it
-was to save is not saved. So the traced step is read before it is compiled.
+A policy that silently has no effect is the worst outcome: the program runs, but saves no memory. So
+the traced step is analyzed before it is compiled.
 """
 
 import logging
@@ -29,31 +29,31 @@ log = logging.getLogger("jaxspeed")
 
 
 def asks(program: Program) -> bool:
-    """Whether anything is to wait in host memory or to be made again."""
+    """Whether the config sets any offload or rematerialization."""
     return bool(program.config.recompute or program.table.host_bytes_by_role())
 
 
 def transfer_of(program: Program, traced: Any) -> Transfer | None:
-    """What a traced step moves; None where its config asks for nothing to wait or be made again.
+    """The host transfers of a traced step; None if its config sets no offload and no remat.
 
     Raises:
-      JaxspeedError: where something that the config asks for is not in the step.
+      JaxspeedError: something that the config sets is missing from the step.
     """
     if not asks(program):
         return None
     found = _crossings(program, traced)
     idle = list(_idle(program, found))
     if idle:
-        raise JaxspeedError(_fault("the traced step", idle))
+        raise JaxspeedError(_bug("the traced step", idle))
     if not found.bytes:
         return None
     return Transfer(found, program.mesh.devices.flat[0].device_kind, found.flops)
 
 
 def check_moves(program: Program, state: Any, batch: Any) -> None:
-    """Before the first step: whether it moves what it should, and a warning where that is slow.
+    """Before the first step: check its host transfers, and warn if they are slow.
 
-    JAX keeps what it traced, so that the step is not traced a second time.
+    JAX caches the trace, so the step is not traced a second time.
     """
     if not asks(program):
         return
@@ -63,10 +63,10 @@ def check_moves(program: Program, state: Any, batch: Any) -> None:
 
 
 def check_host_bytes(program: Program, argument_bytes: int, temp_bytes: int) -> None:
-    """Whether a compiler that tells host memory apart put there what should wait there.
+    """Check that the compiler placed offloaded arrays in host memory, if it distinguishes that.
 
     Raises:
-      JaxspeedError: where it did not.
+      JaxspeedError: it did not.
     """
     if program.mesh.devices.flat[0].platform == "cpu":
         return
@@ -75,17 +75,17 @@ def check_host_bytes(program: Program, argument_bytes: int, temp_bytes: int) -> 
     recompute = program.config.recompute
     idle = []
     if argument_bytes < 0.99 * wanted:
-        idle.append(f"{wanted} bytes of state, of which {argument_bytes} are there")
+        idle.append(f"{wanted} bytes of state, of which only {argument_bytes} are")
     if (recompute.on_host or recompute.offload) and not temp_bytes:
-        idle.append("saved activations, of which none are there")
+        idle.append("saved activations, of which none are")
     if idle:
-        raise JaxspeedError(_fault("the compiled step: in host memory should wait", idle))
+        raise JaxspeedError(_bug("the compiled step: not in host memory", idle))
 
 
-def _fault(where: str, idle: list[str]) -> str:
+def _bug(where: str, idle: list[str]) -> str:
     return (
-        f"{where}: " + "; ".join(idle) + ". The config asks for it, and nothing was refused, so "
-        "this is a fault of jaxspeed: please report it with the config"
+        f"{where}: " + "; ".join(idle) + ". The config sets this and was accepted, so this is a "
+        "bug in jaxspeed: please report it with the config"
     )
 
 
@@ -108,7 +108,7 @@ def _crossings(program: Program, traced: Any) -> HostTransfers:
 
 
 def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
-    """Of gradients that the stages of a pipeline send to host memory: whole, and of one layer."""
+    """Shapes of gradients that pipeline stages offload: of a stacked leaf, and of one layer."""
     for row in program.table if program.pipeline else ():
         if row.grad and (in_host(row.grad) or in_host(row.source)):
             shape = row.shape(row.grad)
@@ -118,33 +118,33 @@ def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
 
 
 def _on_host_cores(program: Program) -> bool:
-    """Whether what waits in host memory is to be updated there."""
+    """Whether offloaded state is updated by the host's cores."""
     return bool(program.update.streamed and program.update.streamed.cores.of_host)
 
 
 def _idle(program: Program, found: HostTransfers) -> Iterator[str]:
-    """What the config asks for and a step does not do."""
+    """Offloads and remats that the config sets and the step lacks."""
     recompute = program.config.recompute
     frozen = {row.path for row in program.table if not row.leaf.trainable}
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
     for path, leaf in state:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
-            continue  # the loss need not read what is frozen
+            continue  # the loss may not read frozen parameters
         by_host = found.by_host.get(name)
-        for way, moved in (("comes to", found.fetched), ("leaves", found.stored)):
+        for direction, moved in (("to", found.fetched), ("from", found.stored)):
             if not moved.get(name) and not by_host:
-                yield f"{name} waits in host memory and never {way} the device"
+                yield f"{name} is offloaded, but is never copied {direction} the device"
         if _on_host_cores(program) and name.startswith("opt/") and not by_host:
             yield f"{name} should be updated by the host's cores, and is not"
-    leaving = any(row.grad and in_host(row.grad) for row in program.table)
-    if leaving and not found.to_host.get(GRADIENTS):
-        yield "gradients should leave for host memory, and none does"
+    offloaded = any(row.grad and in_host(row.grad) for row in program.table)
+    if offloaded and not found.to_host.get(GRADIENTS):
+        yield "gradients should be offloaded to host memory, but none is"
     if recompute.on_host or recompute.offload:
-        words = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'
-        for way, moved in (("leaves for", found.to_host), ("comes back from", found.to_device)):
+        key = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'
+        for direction, moved in (("to", found.to_host), ("from", found.to_device)):
             # In a pipeline an activation may have the shape of a gradient.
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
-                yield f"{words}: no activation {way} host memory"
+                yield f"{key}: no activation is copied {direction} host memory"
     if recompute and not found.regions:
-        yield "parallel.remat: nothing is made again in the backward pass"
+        yield "parallel.remat: remat had no effect on the backward pass"

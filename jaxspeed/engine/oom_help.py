@@ -1,4 +1,4 @@
-"""Why a device ran out of memory, told from the placement table, and what would free most."""
+"""OOM report: stored bytes from the placement table, and the config changes that free most."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from jaxspeed.train.program import Program
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of the runtime or compiler says that memory is exhausted."""
+    """Whether an error of the runtime or compiler means out of memory."""
     text = str(error)
     return isinstance(error, jax.errors.JaxRuntimeError) and (
         "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
@@ -22,7 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_limit(program: Program) -> int | None:
-    """The bytes that one device has, where it tells."""
+    """Memory of one device in bytes, if the backend reports it."""
     try:
         stats = program.mesh.devices.flat[0].memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -31,70 +31,70 @@ def device_limit(program: Program) -> int | None:
 
 
 def explain_out_of_memory(program: Program, error: BaseException) -> OutOfMemoryError:
-    """The error to raise in place of the runtime's own."""
+    """The error to raise instead of the runtime's."""
     table = program.table
     roles = table.bytes_by_role()
     limit = device_limit(program)
     state = sum(per_device for _, per_device in roles.values())
-    has = f"of {bytes_text(limit)}" if limit else "(the device does not tell its size)"
+    has = f"of {bytes_text(limit)}" if limit else "(device memory size unknown)"
     lines = [
-        f"a device ran out of memory. The placement table stores {bytes_text(state)} a device "
+        f"a device ran out of memory. The placement table stores {bytes_text(state)} per device "
         f"{has} at ZeRO stage {table.stage}:"
     ]
     lines += [f"  {role:<8}{bytes_text(per):>10}" for role, (_, per) in roles.items()]
     lines.append("the rest is activations, gathered parameters and temporary values.")
     lines += remedies(program)
-    lines.append("the runtime said: " + str(error).strip().splitlines()[0])
+    lines.append("the runtime reported: " + str(error).strip().splitlines()[0])
     return OutOfMemoryError("\n".join(lines))
 
 
 def remedies(program: Program) -> list[str]:
-    """What would free most, a line each."""
+    """Config changes that free memory, most first, a line each."""
     found = sorted(_remedies(program), reverse=True)
     return ["what would free most:", *(f"  - {text}" for _, text in found)]
 
 
 def _remedies(program: Program) -> list[tuple[int, str]]:
-    """(bytes a device that a change frees, what to change), as far as the table knows."""
+    """(bytes per device that a change frees, the change); 0 where that is unknown."""
     table, config = program.table, program.config
     found = []
     for stage in range(table.stage + 1, 4):
         saved = stored_bytes(table) - stored_bytes(_otherwise(program, stage=stage))
         if saved > 0:
             found.append(
-                (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} a device")
+                (saved, f"zero_optimization.stage: {stage} frees {bytes_text(saved)} per device")
             )
     if program.serving:
-        kept = stored_bytes(table) * program.mesh.size // (program.mesh.size + 1)
-        saved = stored_bytes(table) - kept
-        found.append((saved, f"one more of parallel.servers frees {bytes_text(saved)} a server"))
+        left = stored_bytes(table) * program.mesh.size // (program.mesh.size + 1)
+        saved = stored_bytes(table) - left
+        found.append((saved, f"one more of parallel.servers frees {bytes_text(saved)} per server"))
         return found + _of_activations(program)
-    now = offload_of(config)
+    current = offload_of(config)
     for key, offload in (
-        ("offload_optimizer", replace(now, optimizer=1.0)),
-        ("offload_param", replace(now, param=True)),
+        ("offload_optimizer", replace(current, optimizer=1.0)),
+        ("offload_param", replace(current, param=True)),
     ):
         saved = stored_bytes(table) - stored_bytes(_otherwise(program, offload=offload))
         if saved > 0:
             what = f"zero_optimization.{key}.device: cpu"
-            found.append((saved, f"{what} frees {bytes_text(saved)} a device"))
+            found.append((saved, f"{what} frees {bytes_text(saved)} per device"))
     found += _of_activations(program)
     if not found:
-        found.append((0, f"more devices than the {program.ranks} data ranks of now"))
+        found.append((0, f"more devices than the current {program.ranks} data ranks"))
     return found
 
 
 def _of_activations(program: Program) -> list[tuple[int, str]]:
-    """What would free activations, by how much is not known."""
+    """Changes that free activation memory, by an unknown amount."""
     config, found = program.config, []
     if not config.recompute:
-        found.append((0, "parallel.remat: full keeps of activations the input of each layer alone"))
+        found.append((0, "parallel.remat: full saves only the input of each layer"))
     if program.batch.micro > 1:
         found.append(
             (
                 0,
                 f"gradient_accumulation_steps: {program.batch.accumulation * 2} halves the "
-                f"activations of a micro-batch ({program.batch.micro} samples a device now)",
+                f"activations of a micro-batch ({program.batch.micro} samples per device now)",
             )
         )
     if config.compute_dtype == "fp32":
@@ -103,14 +103,14 @@ def _of_activations(program: Program) -> list[tuple[int, str]]:
 
 
 def stored_bytes(table: PlacementTable) -> int:
-    """What the table stores on one device."""
+    """Bytes that the table stores on one device."""
     return sum(per_device for _, per_device in table.bytes_by_role().values())
 
 
 def _otherwise(
     program: Program, stage: int | None = None, offload: Offload | None = None
 ) -> PlacementTable:
-    """The same leaves stored in another way, with as much optimizer state a parameter as now."""
+    """The table of the same leaves and optimizer state at another stage or offload."""
     zero = program.config.zero_optimization
     table = build_table(
         [row.leaf for row in program.table],

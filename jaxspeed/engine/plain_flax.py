@@ -1,9 +1,9 @@
-"""The gradients of one step by plain JAX and Flax, on one device: an independent side for `check`.
+"""Reference gradients of one step by plain JAX and Flax on one device, independent for `check`.
 
-What the step trains and what it carries to the next one is decided by the adapters of the models
-(`objective`), and a step on one device shares that code. Here it is decided again, by what Flax
-and `jax.grad` say: a parameter is what `jax.grad` differentiates, state is what a loop of plain
-Flax would keep. Only values, random streams and the mode of a module come from the adapter.
+The model adapters (`objective`) decide which arrays are trained and which are carried to the next
+step, and a step on one device shares that code. Here Flax and `jax.grad` decide: a parameter is
+what `jax.grad` differentiates, state is what a plain Flax training loop would carry. Only values,
+random streams and the mode of a module come from the adapter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ Role = Literal["parameter", "state", "other"]
 
 
 class PlainGradients(NamedTuple):
-    """What all micro-batches of a step come to."""
+    """Loss, gradients and carried values after all micro-batches of a step."""
 
     loss: jax.Array
-    grads: Arrays  # of every parameter, trained or not; conjugated where it is complex
+    grads: Arrays  # of every parameter, trained or not; complex ones are conjugated
     values: Arrays  # of parameters and state after the last micro-batch, before any update
 
 
@@ -97,7 +97,7 @@ def plain_gradients(
 
 
 def _recorded(loss_fn: Any, bound: Any, batch: Any, sown: set[tuple[str, ...]]) -> None:
-    """Run the loss, and note where a Linen module sows."""
+    """Run the loss and record where Linen modules sow."""
     sow = nn.Module.sow
 
     def noted(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
@@ -109,7 +109,7 @@ def _recorded(loss_fn: Any, bound: Any, batch: Any, sown: set[tuple[str, ...]]) 
 
 
 def _note_roles(bound: Any, collections: Sequence[str] | None, roles: dict[str, Role]) -> None:
-    """What each array of a model is, by Flax's own types and collections."""
+    """Record the role of each array by Flax's types and collections."""
     if isinstance(bound, nnx.Module):
         for keys, leaf in nnx.to_flat_state(nnx.state(bound)):
             roles["/".join(map(str, keys))] = _nnx_role(leaf, collections)
@@ -157,12 +157,12 @@ def _is_linen(bound: Any) -> bool:
 
 
 def _without(variables: Any, places: set[tuple[str, ...]]) -> Any:
-    """Nested dicts without what stands at some places."""
+    """Nested dicts without the entries at some paths."""
 
-    def kept(tree: Any, place: tuple[str, ...]) -> Any:
+    def pruned(tree: Any, place: tuple[str, ...]) -> Any:
         if not isinstance(tree, Mapping):
             return tree
-        inside = {name: kept(x, (*place, name)) for name, x in tree.items()}
+        inside = {name: pruned(x, (*place, name)) for name, x in tree.items()}
         return {name: x for name, x in inside.items() if (*place, name) not in places}
 
-    return kept(variables, ())
+    return pruned(variables, ())

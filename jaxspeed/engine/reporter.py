@@ -1,6 +1,7 @@
-"""What the engine says while it trains, without waiting for a device unless asked for times.
+"""Training log and hooks: loss lines, skipped steps, clipping, step times, memory.
 
-A step's metrics are looked at once they have arrived, so a line may come some steps late.
+The log does not wait for devices unless `wall_clock_breakdown` is set: a step's metrics are logged
+once they have arrived, which may be some steps later.
 """
 
 import logging
@@ -17,7 +18,7 @@ from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Metrics, Program
 
 log = logging.getLogger("jaxspeed")
-CLIPPED = 1 - 1e-5  # a norm below this share of another one is not its rounding
+CLIPPED = 1 - 1e-5  # a norm below this fraction of another one differs by more than rounding
 SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
 
 
@@ -25,7 +26,7 @@ Hook = Callable[[int, dict[str, float]], Any]
 
 
 class Reporter:
-    """Logs every `steps_per_print` steps, and every step that was skipped; calls hooks."""
+    """Logs every `steps_per_print` steps and every skipped step; calls hooks."""
 
     def __init__(self, program: Program, step: int = 0) -> None:
         self._config = program.config
@@ -37,18 +38,18 @@ class Reporter:
         self._clips_by_default = clips_by_default(program)
 
     def add_hook(self, hook: Hook, every: int) -> None:
-        """Call this with every so many steps' metrics."""
+        """Call the hook with the metrics of every `every`-th step."""
         if every < 1:
-            raise ValueError(f"every is {every}; a hook is called every step at most")
+            raise ValueError(f"every is {every}; it must be at least 1")
         self._hooks.append((hook, every))
 
     def begin_at(self, step: int) -> None:
-        """The next step follows this one."""
+        """Continue the count from this step."""
         self.flush()
         self._step = step
 
     def stepped(self, metrics: Metrics, start: float) -> None:
-        """One more step was started, at `start` by the performance counter."""
+        """Record one more step, started at `start` by the performance counter."""
         self._step += 1
         if self._config.wall_clock_breakdown:  # only then is a step waited for
             jax.block_until_ready(metrics)
@@ -60,7 +61,7 @@ class Reporter:
             self._say(*self._waiting.popleft())
 
     def flush(self) -> None:
-        """Say what is still waiting; this waits for the devices."""
+        """Log the pending steps; this waits for the devices."""
         while self._waiting:
             self._say(*self._waiting.popleft())
 
@@ -78,9 +79,9 @@ class Reporter:
         ):
             self._clips_by_default = False  # said once
             log.warning(
-                "step %d: the gradient's norm %.4g was clipped to %.4g, which is the default of "
-                "gradient_clipping (DeepSpeed's too); it is 0 for no clipping. Later steps that "
-                "are clipped are not logged: compare the metrics grad_norm and grad_norm_clipped",
+                "step %d: the gradient norm %.4g was clipped to %.4g, the default of "
+                "gradient_clipping (as in DeepSpeed); set it to 0 for no clipping. Later clipped "
+                "steps are not logged: compare the metrics grad_norm and grad_norm_clipped",
                 step,
                 float(metrics["grad_norm"]),
                 float(metrics["grad_norm_clipped"]),
@@ -97,7 +98,7 @@ class Reporter:
         if not self._config.wall_clock_breakdown:
             return ""
         count, median = len(self._seconds), statistics.median(self._seconds)
-        return f", {1e3 * median:.3g} ms a step (median of {count})"
+        return f", {1e3 * median:.3g} ms per step (median of {count})"
 
     def _memory(self) -> str:
         if not self._config.memory_breakdown:

@@ -1,4 +1,4 @@
-"""What a user should know of a program before its first step: what was inferred, what is idle."""
+"""Startup log: inferred shardings, default clipping, idle axes, padding, pinned host memory."""
 
 import logging
 import math
@@ -19,44 +19,44 @@ from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
 
-WORTH_TELLING = 0.1  # a share of the parameters' bytes
+REPLICATED_SHARE = 0.1  # fraction of the parameters' bytes from which a warning is logged
 
 
-def tell(program: Program) -> None:
-    """What a user should know of a program before its first step."""
+def log_startup(program: Program) -> None:
+    """Log what a user should know of a program before its first step."""
     if program.config.dump_state:
         log.info("config: %s\n%s", program.config.given, program.table)
     for note in program.model.notes(program.objective.compute_dtype):
         log.warning("%s", note)
-    _tell_of_clipping(program)
+    _log_clipping(program)
     if program.proposal is not None:
-        log.info("mesh.tensor: what is cut was inferred from the loss\n%s", program.proposal)
-    ways = program.mesh.shape["tensor"]
-    if ways > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
+        log.info("mesh.tensor: the sharding was inferred from the loss\n%s", program.proposal)
+    degree = program.mesh.shape["tensor"]
+    if degree > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
         log.warning(
-            "mesh.tensor is %d, and no parameter is cut over it: every one of these devices does "
+            "mesh.tensor is %d, but no parameter is sharded over it: all devices of this axis do "
             "the same work",
-            ways,
+            degree,
         )
-    _tell_of_the_pool(program)
+    _warn_of_pinned_limit(program)
     if program.pipeline:
-        _tell_of_the_outside(program.table)
-        own = program.pipeline.arrangement
-        room = own.stages * own.chunks * own.rows
-        if own.padded:
+        _warn_of_replicated(program.table)
+        layout = program.pipeline.arrangement
+        slots = layout.stages * layout.chunks * layout.rows
+        if layout.padded:
             log.warning(
                 "mesh.pipe: %d layers in chunks of %d: %d of %d are padding, and a step takes %.2f "
-                "of the time that it would if the layers divided evenly",
-                own.layers,
-                own.rows,
-                room - own.layers,
-                room,
-                room / own.layers,
+                "times as long as if the layers divided evenly",
+                layout.layers,
+                layout.rows,
+                slots - layout.layers,
+                slots,
+                slots / layout.layers,
             )
 
 
-def _tell_of_clipping(program: Program) -> None:
-    """Which norm gradients are clipped to, where the config leaves it to the default."""
+def _log_clipping(program: Program) -> None:
+    """Log the clipping norm if the config leaves it at the default."""
     if clips_by_default(program):
         log.info(
             "gradient_clipping: gradients are clipped to a global norm of %g, DeepSpeed's default; "
@@ -66,21 +66,21 @@ def _tell_of_clipping(program: Program) -> None:
 
 
 def clips_by_default(program: Program) -> bool:
-    """Whether gradients are clipped though the config says nothing of it."""
-    said = "gradient_clipping" in program.config.model_fields_set
-    return program.optimizer.clipping > 0 and not said
+    """Whether gradients are clipped although the config does not set it."""
+    is_set = "gradient_clipping" in program.config.model_fields_set
+    return program.optimizer.clipping > 0 and not is_set
 
 
-def _tell_of_the_pool(program: Program) -> None:
-    """Where more is to wait in host memory than the backend pins."""
+def _warn_of_pinned_limit(program: Program) -> None:
+    """Log a warning if more state is offloaded than the backend can pin."""
     first, index = program.mesh.devices.flat[0], jax.process_index()
     here = sum(device.process_index == index for device in program.mesh.devices.flat)
     need = here * sum(program.table.host_bytes_by_role().values())
     limit = pinned_limit(first.platform, os.environ)
     if limit is not None and need > limit:
         log.warning(
-            "offload: %s wait in host memory, %d devices of this process together, and JAX pins "
-            "%s: set the environment variable %s to %d or more before it starts",
+            "offload: %s are offloaded to host memory by the %d devices of this process, and JAX "
+            "pins %s: set the environment variable %s to %d or more before it starts",
             bytes_text(need),
             here,
             bytes_text(limit),
@@ -89,33 +89,33 @@ def _tell_of_the_pool(program: Program) -> None:
         )
 
 
-def _tell_of_the_outside(table: PlacementTable) -> None:
-    """Which parameters every stage of a pipeline holds and computes with, if they are many."""
+def _warn_of_replicated(table: PlacementTable) -> None:
+    """Log a warning if many parameters are replicated over the pipeline stages."""
     assert table.stack is not None
 
     def size(row: Row) -> int:
         return math.prod(row.leaf.shape) * row.leaf.dtype.itemsize
 
-    whole = [
+    replicated = [
         r for r in table if r.path not in table.stack.paths and "pipe" not in spec_axes(r.read.spec)
     ]
-    total, outside = sum(map(size, table)), sum(map(size, whole))
-    if outside < WORTH_TELLING * total:
+    total, outside = sum(map(size, table)), sum(map(size, replicated))
+    if outside < REPLICATED_SHARE * total:
         return
-    largest = sorted(whole, key=size, reverse=True)
+    largest = sorted(replicated, key=size, reverse=True)
     log.warning(
-        "mesh.pipe: %.0f%% of the parameters are no part of the %d blocks that the stages share "
-        "(%s), and every stage holds them: %s, ... %s",
+        "mesh.pipe: %.0f%% of the parameters are outside of the %d blocks that are split over the "
+        "stages (%s), and every stage holds them: %s, ... %s",
         100 * outside / total,
         table.stack.layers,
         _ends(next(iter(table.stack.leaves.values()))),
         ", ".join(row.path for row in largest[:3]),
-        _way_out(largest, table.stack),
+        _remedy(largest, table.stack),
     )
 
 
 def _ends(paths: Sequence[str]) -> str:
-    """The first and the last block, of the paths of one parameter in each."""
+    """`first to last` block, from the paths of one parameter in each block."""
     if len(paths) == 1:
         return paths[0]
     first, last = (path.split("/") for path in (paths[0], paths[-1]))
@@ -123,8 +123,8 @@ def _ends(paths: Sequence[str]) -> str:
     return " to ".join("/".join(path[: number + 1]) for path in (first, last))
 
 
-def _way_out(largest: Sequence[Row], stack: Stack) -> str:
-    """What can be done about the largest of the parameters that every stage holds."""
+def _remedy(largest: Sequence[Row], stack: Stack) -> str:
+    """A remedy for the largest of the parameters that every stage holds."""
 
     def of_any_member(path: str) -> str:
         return re.sub(r"\d+/", "*/", path)
@@ -133,12 +133,12 @@ def _way_out(largest: Sequence[Row], stack: Stack) -> str:
     kinds = [(of_any_member(row.path), row.leaf.shape) for row in largest]
     if kinds[0][0] in map(of_any_member, stack.paths):
         return (
-            "They are in the same list: the stages share its longest run of like blocks, which a "
-            "layer of another kind ends; take that out of the list, or make it a part of each block"
+            "They are in the same list: the stages split its longest run of equal blocks, which a "
+            "layer of another kind ends; move that out of the list, or make it part of each block"
         )
     if kinds.count(kinds[0]) > 1:
-        return "They repeat too, and the stages share one list alone: parallel.units names which"
+        return "They repeat too, but the stages split only one list: parallel.units selects it"
     return (
-        "Where one is a vocabulary, name its dim: "
+        "If one has a vocabulary dim, name it: "
         f'parallel.logical_axes {{"{first.path}": ["vocab", ...]}}'
     )

@@ -1,4 +1,4 @@
-"""The step of an engine, without compiling it: from a file, where that holds this very program."""
+"""Ahead-of-time compiled step: run it from a file if the file holds exactly this program."""
 
 import logging
 from pathlib import Path
@@ -17,13 +17,13 @@ Shapes = tuple[Any, ...]
 class StepFromFile:
     """`state, metrics = step(state, batch)`, as `program.step`.
 
-    For batches of the shapes that the file was compiled for it runs what is in the file. The step
-    is traced and lowered all the same, because only so it is known to be the same program; where
-    anything is not the same, a warning says what, and the step is compiled as always.
+    For batches of the shapes that the file was compiled for, the file's executable runs. The step
+    is still traced and lowered, to verify that it is the same program; otherwise a warning lists
+    the differences and the step is compiled as usual.
     """
 
     def __init__(self, program: Program, path: str | Path) -> None:
-        """ConfigError where there is no such file, or it holds no executable."""
+        """ConfigError if there is no such file, or it holds no executable."""
         self.program, self.path = program, path
         self._identity = read_identity(path)
         self._found: dict[Shapes, Any] = {}
@@ -40,7 +40,7 @@ class StepFromFile:
         return self.program.step.trace(*args)
 
     def compiled(self, batch: Any) -> Any:
-        """What the file holds for such a batch; None where it is of another program."""
+        """The file's executable for such a batch; None if it is of another program."""
         shapes = _shapes(batch)
         if shapes not in self._found:
             self._found[shapes] = self._from_file(batch)
@@ -51,14 +51,14 @@ class StepFromFile:
         lowered = program.step.trace(program.state, program.abstract_batch(batch)).lower()
         apart = self._identity.apart(identity_of(lowered, program.devices, program.mesh))
         if jax.process_count() > 1:
-            apart = ["several processes, which has not been tried"]
+            apart = ["several processes, which is untested"]
         try:
             found = None if apart else load(self.path, lowered, program.devices)
         except jax.errors.JaxRuntimeError as error:
             apart = [str(error).splitlines()[0]]
         if apart:
             log.warning(
-                "run.executable: %s is not of this step, which is compiled now: %s",
+                "run.executable: %s does not match this step, which is compiled now: %s",
                 self.path,
                 "; ".join(apart),
             )

@@ -1,4 +1,4 @@
-"""What devices there are to train on, and what each can do at best: a table with its sources."""
+"""Hardware table (chips.yaml): peak FLOP/s, memory and links of each chip; plan targets."""
 
 from jaxspeed.hardware.chip import BUILT_IN, Chip, chip_of_kind, read_chips
 

@@ -1,4 +1,4 @@
-"""A row of the table of hardware: what one kind of device has and does."""
+"""A row of the hardware table (chips.yaml): memory, FLOP/s, bandwidth and links of one device."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from jaxspeed.errors import ConfigError
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")
 PLATFORMS = ("tpu", "cuda", "cpu")
-# Of chips whose row says nothing of it.
+# Defaults of chips whose row does not set them.
 _ALL = {
     "products": 0.8, "attention": 0.55, "bandwidth": 0.85, "links": 0.8, "outside": 0.8, "host": 0.8
 }  # fmt: skip
@@ -29,30 +29,30 @@ HOP: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of device, as `chips.yaml` tells of it; figures are of a device.
+    """One kind of device, a row of `chips.yaml`; figures are per device.
 
     Attributes:
-      name: as targets are given, `v5p`.
+      name: as in targets, `v5p`.
       platform: tpu, cuda or cpu.
-      kind: what `jax.Device.device_kind` says.
+      kind: its `jax.Device.device_kind`.
       memory: bytes that a program may use.
-      flops: dense operations a second, by the dtype of a product's operands.
-      bandwidth: bytes a second of its memory.
-      link: bytes a second over one link inside of a slice or node, in one direction.
-      links: how many of them: of a TPU two a dim of its torus, of a GPU one.
-      outside: bytes a second to other slices or nodes.
-      host_link: bytes a second to its host's memory, in one direction.
-      host_memory: bytes of its host's memory, a device.
+      flops: dense FLOP/s, by the dtype of a matmul's operands.
+      bandwidth: memory bandwidth in bytes/s.
+      link: bytes/s over one link inside of a slice or node, in one direction.
+      links: number of links: of a TPU two per torus dim, of a GPU one.
+      outside: bytes/s to other slices or nodes.
+      host_link: bytes/s to its host's memory, in one direction.
+      host_memory: bytes of host memory per device.
       node: devices that share NVLink, or a host.
-      sources: where each figure is from.
-      kinds: other names by which JAX calls it.
-      per_chip: devices of a chip, where each of its cores is one.
+      sources: the source of each figure.
+      kinds: other values of its `device_kind`.
+      per_chip: devices per chip, if each core is one.
       pod: the largest torus of chips.
-      compiler: what the compiler of its platform is told; None where none takes it.
-      reached: the share of each figure that programs reach: `products` and `attention` of flops,
+      compiler: options of the platform's compiler for it; None if none supports it.
+      reached: achieved fraction of each figure: `products` and `attention` of flops,
         `bandwidth`, `links`, `outside`, `host`.
-      hop: seconds that a message takes beside its bytes: over `links`, and `outside`.
-      tile: the side of the blocks in which products are computed.
+      hop: latency of a message in seconds: over `links`, and `outside`.
+      tile: the side of a matmul tile.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Chip:
 
     @property
     def compiles(self) -> bool:
-        """Whether today's compilers take it."""
+        """Whether current compilers support it."""
         return self.compiler is not None
 
     @property
     def torus_dims(self) -> int:
-        """Of the torus that a TPU's links make; 0 where a switch joins all."""
+        """Number of torus dims of a TPU's links; 0 for switched devices."""
         return self.links // 2 if self.platform == "tpu" else 0
 
 
@@ -91,16 +91,14 @@ def read_chips(path: str | Path = BUILT_IN) -> dict[str, Chip]:
     """The chips of a hardware file, by name.
 
     Raises:
-      ConfigError: all that is wrong with it.
+      ConfigError: with all its problems.
     """
     try:
         tree = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"hardware file {path}: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, Mapping) or not tree:
-        raise ConfigError(
-            f"hardware file {path}: needs a mapping from the name of a chip to its figures"
-        )
+        raise ConfigError(f"hardware file {path}: needs a mapping from chip names to their figures")
     problems: list[str] = []
     chips = {str(name): _chip(str(name), found, problems) for name, found in tree.items()}
     if problems:
@@ -110,10 +108,10 @@ def read_chips(path: str | Path = BUILT_IN) -> dict[str, Chip]:
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """The accelerator that JAX calls so; None where none is known, as of a CPU.
+    """The accelerator with this `device_kind`; None if unknown, as for a CPU.
 
-    A GPU's name says its memory and socket too: the row whose words are all in it, and of several
-    the one of most words.
+    A GPU's name includes its memory and socket: of the rows whose words are all in it, the one with
+    the most words.
     """
     words = set(kind.replace("-", " ").split())
     found = [
@@ -145,7 +143,7 @@ _OPTIONAL = {"sources", "per_chip", "pod", "compiler", "reached", "hop", "tile"}
 
 
 def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
-    """A row; what is wrong with it is added to `problems`."""
+    """Parse a row; its problems are added to `problems`."""
     if not isinstance(found, Mapping):
         problems.append(f"{name}: needs a mapping of figures, found {found!r}")
         return None
@@ -160,7 +158,7 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
     def read(key: str, value: Any, unit: str) -> float:
         number = amount(value, unit)
         if number is None or not math.isfinite(number) or number <= 0:
-            problems.append(f"{name}.{key}: found {value!r}. Needs more than 0, as 80 G{unit}.")
+            problems.append(f"{name}.{key}: found {value!r}. Needs more than 0, like 80 G{unit}.")
             return 1.0
         return number
 
@@ -172,21 +170,21 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
         problems.append(f"{name}.flops: found {flops!r}. Needs {{bf16: ..., fp32: ...}}.")
         flops = {}
     if not _is_list(kinds, str):
-        problems.append(f"{name}.kinds: found {kinds!r}. Needs a list of JAX's names of it.")
+        problems.append(f"{name}.kinds: found {kinds!r}. Needs a list of JAX device kinds.")
         kinds = [""]
     counts = {key: found.get(key, _DEFAULTS.get(key, 1)) for key in _COUNTS}
     for key, count in counts.items():
         if not isinstance(count, int) or count < 1:
-            problems.append(f"{name}.{key}: found {count!r}. Needs a whole number from 1.")
+            problems.append(f"{name}.{key}: found {count!r}. Needs an integer of at least 1.")
     if not _is_list(found.get("pod", [1]), int):
-        problems.append(f"{name}.pod: found {found['pod']!r}. Needs a list of whole numbers.")
+        problems.append(f"{name}.pod: found {found['pod']!r}. Needs a list of integers.")
     speeds = {kind: read(f"flops.{kind}", value, "FLOP/s") for kind, value in flops.items()}
     platform = str(found["platform"])
     reached = _numbers("reached", found.get("reached"), REACHED.get(platform, _ALL), read)
     hop = _numbers("hop", found.get("hop"), HOP.get(platform, HOP["cuda"]), read)
     for key, share in reached.items():
         if share > 1:
-            problems.append(f"{name}.reached.{key}: found {share:g}. Needs a share, at most 1.")
+            problems.append(f"{name}.reached.{key}: found {share:g}. Needs a fraction up to 1.")
     if len(problems) > before:
         return None
     given = "a user's hardware file"
@@ -220,7 +218,7 @@ def _numbers(
     usual: Mapping[str, float],
     read: Callable[[str, Any, str], float],
 ) -> dict[str, float]:
-    """What a row says of these figures, over the usual ones."""
+    """The row's values of these figures over the defaults."""
     found = {} if found is None else found
     unknown = sorted(set(found) - set(usual)) if isinstance(found, Mapping) else [found]
     if unknown:
@@ -234,7 +232,7 @@ def _is_list(found: Any, kind: type) -> bool:
     return isinstance(found, list) and bool(found) and all(isinstance(x, kind) for x in found)
 
 
-# -- amounts as people write them: `80 GB`, `95.7 GiB`, `989.5 TFLOP/s` ---------------------------
+# -- amounts with units: `80 GB`, `95.7 GiB`, `989.5 TFLOP/s` -------------------------------------
 
 _PREFIXES = {
     "": 1,
@@ -245,7 +243,7 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kMGTPK]i?)?([A-Za-z/]*
 
 
 def amount(written: Any, unit: str) -> float | None:
-    """The number of an amount in this unit, which may be left out; None if it is none."""
+    """The number of an amount in this (optional) unit; None if it cannot be parsed."""
     if isinstance(written, bool):
         return None
     if isinstance(written, int | float):
@@ -256,22 +254,22 @@ def amount(written: Any, unit: str) -> float | None:
     return float(found[1]) * _PREFIXES[found[2] or ""]
 
 
-# -- what a device can do at best, by what JAX calls it --------------------------------------------
+# -- peaks by JAX's `device_kind` ------------------------------------------------------------------
 
-UNKNOWN_LINK = 32e9  # bytes a second, of PCIe 4 by 16
+UNKNOWN_LINK = 32e9  # bytes/s of PCIe 4 x16
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Floating-point operations a second at best; None where none is known, as of a CPU.
+    """Peak FLOP/s; None if unknown, as for a CPU.
 
-    Of dense products of bfloat16 with fp32 sums; a run in fp32 is held against it too, because its
-    products run on the same units.
+    Of dense bfloat16 matmuls with fp32 accumulation; MFU of an fp32 run uses it too, because its
+    matmuls run on the same units.
     """
     chip = chip_of_kind(device_kind)
     return chip.flops["bf16"] if chip else None
 
 
 def host_link(device_kind: str) -> float:
-    """Bytes a second between a device and its host's memory, in one direction, at best."""
+    """Peak bytes/s between a device and its host's memory, in one direction."""
     chip = chip_of_kind(device_kind)
     return chip.host_link if chip else UNKNOWN_LINK

@@ -1,4 +1,4 @@
-"""The chips that a plan may be for: the table of hardware, and a file of the user's own over it."""
+"""Chips by name: the built-in hardware table and a user's `--hardware` file; the table as text."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +15,18 @@ __all__ = ["Chip", "chip_named", "chips_of", "speeds_table"]
 
 
 def chips_of(hardware: str | Path | None = None) -> dict[str, Chip]:
-    """All chips by name; a hardware file adds some, or says otherwise of one that is known."""
+    """All chips by name; a hardware file adds to the built-in ones or overrides them."""
     own = read_chips(hardware) if hardware is not None else {}
     return {**read_chips(), **own}
 
 
 def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
-    """ConfigError with the nearest name unless there is one."""
+    """The chip of this name, or a ConfigError with the nearest names."""
     if name.lower() in chips:
         return chips[name.lower()]
     if name in chips:
         return chips[name]
-    # Of `a100` there are two sizes, and that is all that is missing.
+    # `a100` lacks only the memory size.
     sizes = [each for each in chips if name and each.startswith(f"{name.lower()}-")]
     hint = f"It is one of {', '.join(sizes)}." if sizes else did_you_mean(name, chips)
     raise ConfigError(
@@ -36,7 +36,7 @@ def chip_named(name: str, chips: Mapping[str, Chip]) -> Chip:
 
 
 def speeds_table(chips: Mapping[str, Chip]) -> Group:
-    """A row a chip, within 80 columns."""
+    """A table with a row per chip, within 80 columns."""
     title = "figures of one device; links in one direction, GB and GB/s"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("chip", no_wrap=True)
@@ -59,11 +59,11 @@ def speeds_table(chips: Mapping[str, Chip]) -> Group:
             str(chip.node) if chip.platform != "cpu" else "",
         )
     notes = [
-        "* is estimated only: no compiler here takes it. --json has the source of each",
-        "figure. Devices that are simulated on a cpu share its memory.",
+        "* is estimated only: no compiler here supports it. --json has the source of each",
+        "figure. Simulated cpu devices share the memory of the machine.",
         "",
-        "A target is CHIP:COUNT, of TPUs CHIP:TORUS: cpu:8, h100:64, h100:64/4 (devices a",
-        "node), v5e:4x4, v5p:4x4x8, 2x v5p:4x4x4 (slices). --hardware FILE adds chips.",
+        "A target is CHIP:COUNT, of TPUs CHIP:TORUS: cpu:8, h100:64, h100:64/4 (4 devices",
+        "per node), v5e:4x4, v5p:4x4x8, 2x v5p:4x4x4 (2 slices). --hardware FILE adds chips.",
     ]
     return Group(table, Text(), Text("\n".join(notes)))
 

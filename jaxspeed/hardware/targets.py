@@ -1,4 +1,4 @@
-"""Devices that a plan is for, as one writes them: `cpu:8`, `h100:64/8`, `2x v5p:4x4x4`."""
+"""Plan targets: parse `cpu:8`, `h100:64/8`, `2x v5p:4x4x4` into chip, count and topology."""
 
 import math
 import os
@@ -13,19 +13,19 @@ _FORM = re.compile(
     r"\s*(?:(?P<slices>\d+)\s*x\s*)?(?P<chip>[A-Za-z][\w.-]*)"
     r"(?::(?P<shape>\d+(?:x\d+)*))?(?:/(?P<node>\d+))?\s*"
 )
-MOST_DEVICES = 65536  # more are not simulated within a minute
+MOST_DEVICES = 65536  # simulating more takes over a minute
 
 
 @dataclass(frozen=True)
 class Target:
-    """Like devices, and how they are joined.
+    """Devices of one kind and their network.
 
     Attributes:
-      chip: what each is.
-      count: how many in all.
-      topology: the torus of chips of a slice; () where there is none.
-      slices: how many tori, joined by the slower network.
-      node: how many share the fast network, or of TPUs a host.
+      chip: the kind of device.
+      count: total number of devices.
+      topology: the torus of chips of a slice; () if there is none.
+      slices: number of tori, joined by the slower network.
+      node: devices that share the fast network, or, for TPUs, a host.
     """
 
     chip: Chip
@@ -48,11 +48,10 @@ class Target:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Of each dim of the torus whether its ends are joined.
+        """Whether each dim of the torus has wraparound links.
 
-        Of 3-dimensional tori optical switches join those of whole cubes of 4 x 4 x 4 chips; of
-        2-dimensional ones a dim closes where it is as long as the pod's
-        (https://jax-ml.github.io/scaling-book/tpus).
+        Of 3D tori optical switches join the ends of full cubes of 4 x 4 x 4 chips; of 2D tori a dim
+        wraps around if it is as long as the pod's (https://jax-ml.github.io/scaling-book/tpus).
         """
         if len(self.topology) == 3:
             cubes = all(size % 4 == 0 for size in self.topology)
@@ -61,23 +60,23 @@ class Target:
 
 
 def target_of(written: str, chips: Mapping[str, Chip] | None = None) -> Target:
-    """The target of these words.
+    """Parse a target.
 
     Raises:
-      ConfigError: with the words that would work.
+      ConfigError: with targets that would work.
     """
     chips = chips_of() if chips is None else chips
     found = _FORM.fullmatch(written) if isinstance(written, str) else None
     if found is None:
         raise ConfigError(
-            f'target: cannot read "{written}". Needs CHIP:COUNT, as h100:64 or cpu:8, of TPUs '
-            "CHIP:TORUS, as v5p:4x4x8 or 2x v5p:4x4x4"
+            f'target: cannot read "{written}". Needs CHIP:COUNT like h100:64 or cpu:8, for TPUs '
+            "CHIP:TORUS like v5p:4x4x8 or 2x v5p:4x4x4"
         )
     chip = chip_named(found["chip"], chips)
     shape = tuple(map(int, (found["shape"] or "1").split("x")))
     slices = int(found["slices"] or 1)
     if min(*shape, slices, 1) < 1:
-        raise ConfigError(f'target: "{written}" has a size of zero; each is a whole number from 1')
+        raise ConfigError(f'target: "{written}" has a size of zero; each must be at least 1')
     if chip.torus_dims:
         target = _tori(chip, shape, slices, found)
     else:
@@ -93,27 +92,24 @@ def _tori(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[str])
     written = found[0].strip()
     if found["node"]:
         raise ConfigError(
-            f'target: "{written}": devices a node are of GPUs; a TPU slice is its torus'
+            f'target: "{written}": devices per node are for GPUs only; a TPU slice is its torus'
         )
     dims, chips = chip.torus_dims, math.prod(shape)
     if len(shape) != dims or not found["shape"]:
         some = list(_like(chip, chips))[:4] if found["shape"] else []
-        works = f" {chips} chips are {', '.join(some)}" if some else f" as {_smallest(chip)}"
-        raise ConfigError(
-            f'target: "{written}": {chip.name} makes a torus of {dims} dims, which the target says:'
-            f"{works}"
-        )
+        works = f"{chips} chips are {', '.join(some)}" if some else f"for example {_smallest(chip)}"
+        raise ConfigError(f'target: "{written}": {chip.name} needs a torus of {dims} dims: {works}')
     if not _fits_pod(chip, shape):
         pod = "x".join(map(str, chip.pod))
         raise ConfigError(
             f'target: "{written}": the largest torus of {chip.name} is {pod} '
-            f"({math.prod(chip.pod)} chips); several are joined as 2x {chip.name}:{pod}"
+            f"({math.prod(chip.pod)} chips); for several slices write 2x {chip.name}:{pod}"
         )
-    if not _whole_hosts(shape):
+    if not _full_hosts(shape):
         some = list(_like(chip, chips))[:4] or list(_like(chip, 4 * math.ceil(chips / 4)))[:4]
         raise ConfigError(
-            f'target: "{written}": hosts have 2x2 chips, so the first two dims are even '
-            f"(or the slice is a part of one host); {', '.join(some)} would do"
+            f'target: "{written}": hosts have 2x2 chips, so the first two dims must be even '
+            f"(or the slice is part of one host); {', '.join(some)} would do"
         )
     count = chips * chip.per_chip
     return Target(chip, count * slices, shape, slices, min(chip.node, count))
@@ -124,46 +120,46 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[s
     if len(shape) > 1 or slices > 1 or not found["shape"]:
         count = math.prod(shape) * slices
         raise ConfigError(
-            f'target: "{written}": how many {chip.name} there are is one number, as '
+            f'target: "{written}": the number of {chip.name} is one number, as in '
             f"{chip.name}:{count if found['shape'] else 8}"
-            + ("" if chip.platform == "cpu" else f", and devices a node after it: /{chip.node}")
+            + ("" if chip.platform == "cpu" else f", then devices per node: /{chip.node}")
         )
     count = shape[0]
     node = int(found["node"] or min(chip.node, count))
     if node < 1 or (count % node and count > node):
         works = [str(n) for n in range(1, count + 1) if count % n == 0 and n <= 72]
         raise ConfigError(
-            f'target: "{written}": {count} devices are not whole nodes of {node}; '
+            f'target: "{written}": {count} devices are not divisible into nodes of {node}; '
             f"nodes of {', '.join(works)} would do"
         )
-    if chip == chips_of()["cpu"]:  # whose figures are nominal, and not a user's own
+    if chip == chips_of()["cpu"]:  # the built-in row, whose figures are nominal
         chip = replace(chip, memory=_memory_of_machine() // count)
     return Target(chip, count, (), 1, min(node, count))
 
 
 def _memory_of_machine() -> int:
-    """What devices that are simulated share."""
+    """Memory of this machine in bytes, which simulated devices share."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fits_pod(chip: Chip, shape: tuple[int, ...]) -> bool:
-    if len(shape) == 3:  # cubes are joined by switches, in any shape
+    if len(shape) == 3:  # optical switches join cubes in any shape
         return math.prod(shape) <= math.prod(chip.pod)
     return all(size <= most for size, most in zip(sorted(shape), sorted(chip.pod)))
 
 
-def _whole_hosts(shape: tuple[int, ...]) -> bool:
-    """A host has 2 x 2 chips; smaller slices are one or two of them."""
+def _full_hosts(shape: tuple[int, ...]) -> bool:
+    """Whether a slice uses full hosts of 2 x 2 chips, or is one or two chips of one."""
     within = math.prod(shape) <= 2 and all(size == 1 for size in shape[2:])
     return within or all(size % 2 == 0 for size in shape[:2])
 
 
 def _like(chip: Chip, chips: int) -> Iterator[str]:
-    """Targets of that many chips, the most cubic first."""
+    """Targets of this number of chips, the most cubic first."""
     shapes = [
         shape
         for shape in _factors(chips, chip.torus_dims)
-        if _fits_pod(chip, shape) and _whole_hosts(shape)
+        if _fits_pod(chip, shape) and _full_hosts(shape)
     ]
     for shape in sorted(shapes, key=lambda shape: (max(shape), shape)):
         yield f"{chip.name}:{'x'.join(map(str, shape))}"

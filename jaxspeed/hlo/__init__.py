@@ -1,4 +1,4 @@
-"""What a compiled program contains: bytes, FLOPs, collectives, read from its HLO."""
+"""Analysis of compiled programs from their HLO text: bytes, FLOPs, collectives, replicated work."""
 
 from jaxspeed.hlo.buffers import Buffer, largest_buffers, loop_carry_bytes, loop_carry_shapes
 from jaxspeed.hlo.collectives import (

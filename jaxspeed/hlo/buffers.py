@@ -1,4 +1,4 @@
-"""What a compiled program holds: the carry of its accumulation loop, its largest arrays."""
+"""Buffers of a compiled program: the carry of its accumulation loop, its largest arrays."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _NAMES_ONLY = {"tuple", "get-tuple-element", "bitcast", "while", "conditional", 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that an instruction of the compiled program makes, on one device."""
+    """The result of an instruction of the compiled program, on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -23,22 +23,22 @@ class Buffer:
 def loop_carry_shapes(
     hlo_text: str, scope: str = ACCUMULATION_SCOPE
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, per-device shape) of what the loop under `scope` changes from turn to turn.
+    """(dtype, per-device shape) of the loop-variant carry of the loop under `scope`.
 
-    The gradient accumulators are among them, and so are the loop's counter and its stacked
-    results; what the loop only reads (weights, the batch) is not. Empty where there is no such
-    loop: XLA unrolls one that turns once.
+    It contains the gradient accumulators, the loop counter and the stacked results, but not loop
+    invariants (weights, the batch). Empty if there is no such loop: XLA unrolls a loop of one
+    iteration.
     """
     return [(array.dtype, array.dims) for array in _carry(hlo_text, scope)]
 
 
 def loop_carry_bytes(hlo_text: str, scope: str = ACCUMULATION_SCOPE) -> int:
-    """Bytes on one device of what `loop_carry_shapes` lists."""
+    """Bytes per device of `loop_carry_shapes`."""
     return sum(array.bytes for array in _carry(hlo_text, scope))
 
 
 def largest_buffers(hlo_text: str, count: int = 10) -> list[Buffer]:
-    """The largest arrays that any instruction makes, arguments among them; equal ones once."""
+    """The largest arrays of all instructions, arguments included, without duplicates."""
     found: dict[Buffer, None] = {}
     for site in walk(parse(hlo_text)):
         if site.fusion is None and site.instruction.opcode not in _NAMES_ONLY:

@@ -1,4 +1,4 @@
-"""What compiled: one report of a compiled step's bytes, flops and collectives, per device."""
+"""Report of a compiled step: bytes, flops and collectives per device, as tables."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,8 +21,8 @@ from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
 from jaxspeed.remat.residual_report import ResidualReport
 
-SHOWN_SHARE = 0.01  # of the flops: what is replicated is shown above that
-_CPU_NOTE = " * by the placement table: XLA:CPU counts host memory as the device's"
+SHOWN_SHARE = 0.01  # of the flops: above that, replicated flops are shown
+_CPU_NOTE = " * from the placement table: XLA:CPU counts host memory as device memory"
 
 
 @dataclass(frozen=True)
@@ -32,29 +32,28 @@ class CompiledReport:
     Attributes:
       argument_bytes: device memory of the arguments.
       temp_bytes: device memory of intermediate values, at their peak.
-      output_bytes: device memory of the results, those included that overwrite a donated argument.
-      alias_bytes: the part of `output_bytes` that does: it needs no memory of its own.
-      host_bytes: arguments, results and intermediate values in host memory. XLA:CPU does not tell
-        host from device memory: there it is 0, and all is in the figures of the device.
+      output_bytes: device memory of the results, including those that overwrite a donated argument.
+      alias_bytes: the part of `output_bytes` that overwrites donated arguments.
+      host_bytes: arguments, results and intermediate values in host memory. XLA:CPU does not
+        distinguish host from device memory: there it is 0, and device figures include all.
       host_argument_bytes, host_temp_bytes, host_output_bytes: its parts.
-      peak_bytes: XLA's own figure for what is held at once. XLA:TPU's has buffers in VMEM in it,
-        which `temp_bytes` leaves out, and what is in host memory; XLA:CPU's leaves `temp_bytes`
-        out, so add them there.
-      flops: of matrix products and convolutions, loops multiplied out (see `hlo.cost`). None,
-        like the next three, where the backend does not give the program's text.
-      replicated_flops: those of them that the data ranks compute alike, each all of it (see
-        `hlo.replicated_flops`): a loss's part that depends on nothing of the batch, for example.
-      bytes_accessed: what the instructions read and write, loops multiplied out.
-      collectives: each one of the program.
-      compile_seconds: wall time of the compilation, None where it was not timed.
+      peak_bytes: XLA's figure for peak memory. XLA:TPU's includes buffers in VMEM, which
+        `temp_bytes` excludes, and host memory; XLA:CPU's excludes `temp_bytes`, so add them there.
+      flops: of matmuls and convolutions, times loop trip counts (see `hlo.cost`). None, like
+        the next three, if the backend does not print the program's text.
+      replicated_flops: the part of them that all data ranks compute redundantly (see
+        `hlo.replicated_flops`), for example a term of the loss that does not depend on the batch.
+      bytes_accessed: bytes that the instructions read and write, times loop trip counts.
+      collectives: all collectives of the program.
+      compile_seconds: wall time of the compilation, None if not measured.
       uncounted: kernels whose flops are not in `flops`.
-      unknown_loops: loops of unknown length, counted as if they ran once.
-      pipeline: what its pipeline costs by the schedule; None where the mesh has no stages.
-      transfer: what it moves to host memory and back; None where nothing waits there.
-      tells_host: whether the backend tells host memory apart.
-      waiting: {role: bytes in host memory} by the placement table.
-      untold: why there is no text.
-      kept: what units keep between their passes; None where the config does not say.
+      unknown_loops: loops of unknown length, counted as one iteration.
+      pipeline: costs of the pipeline schedule; None if the mesh has no stages.
+      transfer: host transfers; None if nothing is offloaded.
+      separates_host: whether the backend distinguishes host memory.
+      waiting: {role: bytes in host memory} from the placement table.
+      no_text: why there is no text.
+      kept: residuals that units save; None if the config sets no policy.
     """
 
     argument_bytes: int
@@ -74,20 +73,20 @@ class CompiledReport:
     host_temp_bytes: int = 0
     host_output_bytes: int = 0
     transfer: Transfer | None = None
-    tells_host: bool = True
+    separates_host: bool = True
     waiting: Mapping[str, int] = field(default_factory=dict)
-    untold: str | None = None
+    no_text: str | None = None
     kept: ResidualReport | None = None
     replicated_flops: int | None = None
 
     def __rich__(self) -> Group:
-        # A pipeline's loop over micro-batches goes tick by tick.
+        # A pipeline's loop over micro-batches runs tick by tick.
         trip = "tick" if self.pipeline else "micro-batch"
         shown = _summary(self)
-        of_table = self.waiting and not self.tells_host
+        of_table = self.waiting and not self.separates_host
         parts: list[Any] = [Group(shown, Text(_CPU_NOTE)) if of_table else shown]
-        if self.untold:
-            parts.append(Text(f"flops, bytes accessed and collectives are unknown: {self.untold}"))
+        if self.no_text:
+            parts.append(Text(f"flops, bytes accessed and collectives are unknown: {self.no_text}"))
         if self.kept:
             parts.append(self.kept)
         if self.transfer:
@@ -102,20 +101,21 @@ class CompiledReport:
         return as_text(self, width=110)
 
     def figures(self) -> dict[str, Any]:
-        """What was read from the compiled program, as plain numbers and words."""
+        """The compiler's figures for JSON."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("pipeline", "transfer", "waiting", "kept"):  # are not of the compiler
+        for name in ("pipeline", "transfer", "waiting", "kept"):  # not from the compiler
             del own[name]
+        for key, name in (("tells_host", "separates_host"), ("untold", "no_text")):  # stable keys
+            own[key] = own.pop(name)
         found = self.collectives
-        told = None if found is None else [asdict(one) for one in found]
-        return {**own, "collectives": told}
+        return {**own, "collectives": None if found is None else [asdict(one) for one in found]}
 
 
 def _arguments(compiled: jax.stages.Compiled) -> list[Any]:
-    """The shardings of a program's parameters, which are the arguments that it reads."""
+    """The shardings of the program's parameters: the arguments that it reads."""
     try:
         return jax.tree.leaves(compiled.input_shardings)
-    except NotImplementedError:  # of an executable that was loaded from a file
+    except NotImplementedError:  # an executable loaded from a file
         return []
 
 
@@ -128,11 +128,11 @@ def report(
     waiting: Mapping[str, int] = MappingProxyType({}),
     kept: ResidualReport | None = None,
 ) -> CompiledReport:
-    """Read a program that was compiled for `mesh`; `waiting` is what the table has on the host."""
+    """The report of a program compiled for `mesh`; `waiting` is {role: offloaded bytes}."""
     memory = compiled.memory_analysis()
     if memory is None:
-        raise JaxspeedError("this backend does not show the memory of its programs")
-    text, untold = _text(compiled)
+        raise JaxspeedError("this backend does not report the memory of its programs")
+    text, no_text = _text(compiled)
     counted = cost(text) if text else None
     flops = counted.flops if counted else None
     in_host = (
@@ -158,18 +158,18 @@ def report(
         host_temp_bytes=in_host[1],
         host_output_bytes=in_host[2],
         transfer=transfer and transfer.counted(flops),
-        tells_host=_platform(mesh) != "cpu",
+        separates_host=_platform(mesh) != "cpu",
         waiting=dict(waiting),
-        untold=untold,
+        no_text=no_text,
         kept=kept,
         replicated_flops=replicated_flops(text, mesh, _arguments(compiled)) if text else None,
     )
 
 
 def _text(compiled: jax.stages.Compiled) -> tuple[str | None, str | None]:
-    """(The program's text, None), or (None, why there is none).
+    """(the program's text, None), or (None, the reason).
 
-    libtpu 0.0.51 compiles updates of host memory whose text it then cannot print: "async-update
+    libtpu 0.0.51 compiles updates of host memory that it then cannot print: "async-update
     instruction should have 1 operands".
     """
     try:
@@ -195,10 +195,10 @@ def _summary(report: CompiledReport) -> Table:
     table.add_column("how much", justify="right")
     for name in ("argument", "temp", "output", "alias"):
         table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
-    # XLA:TPU's peak counts what waits in host memory as well.
+    # XLA:TPU's peak includes offloaded arrays.
     with_host = " with host memory" if report.host_bytes else ""
     table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
-    if report.tells_host:
+    if report.separates_host:
         table.add_row("in host memory", bytes_text(report.host_bytes))
         for name in ("argument", "temp", "output") if report.host_bytes else ():
             table.add_row(f"  {name} bytes", bytes_text(getattr(report, f"host_{name}_bytes")))
@@ -206,7 +206,7 @@ def _summary(report: CompiledReport) -> Table:
         waiting = sum(size for role, size in report.waiting.items() if role != "grad")
         table.add_row("of these arguments in host memory*", bytes_text(waiting))
     if report.flops is not None and report.bytes_accessed is not None:
-        table.add_row("flops (products, convolutions)", scaled_text(report.flops, "flop"))
+        table.add_row("flops (matmuls, convolutions)", scaled_text(report.flops, "flop"))
         if (report.replicated_flops or 0) > SHOWN_SHARE * report.flops:
             share = f"{report.replicated_flops / report.flops:.0%}"  # type: ignore[operator]
             table.add_row("  of these replicated over data", share)
@@ -214,17 +214,17 @@ def _summary(report: CompiledReport) -> Table:
     if report.compile_seconds is not None:
         table.add_row("compile time (measured)", f"{report.compile_seconds:.2f} s")
     for kernel in report.uncounted:
-        table.add_row("flops not counted of", kernel)
+        table.add_row("flops not counted in", kernel)
     for loop in report.unknown_loops:
         table.add_row("counted once, length unknown", loop)
     return table
 
 
 def _collective_table(found: Iterable[Collective], trip: str) -> Table:
-    """Like collectives in one row: how many, how often they run, what a device sends in all.
+    """One row per kind, axis and dtype of collectives: their number, runs and bytes per device.
 
-    `trip` is what one trip of the loop over micro-batches is called. In 80 columns axes and trips
-    are broken into lines before a number is cut off.
+    `trip` names an iteration of the loop over micro-batches. In 80 columns axes and trips are
+    wrapped before a number is truncated.
     """
     rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
     for one in found:

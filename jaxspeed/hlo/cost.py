@@ -1,9 +1,8 @@
 """Flops and bytes of a compiled program, per device, with the trip counts of its loops.
 
-`compiled.cost_analysis()` counts a loop's body once on CPU and TPU, so both numbers are counted
-here, from the compiled program itself: what recomputation repeats and what every device of a
-group computes alike is in them. They are the *hardware's* flops; a model's own (for MFU) are a
-property of the model, not of the program.
+`compiled.cost_analysis()` counts a loop's body once on CPU and TPU, so both are counted here from
+the compiled program. They include recomputation and replicated work: *hardware* flops. Model flops
+(for MFU) are a property of the model, not of the program.
 """
 
 import math
@@ -31,14 +30,13 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What one execution costs one device.
+    """Cost of one execution per device.
 
     Attributes:
-      flops: of the matrix products and convolutions, 2 for a multiply-add. Element-wise work is
-        not in it.
-      bytes_accessed: what the instructions read and write, where a fusion counts its inputs and
-        outputs, and a slice only what it takes.
-      uncounted: kernels whose flops the program does not tell (`tpu_custom_call`, a cuDNN call).
+      flops: of matmuls and convolutions, 2 per multiply-add, without element-wise work.
+      bytes_accessed: bytes that the instructions read and write: of a fusion its inputs and
+        outputs, of a slice only the slice.
+      uncounted: kernels whose flops the program does not show (`tpu_custom_call`, a cuDNN call).
     """
 
     flops: int
@@ -62,7 +60,7 @@ def cost(hlo_text: str) -> Cost:
 
 
 def own_flops(site: Site) -> int | None:
-    """Flops of one run; None where the instruction does not tell."""
+    """Flops of one run; None if they are unknown (a custom kernel)."""
     instruction = site.instruction
     if instruction.opcode == "dot":
         left = site.computation.operands(instruction)[0].arrays[0]
@@ -71,7 +69,7 @@ def own_flops(site: Site) -> int | None:
         left, right = (value.arrays[0] for value in site.computation.operands(instruction))
         return _convolution_flops(instruction, left, right)
     if instruction.opcode == "custom-call":
-        # A GPU library's matrix product says its dims in its backend config.
+        # The dims of a GPU library's matmul are in its backend config.
         contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
         if contracted:
             left = site.computation.operands(instruction)[0].arrays[0]
@@ -81,15 +79,15 @@ def own_flops(site: Site) -> int | None:
 
 
 def _dot_flops(instruction: Instruction, left: Shape, contracting: list[int]) -> int:
-    """2 M N K: two for each element of the result and each of the contracted elements."""
+    """2 M N K: two per result element and contracted element."""
     return 2 * instruction.arrays[0].elements * math.prod(left.dims[dim] for dim in contracting)
 
 
 def _convolution_flops(instruction: Instruction, left: Shape, right: Shape) -> int:
-    """2 x batch x output features x (input features / groups) x pairs of positions that meet.
+    """2 x batch x output features x (input features / groups) x overlapping position pairs.
 
-    XLA:TPU writes every matrix product as a convolution, batch dims as windows whose dilation
-    lets each position meet one other; so pairs are counted, not assumed.
+    XLA:TPU writes every matmul as a convolution, with batch dims as windows whose dilation makes
+    each position overlap one other; so pairs are counted, not derived.
     """
     labels, out_labels = (instruction.attribute("dim_labels") or "").split("->")
     left_labels, right_labels = labels.split("_")
@@ -137,7 +135,7 @@ def _window(text: str | None, dims: int) -> list[_Window]:
 
 
 def _meeting_pairs(window: _Window, base: int, size: int, out: int) -> int:
-    """Pairs (output position, window position) that fall on an element of the base, not padding."""
+    """Number of (output, window) position pairs on an element of the base, not on padding."""
     starts = np.arange(out) * window.stride - window.low_padding
     pairs = 0
     for k in range(size):
@@ -148,7 +146,7 @@ def _meeting_pairs(window: _Window, base: int, size: int, out: int) -> int:
 
 
 def _bytes_accessed(module: Module, site: Site) -> int:
-    """What one run of an instruction outside of fusions reads and writes."""
+    """Bytes that one run of an instruction outside of fusions reads and writes."""
     instruction, computation = site.instruction, site.computation
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith("-done") or _target(instruction) in _PLUMBING:
@@ -163,13 +161,13 @@ def _bytes_accessed(module: Module, site: Site) -> int:
         reads = sum(_read(module, inner, parameter) for parameter in inner.parameters.values())
         return reads + _written(module, inner, inner.root)
     read = sum(operand.bytes for operand in operands)
-    if opcode.endswith("-start"):  # its result is often a tuple that holds the operand again
+    if opcode.endswith("-start"):  # its result is often a tuple that contains the operand
         return max(instruction.bytes, 2 * read)
     return instruction.bytes + read
 
 
 def _read(module: Module, fused: Computation, value: Instruction) -> int:
-    """Bytes of `value` that a fused computation reads: slices count what they take."""
+    """Bytes of `value` that a fused computation reads; of slices only the slice."""
     read = 0
     for user in fused.users[value.name]:
         if user.opcode in _SLICES:
@@ -179,7 +177,7 @@ def _read(module: Module, fused: Computation, value: Instruction) -> int:
         elif user.opcode == "bitcast":
             read += _read(module, fused, user)
         elif user.opcode == "tuple":
-            continue  # handed on as it is
+            continue  # passed through
         elif user.opcode == "fusion":
             inner = module.computations[user.called("calls")[0]]
             for number, name in enumerate(user.operands):
@@ -191,7 +189,7 @@ def _read(module: Module, fused: Computation, value: Instruction) -> int:
 
 
 def _written(module: Module, fused: Computation, value: Instruction) -> int:
-    """Bytes that a fused computation writes: an update in place counts what it changes."""
+    """Bytes that a fused computation writes; of an update in place only the update."""
     if value.opcode == "tuple":
         return sum(_written(module, fused, part) for part in fused.operands(value))
     if value.opcode == "parameter":

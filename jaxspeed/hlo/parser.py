@@ -1,8 +1,8 @@
-"""Compiled HLO as a call graph: computations, their instructions, shapes in bytes.
+"""Parser of compiled HLO text: computations, instructions, shapes, attributes.
 
-What XLA compiled is only available as text (`compiled.as_text()`); jaxlib's own HLO classes give
-neither shapes nor attributes. This reads the text that XLA:CPU, XLA:TPU and XLA:GPU print and keeps
-what the rest of the folder asks for; `trip_counts.py` walks it.
+The compiled program is only available as text (`compiled.as_text()`); jaxlib's HLO classes give
+neither shapes nor attributes. Reads the text of XLA:CPU, XLA:TPU and XLA:GPU; `trip_counts.py`
+walks it.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes without the padding of tiles; sub-byte types are packed."""
+        """Bytes without tile padding; sub-byte types are packed."""
         return -(-self.elements * bits(self.dtype) // 8)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of named scopes that JAX gave to this instruction, or ''."""
+        """The path of JAX's named scopes, or ''."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found.group(1) if found else ""
 
@@ -73,7 +73,7 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Shape, ...]:
-        """The arrays of the result, a tuple's laid out flat."""
+        """The arrays of the result, with tuples flattened."""
         return tuple(leaves(self.shape))
 
     @property
@@ -83,7 +83,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A function: its instructions in order, the last to be computed being `root`."""
+    """A function: its instructions in order, and its result `root`."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -135,7 +135,7 @@ def leaves(shape: Tree) -> Iterator[Shape]:
 
 
 def parse_shape(text: str) -> Tree:
-    """`f32[2,3]{1,0}`, `pred[]`, `(s32[], (bf16[8], token[]))` -> shapes."""
+    """Parse `f32[2,3]{1,0}`, `pred[]`, `(s32[], (bf16[8], token[]))`."""
     text = text.strip()
     if text.startswith("("):
         return tuple(parse_shape(part) for part in _split(text[1:-1]))
@@ -173,10 +173,10 @@ def parse(text: str) -> Module:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, bool, list[str]]]:
-    """Each computation's name, whether it is the entry, and one string an instruction.
+    """Each computation's name, whether it is the entry, and one string per instruction.
 
-    A Pallas kernel's metadata holds line breaks, so a line that starts no instruction continues
-    the one before it.
+    A Pallas kernel's metadata contains line breaks, so a line that starts no instruction continues
+    the previous one.
     """
     name, is_entry = None, False
     lines: list[str] = []
@@ -203,7 +203,7 @@ def _parse_instruction(line: str) -> tuple[Instruction, bool]:
     closing = _closing(rest, opening)
     opcode = rest[end:opening].strip()
     arguments = _COMMENT.sub("", rest[opening + 1 : closing])
-    # A constant's value, a parameter's number: these operands are not instructions.
+    # The operands of a constant (its value) and a parameter (its number) are not instructions.
     operands = () if opcode in ("constant", "parameter") else tuple(_CALLED.findall(arguments))
     attributes = rest[closing + 1 :].lstrip(", ")
     return Instruction(name, shape, opcode, operands, arguments, attributes), root is not None
@@ -223,7 +223,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that stand outside of brackets."""
+    """Split at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         if char in "([{":
@@ -237,7 +237,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value(text: str, start: int) -> str:
-    """The value that begins at `start`: up to the `, key=` that follows, outside of brackets."""
+    """The value that begins at `start`: up to the next `, key=` outside of brackets."""
     depth, quoted, at = 0, False, start
     while at < len(text):
         char = text[at]
@@ -251,7 +251,7 @@ def _value(text: str, start: int) -> str:
         elif char in ")]}":
             depth -= 1
         elif char == "," and depth == 0 and re.match(r", [a-z_-]+=(?!\()", text[at:]):
-            # `mesh['a'=4], device_ids=(0,2,1,3) {'a'}` is one value: its comma is passed over.
+            # `mesh['a'=4], device_ids=(0,2,1,3) {'a'}` is one value: its comma does not match.
             return text[start:at]
         at += 1
     return text[start:]

@@ -1,11 +1,11 @@
-"""Which devices take part in a collective, and which mesh axes that is.
+"""Replica groups of a collective: parse them, and find the mesh axes that they span.
 
-XLA writes the groups in three ways, all of positions in the program's device assignment, which
+XLA prints the groups in three formats, all as positions in the program's device assignment, which
 is the order of `mesh.devices.flat`:
-- a list, `{{0,1},{2,3}}` (`{}` is everybody);
+- a list, `{{0,1},{2,3}}` (`{}` means all devices);
 - an iota, `[2,4]<=[4,2]T(1,0)`: arange(8) in shape [4,2], transposed by (1,0), in shape [2,4];
-- axes of a mesh of its own, `mesh['a'=4,'b'=2] {'a'}`, where an axis may be cut, `'a':(2)2` being
-  the 2 in 4 = 2 x 2 x 1 that comes after a 2, and the devices may be permuted by `device_ids`.
+- axes of a separate mesh, `mesh['a'=4,'b'=2] {'a'}`, with sub-axes, `'a':(2)2` being the 2 after a
+  2 in 4 = 2 x 2 x 1, and devices possibly permuted by `device_ids`.
 """
 
 import math
@@ -36,7 +36,7 @@ def replica_groups(text: str, devices: int) -> Groups:
         return _rows(_iota(reshape, order).reshape(dims))
     if found := _MESH.match(text):
         return _mesh_groups(*found.groups())
-    raise ValueError(f"replica groups {text!r} are written in a way that is unknown here")
+    raise ValueError(f"replica groups {text!r} have an unknown format")
 
 
 def source_target_pairs(text: str) -> Groups:
@@ -45,10 +45,9 @@ def source_target_pairs(text: str) -> Groups:
 
 
 def axes_of(groups: Sequence[Sequence[int]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ, in the mesh's order.
+    """The mesh axes along which the members of a group differ, in mesh order.
 
-    For a collective over whole axes these are those axes; for one over a part of an axis, the
-    axis that it is a part of.
+    A sub-axis counts as its axis.
     """
     names, sizes = tuple(mesh.shape), tuple(mesh.shape.values())
     differs = np.zeros(len(sizes), dtype=bool)
@@ -68,7 +67,7 @@ def _mesh_groups(axes: str, device_ids: str | None, members: str) -> Groups:
             if found
             else np.asarray(_ints(device_ids))
         )
-    # Cut every axis that is named in part into (before, named, after); then all parts are whole.
+    # Split every axis with a named sub-axis into (before, named, after).
     shape: list[int] = []
     named: list[int] = []  # the dims of `shape` that vary within a group, outermost first
     parts: dict[str, list[tuple[int, int]]] = {}
@@ -93,7 +92,7 @@ def _mesh_groups(axes: str, device_ids: str | None, members: str) -> Groups:
 
 
 def _iota(reshape: list[int], order: list[int]) -> np.ndarray:
-    """arange in shape `reshape`, transposed by `order` (or left as it is)."""
+    """arange in shape `reshape`, transposed by `order` if it is not empty."""
     values = np.arange(math.prod(reshape)).reshape(reshape)
     return values.transpose(order) if order else values
 
@@ -111,10 +110,10 @@ def _ints(text: str) -> list[int]:
 
 
 def tiles_of(text: str, devices: int) -> list[int] | None:
-    """Which tile of an array each device holds, by the value of `sharding`.
+    """The tile of an array that each device holds, from the attribute `sharding`.
 
-    `{replicated}`, or `{devices=[2,1,4]<=[8]}`, where `last_tile_dim_replicate` says that the last
-    dim counts copies. None for what is written in another way.
+    `{replicated}`, or `{devices=[2,1,4]<=[8]}`, where the last dim counts copies if there is
+    `last_tile_dim_replicate`. None for other formats.
     """
     if text.strip() == "{replicated}":
         return [0] * devices

@@ -1,16 +1,16 @@
-"""Flops of a compiled program that data ranks repeat, by a uniformity analysis of its text.
+"""Flops that all data ranks compute redundantly, by a uniformity analysis of the compiled program.
 
-For each value of the program for one device, the analysis finds along which mesh axes it may vary
-from device to device. An argument varies along the axes that shard it, the device's own number
-along all. An operation's result varies along the axes of its operands; an all-reduce or all-gather
-takes its axes away, a reduce-scatter, all-to-all or permute adds them. Loops are iterated until
-nothing changes. What a device computes from its number by itself (the offset of its slice, which
-XLA looks up in a small table) is evaluated for every device, so that a slice of a tensor-parallel
-weight does not count as varying along data.
+For each value of the program for one device, the analysis finds the mesh axes along which it may
+vary from device to device. An argument varies along the axes that shard it, the partition id along
+all. An operation's result varies along the axes of its operands; an all-reduce or all-gather
+removes its axes, a reduce-scatter, all-to-all or permute adds them. Loops are iterated to a fixed
+point. Small integer arrays computed from the partition id (the offset of a device's slice, which
+XLA looks up in a table) are evaluated for every device; otherwise a slice of a tensor-parallel
+weight would count as varying along data.
 
-A matrix product that does not vary along a data axis is computed alike by all devices of that axis:
-it is replicated. What is not known counts as varying, so the result is a lower bound. Recomputation
-for the backward pass is no replication: what it reads varies as it did in the forward pass.
+A matmul that does not vary along a data axis is replicated along it. Unknown values count as
+varying, so the result is a lower bound. Recomputation for the backward pass is not replication: its
+inputs vary as they did in the forward pass.
 """
 
 import math
@@ -31,14 +31,14 @@ from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
 
 Axes = frozenset[str]
-Known = tuple[tuple[int, ...], ...]  # for every device the elements, of a small array of integers
-Tree = Any  # a Value, or a tuple of trees where the instruction gives a tuple
+Known = tuple[tuple[int, ...], ...]  # the elements of a small integer array, for every device
+Tree = Any  # a Value, or a tuple of trees for a tuple
 
-MOST_KNOWN = 1 << 16  # elements of all devices that are evaluated
+MOST_KNOWN = 1 << 16  # limit on the evaluated elements of all devices
 _ALIKE = ("all-reduce", "all-gather", "collective-broadcast", "ragged-all-gather")
 _APART = ("reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _OF_A_DEVICE = ("partition-id", "replica-id", "rng", "rng-get-and-update-state", "infeed", "recv")
-_HANDED_ON = ("copy", "bitcast", "reshape", "convert", "opt-barrier", "async-update")
+_PASSED_THROUGH = ("copy", "bitcast", "reshape", "convert", "opt-barrier", "async-update")
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "subtract": np.subtract,
@@ -52,7 +52,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of one array: the axes along which it may vary, and its elements if few."""
+    """Knowledge of one array: the axes along which it may vary, and its elements if few."""
 
     axes: Axes
     known: Known | None = None
@@ -61,7 +61,7 @@ class Value:
 def replicated_flops(
     hlo_text: str, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
 ) -> int:
-    """A device's flops, loops multiplied out, that others of its data ranks compute alike.
+    """A device's flops, times loop trip counts, that other data ranks compute as well.
 
     `arguments` are the shardings of the program's parameters, which jaxlib 0.12 does not print.
     """
@@ -80,7 +80,7 @@ def replicated_flops(
 
 
 class _Flow:
-    """The analysis: `found` holds each instruction's value, of all places that call it."""
+    """The analysis: `found` holds each instruction's value, joined over all its callers."""
 
     def __init__(
         self, module: Module, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
@@ -89,7 +89,7 @@ class _Flow:
         self.found: dict[str, Tree] = {}
 
     def visit(self, computation: Computation, args: Sequence[Tree]) -> Tree:
-        """The value of a computation's root, where these are its arguments."""
+        """The value of a computation's root for these arguments."""
         values: dict[str, Tree] = {}
         for name, instruction in computation.instructions.items():
             if instruction.opcode == "parameter" and args:
@@ -117,7 +117,7 @@ class _Flow:
             return self.visit(self.module.computations[called[0]], operands)
         if opcode == "conditional":
             return self._branches(instruction, operands)
-        if opcode in _HANDED_ON or opcode.endswith("-done"):
+        if opcode in _PASSED_THROUGH or opcode.endswith("-done"):
             return operands[0]
         kind = opcode.removesuffix("-start")
         axes = frozenset().union(*map(_axes, operands))
@@ -159,11 +159,11 @@ class _Flow:
         among = axes_of(groups, self.mesh)
         if kind in _APART:
             return axes | {*among}
-        whole = len(groups[0]) == math.prod(self.mesh.shape[axis] for axis in among)
-        return axes - {*among} if whole else axes
+        full_axes = len(groups[0]) == math.prod(self.mesh.shape[axis] for axis in among)
+        return axes - {*among} if full_axes else axes
 
     def _sharded_over(self, parameter: Instruction) -> Axes:
-        """The axes that shard an argument of the program; of an unknown sharding, all."""
+        """The axes that shard an argument of the program; all if its sharding is unknown."""
         number = int(parameter.arguments)
         known = self.arguments[number] if number < len(self.arguments) else None
         if isinstance(known, NamedSharding):
@@ -180,7 +180,7 @@ class _Flow:
         )
 
     def _known(self, instruction: Instruction, operands: list[Tree]) -> Known | None:
-        """The elements on every device of a small array of integers."""
+        """The elements of a small integer array on every device, if they can be evaluated."""
         opcode, devices = instruction.opcode, self.mesh.size
         if opcode == "partition-id":
             return tuple((device,) for device in range(devices))
@@ -226,7 +226,7 @@ def _axes(tree: Tree) -> Axes:
 
 
 def _join(a: Tree, b: Tree) -> Tree:
-    """What is true of both."""
+    """The knowledge common to both."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return tuple(map(_join, a, b))
     if isinstance(a, Value) and a == b:

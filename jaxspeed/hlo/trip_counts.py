@@ -1,7 +1,7 @@
-"""How often each instruction of a compiled program runs.
+"""Trip counts of a compiled program's loops, and the number of runs of each instruction.
 
-XLA's own cost analysis counts the body of a loop once, whatever its trip count (seen on CPU and
-TPU with jax 0.10.2 and 0.12.0), so everything here is multiplied by the loops around it.
+XLA's cost analysis counts the body of a loop once, whatever its trip count (seen on CPU and TPU
+with jax 0.10.2 and 0.12.0), so each instruction is multiplied by the loops around it.
 """
 
 import re
@@ -17,26 +17,26 @@ _CALLS = {
     "fusion": ("calls",),
     "call": ("to_apply",),
     "async-start": ("calls",),
-    # Which branch runs is not known here: each counts as if it were taken.
+    # The taken branch is unknown: each counts as taken.
     "conditional": ("branch_computations", "true_computation", "false_computation"),
 }
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
-# What may stand between a named scope and the loop of the scan that it was put around.
+# Path parts that may appear between a named scope and the loop of the scan inside of it.
 _WRAPPERS = r"(?:(?:shard_map|closed_call|eval_jaxpr|core_call|pjit|jit\([^/]*\))/)*"
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A `while` that is being run; `trips` is None where the program alone does not tell."""
+    """A `while` around an instruction; `trips` is None if the program does not determine it."""
 
     instruction: Instruction
-    computation: Computation  # the one that holds the `while`
+    computation: Computation  # the one that contains the `while`
     trips: int | None
 
 
 @dataclass(frozen=True)
 class Site:
-    """An instruction where it is executed: under which loops, how often in all."""
+    """An instruction at one place of execution, with the loops around it."""
 
     instruction: Instruction
     computation: Computation
@@ -61,11 +61,11 @@ def is_loop_of(instruction: Instruction, scope: str) -> bool:
 
 
 def walk(module: Module) -> Iterator[Site]:
-    """Every instruction once for each place that its computation is called from."""
+    """Every instruction, once per call site of its computation."""
     yield from _walk(module, module.entry, (), None, ())
 
 
-# The calls that lead to a computation, outermost first: where each stands, and the instruction.
+# The calls that lead to a computation, outermost first: (caller, call instruction).
 _Frames = tuple[tuple[Computation, Instruction], ...]
 
 
@@ -97,7 +97,7 @@ def _walk(
 def _trip_count(
     module: Module, computation: Computation, loop: Instruction, frames: _Frames
 ) -> int | None:
-    """XLA's annotation (CPU, GPU), or for TPU, which drops it, the loop's own arithmetic:
+    """The trip count: XLA's annotation (CPU, GPU), or, as TPU drops it, the loop's arithmetic.
 
     `for i = start; i < bound; i += step` runs ceil((bound - start) / step) times.
     """
@@ -110,7 +110,7 @@ def _trip_count(
         return None
     instruction, sides = compare
     direction = instruction.attribute("direction")
-    if _counter(module, condition, body, sides[0]) is None:  # the bound may stand on the left
+    if _counter(module, condition, body, sides[0]) is None:  # the bound may be on the left
         sides, direction = sides[::-1], _MIRRORED.get(direction or "")
     index = _counter(module, condition, body, sides[0])
     if index is None:
@@ -131,7 +131,7 @@ def _trip_count(
 def _counter(
     module: Module, condition: Computation, body: Computation, value: Instruction
 ) -> int | None:
-    """The index in the loop's tuple of `value`, if it is an element that the body changes."""
+    """The index of `value` in the loop's tuple, if the body changes it."""
     index = _tuple_index(module, condition, value)
     return None if index is None or is_invariant(module, body, index) else index
 
@@ -139,7 +139,7 @@ def _counter(
 def _scalar(
     module: Module, computation: Computation, value: Instruction, frames: _Frames
 ) -> int | None:
-    """The constant that a value is, looked for in the callers too."""
+    """The constant that a value is, searched in the callers too."""
     value = _origin(module, computation, value)
     if value.opcode == "constant":
         return _constant(module, computation, value)
@@ -167,12 +167,12 @@ def _element(
             return None
     elif call.opcode != "call":
         return None
-    handed = caller.operands(call)[int(source.arguments)]
-    return _element(module, caller, handed, index, frames[:-1])
+    passed = caller.operands(call)[int(source.arguments)]
+    return _element(module, caller, passed, index, frames[:-1])
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    """What the body adds to element `index` of its tuple."""
+    """The increment of element `index` in the loop's body."""
     if body.root.opcode != "tuple":
         return None
     value = _origin(module, body, body.instructions[body.root.operands[index]])
@@ -191,7 +191,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def is_invariant(module: Module, body: Computation, index: int) -> bool:
-    """Whether a loop's body hands element `index` of its tuple on as it came."""
+    """Whether a loop's body leaves element `index` of its tuple unchanged."""
     if body.root.opcode != "tuple":
         return False
     return _tuple_index(module, body, body.instructions[body.root.operands[index]]) == index
@@ -200,9 +200,9 @@ def is_invariant(module: Module, body: Computation, index: int) -> bool:
 def _inlined(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction, tuple[Instruction, ...]] | None:
-    """A two-operand instruction with its operands; those of a one-instruction fusion from outside.
+    """A two-operand instruction with its operands; of a one-instruction fusion, the outer operands.
 
-    XLA:CPU wraps the compare and the add of a loop into fusions of their own.
+    XLA:CPU wraps the compare and the add of a loop into separate fusions.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called("calls")[0]]
@@ -219,8 +219,8 @@ def _inlined(
 
 
 def _origin(module: Module, computation: Computation, instruction: Instruction) -> Instruction:
-    """Where a value comes from: behind copies, and behind loops that hand it on as it came."""
-    while instruction.name in computation.instructions:  # else it belongs to a fusion
+    """The origin of a value: through copies, and through loops that leave it unchanged."""
+    while instruction.name in computation.instructions:  # otherwise it belongs to a fusion
         operands = computation.operands(instruction)
         if instruction.opcode in _COPIES and len(operands) == 1:
             instruction = operands[0]
@@ -249,7 +249,7 @@ def _constant(module: Module, computation: Computation, instruction: Instruction
 
 
 def _tuple_index(module: Module, computation: Computation, instruction: Instruction) -> int | None:
-    """i, where this is element i of the computation's one tuple parameter."""
+    """i, if this is element i of the computation's only (tuple) parameter."""
     instruction = _origin(module, computation, instruction)
     if instruction.opcode != "get-tuple-element":
         return None

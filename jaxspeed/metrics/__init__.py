@@ -1,6 +1,6 @@
-"""What a run records and shows: metric names, sinks, the time ledger, progress.
+"""Metrics of a run: names, sinks (JSONL, CSV, TensorBoard, W&B), MFU, progress line, time ledger.
 
-Plain records in, files and lines out: nothing here knows the engine.
+Plain records in, files and lines out; independent of the engine.
 """
 
 from jaxspeed.metrics.format import sparkline

@@ -1,4 +1,4 @@
-"""A picture made of smooth strokes, with NumPy; written as PNG with zlib."""
+"""Antialiased strokes and text on a bitmap with NumPy, written as PNG with zlib."""
 
 import os
 import struct
@@ -14,7 +14,7 @@ Points = np.ndarray  # [points, 2], x to the right and y down, in pixels
 
 
 class Canvas:
-    """Pixels of one colour to begin with; what is drawn later lies above."""
+    """A bitmap; later drawings cover earlier ones."""
 
     def __init__(self, width: int, height: int, background: Color = (255, 255, 255)) -> None:
         self.width, self.height = width, height
@@ -29,10 +29,10 @@ class Canvas:
         opacity: float = 1.0,
         clip: tuple[float, float, float, float] | None = None,
     ) -> None:
-        """Lines with round ends, drawn as one: where they cross they are not darker.
+        """Draw lines with round ends as one shape: intersections are not darker.
 
-        How much of a pixel is covered is told by its distance from the line. `clip` is (left, top,
-        right, bottom).
+        A pixel's coverage is computed from its distance to the line. `clip` is (left, top, right,
+        bottom).
         """
         covered = np.zeros((self.height, self.width), np.float32)
         for line in lines:
@@ -50,7 +50,7 @@ class Canvas:
         self._pixels[rows, columns] = mixed
 
     def _cover(self, covered: np.ndarray, a: np.ndarray, b: np.ndarray, radius: float) -> None:
-        """One straight piece; only the pixels around it are looked at."""
+        """Add the coverage of one line segment, computed for the pixels around it only."""
         reach = radius + 1
         left, top = np.floor(np.minimum(a, b) - reach).astype(int)
         right, bottom = np.ceil(np.maximum(a, b) + reach).astype(int)
@@ -58,7 +58,7 @@ class Canvas:
         right, bottom = min(right, self.width), min(bottom, self.height)
         if left >= right or top >= bottom:
             return
-        x = np.arange(left, right) + 0.5 - a[0]  # pixels are measured at their middle
+        x = np.arange(left, right) + 0.5 - a[0]  # pixel centers
         y = (np.arange(top, bottom) + 0.5 - a[1])[:, None]
         along = b - a
         length = float(along @ along)
@@ -77,12 +77,12 @@ class Canvas:
         bold: bool = False,
         align: float = 0.0,
     ) -> None:
-        """Text with its baseline at y; `size` is a capital's height, `align` 0 left to 1 right."""
+        """Draw text with its baseline at y; `size` is the cap height, `align` 0 left to 1 right."""
         x -= align * text_width(text, size)
         self.stroke(text_strokes(text, x, y, size), color, size * (0.165 if bold else 0.12))
 
     def write_png(self, path: str | Path) -> None:
-        """Written beside and renamed, so that a reader never sees half a picture."""
+        """Write to a temporary file and rename it: no reader sees a partial picture."""
         path = Path(path)
         beside = path.with_name(f".{path.name}.part")
         beside.write_bytes(png(np.clip(self._pixels + 0.5, 0, 255).astype(np.uint8)))

@@ -1,4 +1,4 @@
-"""Numbers and times as people read them, in few columns."""
+"""Format counts, durations and losses as short text; sparklines."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def count_text(value: float) -> str:
-    """1234567 as 1.23M: three digits."""
+    """Three significant digits with a suffix: 1234567 as 1.23M."""
     if not math.isfinite(value):
         return str(value)
     for suffix in ("", "k", "M", "G", "T"):
@@ -18,9 +18,8 @@ def count_text(value: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """As a clock shows it: 0:42, 12:05, 3:12:45, 2d 03:12."""
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
+    """Clock notation: 0:42, 12:05, 3:12:45, 2d 03:12."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours // 24}d {hours % 24:02}:{minute:02}"
@@ -28,14 +27,14 @@ def clock_text(seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """0.42 s, 12.3 s, and from ten minutes on as a clock shows it."""
+    """Seconds as 0.42 s or 12.3 s; clock notation from ten minutes on."""
     if seconds >= 600:
         return clock_text(seconds)
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
 
 
 def loss_text(loss: float) -> str:
-    """Four digits, or the power of ten where they would all be zeros or before the point."""
+    """Four digits; scientific notation below 0.001 and from 1e5 on."""
     if not math.isfinite(loss):
         return str(loss)
     if abs(loss) >= 99999.5 or 0 < abs(loss) < 0.001:
@@ -51,9 +50,9 @@ _NOT_FINITE = "×"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """At most `width` characters, each the mean of its part of the values; × where none is finite.
+    """At most `width` characters, each the mean of a range of values; × if none of it is finite.
 
-    The lowest mean is ▁ and the highest █, so the line tells a shape and no size.
+    The lowest mean is ▁ and the highest █: the line shows the shape, not the magnitude.
     """
     columns = min(width, len(values))
     edges = [i * len(values) // columns for i in range(columns + 1)] if columns > 0 else []

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went."""
+"""Breakdown of a run's wall time by phase: compile, data, compute, checkpoint, ..."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +14,16 @@ _BAR = 24  # columns of the longest bar
 
 
 class Ledger:
-    """Books every second to one phase; what is in none is `other`, so that they sum to wall time.
+    """Attributes every second to one phase; the rest is `other`, so the phases sum to wall time.
 
         with ledger.phase("data"):
             batch = next(feeder)
 
-    A phase inside another stops the outer one's clock. It is the thread of the run loop that is
-    booked: what others do meanwhile, reading ahead or writing a checkpoint, costs the run nothing.
+    A nested phase pauses the outer one. Only the thread of the run loop is measured: background
+    threads that read ahead or write a checkpoint cost the run no time.
 
     Args:
-      carried: what `as_record` said when the run was stopped before; its seconds go on.
+      carried: the `as_record` of the run's earlier part, whose seconds are added.
       clock: seconds, for tests.
     """
 
@@ -40,7 +40,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside is booked to this phase, until it returns or raises."""
+        """Attribute the time of the `with` block to a phase."""
         if name not in PHASES:
             raise ValueError(f"unknown phase {name!r}: known are {', '.join(PHASES)}")
         self._settle()
@@ -52,7 +52,7 @@ class Ledger:
             self._open.pop()
 
     def seconds(self) -> dict[str, float]:
-        """By phase, up to now."""
+        """Seconds by phase so far."""
         self._settle()
         return dict(self._seconds)
 
@@ -65,7 +65,7 @@ class Ledger:
         }
 
     def table(self) -> Table:
-        """For people: the phases that took any time, the longest first."""
+        """A table of the phases by share of the time, the longest first."""
         seconds = self.seconds()
         total = sum(seconds.values()) or 1.0
         shown = Table(title="where the time went", title_justify="left", box=None)

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture: `loss.png`."""
+"""Draw the loss curve of a run: `loss.png`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _TRAIN, _TRAIN_EACH, _HELD_OUT, _LEVEL = (
     (217, 95, 20),
     (90, 98, 108),
 )
-_SMOOTHED_FROM = 60  # fewer steps are drawn as they are
+_SMOOTHED_FROM = 60  # number of steps from which a moving mean is drawn too
 
 
 def draw_loss(
@@ -34,18 +34,18 @@ def draw_loss(
     loss_name: str = "loss",
     levels: Mapping[str, float] | None = None,
 ) -> None:
-    """Training and held-out loss by step, as a PNG.
+    """Draw training and held-out loss by step as a PNG.
 
-    A long training curve is drawn twice: each step's loss, pale, and its mean over a fiftieth of
-    the run. Losses that are not finite leave a gap. The scale covers what is usual, so a spike may
+    A long training curve is drawn twice: each step's loss, pale, and its moving mean over 2% of the
+    run. Losses that are not finite leave a gap. The scale covers the usual range, so a spike may
     leave the picture.
 
     Args:
-      path: where the picture is written.
+      path: the PNG file.
       train: (step, loss) in the order of steps.
       held_out: (step, loss) of evaluations.
       title: above the plot.
-      loss_name: what the vertical axis shows, for example "loss, nats a token".
+      loss_name: title of the vertical axis, for example "loss, nats per token".
       levels: losses to compare with, drawn as dashed lines with their names.
     """
     levels = dict(levels or {})
@@ -74,7 +74,7 @@ class _Scale:
         return _BOTTOM - (loss - low) / (high - low) * (_BOTTOM - _TOP)
 
     def points(self, losses: np.ndarray) -> np.ndarray:
-        """[points, 2] of pixels; what lies far outside stays just outside."""
+        """[points, 2] of pixels; points far outside of the plot are clipped to just outside."""
         x, y = self.x(losses[:, 0]), self.y(losses[:, 1])
         return np.stack([x, np.clip(y, _TOP - 50, _BOTTOM + 50)], axis=1)
 
@@ -85,7 +85,7 @@ def _scale(train: Losses, held_out: Losses, levels: Mapping[str, float]) -> _Sca
     first = 0.0 if first <= 0.05 * last else first
     each = np.array([loss for _, loss in (*train, *held_out) if math.isfinite(loss)] or [0.0])
     low, high = float(each.min()), float(np.quantile(each, 0.998))
-    # A spike is cut off; the first loss, from which the run came, less readily.
+    # The scale clips spikes; the first loss, where the run started, less readily.
     high = min(float(each.max()), max(high + (high - low) / 3, min(each[0], 3 * high - 2 * low)))
     compared = [loss for loss in levels.values() if math.isfinite(loss)]
     low, high = min(low, *compared, high), max(high, *compared, low)
@@ -93,33 +93,33 @@ def _scale(train: Losses, held_out: Losses, levels: Mapping[str, float]) -> _Sca
     return _Scale((first, last if last > first else first + 1.0), (low - margin, high + margin))
 
 
-# -- what is around the curves ------------------------------------------------------------------
+# -- axes and legend ----------------------------------------------------------------------------
 
 
 def _axes(picture: Canvas, scale: _Scale, title: str, loss_name: str) -> None:
     picture.text(_LEFT - 60, 46, _fitted(title, 20, _RIGHT - _LEFT + 60), _INK, 20, bold=True)
     picture.text(_LEFT - 60, 82, loss_name, _GREY, 14)
     picture.text(_RIGHT, _BOTTOM + 60, "step", _GREY, 14, align=1.0)
-    for value, label in _ticks(*scale.losses, most=7, whole=False):
+    for value, label in _ticks(*scale.losses, most=7, integer=False):
         y = round(float(scale.y(value))) + 0.5
         picture.stroke([_line(_LEFT, y, _RIGHT, y)], _GRID)
         picture.text(_LEFT - 14, y + 7, label, _GREY, 14, align=1.0)
-    for value, label in _ticks(*scale.steps, most=8, whole=True):
+    for value, label in _ticks(*scale.steps, most=8, integer=True):
         x = round(float(scale.x(value))) + 0.5
         picture.stroke([_line(x, _BOTTOM, x, _BOTTOM + 6)], _GREY)
         picture.text(x, _BOTTOM + 28, label, _GREY, 14, align=0.5)
     picture.stroke([_line(_LEFT, _BOTTOM + 0.5, _RIGHT, _BOTTOM + 0.5)], _GREY)
 
 
-def _ticks(low: float, high: float, most: int, whole: bool) -> list[tuple[float, str]]:
-    """Round values between low and high, and what is written there."""
+def _ticks(low: float, high: float, most: int, integer: bool) -> list[tuple[float, str]]:
+    """Round values between low and high, with their labels."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * (1 - 1e-9))
-    if whole:
+    if integer:
         step = max(1.0, math.ceil(step))
     values = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    if whole:
+    if integer:
         return [(value, _step_text(value, step)) for value in values]
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     digits += not math.isclose(step * 10**digits, round(step * 10**digits))
@@ -127,7 +127,7 @@ def _ticks(low: float, high: float, most: int, whole: bool) -> list[tuple[float,
 
 
 def _step_text(value: float, step: float) -> str:
-    """10000 and more in thousands or millions, where the ticks are."""
+    """Values from 10000 on in thousands or millions, if the tick distance allows it."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if step >= size / 10 and value >= size:
             return f"{value / size:g}{suffix}"
@@ -135,7 +135,7 @@ def _step_text(value: float, step: float) -> str:
 
 
 def _fitted(text: str, size: float, width: float) -> str:
-    """The text, cut short where it is wider."""
+    """The text, truncated to the width."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
@@ -154,7 +154,7 @@ class _Entry:
 
 
 def _legend(picture: Canvas, entries: list[_Entry]) -> None:
-    """In the upper right corner, on white, as a loss falls to the lower right."""
+    """Draw the legend in the upper right corner, on white: a loss falls to the lower right."""
     size, row, sample = 14.0, 30, 40
     width = max((text_width(entry.text, size) for entry in entries), default=0.0)
     left = _RIGHT - width - sample - 14
@@ -220,7 +220,7 @@ def _draw_levels(picture: Canvas, scale: _Scale, levels: Mapping[str, float]) ->
 
 
 def _finite_parts(losses: Losses) -> list[np.ndarray]:
-    """[points, 2] for each stretch without a loss that is not finite."""
+    """The runs of finite losses, each [points, 2]."""
     values = np.array(losses, float).reshape(-1, 2)
     finite = np.isfinite(values[:, 1])
     breaks = np.flatnonzero(finite[1:] != finite[:-1]) + 1
@@ -229,10 +229,10 @@ def _finite_parts(losses: Losses) -> list[np.ndarray]:
 
 
 def _smoothed(part: np.ndarray, window: int, from_the_start: bool) -> np.ndarray:
-    """The mean of up to `window` losses around each.
+    """The centered moving mean of up to `window` losses.
 
-    Where the run starts, as many after as there are before: the loss falls fast there, and a mean
-    of what comes would lie below it.
+    At the start of the run the window is symmetric: the loss falls fast there, and the mean of a
+    one-sided window would be too low.
     """
     count, half = len(part), window // 2
     sums = np.concatenate([[0.0], np.cumsum(part[:, 1])])
@@ -243,7 +243,7 @@ def _smoothed(part: np.ndarray, window: int, from_the_start: bool) -> np.ndarray
 
 
 def _per_column(part: np.ndarray) -> np.ndarray:
-    """Where there are many points to a pixel: the lowest and the highest of each column."""
+    """If there are many points per pixel: the lowest and the highest of each pixel column."""
     columns = _RIGHT - _LEFT
     if len(part) <= 2 * columns:
         return part

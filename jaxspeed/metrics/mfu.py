@@ -1,7 +1,7 @@
-"""What a model itself computes, and how much of the devices' peak that is (MFU).
+"""Model FLOPs, and model FLOPs utilization (MFU) of the devices' peak.
 
-Model flops are a property of the model: recomputation, padding and what a mesh repeats are not in
-them. So MFU (PaLM, arXiv:2204.02311, appendix B) is comparable between ways to run one model.
+Model FLOPs are a property of the model, without recomputation, padding and replicated work. So MFU
+(PaLM, arXiv:2204.02311, appendix B) is comparable between configs of one model.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxspeed.jaxpr.flops import of_products, program_flops
 
 
 class Parameter(Protocol):
-    """A parameter's shape, and the logical names of its dims where it has them."""
+    """A parameter's shape, and the logical names of its dims if it has them."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -27,10 +27,10 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations of forward and backward for one item (a token or a sample).
+    """Floating-point operations of forward and backward per item (a token or a sample).
 
     Attributes:
-      per_item: how many.
+      per_item: their number.
       item: "token" or "sample".
       formula: how they were counted, for the record.
     """
@@ -41,16 +41,16 @@ class ModelFlops:
 
 
 def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) -> ModelFlops | None:
-    """6 N + 12 L H Q T a token, in PaLM's symbols; None for a model without these sizes.
+    """6 N + 12 L H Q T per token, in PaLM's symbols; None for a model without these sizes.
 
-    N is the parameters without tables that are only looked up: positions, and an embedding that is
-    not the head too. L layers, H query heads of Q dims, T positions that a token attends to; the
-    causal half is not taken off.
+    N is the number of parameters without lookup-only tables: positions, and an embedding that is
+    not tied to the head. L layers, H query heads of Q dims, T positions that a token attends to;
+    causal attention counts in full.
 
     Args:
       sizes: has `num_hidden_layers`, `num_attention_heads`, and `head_dim` or `hidden_size`.
       parameters: all of them, for example the leaves of a placement table.
-      seq_len: tokens that are predicted in one sample.
+      seq_len: predicted tokens per sample.
     """
     layers = getattr(sizes, "num_hidden_layers", None)
     heads = getattr(sizes, "num_attention_heads", None)
@@ -66,31 +66,31 @@ def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) ->
     return ModelFlops(
         6 * n + 12 * layers * heads * head_dim * context,
         "token",
-        "6 N + 12 L H Q T a token (PaLM, appendix B; N without tables that are only looked up, "
-        "attention in full: the causal half is not taken off)",
+        "6 N + 12 L H Q T per token (PaLM, appendix B; N without lookup-only tables, "
+        "causal attention counted in full)",
     )
 
 
 def traced_flops(loss: Callable[..., Any], *args: Any, samples: int) -> ModelFlops:
-    """Three times the forward pass, for any model: a backward pass costs two of them.
+    """Three times the forward FLOPs, for any model: a backward pass costs two forward passes.
 
     Args:
-      loss: what is traced, without running it.
+      loss: the function to trace (not run).
       args: its arguments, arrays or shapes.
-      samples: how many samples are in them.
+      samples: number of samples in them.
     """
     counted = program_flops(jax.make_jaxpr(loss)(*args).jaxpr, of_products)
     return ModelFlops(
         3 * counted / samples,
         "sample",
-        "3 x the matrix products and convolutions of the forward pass, a sample",
+        "3 x the matmuls and convolutions of the forward pass, per sample",
     )
 
 
 def utilisation(
     flops: ModelFlops, items_per_second: float, device_kind: str, devices: int
 ) -> dict[str, float | str | None]:
-    """`model_flops_per_second`, `mfu` (None where no peak is known) and `mfu_formula`."""
+    """`model_flops_per_second`, `mfu` (None if the peak is unknown) and `mfu_formula`."""
     per_second = flops.per_item * items_per_second
     peak = peak_flops(device_kind)
     return {

@@ -1,4 +1,4 @@
-"""A run as a person watches it: one line that moves in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live line in a terminal, plain lines elsewhere."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ from rich.text import Text
 from jaxspeed.metrics.format import clock_text, count_text, loss_text
 
 _BAR = (10, 40)  # columns of the bar, at least and at most
-_RECENT = 30.0  # seconds over which the pace is measured that the time left is told by
+_RECENT = 30.0  # seconds: window of the pace from which the time left is estimated
 
 
 class Progress:
@@ -28,16 +28,16 @@ class Progress:
         with Progress(total=1000) as progress:
             progress.update(record)     # its step, loss, tokens_per_second, eval_loss are shown
             with progress.doing("saving"): ...
-            progress.say("any text")    # a line of its own, above what moves
+            progress.say("any text")    # a separate line above the live one
 
-    Other output, of `print` or `logging`, appears above the moving line. Where the console is not a
+    Other output of `print` or `logging` appears above the live line. If the console is not a
     terminal, a line is written at the first and the last step, with each held-out loss, and in
-    between every ten seconds at most, and less often the longer the run lasts.
+    between at most every ten seconds, less often the longer the run lasts.
 
     Args:
-      total: the step with which the run ends.
-      start_step: steps that were done before.
-      console: where it is shown; standard output by default.
+      total: the last step of the run.
+      start_step: number of steps done before.
+      console: standard output by default.
       clock: seconds, for tests.
     """
 
@@ -77,7 +77,7 @@ class Progress:
             self._plain_line()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """What is new; what a record does not name stays as it was."""
+        """Show the new values; those that a record lacks stay as they were."""
         now = self._clock()
         step = int(record.get("step", self._step))
         if step != self._step or not self._paces:
@@ -91,7 +91,7 @@ class Progress:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """While it runs, `what` is shown in place of the time left."""
+        """Show `what` instead of the time left during the `with` block."""
         before, self._doing = self._doing, what
         try:
             yield
@@ -99,11 +99,11 @@ class Progress:
             self._doing = before
 
     def say(self, *shown: Any) -> None:
-        """Anything that Rich prints, above the moving line."""
+        """Print anything that Rich can print above the live line."""
         self._console.print(*shown, soft_wrap=self._live is None)
 
     def seconds_left(self) -> float | None:
-        """By the pace of the last half minute; None until two steps were seen."""
+        """Estimate from the pace of the last 30 s; None before the second step."""
         if len(self._paces) < 2:
             return None
         (then, first), (now, last) = self._paces[0], self._paces[-1]
@@ -111,7 +111,7 @@ class Progress:
             return None
         return (self._total - self._step) * (now - then) / (last - first)
 
-    # -- how it looks ---------------------------------------------------------------------------
+    # -- rendering ------------------------------------------------------------------------------
 
     def _is_due(self, now: float, evaluated: bool) -> bool:
         between = max(10.0, 0.01 * (now - self._began))
@@ -127,7 +127,7 @@ class Progress:
         return f"{self._step:>{len(str(self._total))}}/{self._total}"
 
     def _parts(self) -> list[Text]:
-        """What is told, in order."""
+        """The shown values, in order."""
         shown = [Text(*_NUMBERS[name](value)) for name, value in _in_order(self._shown)]
         left = self.seconds_left()
         if self._doing:
@@ -141,7 +141,7 @@ class Progress:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = [Text(self._of_total(), "bold"), *self._parts()]
         room = options.max_width - 1  # the last column makes some terminals wrap
-        # The least needed goes first where there is no room: held-out loss, speed.
+        # On a narrow terminal the least important parts are dropped: held-out loss, speed.
         for dropped in ("held-out", "/s"):
             if _width(parts) + _BAR[0] > room:
                 parts = [part for part in parts if dropped not in part.plain]
@@ -155,7 +155,7 @@ class Progress:
 
 
 class _Line:
-    """The moving line: painted four times a second, and other output above it."""
+    """The live line: painted four times per second, with other output above it."""
 
     def __init__(self, progress: Progress) -> None:
         self._live = Live(
@@ -177,7 +177,7 @@ class _Line:
 
 
 def _is_watched(console: Console) -> bool:
-    """Whether a line can move there; FORCE_COLOR alone makes no terminal of a pipe."""
+    """Whether a live line can be shown; FORCE_COLOR alone does not make a pipe a terminal."""
     return console.is_interactive and is_terminal(console.file)
 
 
@@ -203,17 +203,17 @@ _NUMBERS: dict[str, Callable[[Any], tuple[str, str]]] = {
 
 
 def _in_order(shown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """As `_NUMBERS` has them; tokens a second rather than samples a second."""
+    """The values in the order of `_NUMBERS`; tokens per second rather than samples per second."""
     for name in _NUMBERS:
         if name in shown and not (name == "samples_per_second" and "tokens_per_second" in shown):
             yield name, shown[name]
 
 
-# -- output of others while a line moves: it must go above that line, not through it --------------
+# -- other output must appear above the live line, not in it -----------------------------------
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether a person sees it; what is redirected to a file should go on to the file."""
+    """Whether the stream is a terminal; output redirected to a file stays redirected."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):  # no stream, or a closed one
@@ -222,10 +222,10 @@ def is_terminal(stream: Any) -> bool:
 
 @contextmanager
 def written_above() -> Iterator[None]:
-    """Handlers of `logging` that hold the real streams write to those that stand in for them.
+    """Redirect `logging` handlers of the real streams to Rich's proxies.
 
-    Rich replaces `sys.stdout` and `sys.stderr` while something moves, but a handler that was made
-    before has the stream itself.
+    Rich replaces `sys.stdout` and `sys.stderr` during a live display, but a handler that was
+    created before has the original stream.
     """
     stand_ins = {
         id(stream.rich_proxied_file): stream
@@ -246,7 +246,7 @@ def written_above() -> Iterator[None]:
 
 
 def _handlers() -> list[logging.Handler]:
-    """Of every logger, each once."""
+    """The handlers of all loggers, each once."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
     return list({id(handler): handler for handler in found}.values())

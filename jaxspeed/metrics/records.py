@@ -1,4 +1,4 @@
-"""Records as JSON: one a line, each number plain, and none that JSON does not have."""
+"""Metric records as JSON lines: plain numbers, with NaN and infinities as strings."""
 
 import json
 import math
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# JSON has no such numbers; protobuf's JSON writes them so, and float() reads them.
+# JSON lacks these numbers; protobuf's JSON writes them as these strings, and float() reads them.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(value: Any) -> Any:
-    """Numbers of NumPy and JAX as Python's own; mappings and sequences too."""
+    """NumPy and JAX scalars as Python numbers, also inside of mappings and sequences."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -24,12 +24,12 @@ def plain(value: Any) -> Any:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """One line; numbers that are not finite become the texts NaN, Infinity, -Infinity."""
+    """One line; non-finite numbers become the strings NaN, Infinity, -Infinity."""
     return json.dumps(_encoded(plain(record)), allow_nan=False, ensure_ascii=False)
 
 
 def from_json(line: str) -> dict[str, Any]:
-    """What `to_json` was given. ValueError where the line is not one of its."""
+    """The record of a line: the inverse of `to_json`. ValueError if it is no record."""
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"not a record: {line[:80]!r}")
@@ -37,7 +37,7 @@ def from_json(line: str) -> dict[str, Any]:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file that a JsonlSink writes; a line that is just being written is left."""
+    """The records of a JsonlSink's file, without an incomplete last line."""
     records = []
     with Path(path).open(encoding="utf-8") as lines:
         for line in lines:

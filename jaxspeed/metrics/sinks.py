@@ -1,8 +1,8 @@
-"""Where records go. JSONL always; the others when the config asks for them.
+"""Metric sinks: JSONL always; CSV, TensorBoard and W&B if the config enables them.
 
-A run that is started again writes some steps a second time. So each sink is told the first step
-that will be written again, and what it has of that step and later ones is dropped: its files read
-as one run. Only one process of a run writes.
+A resumed run writes some steps a second time. So each sink gets the first step that will be written
+again and drops its records from that step on: the files read as one run. Only one process of a run
+writes.
 """
 
 import importlib
@@ -23,7 +23,7 @@ RECORDS = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Takes records, each with its `step`, until it is closed."""
+    """Accepts records, each with a `step`, until it is closed."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -31,11 +31,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One line of JSON a record, flushed as it is written.
+    """One line of JSON per record, flushed after each.
 
     Args:
-      path: the file; its folder is made.
-      resume_from_step: the first step that will be written again. None: all is kept.
+      path: the file; its folder is created.
+      resume_from_step: the first step that will be written again. None: all records stay.
     """
 
     def __init__(self, path: str | Path, resume_from_step: int | None = None) -> None:
@@ -51,7 +51,7 @@ class JsonlSink:
 
 
 class CsvSink:
-    """A file a metric, as DeepSpeed writes: `loss.csv` with the columns `step,loss`."""
+    """A file per metric, as DeepSpeed writes: `loss.csv` with the columns `step,loss`."""
 
     def __init__(self, folder: str | Path, resume_from_step: int | None = None) -> None:
         self._folder = Path(folder)
@@ -79,11 +79,11 @@ class CsvSink:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard: numbers as scalars, texts once each."""
+    """Event files for TensorBoard: numbers as scalars, strings when they change."""
 
     def __init__(self, folder: str | Path, resume_from_step: int | None = None) -> None:
         writer = importlib.import_module("tensorboardX").SummaryWriter
-        # purge_step makes TensorBoard forget what it has of that step and later ones.
+        # With purge_step TensorBoard discards events of that step and later ones.
         self._writer = writer(logdir=str(folder), purge_step=resume_from_step, flush_secs=10)
         self._texts: dict[str, str] = {}
 
@@ -101,16 +101,16 @@ class TensorBoardSink:
 
 
 def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = None) -> list[Sink]:
-    """The sinks that a config asks for; `folder` is the run's own.
+    """The sinks that a config enables.
 
     Args:
-      config: its sections `tensorboard`, `csv_monitor` and `wandb` are read.
-      folder: holds `metrics.jsonl`, and what has no `output_path` of its own.
-      resume_from_step: the first step that will be written again. None: all is kept.
+      config: the sections `tensorboard`, `csv_monitor` and `wandb` are read.
+      folder: the run folder: `metrics.jsonl`, and sinks without an `output_path`.
+      resume_from_step: the first step that will be written again. None: all records stay.
 
     Raises:
-      ConfigError: naming the extra to install, before anything is written.
-      RunError: where a file cannot be written.
+      ConfigError: an extra is missing (raised before anything is written).
+      RunError: a file cannot be written.
     """
     folder = Path(folder)
     if config.tensorboard.enabled:
@@ -132,7 +132,7 @@ def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = 
 
 
 def _place(section: FileMonitor, default: Path) -> Path:
-    """`output_path`/`job_name`, DeepSpeed's words; in the run's folder where there is no path."""
+    """`output_path`/`job_name`, as in DeepSpeed; without a path, the run folder."""
     if section.output_path:
         return Path(section.output_path) / section.job_name
     return default / section.job_name if "job_name" in section.model_fields_set else default
@@ -147,7 +147,7 @@ def _need(library: str, extra: str) -> None:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, int | float]:
-    """What of a record can be drawn as a curve: a flag is 0 or 1, the step itself is the x axis."""
+    """The numbers of a record, without the step; booleans as 0 or 1."""
     found = {}
     for name, value in record.items():
         value = plain(value)
@@ -207,13 +207,13 @@ def _run_id(folder: Path) -> str:
     return path.read_text().strip()
 
 
-# -- files of lines, one a step, that outlive the process that writes them -------------------------
+# -- append-only files with a line per step: opening, and trimming when a run resumes --------------
 
 log = logging.getLogger("jaxspeed")
 
 
 def open_to_append(path: Path) -> TextIO:
-    """The file, made with its folder where it is not there. RunError where that cannot be."""
+    """Open the file, creating it and its folder. RunError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8", newline="\n")
@@ -222,21 +222,21 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def trim(path: Path, step_of: Callable[[str], int | None], resume_from_step: int | None) -> None:
-    """Drop the lines of `resume_from_step` and later, and a last line that was cut short.
+    """Drop the lines of `resume_from_step` and later, and a truncated last line.
 
-    The file changes in one move, and only where it must. A line without a step is kept; one of
-    which `step_of` says ValueError is dropped with a warning.
+    The file is replaced atomically, and only if a line is dropped. A line without a step stays; one
+    for which `step_of` raises ValueError is dropped with a warning.
     """
     if not path.exists():
         return
     try:
-        # A file of weeks is large: it is gone through twice, and never held.
-        if all(kept for kept, _ in _judged(path, step_of, resume_from_step)):
+        # The file of a long run is large: it is read twice instead of held in memory.
+        if all(stays for stays, _ in _judged(path, step_of, resume_from_step)):
             return
         beside = path.with_name(f".{path.name}.trimmed")
         with beside.open("wb") as out:
-            for kept, line in _judged(path, step_of, resume_from_step, warn=True):
-                if kept:
+            for stays, line in _judged(path, step_of, resume_from_step, warn=True):
+                if stays:
                     out.write(line)
             out.flush()
             os.fsync(out.fileno())
@@ -254,7 +254,7 @@ def _judged(
     """Each line, and whether it stays."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):  # a line is written with its end, so it was cut short
+            if not line.endswith(b"\n"):  # truncated: the process died while writing it
                 yield False, line
                 continue
             try:

@@ -1,8 +1,8 @@
-"""An alphabet of strokes, so that a picture needs no font file.
+"""A stroke font: letters as line and arc segments, without a font file.
 
 A letter is its width and its strokes, in units of which a capital is 7.2 high: the baseline is at
-y = 0 and y grows upwards. A stroke is a list of steps: `x y` goes straight to a point, and
-`A cx cy rx ry from to` along an ellipse, by degrees, anticlockwise where `to` is the larger.
+y = 0 and y grows upwards. A stroke is a list of steps: `x y` is a straight line to a point, and
+`A cx cy rx ry from to` an elliptical arc, in degrees, anticlockwise if `to` is larger.
 """
 
 import functools

@@ -103,7 +103,7 @@ class Objective:
     def _given(self, row: Row, source: jax.Array) -> jax.Array:
         """A stored parameter as units are given it; of an exchange, this rank's cut."""
         shape = list(row.source_shape)
-        dim = self.stored(row).cut_dim if self.exchange else None
+        dim = self.stored(row).sharded_dim if self.exchange else None
         if dim is not None:
             shape[dim] = source.shape[dim]
         return unpad(source, tuple(shape))
@@ -117,8 +117,8 @@ class Objective:
         if self.style.sequence_parallel:  # what is kept is cut along its sequence already
             recompute = replace(recompute, partition=False)
         found = tuple(members(jaxpr, activations, program.units))
-        keeping = keeping_of(recompute, found, *self._shared_by())
-        return Way(program.units, keeping=keeping, activations=frozenset(activations))
+        residuals = keeping_of(recompute, found, *self._shared_by())
+        return Way(program.units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """What units keep of a micro-batch of these shapes; None where the config does not say."""

@@ -45,7 +45,7 @@ class Stage:
         split = self.split
         stored = split.arrangement.stored(name, split.table.mesh, None)
         source = split.sources[name]
-        if not self.gather_once or stored.gathered == stored.cut:
+        if not self.gather_once or stored.gathered == stored.sharding:
             return source
         spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
         source = on_device(source)
@@ -160,14 +160,14 @@ class Stage:
         shared = {paths[i]: v for i, v in of_context.items() if i in paths}
 
         own = {
-            name: stored if waits(held) else replace(stored, cut=_here(stored.cut))
+            name: stored if waits(held) else replace(stored, sharding=_here(stored.sharding))
             for (name, stored), held in zip(own.items(), self.weights, strict=True)
         }
         storage = {
             v: own[name]
             for (name, v), held in zip(of_weights.items(), self.weights, strict=True)
             if held.dtype != own[name].dtype
-            or (own[name].cut != own[name].gathered and not self.gather_once)
+            or (own[name].sharding != own[name].gathered and not self.gather_once)
         }
         for path, v in shared.items():
             if table[path].gathered:
@@ -203,5 +203,6 @@ def in_context(spec: PartitionSpec) -> NamedSharding:
 
 def _in_lane(stored: ShardedParam, mesh: Any) -> ShardedParam:
     """How a parameter that all stages have whole is stored there."""
-    gathered, cut = (without_axes(s.spec, (PIPE,)) for s in (stored.gathered, stored.cut))
-    return replace(stored, gathered=NamedSharding(mesh, gathered), cut=NamedSharding(mesh, cut))
+    specs = (without_axes(s.spec, (PIPE,)) for s in (stored.gathered, stored.sharding))
+    gathered, sharding = (NamedSharding(mesh, spec) for spec in specs)
+    return replace(stored, gathered=gathered, sharding=sharding)

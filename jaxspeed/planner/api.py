@@ -1,4 +1,4 @@
-"""`jaxspeed.plan`: M against N from Python."""
+"""The function `jaxspeed.plan`: whether a config fits its devices, and its step time."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,8 +8,6 @@ import optax
 
 from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
-
-# Importing the folder `plan` before the function takes its name: an import sets it otherwise.
 from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner.compile.in_child import PATIENCE, refuse_missing
@@ -38,49 +36,51 @@ def plan(
     write: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> "Plan":
-    """What a config would train, without making an array of its model.
+    """Plan a config: memory, step time and communication, without allocating the model.
 
     Args:
-      config: what `jaxspeed.initialize` takes, with the data's shapes (`data.seq_len`).
-      target: devices that need not be here: `v5p:4x4x8`, `h100:64`, `cpu:8`. Call this before
-        anything else uses JAX, because as many devices are simulated. None: the devices here.
-      model, loss_fn, optimizer: as `jaxspeed.initialize` takes them. To compile for a target they
-        go to another process, so they must be functions of a module.
-      compile: whether to compile the step; by default only where there is no target.
-      hardware: a YAML file of chips beside the known ones.
-      patience: seconds after which a compile for a target is given up.
+      config: as for `jaxspeed.initialize`, with the data's shapes (`data.seq_len`).
+      target: absent devices: `v5p:4x4x8`, `h100:64`, `cpu:8`. Call this before any other use of
+        JAX, because as many devices are simulated. None: the current devices.
+      model, loss_fn, optimizer: as for `jaxspeed.initialize`. To compile for a target they are
+        pickled for another process, so they must be functions of a module.
+      compile: whether to compile the step; by default only without a target.
+      hardware: a YAML file with further chips.
+      patience: timeout in seconds of a compilation for a target.
       tokens: of a run, for its device-hours; by default `run.steps` of the config.
-      keep: a file that is to have the compiled step, for a run that starts without compilation
+      keep: a file for the compiled step, with which a run starts without compilation
         (`run.executable`).
-      search: whether to look for the config that is fastest on the target, of those that differ
-        from this one in its mesh, stage, schedule, recompute, offload and micro-batch; the batch of
-        a step stays. With `compile` the best of them are compiled instead of this one.
-      search_seconds: after which nothing more is estimated.
-      write: a YAML or JSON file for the best config, where one was found.
-      progress: called with a line as the search goes on.
+      search: whether to search for the fastest config on the target among variants of this one's
+        mesh, stage, schedule, recompute, offload and micro-batch, at the same batch size. With
+        `compile` the best of them are compiled instead of this one.
+      search_seconds: time limit of the search's estimates.
+      write: a YAML or JSON file for the best config, if one was found.
+      progress: called with lines about the search's progress.
 
     Raises:
-      ConfigError, PlacementError, ModelError: what cannot be, with what would work.
-      RunError: the compile failed.
+      ConfigError, PlacementError, ModelError: an impossible setting, with what would work.
+      RunError: the compilation failed.
     """
-    # Here because grain, with which data is read, gives the root logger a handler.
+    # A local import: grain, which reads the data, adds a handler to the root logger.
     from jaxspeed.planner.make_plan import plan_run
     from jaxspeed.run import source_of
 
     found = target_of(target, chips_of(hardware)) if target is not None else None
     if search and found is None:
-        raise ConfigError("search: needs a target, whose devices it is for")
+        raise ConfigError("search: needs a target")
     if search and not search_seconds > 0:
-        raise ConfigError(f"search_seconds {search_seconds:g}: needs seconds, more than 0")
+        raise ConfigError(f"search_seconds {search_seconds:g}: must be more than 0")
     if write is not None:
         refuse_path(write, search)
     compile = found is None if compile is None else compile
     if found and compile:
         refuse_missing(found, keep is not None)
     if keep is not None and not (found and compile):
-        raise ConfigError("keep: there is a step to keep only where one is compiled for a target")
+        raise ConfigError("keep: needs a target and compile, because it saves the compiled step")
     if keep is not None and search:
-        raise ConfigError("keep: a search compiles several steps; keep the one of what it writes")
+        raise ConfigError(
+            "keep: a search compiles several steps; use keep in a plan of the config that it writes"
+        )
     devices = [f"run.devices=cpu:{found.count}"] if found else []
     asked = load_config(config)
     source = source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan")

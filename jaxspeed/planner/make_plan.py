@@ -1,4 +1,4 @@
-"""How a plan is made: of the devices that there are, or of a target's, estimated and compiled."""
+"""Make a plan: build the program, estimate, compile and search, for current or target devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,22 +40,22 @@ def plan_run(
     search_seconds: float | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """The plan of a config on the devices that there are, or that simulate those of a target.
+    """The plan of a config on the current devices, or on simulated devices of a target.
 
-    Without `compiling` there are no figures of the compiler. With `search_seconds` configs like it
-    are searched for so long, and with both what is compiled is the best of them. `keep` is a file
-    that is to have the executable of the target.
+    Without `compiling` there are no figures from the compiler. With `search_seconds` variants of
+    the config are searched, and with both the best of them is compiled. `keep` is a file for the
+    target's executable.
     """
     if target is None:
         return _here(source, compiling)
-    # What is traced first is kept, so all of it is as on the target.
+    # JAX caches traces, so even the first is made as on the target.
     with as_on(target.chip.platform):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
         program, batch = _program(source, with_overlap(source.config, target.chip.platform))
         if program.serving:
             raise ConfigError(
-                "--target: a parameter server's step is many programs on two meshes, and what is "
-                "planned is one. Leave --target out, or parallel.data_reduction at "
+                "--target: a parameter server's step is many programs on two meshes, but a plan is "
+                "of one program. Omit --target, or set parallel.data_reduction to "
                 '"xla" or "ring"'
             )
         estimated = replace(_estimated(program, batch, target), run_tokens=tokens)
@@ -81,7 +81,7 @@ def plan_run(
 
 
 def _here(source: Source, compiling: bool) -> Plan:
-    """On the devices that there are."""
+    """The plan on the current devices."""
     program, batch = _program(source, source.config)
     if compiling:
         compiled = compiled_report(program, batch)
@@ -91,7 +91,7 @@ def _here(source: Source, compiling: bool) -> Plan:
 
 
 def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:
-    """What would train, and the shapes of a batch."""
+    """The program, and the shapes of a batch."""
     enable_compilation_cache(config)
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     program = build(config, model, loss_fn, optimizer=source.optimizer)
@@ -121,14 +121,14 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
 
 
 def _transfer(program: Program, batch: Mapping[str, Any]) -> Transfer | None:
-    """What goes between a device and its host, where anything waits there."""
+    """The host transfers of a step; None without offload and remat."""
     if not asks(program):
         return None
     return transfer_of(program, program.step.trace(program.state, program.abstract_batch(batch)))
 
 
 def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
-    """With advice, where it does not fit by the compiler, or else by the estimate."""
+    """The plan with advice, if it does not fit by the compiler or otherwise by the estimate."""
     target, outcome, memory = plan.target, plan.outcome, plan.memory
     assert target is not None
     if outcome:
@@ -159,12 +159,12 @@ class _Job:
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a global batch.
 
-    What the model reads tells them, so that no corpus need be here yet; only where the samples are
-    the user's own (or the model is), one is read.
+    They follow from the model's limits, without reading a corpus; only for user-defined samples or
+    models a sample is read.
     """
-    told = told_shapes(source.config.data, source.reads, samples)
-    if told is not None:
-        return told
+    known = told_shapes(source.config.data, source.reads, samples)
+    if known is not None:
+        return known
     first = source.corpus().train.batch(0, 1)
     return {
         name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()

@@ -1,4 +1,4 @@
-"""What a config would train, told without making an array of its model."""
+"""The Plan of a config: memory, time, compiler figures, verdict; as text, JSON and a page."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from jaxspeed.planner.search.result import SearchResult
 from jaxspeed.planner.time import Time
 from jaxspeed.planner.time.torus import layout_of
 from jaxspeed.remat.residual_report import ResidualReport
-from jaxspeed.run.opening import m_against_n, on_what
+from jaxspeed.run.opening import memory_line, on_what
 from jaxspeed.train.program import Program
 
 WIDTH = 80  # of the plan as text
@@ -29,24 +29,24 @@ WIDTH = 80  # of the plan as text
 
 @dataclass(frozen=True)
 class Plan:
-    """The program of a config, and what its step costs; it prints itself."""
+    """The program of a config and the costs of its step; it prints itself."""
 
     program: Program
-    pipeline: PipelineReport | None  # where the mesh has stages
-    compiled: CompiledReport | None  # where it was compiled
-    transfer: Transfer | None = None  # where anything waits in host memory
-    kept: ResidualReport | None = None  # where the config says what units keep
-    target: Target | None = None  # where it is for devices that need not be here
+    pipeline: PipelineReport | None  # if the mesh has stages
+    compiled: CompiledReport | None  # if it was compiled
+    transfer: Transfer | None = None  # if anything is offloaded
+    kept: ResidualReport | None = None  # residuals, if the config sets a policy
+    target: Target | None = None  # if it is for absent devices
     outcome: Outcome | None = None  # of compiling for the target
     memory: Memory | None = None  # estimated, for a target
     time: Time | None = None  # estimated, for a target
-    run_tokens: float | None = None  # for which device-hours are told
-    advice: Advice | None = None  # where it does not fit a target
-    search: SearchResult | None = None  # among configs like it
+    run_tokens: float | None = None  # for the device-hours
+    advice: Advice | None = None  # if it does not fit a target
+    search: SearchResult | None = None  # among variants of the config
 
     @property
     def fits(self) -> bool | None:
-        """Whether the step fits a device of the target, where its compiler was asked."""
+        """Whether the compiled step fits a device of the target; None if not compiled."""
         if self.search and self.search.proved is not None:
             return self.search.proved
         return self.outcome.fits(self.target) if self.outcome and self.target else None
@@ -58,7 +58,7 @@ class Plan:
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
-            Text(m_against_n(program, temporary, target)),
+            Text(memory_line(program, temporary, target)),
         ]
         if self.memory and target:
             parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
@@ -80,7 +80,7 @@ class Plan:
         return show.as_text(self, WIDTH)
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain numbers and words, bytes in bytes."""
+        """The plan for JSON, sizes in bytes."""
         table, device = self.program.table, self.program.devices[0]
         roles, in_host = table.bytes_by_role().items(), table.host_bytes_by_role()
         chip = self.target.chip if self.target else None
@@ -98,11 +98,11 @@ class Plan:
             "stage": table.stage,
             "state": {
                 role: {
-                    "bytes": whole,
-                    "bytes_per_device": part,
+                    "bytes": total,
+                    "bytes_per_device": per_device,
                     "host_bytes_per_device": in_host.get(role, 0),
                 }
-                for role, (whole, part) in roles
+                for role, (total, per_device) in roles
             },
             "memory": self.memory and self.target and self._memory_figures(),
             "time": self.time and self._time_figures(self.time),
@@ -117,7 +117,7 @@ class Plan:
         }
 
     def html(self) -> str:
-        """All of it as one page that needs nothing else."""
+        """The plan as one self-contained HTML page."""
         return page_of(self.figures())
 
     def _model(self) -> dict[str, Any]:
@@ -130,14 +130,14 @@ class Plan:
         }
 
     def _expected(self, memory: Memory, target: Target) -> list[str]:
-        """M against N by the estimate, and against the compiler's M where there is one."""
+        """Whether the estimate fits the chip's memory, and its error against the compiler."""
         chip, word = target.chip, memory.on(target.chip.memory)
         of = (
             f"{show.bytes_text(memory.device)} of the {show.bytes_text(chip.memory)} of {chip.name}"
         )
         said = {
             "fits": f"expected to fit: {of}",
-            "tight": f"tight: {of}, less room than the estimate may be wrong by; --compile tells",
+            "tight": f"tight: {of}, within the error of the estimate; --compile gives the answer",
             "does not fit": f"not expected to fit: {of}",
         }
         lines = [said[word]]
@@ -154,13 +154,13 @@ class Plan:
         return {**self.memory.figures(), "verdict": self.memory.on(self.target.chip.memory)}
 
     def _tokens(self, time: Time) -> float:
-        """Of the run that hours are told for: as asked, else the config's steps."""
+        """Tokens of the run for the device-hours: as given, otherwise from the config's steps."""
         return self.run_tokens or (self.program.config.run.steps or 0) * time.tokens
 
     def _hours(self, time: Time) -> str:
         tokens = self._tokens(time)
         if not tokens:
-            return "(--tokens tells the device-hours of a run)"
+            return "(--tokens shows the device-hours of a run)"
         hours = time.device_hours(tokens)
         days = hours / time.devices / 24
         return f"{tokens:.3g} {time.unit}: {hours:,.0f} device-hours, {days:,.1f} days"
@@ -171,29 +171,29 @@ class Plan:
         return {**time.figures(), "run": {"tokens": tokens or None, "device_hours": hours}}
 
     def _verdict(self, outcome: Outcome) -> list[str]:
-        """Whether it fits, and if not, what would help."""
+        """Whether the compiled step fits, and if not, advice."""
         assert self.target is not None
         chip, needed = self.target.chip, outcome.device_bytes
         has = f"{show.bytes_text(chip.memory)} of {chip.name}"
         took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
         if not outcome.fits_device(self.target):
             what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
-            said = [f"the compiler said: {outcome.refused.said}"] if outcome.refused else []
+            error = [f"the compiler reported: {outcome.refused.said}"] if outcome.refused else []
             advice = self.advice.lines() if self.advice else []
-            return [f"does not fit: it needs {what} {has}; {took}", *advice, *said]
+            return [f"does not fit: it needs {what} {has}; {took}", *advice, *error]
         assert needed is not None
         share = f"{show.bytes_text(needed)} of the {has} ({needed / chip.memory:.0%})"
         if not outcome.host_bytes:
             return [f"fits: {share}, {took}"]
         host = show.bytes_text(outcome.host_bytes)
-        there = f"{show.bytes_text(chip.host_memory)} that its host has for it"
+        there = f"{show.bytes_text(chip.host_memory)} of host memory per device"
         if outcome.fits(self.target):
             return [f"fits: {share}, and {host} of the {there}, {took}"]
-        return [f"does not fit: it needs {host} of host memory a device, more than the {there}"]
+        return [f"does not fit: it needs {host}, more than the {there}"]
 
     def _kept(self) -> list[str]:
         kept = self.outcome.kept if self.outcome else None
-        return [f"kept: a run with run.executable={kept} compiles no step"] if kept else []
+        return [f"saved: a run with run.executable={kept} compiles no step"] if kept else []
 
     def _axes(self) -> dict[str, int]:
         return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
@@ -201,13 +201,13 @@ class Plan:
     def _batch(self) -> str:
         batch, ranks = self.program.batch, self.program.ranks
         return (
-            f"batch  {batch.train} samples: {batch.micro} of a data rank and micro-batch, "
+            f"batch  {batch.train} samples: {batch.micro} per data rank and micro-batch, "
             f"x {batch.accumulation} micro-batches x {ranks} ranks"
         )
 
 
 def _server(program: Program) -> dict[str, Any] | None:
-    """Of a parameter server: who there is, and what each worker sends and gets of a version."""
+    """A parameter server's sizes, and each worker's traffic per version."""
     if program.serving is None:
         return None
     return {

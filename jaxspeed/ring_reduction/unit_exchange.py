@@ -32,7 +32,7 @@ class RingExchange:
     ) -> list[Any]:
         """Cast on the shard, gathered, unpadded."""
         shards = [x.astype(s.dtype) for s, x in zip(stored, shards, strict=True)]
-        moving = [i for i, s in enumerate(stored) if s.cut_dim is not None]
+        moving = [i for i, s in enumerate(stored) if s.sharded_dim is not None]
         specs = [_left(s) for s in stored]
         buckets = self._buckets([stored[i] for i in moving], [shards[i] for i in moving])
 
@@ -95,7 +95,7 @@ class RingExchange:
     def _whole(self, stored: ShardedParam, shard: Any) -> tuple[int, ...]:
         """The shape that the ranks' shards make up."""
         ranks = self.rings.levels.inner.size
-        return tuple(n * ranks if d == stored.cut_dim else n for d, n in enumerate(shard.shape))
+        return tuple(n * ranks if d == stored.sharded_dim else n for d, n in enumerate(shard.shape))
 
     def _buckets(
         self,
@@ -108,7 +108,7 @@ class RingExchange:
                 str(i),
                 local_shape(s.gathered.mesh, _left(s), self._whole(s, x)),
                 jnp.dtype(dtypes[i] if dtypes else x.dtype),
-                s.cut_dim,
+                s.sharded_dim,
             )
             for i, (s, x) in enumerate(zip(stored, shards, strict=True))
         ]
@@ -135,5 +135,5 @@ class RingExchange:
 
 def _left(stored: ShardedParam) -> P:
     """How other axes cut it. A dim that the data ranks cut as well is whole while it goes round."""
-    entries = [None if dim == stored.cut_dim else e for dim, e in enumerate(stored.entries)]
+    entries = [None if dim == stored.sharded_dim else e for dim, e in enumerate(stored.entries)]
     return P(*entries)

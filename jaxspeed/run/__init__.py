@@ -1,4 +1,4 @@
-"""One run from a config to a trained model: its loop, what it keeps and what it shows."""
+"""Runs: from a config to a trained model; step loop, run folder, evaluation, sampling, output."""
 
 from jaxspeed.run.closing import show_ending
 from jaxspeed.run.commands import check_run, evaluate_run, sample_run, train

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the loss curve, a sample of text, where things lie."""
+"""Summary at the end of a run: loss curve, text sample, wall time, paths, resume command."""
 
 import logging
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ Curve = list[tuple[int, float]]
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:
-    """Prints it, draws `loss.png`, and returns it for programs. `again` continues the run.
+    """Print the summary, draw `loss.png`, and return the summary for JSON.
 
-    The run is over and saved, so what fails here is a warning.
+    `again` is the command that resumes the run. The run is saved, so failures here are warnings.
     """
     folder, reached = trainer.folder, trainer.reached
     newest = trainer.checkpointer.latest()
@@ -57,7 +57,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         ("loss curve", found["picture"]),
         ("metrics", folder.metrics),
         ("checkpoint", found["checkpoint"]),
-        ("go on with", again),
+        ("resume with", again),
     ):
         if value is not None:
             console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
@@ -77,7 +77,7 @@ def curves(metrics: Path) -> tuple[Curve, Curve]:
 
 
 def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """One at a time: a file of weeks is large."""
+    """One at a time: the file of a long run is large."""
     with metrics.open(encoding="utf-8") as lines:
         for line in lines:
             yield from_json(line)
@@ -102,8 +102,8 @@ def _result(trainer: Trainer) -> str:
     if reached.eval_loss is not None:
         parts.append(f"held-out loss {reached.eval_loss:.4f}")
         if entropy:
-            share = reached.eval_loss / entropy
-            parts.append(f"{share:.2f} of the corpus's unigram entropy, {entropy:.4f}")
+            ratio = reached.eval_loss / entropy
+            parts.append(f"{ratio:.2f} x the corpus's unigram entropy of {entropy:.4f}")
     return ", ".join(parts)
 
 
@@ -113,6 +113,6 @@ def _sample(trainer: Trainer) -> str | None:
         return None
     try:
         return "".join(sample_text(trainer.engine, corpus))
-    except JaxspeedError as error:  # a model of the user's own may be called in another way
+    except JaxspeedError as error:  # a user's model may have another signature
         log.warning("no sample of text: %s", str(error).splitlines()[0])
         return None

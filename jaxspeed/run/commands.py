@@ -1,4 +1,4 @@
-"""Whole commands: train, evaluate, sample and check what a config says."""
+"""The commands as functions: train, evaluate, sample and check a config."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +26,10 @@ def train(
     loss_fn: Callable[[Any, Any], Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Trainer:
-    """Train as `jaxspeed train` does, and continue where the run in its folder stopped.
+    """Train as `jaxspeed train` does, resuming the run in its folder.
 
-    `model`, `loss_fn` and `optimizer` as `jaxspeed.initialize` takes them. What is returned holds
-    the engine, how far the run is, and the folder that its files are in.
+    `model`, `loss_fn` and `optimizer` are as for `jaxspeed.initialize`. The returned trainer has
+    the engine, the progress of the run, and its folder.
     """
     trainer = open_run(source_of(config, model, loss_fn, optimizer))
     try:
@@ -49,15 +49,15 @@ def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
 
 
 def sample_run(source: Source, tag: str | None = None, *, seed: int = 0) -> Iterator[str]:
-    """Text from a checkpoint, in pieces as they come."""
+    """Text from a checkpoint, streamed."""
     engine, corpus, _, _ = _restored(source, tag)
     return sample_text(engine, corpus, seed=seed)
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:
-    """The engine's check of the config's model, from fresh weights, on its first batch.
+    """`engine.check` of the config's model with initial weights on its first batch.
 
-    With `layers`, of the model with so many; the whole one is never made.
+    With `layers`, of a model with this many layers; the full one is never created.
     """
     if layers is not None:
         given = source.config.given
@@ -79,8 +79,8 @@ def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str
     corpus, engine = source.corpus(), source.engine()
     if source.folder.differs_in(data=corpus.fingerprint):
         log.warning(
-            "the data is not what the run in %s was trained on: what is held out here may have "
-            "been trained on there",
+            "the data differ from those of the run in %s: samples held out here may have been "
+            "trained on there",
             source.folder.path,
         )
     found, reached = restore(engine, checkpointer, tag)

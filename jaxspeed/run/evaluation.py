@@ -1,4 +1,4 @@
-"""The loss on held-out samples."""
+"""Evaluation: the loss on held-out samples, exact for any loss and batch size."""
 
 import itertools
 import logging
@@ -23,8 +23,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Total loss over total weight of all samples, or of the first `most` batches.
 
-    So padding and masks count for nothing, and neither does how samples fall into batches. None
-    where `stop()` said so between two batches.
+    So the result does not depend on padding, masks and the batch size. None if `stop()` was true
+    between two batches.
     """
     batches = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
     total = weight = 0.0
@@ -39,7 +39,7 @@ def evaluate(
 
 
 def _knows_marks(engine: Engine) -> bool:
-    """Whether the loss leaves out what is marked: a family's own does, of tokens and labels."""
+    """Whether the loss ignores masked samples, as those of token and label families do."""
     model = engine.config.model
     if model is None or model.family in (None, "mlp"):
         return False
@@ -47,7 +47,7 @@ def _knows_marks(engine: Engine) -> bool:
 
 
 def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
-    """Every sample; the last batch is filled up with what does not count."""
+    """Every sample; the last batch is padded with samples of zero weight."""
     size = _batch_size(engine)
     place = placer(engine.program.batch_shardings, size)
     for index in range(held_out.batches(size)):
@@ -55,17 +55,17 @@ def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
 
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float | None]]:
-    """For any loss: a smaller last batch, without the samples that ranks cannot share evenly."""
+    """For any loss: a smaller last batch, without the samples that do not divide over ranks."""
     size, ranks = _batch_size(engine), engine.program.ranks
     shared = held_out.samples // ranks * ranks
     if not shared:
         raise DataError(
-            f"data.held_out: {held_out.samples} samples, which {ranks} data ranks cannot share; "
-            "a larger share or more data would do"
+            f"data.held_out: {held_out.samples} samples are fewer than the {ranks} data ranks; "
+            "a larger fraction or more data would do"
         )
     if shared < held_out.samples:
         log.info(
-            "evaluation leaves out %d of %d held-out samples, which %d ranks cannot share evenly",
+            "evaluation omits %d of %d held-out samples, which do not divide over %d data ranks",
             held_out.samples - shared,
             held_out.samples,
             ranks,
@@ -80,7 +80,7 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float |
 
 
 def _is_sum(engine: Engine, batch: Any) -> bool:
-    """Whether the loss says its own weight; a mean's is how many samples it is of."""
+    """Whether the loss returns a weight; the weight of a mean is its number of samples."""
     program = engine.program
     rest = (program.state.variables, batch, jnp.asarray(0), jnp.asarray(0))
     return program.objective.trace(rest, train=False).is_sum

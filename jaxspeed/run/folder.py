@@ -1,4 +1,4 @@
-"""The folder of one run: what lies where in it, and whose it is."""
+"""The run folder: its files, the lock, and run.json, which identifies the run."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ PART = ".part"
 
 
 class RunFolder:
-    """One run's files. Opened once a process; a second run in the same folder is refused."""
+    """The files of one run; a second process or another run in the same folder is refused."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -26,10 +26,10 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def open(self, whose: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        """Take the folder for the run that `whose` describes, and put its files there.
+        """Lock the folder for the run that `whose` describes, and write its files.
 
         Raises:
-          ConfigError: it cannot be written, another process has it, or it holds another run.
+          ConfigError: it cannot be written, another process uses it, or it holds another run.
         """
         begun = self.path / WHOSE
         try:
@@ -40,12 +40,12 @@ class RunFolder:
                 others = [f.name for f in self.path.iterdir() if f.name not in ours]
                 if others:
                     raise ConfigError(
-                        f"run.output: {self.path} holds files of something else "
+                        f"run.output: {self.path} holds other files "
                         f"({', '.join(sorted(others)[:3])}); choose an empty folder"
                     )
                 for name, data in files.items():
-                    _write_whole(self.path / name, data)
-                _write_whole(begun, f"{json.dumps(whose, indent=1, default=str)}\n".encode())
+                    _write_atomically(self.path / name, data)
+                _write_atomically(begun, f"{json.dumps(whose, indent=1, default=str)}\n".encode())
                 return
             before = json.loads(begun.read_text())
         except OSError as error:
@@ -62,7 +62,7 @@ class RunFolder:
         ]
         if before.get("data") != now.get("data"):
             differences.append(
-                "  (data: a digest of what is read; source stdlib changes with Python's version)"
+                "  (data: a digest of the data; source stdlib changes with Python's version)"
             )
         if differences:
             raise ConfigError(
@@ -72,11 +72,11 @@ class RunFolder:
             )
 
     def has_begun(self) -> bool:
-        """Whether a run has been here."""
+        """Whether the folder holds a run."""
         return (self.path / WHOSE).exists()
 
     def differs_in(self, **said: Any) -> bool:
-        """Whether the run that was here said otherwise."""
+        """Whether the folder's run differs in any of these values."""
         try:
             before = json.loads((self.path / WHOSE).read_text())
         except (OSError, json.JSONDecodeError):
@@ -84,13 +84,13 @@ class RunFolder:
         return any(name in before and before[name] != value for name, value in said.items())
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def _take(self) -> None:
-        """A lock that the system releases with the process, however that ends."""
+        """Take a lock that the system releases when the process ends in any way."""
         lock = open(self.path / ".lock", "w")  # noqa: SIM115  (held until close)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,7 +104,7 @@ class RunFolder:
         self._lock = lock
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     beside = path.with_name(path.name + PART)
     try:
         beside.write_bytes(data)

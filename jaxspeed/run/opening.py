@@ -1,4 +1,4 @@
-"""What a run says before its first step: M against N, the mesh, what the devices will exchange."""
+"""Output before the first step: placement table, compiled step, memory needed and available."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from jaxspeed.train.program import Program
 
 
 def show_opening(console: Console, trainer: Trainer) -> None:
-    """The table, the collectives of the compiled step, and where things lie."""
+    """Print devices, data, placement table, the compiled step and its memory."""
     engine, program = trainer.engine, trainer.engine.program
     if jax.process_index() != 0:
         console = Console(quiet=True)
@@ -28,12 +28,12 @@ def show_opening(console: Console, trainer: Trainer) -> None:
     with trainer.recorder.phase("compile"):
         compiled = engine.compiled(trainer.example())
     console.print(compiled)
-    console.print(m_against_n(program, compiled.temp_bytes), highlight=False)
+    console.print(memory_line(program, compiled.temp_bytes), highlight=False)
     console.print()
 
 
 def on_what(program: Program, target: Target | None = None) -> str:
-    """How many parameters, on which devices, in which format."""
+    """Number of parameters, devices and compute dtype."""
     device, count = program.devices[0], len(program.devices)
     parameters = scaled_text(sum(math.prod(row.leaf.shape) for row in program.table), "").strip()
     where = "simulated on this CPU" if device.platform == "cpu" else f"({device.device_kind})"
@@ -47,7 +47,7 @@ def on_what(program: Program, target: Target | None = None) -> str:
 
 
 def _server(program: Program) -> str:
-    """Who does what, where there are servers."""
+    """Servers, workers and their traffic, for a parameter server."""
     serving = program.serving
     if serving is None:
         return ""
@@ -55,26 +55,26 @@ def _server(program: Program) -> str:
     servers = f"{serving.servers} server{'s' * (serving.servers > 1)}"
     return (
         f"\n[bold]{servers}, {program.ranks} workers[/] {serving.pace}; each worker pulls {down} "
-        f"and pushes {up} a version"
+        f"and pushes {up} per version"
     )
 
 
-def m_against_n(
+def memory_line(
     program: Program, temp_bytes: int | None = None, target: Target | None = None
 ) -> str:
-    """What the state needs, with temporary values where they are known, and what there is."""
-    whole = sum(whole for whole, _ in program.table.bytes_by_role().values())
+    """Memory of the state, and of temporary values if known; memory of the devices."""
+    total = sum(total for total, _ in program.table.bytes_by_role().values())
     limit = target.chip.memory if target else device_limit(program)
-    waiting = sum(program.table.host_bytes_by_role().values())
-    host = f" and {bytes_text(waiting)} in its host's memory" if waiting else ""
-    has = f"N = {bytes_text(limit)} a device" if limit else _shared_memory(len(program.devices))
+    offloaded = sum(program.table.host_bytes_by_role().values())
+    host = f" and {bytes_text(offloaded)} in host memory" if offloaded else ""
+    has = f"{bytes_text(limit)} per device" if limit else _shared_memory(len(program.devices))
     owner = "server" if program.serving else "device"
     temp = ""
     if temp_bytes is not None:
         temp = f", and {bytes_text(temp_bytes)} of temporary values (from the compiler)"
     return (
-        f"M = {bytes_text(whole)} of state in all, {bytes_text(stored_bytes(program.table))} a "
-        f"{owner}{host} (from the table){temp}; {has}"
+        f"needed: {bytes_text(total)} of state in total, {bytes_text(stored_bytes(program.table))} "
+        f"per {owner}{host} (from the table){temp}; available: {has}"
     )
 
 
@@ -82,10 +82,10 @@ def _where(trainer: Trainer) -> str:
     step = trainer.reached.step
     if step >= trainer.steps:
         return f"all {step} steps are done"
-    return f"continued after step {step} of {trainer.steps}" if step else f"{trainer.steps} steps"
+    return f"resumed after step {step} of {trainer.steps}" if step else f"{trainer.steps} steps"
 
 
 def _shared_memory(devices: int) -> str:
-    """In place of an N: what simulated devices have together."""
+    """Host RAM shared by the simulated devices."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"N = {bytes_text(memory)}, this machine's, for all {devices} devices together"
+    return f"{bytes_text(memory)} of host RAM shared by {devices} devices"

@@ -1,8 +1,7 @@
-"""Text from a language model: one token at a time, by the program that evaluates it.
+"""Text generation: one token at a time, by the program's objective in evaluation mode.
 
-The whole window is computed again for each token (the reference models keep no cache), which is
-what the step's own memory allows for: under ZeRO 3 the weights are gathered a unit at a time here
-as well.
+The full window is recomputed for each token (the reference models have no KV cache), within the
+memory of a step: under ZeRO 3 the weights are gathered one unit at a time here as well.
 """
 
 import itertools
@@ -32,7 +31,7 @@ def sample_tokens(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Iterator[int]:
-    """`count` tokens that follow the prompt; each sees at most `window` tokens before it."""
+    """`count` tokens after the prompt, each computed from at most `window` tokens before it."""
     width = min(window, 2 ** math.ceil(math.log2(max(len(prompt) + count, 2))))
     step = jax.jit(program.in_mesh(_next_token(program, temperature)))
     text = list(prompt)
@@ -53,7 +52,7 @@ def _next_token(program: Program, temperature: float) -> Any:
         if temperature > 0:
             key = jax.random.wrap_key_data(batch["key"])
             row = row / temperature + jax.random.gumbel(key, row.shape)
-        # As a metric of a loss; ids are exact in fp32 up to 2^24.
+        # Returned as a metric of the loss; ids are exact in fp32 up to 2^24.
         return jnp.zeros(()), jnp.ones(()), {"token": jnp.argmax(row)}
 
     objective = replace(program.objective, loss_fn=draw)
@@ -67,14 +66,14 @@ def _next_token(program: Program, temperature: float) -> Any:
 
 
 def sample_text(engine: Engine, corpus: Corpus, *, seed: int = 0) -> Iterator[str]:
-    """The config's prompt and what the model makes follow it, in pieces as they come.
+    """The config's prompt and its continuation by the model, streamed.
 
     Raises:
-      ModelError: the data has no tokenizer, so this is no language model.
+      ModelError: the data has no tokenizer, so this is not a language model.
     """
     run, tokenizer = engine.config.run, corpus.tokenizer
     if tokenizer is None:
-        raise ModelError("sample: the data has no tokenizer, so the model writes no text")
+        raise ModelError("sample: the data has no tokenizer, so the model cannot generate text")
     ids = [int(i) for i in tokenizer.encode(run.sample_prompt)]
     window = corpus.train.batch(0, 1)["tokens"].shape[1] - 1
     drawn = sample_tokens(
@@ -89,7 +88,7 @@ def sample_text(engine: Engine, corpus: Corpus, *, seed: int = 0) -> Iterator[st
     for token in itertools.chain([None], drawn):
         if token is not None:
             ids.append(token)
-        text = tokenizer.decode(ids)  # of all, because a character may have several tokens
+        text = tokenizer.decode(ids)  # of all ids, because a character may span several tokens
         if not text.endswith("�"):
             yield text[len(shown) :]
             shown = text

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: by SIGTERM (a scheduler), by SIGINT (Ctrl-C)."""
+"""Stop requests: SIGTERM (from a scheduler) or SIGINT (Ctrl-C), agreed between processes."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-AGREE_EVERY = 10  # steps between the moments when several processes agree
+AGREE_EVERY = 10  # steps between agreements of several processes
 
 
 class StopRequest:
-    """While it is entered: the first signal is remembered, a second one ends the process."""
+    """Inside of the `with` block the first signal is recorded, a second one ends the process."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -30,13 +30,13 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:  # the second: as if nobody had asked to be told
+        if self.signal is not None:  # the second: the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
 
     def agreed(self, step: int) -> bool:
-        """Whether to stop now: all processes say the same, at the same step."""
+        """Whether to stop now; all processes return the same at the same step."""
         if jax.process_count() == 1:
             return self.signal is not None
         if step % AGREE_EVERY:

@@ -1,4 +1,4 @@
-"""From a config to a trainer that is ready for its first step, or for the next one."""
+"""Open a run: config, corpus, engine and checkpoint to a Trainer ready for its next step."""
 
 import functools
 import logging
@@ -32,7 +32,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Source:
-    """What a run is made of: a config, and what may be passed beside it."""
+    """The inputs of a run: a config, and optionally a model, loss and optimizer."""
 
     config: Config
     folder: RunFolder
@@ -42,19 +42,20 @@ class Source:
     optimizer: optax.GradientTransformation | None = None
 
     def corpus(self) -> Corpus:
-        """The data, made to fit the model; with the tokenizer that the run has kept, if any."""
-        kept = self.folder.path / TOKENIZER
+        """The corpus for the model, with the tokenizer saved with the run, if any."""
+        saved = self.folder.path / TOKENIZER
+        resumed = self.folder.has_begun() and saved.exists()
         return build(
             self.config.data,
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
-            tokenizer_file=kept.read_bytes() if self.folder.has_begun() and kept.exists() else None,
+            tokenizer_file=saved.read_bytes() if resumed else None,
         )
 
     @staticmethod
     def start_devices(config: Config) -> None:
-        """Those that this process computes on."""
+        """Start the devices that this process computes on."""
         start_devices(config.run.devices)
 
     def engine(self) -> Engine:
@@ -89,12 +90,12 @@ def source_of(
     name: str | Path | None = None,
     kind: type[Source] = Source,
 ) -> Source:
-    """Reads the config, starts the devices that it names, and looks at what the model reads.
+    """Read the config, start the devices that it names, and find the model's limits.
 
-    The run's folder is run.output, or `runs/` and the name, which is the config file's by default.
+    The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
     loaded = load_config(config)
-    resolve_model(loaded, model, loss_fn)  # what is wrong with the model comes before its data
+    resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
     kind.start_devices(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
@@ -104,10 +105,10 @@ def source_of(
 
 
 def open_run(source: Source, console: Any = None) -> Trainer:
-    """A trainer at the run's newest sound checkpoint, or at its beginning."""
+    """A trainer at the run's newest intact checkpoint, or at step 0."""
     config, folder, begun = source.config, source.folder, time.perf_counter()
     if config.run.steps is None:
-        raise ConfigError("run.steps: found nothing. It says how many steps to train for.")
+        raise ConfigError("run.steps: missing. Needs the number of steps to train for.")
     corpus = source.corpus()
     whose = {
         "model": config.given.get("model"),
@@ -138,7 +139,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
 
 
 def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) -> Reached:
-    """The engine, whose state is fresh, where the run is to go on from; how far that is."""
+    """Restore the newest checkpoint or `init_from` into a fresh engine; the progress of the run."""
     if not checkpointer.is_empty():
         return restore(engine, checkpointer)[1]
     if init_from is not None:
@@ -147,20 +148,20 @@ def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) ->
 
 
 def _warm_start(engine: Engine, folder: str) -> None:
-    """The weights of another run; what could not be taken over is said."""
+    """Initialize the weights from another run; values that cannot be used are logged."""
     inside = RunFolder(folder).checkpoints
     there = Checkpointer(inside if inside.is_dir() else folder)
     if there.is_empty():
         raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
     restored = there.restore(engine.program, weights_only=True, in_place_of=engine.held)
     engine.state = restored.state
-    log.info("begins with the weights of %s, %s", folder, restored.tag)
+    log.info("initialized from %s, %s", folder, restored.tag)
     for note in restored.notes:
         log.warning("run.init_from: %s", note)
 
 
 def _with_opening(reached: Reached, took: float) -> dict[str, float]:
-    """The wall time so far, with that of opening the run: of coming back, where it had begun."""
+    """Wall time so far, with that of opening the run, which counts as restart if it is resumed."""
     phase = "wall/restart" if reached.step else "wall/other"
     return {**reached.seconds, phase: reached.seconds.get(phase, 0.0) + took}
 
@@ -174,13 +175,13 @@ def checkpointer_of(source: Source) -> Checkpointer:
 def restore(
     engine: Engine, checkpointer: Checkpointer, tag: str | None = None
 ) -> tuple[str, Reached]:
-    """The engine at a checkpoint, the newest by default; its tag, and how far the run was."""
+    """Restore a checkpoint, the newest by default; its tag, and the progress of the run."""
     restored = checkpointer.restore(engine.program, tag=tag, in_place_of=engine.held)
     engine.state = restored.state
     try:
         return restored.tag, Reached(**restored.client_state)
     except TypeError:
         raise CheckpointError(
-            f"checkpoint {restored.tag} was not written by a run: its client_state holds "
+            f"checkpoint {restored.tag} was not saved by a run: its client_state holds "
             f"{sorted(restored.client_state) or 'nothing'}"
         ) from None

@@ -1,4 +1,4 @@
-"""What a run reports of each step, and to whom."""
+"""Step records: metrics, throughput, MFU and memory, written to sinks and the progress line."""
 
 import contextlib
 import time
@@ -35,9 +35,9 @@ class Recorder:
     progress: Progress
     ledger: Ledger
     flops: ModelFlops | None
-    opened: Callable[[int], list[Sink]]  # the sinks of a run that goes on after a step
+    opened: Callable[[int], list[Sink]]  # the sinks of a run that resumes after a step
     _compiled: bool = False
-    _since: float = 0.0  # when the last of the steps before those under way was done
+    _since: float = 0.0  # time at which the previous steps were done
     _waited: float = 0.0  # seconds waited for data until then
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class Recorder:
             sink.close()
 
     def back_to(self, step: int) -> None:
-        """What follows this step will be done again: its records are dropped."""
+        """Drop the records after this step, which will be repeated."""
         for sink in self.sinks:
             sink.close()
         self.sinks = self.opened(step)
@@ -59,12 +59,12 @@ class Recorder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time by phase, which a continued run goes on from."""
+        """Wall time by phase, from which a resumed run continues."""
         return self.ledger.as_record()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Books the time of what runs inside; the first step's is compiling."""
+        """Attribute the time of the `with` block to a phase; the first step's to compile."""
         if name == "compute" and not self._compiled:
             self._compiled, name = True, "compile"
         shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
@@ -74,14 +74,14 @@ class Recorder:
                 return
             with self.progress.doing(shown):
                 yield
-        if name not in ("data", "compute"):  # what is no step is in no step's time
+        if name not in ("data", "compute"):  # other phases are not part of a step's time
             self._restart_clock()
 
     def _restart_clock(self) -> None:
         self._since, self._waited = time.perf_counter(), self.ledger.seconds()["data"]
 
     def arrived(self, count: int, tokens: int) -> dict[str, float]:
-        """The pace of so many steps, of `tokens` each, all of which have just been waited for."""
+        """The throughput of the last `count` steps of `tokens` each, which are now complete."""
         since, waited = self._since, self._waited
         self._restart_clock()
         took = (self._since - since) / count
@@ -96,7 +96,7 @@ class Recorder:
     def record(
         self, step: int, values: Mapping[str, float], tokens: int, pace: Mapping[str, float]
     ) -> None:
-        """One step's record; `tokens` is how many the run has seen by then."""
+        """Write a step's record; `tokens` is the total number so far."""
         samples = step * self.engine.program.batch.train
         made: dict[str, Any] = {"step": step, **values, "samples": samples, **pace}
         made["skipped"] = bool(values["skipped"])
@@ -111,24 +111,24 @@ class Recorder:
         if "bytes_in_use" in stats:
             made["bytes_in_use"] = stats["bytes_in_use"]
             made["peak_bytes"] = stats.get("peak_bytes_in_use", 0)
-        self._tell(made)
+        self._write(made)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss, in a record of its own, with where the time went so far."""
-        self._tell({"step": step, "eval_loss": loss, **self.ledger.as_record()})
+        """Write a record with the held-out loss and the wall time by phase."""
+        self._write({"step": step, "eval_loss": loss, **self.ledger.as_record()})
 
     def saved(self, step: int) -> None:
-        """A checkpoint of a step was begun: where the time went until then."""
-        self._tell({"step": step, **self.ledger.as_record()})
+        """Write a record with the wall time by phase at the start of a save."""
+        self._write({"step": step, **self.ledger.as_record()})
 
-    def _tell(self, made: dict[str, Any]) -> None:
+    def _write(self, made: dict[str, Any]) -> None:
         try:
             for sink in self.sinks:
                 sink.write(made)
-        except OSError as error:  # a full disk, say
+        except OSError as error:  # for example a full disk
             raise RunError(
                 f"step {made['step']}: its metrics cannot be written: {error.strerror or error}. "
-                "The run goes on from its newest checkpoint once they can."
+                "Once they can be, the run resumes from its newest checkpoint."
             ) from error
         self.progress.update(made)
 
@@ -142,7 +142,7 @@ def recorder_of(
     seconds: Mapping[str, float],
     console: Console | None = None,
 ) -> Recorder:
-    """For a run that has done `step` steps. Only the first process of a run writes."""
+    """The recorder of a run at a step. Only the first process writes."""
     first = jax.process_index() == 0
 
     def opened(step: int) -> list[Sink]:
@@ -155,7 +155,7 @@ def recorder_of(
 
 
 def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
-    """What the model computes for a token, or for a sample where it is no language model."""
+    """Model FLOPs per token, or per sample if the model is not a language model."""
     program = engine.program
     batch = corpus.train.batch(0, program.batch.train)
     sizes = family_sizes(engine.config)

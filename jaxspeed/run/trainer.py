@@ -1,4 +1,4 @@
-"""The loop over steps of one run."""
+"""The step loop of a run: training, evaluation, checkpoints, recovery, stopping."""
 
 import contextlib
 import functools
@@ -23,15 +23,15 @@ from jaxspeed.run.step_records import Recorder
 
 log = logging.getLogger("jaxspeed")
 
-# After how many steps a step's metrics are read. A fixed number, so that all processes decide the
-# same at the same step; large enough that the devices are not waited for.
+# A step's metrics are read this many steps later. Fixed, so all processes take the same decision at
+# the same step; large enough that the host does not wait for the devices.
 LAG = 8
-LOSSES_IN_A_ROW = 3  # of the state, without a step that was not done before
+LOSSES_IN_A_ROW = 3  # losses of the state without a new step in between
 
 
 @dataclass
 class Reached:
-    """How far a run is. With a state, this is all that its continuation needs."""
+    """Progress of a run. With the train state, this is all that resumption needs."""
 
     step: int = 0
     tokens: int = 0
@@ -42,24 +42,24 @@ class Reached:
 
 
 class Pending(NamedTuple):
-    """A step whose metrics have not been read."""
+    """A step whose metrics have not been read yet."""
 
     step: int
     metrics: Any
-    tokens: int  # that the run has seen by then
+    tokens: int  # total number so far
 
 
 @dataclass
 class Trainer:
-    """Trains until the last step, a signal, or a loss that stays infinite."""
+    """Trains until the last step, a signal, or a loss that stays non-finite."""
 
     engine: Engine
     corpus: Corpus
     folder: RunFolder
     checkpointer: Checkpointer
     recorder: Recorder
-    files: dict[str, bytes]  # kept with each checkpoint
-    begin: Callable[[], Reached]  # at the newest checkpoint, of an engine whose state is fresh
+    files: dict[str, bytes]  # saved with each checkpoint
+    begin: Callable[[], Reached]  # restores the newest checkpoint into a fresh engine
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
 
@@ -70,21 +70,21 @@ class Trainer:
         self._bad_in_a_row = 0
         self._saved = self.reached.step  # the step of the newest checkpoint; 0 needs none
         self._profiling = self._diverged = False
-        self._losses, self._lost_at = 0, -1  # of the state: in a row, and at which step the last
+        self._losses, self._lost_at = 0, -1  # losses of the state: in a row, step of the last
         self._stop = StopRequest()
 
     def run(self) -> Reached:
-        """All steps that remain; at the end an evaluation and a checkpoint."""
+        """Run the remaining steps, then evaluate and save a checkpoint."""
         with StopRequest() as self._stop, self.recorder:
             while True:
                 try:
-                    self._go_on()
+                    self._train()
                     return self.reached
                 except StateLostError as lost:
-                    self._go_back(lost)
+                    self._recover(lost)
 
-    def _go_on(self) -> None:
-        """To the end, from where it is."""
+    def _train(self) -> None:
+        """Train from the current step to the end."""
         with self._feeder() as feeder:
             try:
                 while not self._asked_to_stop():
@@ -98,17 +98,17 @@ class Trainer:
                 self._read_all()
                 if self._profiling:
                     self._end_profile()
-            except StateLostError:  # and with it what could be kept
+            except StateLostError:  # there is nothing left to save
                 raise
             except BaseException:
-                self._keep_what_is_done()
+                self._save_after_error()
                 raise
             self._save()
             with self.recorder.phase("checkpoint"):
                 self.checkpointer.wait()
 
-    def _go_back(self, lost: StateLostError) -> None:
-        """To the newest checkpoint, or to the beginning: the state of now is gone."""
+    def _recover(self, lost: StateLostError) -> None:
+        """Go back to the newest checkpoint, or to step 0: the current state is lost."""
         self._pending.clear()
         was = self.reached
         self._losses = self._losses + 1 if was.step <= self._lost_at else 1
@@ -116,12 +116,12 @@ class Trainer:
         if self._losses > LOSSES_IN_A_ROW:
             raise lost
         with self.recorder.phase("restart"):
-            with contextlib.suppress(CheckpointError):  # of a save of before: older ones are sound
+            with contextlib.suppress(CheckpointError):  # of an earlier save: older ones are intact
                 self.checkpointer.wait()
             self.engine.reset()
             self.reached = self.begin()
         self._saved = self.reached.step
-        log.warning("step %d: %s; the run goes on after step %d", was.step, lost, self.reached.step)
+        log.warning("step %d: %s; the run resumes after step %d", was.step, lost, self.reached.step)
         self.recorder.back_to(self.reached.step)
 
     def _evaluation_is_due(self) -> bool:
@@ -198,7 +198,7 @@ class Trainer:
         newest = self.checkpointer.latest()
         raise RunError(
             f"step {step}: the loss or the gradients were not finite in {self._bad_in_a_row} steps "
-            f"in a row (run.max_skipped). Diagnosis, with the parameters of now: {diagnosis}. "
+            f"in a row (run.max_skipped). Diagnosis with the current parameters: {diagnosis}. "
             + (f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet.")
         )
 
@@ -218,16 +218,16 @@ class Trainer:
         self.recorder.evaluated(self.reached.step, found["eval_loss"])
 
     def _save(self) -> None:
-        """A checkpoint of now, unless there is one. It is written while training goes on."""
+        """Save the current step, unless it is saved, in the background of training."""
         if self._saved == self.reached.step:
             return
-        self._read_all()  # so that no record of a step before it is missing
+        self._read_all()  # the records of all earlier steps must be written
         self.reached.seconds = self.recorder.seconds
         with self.recorder.phase("checkpoint"):
             try:
                 self.checkpointer.wait()
-            except CheckpointError as error:  # of the save before: the state of now is good
-                log.warning("the checkpoint before could not be saved: %s", error)
+            except CheckpointError as error:  # of the previous save: the current state is valid
+                log.warning("the previous checkpoint could not be saved: %s", error)
             self.checkpointer.save(
                 self.engine.program,
                 self.engine.state,
@@ -237,10 +237,10 @@ class Trainer:
         self._saved = self.reached.step
         self.recorder.saved(self.reached.step)
 
-    def _keep_what_is_done(self) -> None:
-        """Something went wrong, but not with the steps before: they are saved, where that can be.
+    def _save_after_error(self) -> None:
+        """Save the completed steps after an error, if possible.
 
-        With several processes the others do not know of it, and a save needs them all.
+        With several processes the others do not know of the error, and a save needs them all.
         """
         try:
             if jax.process_count() == 1 and not self._diverged:
@@ -263,7 +263,7 @@ class Trainer:
         return Feeder(self.corpus.train, size, place, start_step=step, prefetch=data.prefetch)
 
     def close(self) -> None:
-        """Gives the run's folder back."""
+        """Release the run's folder."""
         self.checkpointer.close()
         self.folder.close()
 

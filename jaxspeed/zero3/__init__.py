@@ -1,9 +1,9 @@
 """ZeRO 3: parameters stored sharded, gathered one unit at a time.
 
-A program is traced with names on its module calls, the calls that are units are found
-(`find_units`), the program is split at those names (`segments`) and evaluated again
-(`segmented_eval`), each segment gathering its own parameters forward and backward (`segment_vjp`,
-`sharded_param`, `param_views`) and saving what the `residual_policy` says.
+The program is traced with module scopes as names. The calls that are units are found
+(`find_units`), the program is split at them (`segments`) and evaluated again (`segmented_eval`).
+Each segment all-gathers its parameters in forward and backward and reduce-scatters their gradients
+(`segment_vjp`, `sharded_param`, `param_views`), and saves what the `residual_policy` selects.
 """
 
 from jaxspeed.zero3.find_units import Units, choose_units

@@ -1,10 +1,11 @@
 """Weight gradients computed as early as possible, not at the end of their unit.
 
-Only the end of a unit waits for the gradients of its weights. Left to itself XLA makes all of them
-there (seen on TPU compiles), and until then holds what they are products of: of a llama block four
-arrays as wide as its mlp, all through the backward pass of its attention. So what a product hands
-back waits for the gradient of the weight of the product after it, which the backward pass came to
-just before: that gradient can still go to its shard while this product is under way.
+Only the end of a unit's backward pass needs its weight gradients. By default XLA computes all of
+them there (seen on TPU compiles), and until then holds their operands: for a llama block four
+arrays as wide as its MLP, throughout the backward pass of its attention. So the input gradient of
+each matmul is tied to the weight gradient of the next matmul of the forward pass, which the
+backward pass reached just before. That weight gradient can still be reduce-scattered during this
+matmul.
 """
 
 from collections.abc import Callable, Collection
@@ -17,20 +18,20 @@ from jaxspeed.placement.grad_barrier import gradients_together
 
 
 def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
-    """A jaxpr without constants as a function whose backward pass ends a product before the next.
+    """A constant-free jaxpr as a function whose backward pass finishes one matmul at a time.
 
-    `weights` are those of its inputs that are parameters with a gradient.
+    `weights` are those of its inputs that are trainable parameters.
     """
-    products = _products(jaxpr, weights)
-    after = [weight for _, weight in [*products.values()][1:]]
-    waits_for = dict(zip(products, after, strict=False))  # the last one is followed by none
+    matmuls = _matmuls(jaxpr, weights)
+    after = [weight for _, weight in [*matmuls.values()][1:]]
+    waits_for = dict(zip(matmuls, after, strict=False))  # the last matmul has no successor
 
     def run(*args: Any) -> list[Any]:
         env = bindings(jaxpr, (), args)
         for number, eqn in enumerate(jaxpr.eqns):
             given = {v: env[v] for v in eqn.invars if is_var(v)}
             if number in waits_for:
-                moving, weight = products[number][0], waits_for[number]
+                moving, weight = matmuls[number][0], waits_for[number]
                 given[moving], env[weight] = gradients_together(env[moving], env[weight])
             outs = run_equation(jaxpr, eqn, given.__getitem__)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -39,9 +40,9 @@ def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
     return run if waits_for else as_function(jaxpr)
 
 
-def _products(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]]:
-    """{number of an equation: (what is multiplied, the weight that it is multiplied with)}."""
-    origin = {v: v for v in weights}  # of what is made of a single weight
+def _matmuls(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]]:
+    """{equation number: (activation operand, weight operand)} of the matmuls and convolutions."""
+    origin = {v: v for v in weights}  # of values computed from a single weight
     found = {}
     for number, eqn in enumerate(jaxpr.eqns):
         read = [v for v in eqn.invars if is_var(v)]

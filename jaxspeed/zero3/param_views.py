@@ -1,9 +1,9 @@
 """Views of a sharded parameter: slices and reshapes that do not gather it.
 
-`w[i]` of an unrolled stack, or a head that a chunked loss folds to [chunks, chunk, embed], must not
-be gathered (or brought from host memory) whole first. Each rule here gives the same operation on
-the stored (cut and perhaps padded) array and how its result is stored; an operation that touches
-the cut dim has no rule.
+`w[i]` of an unrolled stack, or a head that a chunked loss reshapes to [chunks, chunk, embed], must
+not be gathered (or copied from host memory) in full first. Each rule returns the same operation on
+the stored (sharded and perhaps padded) array, and the sharding of its result; an operation on the
+sharded dim has no rule.
 """
 
 import math
@@ -19,78 +19,82 @@ VIEWS = ("slice", "dynamic_slice", "squeeze", "transpose", "reshape", "pad")
 def view(
     eqn: Any, stored: ShardedParam, stored_shape: tuple[int, ...]
 ) -> tuple[dict, ShardedParam] | None:
-    """The parameters with which to bind `eqn` on the stored array, and the result's storage.
+    """The parameters for binding `eqn` on the stored array, and the result's storage.
 
-    None when the operation needs the gathered array.
+    None if the operation needs the gathered array.
     """
     rule = (_ON_HOST if stored.on_host else _RULES).get(eqn.primitive.name)
-    cut = stored.cut_dim
-    if rule is None or (cut is None and not stored.on_host):
+    sharded = stored.sharded_dim
+    if rule is None or (sharded is None and not stored.on_host):
         return None
-    return rule(eqn, stored, stored_shape, cut)
+    return rule(eqn, stored, stored_shape, sharded)
 
 
-def _slice(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
+def _slice(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None) -> Any:
     start, limit, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
-    if cut is not None and (
-        start[cut] != 0 or limit[cut] != stored.shape[cut] or (strides and strides[cut] != 1)
+    if sharded is not None and (
+        start[sharded] != 0
+        or limit[sharded] != stored.shape[sharded]
+        or (strides and strides[sharded] != 1)
     ):
         return None
-    limit = tuple(real[d] if d == cut else n for d, n in enumerate(limit))
+    limit = tuple(real[d] if d == sharded else n for d, n in enumerate(limit))
     return {**eqn.params, "limit_indices": limit}, _same_dims(stored, eqn)
 
 
-def _dynamic_slice(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
+def _dynamic_slice(
+    eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None
+) -> Any:
     sizes = eqn.params["slice_sizes"]
-    if cut is not None and sizes[cut] != stored.shape[cut]:
+    if sharded is not None and sizes[sharded] != stored.shape[sharded]:
         return None
-    sizes = tuple(real[d] if d == cut else n for d, n in enumerate(sizes))
+    sizes = tuple(real[d] if d == sharded else n for d, n in enumerate(sizes))
     return {**eqn.params, "slice_sizes": sizes}, _same_dims(stored, eqn)
 
 
-def _pad(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
-    if cut is not None and any(eqn.params["padding_config"][cut]):
+def _pad(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None) -> Any:
+    if sharded is not None and any(eqn.params["padding_config"][sharded]):
         return None
     return eqn.params, _same_dims(stored, eqn)
 
 
-def _squeeze(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
-    gone = eqn.params["dimensions"]
-    if cut in gone:
+def _squeeze(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None) -> Any:
+    removed = eqn.params["dimensions"]
+    if sharded in removed:
         return None
-    kept: list[int | None] = [d for d in range(len(real)) if d not in gone]
-    return eqn.params, stored.moved(eqn.outvars[0].aval.shape, kept)
+    left: list[int | None] = [d for d in range(len(real)) if d not in removed]
+    return eqn.params, stored.moved(eqn.outvars[0].aval.shape, left)
 
 
-def _transpose(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
+def _transpose(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None) -> Any:
     order = list(eqn.params["permutation"])
     return eqn.params, stored.moved(eqn.outvars[0].aval.shape, order)
 
 
-def _reshape(eqn: Any, stored: ShardedParam, real: tuple[int, ...], cut: int | None) -> Any:
-    """Dims before the cut one may be folded or split as long as the rest stays as it is."""
+def _reshape(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int | None) -> Any:
+    """Merge or split the dims before the sharded one; the others must not change."""
     old, new = stored.shape, eqn.params["new_sizes"]
-    cut = len(old) if cut is None else cut
-    tail = len(old) - cut
+    sharded = len(old) if sharded is None else sharded
+    tail = len(old) - sharded
     front = len(new) - tail
-    if eqn.params["dimensions"] is not None or tuple(new[front:]) != tuple(old[cut:]):
+    if eqn.params["dimensions"] is not None or tuple(new[front:]) != tuple(old[sharded:]):
         return None
     mesh_sizes = stored.gathered.mesh.shape
-    parts = [num_shards(entry, mesh_sizes) for entry in stored.entries[:cut]]
-    dims = _places(old[:cut], new[:front], parts)
+    parts = [num_shards(entry, mesh_sizes) for entry in stored.entries[:sharded]]
+    dims = _source_dims(old[:sharded], new[:front], parts)
     if dims is None:
         return None
-    params = {**eqn.params, "new_sizes": (*new[:front], *real[cut:])}
-    return params, stored.moved(tuple(new), [*dims, *range(cut, len(old))])
+    params = {**eqn.params, "new_sizes": (*new[:front], *real[sharded:])}
+    return params, stored.moved(tuple(new), [*dims, *range(sharded, len(old))])
 
 
-def _places(
-    old: Sequence[int], new: Sequence[int], parts: Sequence[int]
+def _source_dims(
+    old: Sequence[int], new: Sequence[int], num_shards: Sequence[int]
 ) -> list[int | None] | None:
-    """For each dim of a reshaped array the dim whose cut it takes over; None where it takes none.
+    """For each dim of a reshaped array the old dim whose sharding it inherits, or None.
 
-    `parts` is into how many each old dim is cut. Dims that were split or folded together stay cut
-    as they were if it is the outermost of them that is cut. None if nothing says how.
+    `num_shards` is of each old dim. Dims that are split or merged keep their sharding if only the
+    outermost of them is sharded. None in place of the list if the sharding has no image.
     """
     if math.prod(old) != math.prod(new):
         return None
@@ -99,12 +103,12 @@ def _places(
     while i < len(old) and j < len(new):
         first, place, a, b = i, j, old[i], new[j]
         i, j = i + 1, j + 1
-        while a != b:  # the smallest groups of dims that hold equally many
+        while a != b:  # the smallest groups of dims of equal size
             if a < b:
                 a, i = a * old[i], i + 1
             else:
                 b, j = b * new[j], j + 1
-        outer, *inner = parts[first:i]
+        outer, *inner = num_shards[first:i]
         if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:
             return None
         dims[place] = first if outer > 1 else None
@@ -124,5 +128,5 @@ _RULES = {
     "transpose": _transpose,
     "reshape": _reshape,
 }
-# What compilers do to an array in host memory without bringing it to the device.
+# Operations that compilers run on an array in host memory, without a copy to the device.
 _ON_HOST = {name: _RULES[name] for name in ("slice", "dynamic_slice", "squeeze", "reshape")}

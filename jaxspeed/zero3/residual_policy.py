@@ -1,4 +1,4 @@
-"""Residual policy of a unit: what is saved for its backward pass; the rest is rematerialized."""
+"""Residual policy of a unit: what is saved for backward and where; the rest is rematerialized."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,46 +12,46 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class ResidualPolicy:
-    """What is kept of a unit, beside what it was handed, and how all of it waits.
+    """Residuals that a unit saves besides its inputs, and where all of them are stored.
 
-    `put` and `get` are the way of a kept activation to where it waits, and back: in host memory, or
-    cut over more devices. They are told whether it is one that the unit was handed.
+    `put(x, is_input)` moves a saved activation to its storage (host memory, or sharded over more
+    devices), and `get(x, is_input)` moves it back.
     """
 
-    policy: Function | None = None  # of jax.checkpoint; None: nothing else is kept
-    every: int = 1  # so many units, one after the other, are made again together
+    policy: Function | None = None  # of jax.checkpoint; None: only inputs are saved
+    every: int = 1  # number of consecutive units that are rematerialized together
     put: Callable[[Any, bool], Any] | None = None
     get: Callable[[Any, bool], Any] | None = None
 
-    def again(self, fn: Function, in_loop: bool) -> Function:
-        """The function, of whose inner values only those of the policy are kept.
+    def rematerialized(self, fn: Function, in_loop: bool) -> Function:
+        """`jax.checkpoint` of the function with the policy.
 
-        In a loop the two passes are loops of their own, which no compiler makes one of.
+        In a loop, forward and backward are separate loops, which no compiler merges: CSE may stay.
         """
         return jax.checkpoint(fn, policy=self.policy, prevent_cse=not in_loop)
 
-    def store(self, kept: Sequence[Any], waiting: Sequence["Waiting"]) -> list[Any]:
-        """What waits for the backward pass."""
-        return _moved(self.put, kept, waiting)
+    def store(self, saved: Sequence[Any], kinds: Sequence["Residual"]) -> list[Any]:
+        """Move the saved residuals to their storage."""
+        return _moved(self.put, saved, kinds)
 
-    def fetch(self, kept: Sequence[Any], waiting: Sequence["Waiting"]) -> list[Any]:
-        """What `store` was given."""
-        return _moved(self.get, kept, waiting)
+    def fetch(self, saved: Sequence[Any], kinds: Sequence["Residual"]) -> list[Any]:
+        """Move the residuals back: the inverse of `store`."""
+        return _moved(self.get, saved, kinds)
 
 
-class Waiting(NamedTuple):
-    """What is to be known of a value that a unit keeps."""
+class Residual(NamedTuple):
+    """Which kind of value a unit saves."""
 
-    handed: bool  # it is an input, as it came
-    own: bool  # no other unit keeps it too
+    is_input: bool  # an unchanged input of the unit
+    unshared: bool  # no other unit saves it
 
 
 def _moved(
-    move: Callable[[Any, bool], Any] | None, kept: Sequence[Any], waiting: Sequence[Waiting]
+    move: Callable[[Any, bool], Any] | None, saved: Sequence[Any], kinds: Sequence[Residual]
 ) -> list[Any]:
     return [
-        move(x, how.handed) if move and how.own and _is_activation(x) else x
-        for x, how in zip(kept, waiting, strict=True)
+        move(x, kind.is_input) if move and kind.unshared and _is_activation(x) else x
+        for x, kind in zip(saved, kinds, strict=True)
     ]
 
 

@@ -1,12 +1,11 @@
-"""Custom VJP of a segment: its parameters are gathered in each pass and never saved.
+"""Custom VJP of a segment: parameters all-gathered in each pass, gradients reduce-scattered.
 
-The piece is differentiated by hand so that gathered parameters are never kept between the passes:
-the forward pass gathers them once its inputs are there, the backward pass gathers them again once
-the cotangents are there, and whatever the derivative needs that was computed from parameters alone
-is computed again from them. Everything else is kept as plain differentiation would keep it, or as
-the piece's own `jax.checkpoint` says, or as the config does (`ResidualPolicy`).
+Gathered parameters are never residuals: the forward pass gathers them once its inputs exist, the
+backward pass gathers them again once the cotangents exist, and residuals computed from parameters
+alone are recomputed from them. All other residuals are saved as plain differentiation would save
+them, or as the model's `jax.checkpoint` or the config (`ResidualPolicy`) determines.
 
-XLA keeps to "one piece at a time" because each gather is tied to what must be there before it, by
+XLA runs one segment at a time because each gather is tied to its predecessors by an
 `optimization_barrier`; measured on TPU and GPU compiles. (XLA:CPU drops the barriers.)
 """
 
@@ -20,17 +19,17 @@ from jaxspeed.jaxpr.evaluate import evaluate
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, runs
-from jaxspeed.zero3.residual_policy import ResidualPolicy, Waiting
+from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
 from jaxspeed.zero3.sharded_param import ShardedParam, place_of, read_all, scatter_all
 
 Function = Callable[..., Sequence[Any]]
 
 
 def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both sequences, such that nothing of either is used before all of both are there.
+    """Both sequences behind one barrier: no element is used before all elements exist.
 
-    What is in host memory is left out: XLA:TPU compiles no barrier of it (libtpu 0.0.51), and in a
-    loop over layers it is moved a layer at a time in any case.
+    Arrays in host memory are left out: XLA:TPU compiles no barrier on them (libtpu 0.0.51), and a
+    loop over layers streams them layer by layer anyway.
     """
     ours = [i for i, x in enumerate(first) if not _in_host(x)]
     theirs = [i for i, x in enumerate(second) if _is_real(x) and not _in_host(x)]
@@ -57,15 +56,15 @@ def _in_host(x: Any) -> bool:
 def read_tied(
     fn: Function, stored: Sequence[ShardedParam], weights: Sequence[Any], inputs: Sequence[Any]
 ) -> Sequence[Any]:
-    """`fn(*read weights, *inputs)` with the gathers tied to the inputs."""
+    """`fn(*gathered weights, *inputs)` with the gathers tied to the inputs."""
     weights, inputs = tie(weights, inputs)
     return fn(*read(stored, weights), *inputs)
 
 
 def read(stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
-    """The parameters as layers read them; differentiable, gradients going to their cut."""
-    if place_of(stored):  # the derivative of what an exchange does is not the compiler's to find
-        return run_piece(lambda *whole: list(whole), stored, weights, ())
+    """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
+    if place_of(stored):  # JAX cannot differentiate an exchange
+        return run_piece(lambda *full: list(full), stored, weights, ())
     return read_all(stored, weights, ())
 
 
@@ -74,56 +73,56 @@ def run_piece(
     stored: Sequence[ShardedParam],
     weights: Sequence[Any],
     inputs: Sequence[Any],
-    keeping: ResidualPolicy | None = None,
-    own: Sequence[bool] = (),
+    residuals: ResidualPolicy | None = None,
+    unshared: Sequence[bool] = (),
 ) -> list[Any]:
-    """`fn(*weights as read, *inputs)`, gathering in both passes and keeping nothing gathered.
+    """`fn(*gathered weights, *inputs)`: gathers in both passes, saves no gathered parameter.
 
-    `own` are the inputs that no other piece reads: with `keeping`, they wait as it says.
+    `unshared` marks the inputs that no other segment reads; `residuals` applies to those.
     """
     count, place = len(weights), place_of(stored)
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
-    # What the forward pass found out, for the backward pass.
+    # Set by the forward pass for the backward pass.
     passes: list[Passes] = []
     wanted: list[bool] = []
 
-    def waiting() -> list[Waiting]:
-        handed = passes[0].inputs_kept
-        return [Waiting(i is not None, i is None or own[i - count]) for i in handed]
+    def kinds() -> list[Residual]:
+        inputs = passes[0].saved_inputs
+        return [Residual(i is not None, i is None or unshared[i - count]) for i in inputs]
 
     @jax.custom_vjp
-    def piece(place: Sequence[Any], *args: Any) -> list[Any]:
+    def segment(place: Sequence[Any], *args: Any) -> list[Any]:
         tied, inputs = tie(args[:count], args[count:])
         return list(fn(*read_all(stored, tied, place), *inputs))
 
     def forward(place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
         place = [x.value for x in place]
         args = [x.value for x in given]
-        # Nobody asks for the gradient of an input that was made of no parameter: rotary angles.
+        # Inputs that depend on no parameter, such as rotary angles, need no gradient.
         wanted[:] = [on and x.perturbed for on, x in zip(active, given, strict=True)]
         tied, inputs = tie(args[:count], args[count:])
         full = [*read_all(stored, tied, place), *inputs]
         passes[:] = [Passes(fn, wanted, full, count)]
-        outs, kept = passes[0].forward(full)
-        # An input as it came, not as it was tied: in a scan, what is the same for all steps is then
-        # kept once, and not once a step.
-        kept = [
+        outs, saved = passes[0].forward(full)
+        # The input from before the barrier: a scan then saves a loop-invariant input once, not once
+        # per step.
+        saved = [
             args[i] if i is not None else x
-            for i, x in zip(passes[0].inputs_kept, kept, strict=True)
+            for i, x in zip(passes[0].saved_inputs, saved, strict=True)
         ]
-        kept = keeping.store(kept, waiting()) if keeping else kept
-        return outs, (place, tuple(args[:count]), kept)
+        saved = residuals.store(saved, kinds()) if residuals else saved
+        return outs, (place, tuple(args[:count]), saved)
 
-    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        place, shards, kept = residuals
-        kept = keeping.fetch(kept, waiting()) if keeping else kept
+    def backward(carried: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        place, shards, saved = carried
+        saved = residuals.fetch(saved, kinds()) if residuals else saved
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, arrived = tie(shards, [_instantiated(ct) for ct, real in of_real if real])
-        grads = iter(passes[0].backward(read_all(stored, tied, place), kept, arrived))
+        grads = iter(passes[0].backward(read_all(stored, tied, place), saved, arrived))
         found = [next(grads) if on else None for on in wanted]
         here = scatter_all(stored, found[:count], shards, place)
-        # Tied again, so that a gradient is on its shard before the pass moves on.
+        # A second barrier: gradients are reduce-scattered before the next segment starts.
         done, onward = map(iter, tie(_present(here), _present(found[count:])))
         return (
             None,
@@ -131,12 +130,12 @@ def run_piece(
             *(None if g is None else next(onward) for g in found[count:]),
         )
 
-    piece.defvjp(forward, backward, symbolic_zeros=True)
-    return piece(place, *weights, *inputs)
+    segment.defvjp(forward, backward, symbolic_zeros=True)
+    return segment(place, *weights, *inputs)
 
 
 def _instantiated(cotangent: Any) -> Any:
-    """An array, of zeros where nobody reads the output."""
+    """The cotangent as an array: zeros if it is symbolic (the output is unused)."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
@@ -147,10 +146,10 @@ def _present(values: Sequence[Any]) -> list[Any]:
 
 
 class Passes:
-    """The two passes of a function, with what depends on its weights alone left out of between.
+    """Forward and backward pass of a function; residuals of weights alone are recomputed.
 
-    `forward(args)` gives the outputs and what is kept; `backward(whole weights, kept, cotangents)`
-    the gradients of the active arguments.
+    `forward(args)` gives the outputs and the saved residuals; `backward(full weights, saved,
+    cotangents)` the gradients of the active arguments.
     """
 
     def __init__(self, fn: Function, active: Sequence[bool], args: list[Any], count: int) -> None:
@@ -178,35 +177,33 @@ class Passes:
         self.weight_vars = jaxpr.invars[:count]
         residuals = jaxpr.outvars[self.out_count :]
         from_weights = _depends_only_on(jaxpr, self.weight_vars)
-        self.again = [is_var(v) and v in from_weights for v in residuals]
-        place = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
-        of_kept = [v for v, again in zip(residuals, self.again, strict=True) if not again]
-        self.inputs_kept = [place.get(v) if is_var(v) else None for v in of_kept]
-        self.again_jaxpr = slice_of(
+        self.recomputed = [is_var(v) and v in from_weights for v in residuals]
+        index = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
+        saved = [v for v, again in zip(residuals, self.recomputed, strict=True) if not again]
+        self.saved_inputs = [index.get(v) if is_var(v) else None for v in saved]
+        self.recompute_jaxpr = slice_of(
             jaxpr,
             jaxpr.eqns,
             [*jaxpr.constvars, *self.weight_vars],
-            [v for v, again in zip(residuals, self.again, strict=True) if again],
+            [v for v, again in zip(residuals, self.recomputed, strict=True) if again],
         )
 
     def forward(self, args: list[Any]) -> tuple[list[Any], list[Any]]:
         values = evaluate(self.closed.jaxpr, self.closed.consts, args)
-        kept = [
-            v for v, again in zip(values[self.out_count :], self.again, strict=True) if not again
-        ]
-        return values[: self.out_count], kept
+        residuals = zip(values[self.out_count :], self.recomputed, strict=True)
+        return values[: self.out_count], [v for v, again in residuals if not again]
 
-    def backward(self, whole: list[Any], kept: list[Any], cotangents: list[Any]) -> list[Any]:
-        again = iter(evaluate(self.again_jaxpr, (), [*self.closed.consts, *whole]))
-        stored = iter(kept)
-        leaves = [next(again) if a else next(stored) for a in self.again]
+    def backward(self, full: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
+        computed = iter(evaluate(self.recompute_jaxpr, (), [*self.closed.consts, *full]))
+        stored = iter(saved)
+        leaves = [next(computed) if again else next(stored) for again in self.recomputed]
         return list(jax.tree.unflatten(self.pullback_tree, leaves)(cotangents))
 
 
 def _depends_only_on(jaxpr: Any, sources: Sequence[Any]) -> set[Any]:
-    """The variables that are computed from `sources` (and constants) and from nothing else.
+    """The variables that are computed only from `sources` and constants.
 
-    Random numbers of a constant key are something else: they are drawn as activations are.
+    Random numbers from a constant key do not count: they are drawn as activations are.
     """
     inside, outside = set(sources), set(jaxpr.invars) - set(sources)
     for eqn in jaxpr.eqns:

@@ -52,7 +52,7 @@ class _Run:
             # Once, so that its gradients add up on the device, and only their sum leaves.
             self.env[v] = self.storage[v].brought(self.env[v])
             self.storage[v] = self.storage[v].on_device()
-        self.moving = made_of(jaxpr, way.activations) if way.keeping else set()
+        self.moving = made_of(jaxpr, way.activations) if way.residuals else set()
         self.pieces = pieces(jaxpr, way, storage)
         units = [p for p in self.pieces if p.units]
         self.readers = Counter(v for p in units for v in read_from_outside(p.eqns))
@@ -93,7 +93,7 @@ class _Run:
         values = [env[v] for v in inputs]
         stored = {v: storage[v] for v in weights}
         shards = [env[v] for v in weights]
-        if not (way.keeping and piece.units):
+        if not (way.residuals and piece.units):
             run = read_tied if way.recomputed else run_piece
             fn = _in_turn(program, stored)
             given = list(stored.values()), shards, values
@@ -101,17 +101,17 @@ class _Run:
             return
         own = [v in self.moving and self.readers[v] == 1 for v in inputs]
         if piece.units == 1:
-            fn = way.keeping.again(_in_turn(program, stored), way.in_loop)
+            fn = way.residuals.rematerialized(_in_turn(program, stored), way.in_loop)
             given = list(stored.values()), shards, values
         else:  # each gathers its own weights, and all keep only what the first was handed
-            inner = replace(way, keeping=None)
+            inner = replace(way, residuals=None)
 
             def together(*args: Any) -> list[Any]:
                 return run_sliced(program, (), args, stored, inner)
 
-            fn = way.keeping.again(together, way.in_loop)
+            fn = way.residuals.rematerialized(together, way.in_loop)
             given, own = ([], [], [*shards, *values]), [*(False for _ in shards), *own]
-        env.update(zip(outputs, run_piece(fn, *given, way.keeping, own)))
+        env.update(zip(outputs, run_piece(fn, *given, way.residuals, own)))
 
 
 def _in_turn(program: Any, stored: Storage) -> Callable[..., list[Any]]:
@@ -182,7 +182,7 @@ def _call(
 def _checkpoint(
     eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
 ) -> Sequence[Any]:
-    inner = replace(way, recomputed=True, keeping=None)
+    inner = replace(way, recomputed=True, residuals=None)
     return jax.checkpoint(
         lambda *args: _call(eqn, args, storage, inner, moving),
         policy=eqn.params["policy"],
@@ -219,8 +219,8 @@ def _scan(
         stored = storage[v]
         if i < num_consts:
             inner[iv] = stored
-        elif i < num_consts + num_carry or stored.cut_dim == 0:
-            # Carried, or cut along the layers: gathered before.
+        elif i < num_consts + num_carry or stored.sharded_dim == 0:
+            # Carried, or sharded along the layers: gathered before.
             (values[i],) = read([stored], [values[i]])
         else:
             inner[iv] = stored.layer()
@@ -258,9 +258,9 @@ def _repeats_units(jaxpr: Any, units: Units) -> bool:
 def _scan_of_groups(run: Any, split: Any, length: int, reverse: bool, way: Way) -> list[Any]:
     """A scan whose trips are made again several together: of those only the first's input waits."""
     consts, start, xs = split
-    keeping, inner = way.keeping, replace(way, keeping=None)
-    assert keeping is not None
-    every = keeping.every
+    residuals, inner = way.residuals, replace(way, residuals=None)
+    assert residuals is not None
+    every = residuals.every
     assert length % every == 0, "refused where the config is read against the model"
 
     def group(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -272,7 +272,7 @@ def _scan_of_groups(run: Any, split: Any, length: int, reverse: bool, way: Way) 
 
         own = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
         args = [*consts, *carry, *xs]
-        outs = run_piece(keeping.again(together, True), (), (), args, keeping, own)
+        outs = run_piece(residuals.rematerialized(together, True), (), (), args, residuals, own)
         return outs[: len(carry)], outs[len(carry) :]
 
     grouped = [x.reshape(length // every, every, *x.shape[1:]) for x in xs]

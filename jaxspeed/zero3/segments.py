@@ -1,6 +1,6 @@
-"""Segments of a traced program: the equations of one unit, of several, or between units.
+"""Split a traced program into segments: the equations of one unit, of several, or between units.
 
-Calls and loops that hold units are pieces of their own, into which the slicing goes.
+A call or loop that contains units is a segment of its own, which is split recursively.
 """
 
 import itertools
@@ -21,41 +21,41 @@ Storage = Mapping[Any, ShardedParam]
 
 @dataclass(frozen=True)
 class Way:
-    """How pieces are run."""
+    """How segments are evaluated."""
 
     units: Units
-    samples: int | None = None  # of the batch; None: no lookups by columns
-    # In a user's own jax.checkpoint the recomputation gathers again by itself, and keeps nothing.
+    samples: int | None = None  # batch size; None: no lookups in column-sharded tables
+    # Inside of a model's jax.checkpoint, whose recomputation gathers again and saves nothing.
     recomputed: bool = False
-    keeping: ResidualPolicy | None = None  # None: units keep whatever their derivative needs
-    # Variables of this program that depend on the batch and are not the same in each trip of a
-    # loop: what is made of them may wait elsewhere.
+    residuals: ResidualPolicy | None = None  # None: all residuals of a unit are saved
+    # Variables of this program that depend on the batch and are not loop-invariant: residuals
+    # computed from them may be offloaded or sharded further.
     activations: frozenset[Any] = frozenset()
     in_loop: bool = False
 
     @property
     def every(self) -> int:
-        """How many units are made again together."""
-        return self.keeping.every if self.keeping else 1
+        """Number of units that are rematerialized together."""
+        return self.residuals.every if self.residuals else 1
 
     def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "Way":
-        """The way through a program that an equation runs; `inner` maps its inputs to ours."""
+        """The same for an equation's inner program; `inner` maps its inputs to the outer ones."""
         found = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
         return replace(self, activations=found, **changes)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Equations that belong together."""
+    """Equations that are evaluated together."""
 
     eqns: list[Any]
-    units: int  # how many of them: more than one are made again together
-    nested: bool  # a single equation that holds units, or looks up rows of a table
-    outputs: Sequence[Any] = ()  # what it hands on
+    units: int  # number of units; several are rematerialized together
+    nested: bool  # a single equation that contains units, or looks up rows of a table
+    outputs: Sequence[Any] = ()  # variables that later equations read
 
 
 def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Segment]:
-    """Maximal runs of equations of one unit (or of none), and what each must hand on."""
+    """Maximal runs of equations of one unit (or of none), with the outputs that others read."""
 
     views = _possible_views(jaxpr, storage)
 
@@ -79,34 +79,34 @@ def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Segment]:
         runs = _together(runs, way.every)
     live = {v for v in jaxpr.outvars if is_var(v)}
     found = []
-    for piece in reversed(runs):
-        made = dict.fromkeys(v for eqn in piece.eqns for v in eqn.outvars)
-        found.append(replace(piece, outputs=[v for v in made if v in live]))
-        live = (live - made.keys()) | {v for eqn in piece.eqns for v in eqn.invars if is_var(v)}
+    for segment in reversed(runs):
+        made = dict.fromkeys(v for eqn in segment.eqns for v in eqn.outvars)
+        found.append(replace(segment, outputs=[v for v in made if v in live]))
+        live = (live - made.keys()) | {v for eqn in segment.eqns for v in eqn.invars if is_var(v)}
     return found[::-1]
 
 
-def _together(pieces: list[Segment], every: int) -> list[Segment]:
-    """Runs of `every` units, and what stands between them, as one piece each."""
+def _together(segments: list[Segment], every: int) -> list[Segment]:
+    """Merge each run of `every` units, and the equations between them, into one segment."""
     done: list[Segment] = []
     run: list[Segment] = []
 
     def close() -> None:
-        last = max((i for i, piece in enumerate(run) if piece.units), default=-1)
+        last = max((i for i, segment in enumerate(run) if segment.units), default=-1)
         within, after = run[: last + 1], run[last + 1 :]
         if within:
-            eqns = [eqn for piece in within for eqn in piece.eqns]
-            done.append(Segment(eqns, sum(piece.units for piece in within), False))
+            eqns = [eqn for segment in within for eqn in segment.eqns]
+            done.append(Segment(eqns, sum(segment.units for segment in within), False))
         done.extend(after)
         run.clear()
 
-    for piece in pieces:
-        if not piece.nested:
-            run.append(piece)
-        if piece.nested or sum(p.units for p in run) == every or not any(p.units for p in run):
+    for segment in segments:
+        if not segment.nested:
+            run.append(segment)
+        if segment.nested or sum(s.units for s in run) == every or not any(s.units for s in run):
             close()
-        if piece.nested:
-            done.append(piece)
+        if segment.nested:
+            done.append(segment)
     close()
     return done
 
@@ -120,7 +120,7 @@ def _holds_unit(eqn: Any, units: Units) -> bool:
 
 
 def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
-    """Whether it is, or calls, a lookup in a stored table that need not be gathered for it."""
+    """Whether an equation is, or calls, a lookup that does not need the table gathered."""
     if eqn.primitive.name == "gather":
         table = eqn.invars[0]
         return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
@@ -136,7 +136,7 @@ def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
 
 
 def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
-    """The stored parameters of a program and what may be views of them."""
+    """The stored parameters of a program and the variables that may be views of them."""
     found = set(storage)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in VIEWS and is_var(eqn.invars[0]) and eqn.invars[0] in found:
@@ -145,7 +145,7 @@ def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:
 
 
 def _scans_over(eqn: Any, stored: set[Any]) -> bool:
-    """A scan that goes through a stored parameter slice by slice: each slice is a piece."""
+    """Whether an equation is a scan over the slices of a stored parameter."""
     if eqn.primitive.name != "scan":
         return False
     first_xs = sum(consts_and_carry(eqn))

@@ -1,9 +1,9 @@
 """Embedding lookup in a column-sharded table, without gathering the table.
 
-Every device looks up its columns for the tokens of all devices, and an all-to-all hands each device
-all columns of its own tokens. That moves and holds as much as one activation [tokens, embed],
-whatever the vocabulary is. The way back is the same: each device adds the gradients of all tokens
-to its own columns, so that they are reduced without a reduce-scatter.
+Every device looks up its columns for the tokens of all devices, and an all-to-all sends each device
+all columns of its tokens. That moves and holds as much as one activation [tokens, embed], whatever
+the vocabulary size. In backward each device adds the gradients of all tokens to its columns, which
+reduces them without a reduce-scatter.
 """
 
 from collections.abc import Sequence
@@ -18,50 +18,50 @@ from jaxspeed.zero3.sharded_param import ShardedParam
 
 
 def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
-    """Whether a `gather` takes whole rows of a table cut by columns, for a batch of `samples`.
+    """Whether a `gather` takes full rows of a column-sharded table for a batch of `samples`.
 
-    Positions, which are the same for every sample, are no batch: their table is as small as what
-    is looked up.
+    Positions, which are the same for every sample, do not count: their table is as small as the
+    result of the lookup.
     """
-    ids, numbers, cut = eqn.invars[1].aval, eqn.params["dimension_numbers"], stored.cut_dim
+    ids, numbers, sharded = eqn.invars[1].aval, eqn.params["dimension_numbers"], stored.sharded_dim
     return (
-        cut is not None
+        sharded is not None
         and ids.shape[0] == samples
         and 0 not in numbers.offset_dims
-        and cut in _kept_dims(eqn)
-        and cut not in numbers.start_index_map
-        and eqn.params["slice_sizes"][cut] == stored.shape[cut]
+        and sharded in _row_dims(eqn)
+        and sharded not in numbers.start_index_map
+        and eqn.params["slice_sizes"][sharded] == stored.shape[sharded]
     )
 
 
 def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) -> jax.Array:
-    """The rows `ids` of a stored table, in the dtype in which layers read it, cut as the batch."""
-    cut, out = stored.cut_dim, eqn.outvars[0].aval.shape
-    assert cut is not None
+    """The rows `ids` of a stored table in the layers' dtype, sharded as the batch."""
+    sharded, out = stored.sharded_dim, eqn.outvars[0].aval.shape
+    assert sharded is not None
     sizes = tuple(
-        table.shape[dim] if dim == cut else size
+        table.shape[dim] if dim == sharded else size
         for dim, size in enumerate(eqn.params["slice_sizes"])
     )
     found = eqn.primitive.bind(
         stored.brought(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
-    columns, rows = _shardings(eqn, stored, cut)
+    columns, rows = _shardings(eqn, stored, sharded)
     found = constrain(found, columns, "lookup.columns")
     found = constrain(found, rows, "lookup.rows")
     return found if found.shape == out else found[tuple(map(slice, out))]
 
 
-def _kept_dims(eqn: Any) -> list[int]:
+def _row_dims(eqn: Any) -> list[int]:
     """The table's dims that are dims of the result, in its order."""
     numbers = eqn.params["dimension_numbers"]
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     return [dim for dim in range(eqn.invars[0].aval.ndim) if dim not in gone]
 
 
-def _shardings(eqn: Any, stored: ShardedParam, cut: int) -> tuple[NamedSharding, NamedSharding]:
-    """How the result is cut: by columns, as the table is; and by samples, as the batch is."""
-    mesh = stored.cut.mesh
-    places = dict(zip(_kept_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
+def _shardings(eqn: Any, stored: ShardedParam, sharded: int) -> tuple[NamedSharding, NamedSharding]:
+    """Shardings of the result: by columns, as the table; and by samples, as the batch."""
+    mesh = stored.sharding.mesh
+    places = dict(zip(_row_dims(eqn), eqn.params["dimension_numbers"].offset_dims, strict=True))
 
     def along(spec: PartitionSpec, batch: Sequence[str]) -> NamedSharding:
         entries: list[Any] = [None] * eqn.outvars[0].aval.ndim
@@ -70,8 +70,8 @@ def _shardings(eqn: Any, stored: ShardedParam, cut: int) -> tuple[NamedSharding,
             entries[place] = spec[dim] if dim < len(spec) else None
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    taken = stored.cut.spec[cut]
+    taken = stored.sharding.spec[sharded]
     taken = (taken,) if isinstance(taken, str) else taken
     data = [axis for axis in DATA_AXES if axis in mesh.shape]
     left = [axis for axis in data if axis not in taken]
-    return along(stored.cut.spec, left), along(stored.gathered.spec, data)
+    return along(stored.sharding.spec, left), along(stored.gathered.spec, data)

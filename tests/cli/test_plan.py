@@ -108,7 +108,7 @@ def test_nothing_is_made(config):
 def test_the_text_has_the_totals_the_chart_and_the_costs(config):
     shown = plan(config, "--no-compile", *STAGES)
     assert shown.returncode == 0, shown.stderr
-    for text in ("parameters on 8 devices", "param", "M = ", "stage 1 F", "bubble", "messages"):
+    for text in ("parameters on 8 devices", "param", "needed: ", "stage 1 F", "bubble", "messages"):
         assert text in shown.stdout, text
     assert "compiled" not in shown.stdout
 
@@ -172,9 +172,9 @@ MISTAKES = {
     "a torus as a count": (["CONFIG", "--target", "v5p:8"], "8 chips are v5p:2x2x2"),
     "a torus that cannot hold the mesh": (
         ["CONFIG", "--target", "tpu7x:4x1x1", "--set", "mesh.tensor=4"],
-        "the first two dims are even",
+        "the first two dims must be even",
     ),
-    "a target and devices": (["CONFIG", "--target", "cpu:8", "--devices", "8"], "give one"),
+    "a target and devices": (["CONFIG", "--target", "cpu:8", "--devices", "8"], "give only one"),
     "no patience": (["CONFIG", "--target", "cpu:8", "--patience", "0"], "more than 0"),
     "no such hardware": (["CONFIG", "--target", "cpu:8", "--hardware", "/nowhere"], "No such file"),
     "a target of another number": (["CONFIG", "--target", "h100:16"], "simulate(16)"),
@@ -221,7 +221,7 @@ def test_a_target_is_told_with_its_devices_and_its_n(config):
     assert found["target"]["name"] == "h100:8" and found["target"]["memory"] == 84942979072
     assert found["compiled"] is None and found["outcome"] is None  # unless asked
     text = plan(config, "--target", "h100:8").stdout
-    assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "N = 84.9 GB a device" in text
+    assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "available: 84.9 GB per device" in text
 
 
 def test_a_target_is_told_what_a_step_needs_by_component(config):

@@ -207,11 +207,11 @@ def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
     (folder.parent / "bad").mkdir(exist_ok=True)
     bad = text_files(tmp_path / "bad", TEXTS[:3])
     (bad / "9.txt").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="no UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8"):
         tokenize(Data(**text(bad)), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad"]
     tokenize(Data(**text(folder)), tmp_path / "out")
-    with pytest.raises(DataError, match="out' is there already"):
+    with pytest.raises(DataError, match="out' already exists"):
         tokenize(Data(**text(folder)), tmp_path / "out")
     with pytest.raises(DataError, match=r"0000\.txt/out' cannot be written"):
         tokenize(Data(**text(folder)), folder / "0000.txt" / "out")
@@ -228,7 +228,7 @@ def test_damaged_token_files_are_named(folder, tmp_path):
     (out / "tokens.npy").write_bytes(whole)
     header = (out / "header.json").read_text()
     (out / "header.json").write_text(header.replace('"format": 1', '"format": 2'))
-    with pytest.raises(DataError, match="has format 2; this jaxspeed reads 1"):
+    with pytest.raises(DataError, match="has format 2; this version of jaxspeed reads 1"):
         opened(source)
     (out / "header.json").write_text(header[:20])
     with pytest.raises(DataError, match="out' is damaged"):
@@ -250,7 +250,7 @@ def test_limits_of_the_model_are_kept(folder):
     wrong("bytes has 256 ids, but the model's vocabulary has 200", text(folder), vocab_size=200)
     wrong("data.vocab_size is 600, but the model's vocabulary has 512",
           text(folder, tokenizer="bpe", vocab_size=600))  # fmt: skip
-    wrong("data.seq_len: needs a number", text(folder), seq_len=None)
+    wrong("data.seq_len: must be set", text(folder), seq_len=None)
     wrong("data.vocab_size: bpe needs it", text(folder, tokenizer="bpe"), vocab_size=None)
 
 
@@ -266,15 +266,15 @@ def test_a_corpus_that_is_too_small_is_refused(tmp_path):
         return {"source": "text", "path": str(tmp_path / "a.txt"), "held_out": 0}
 
     wrong("holds no text", of(0))
-    wrong(r"too small.*not one sample of 16 tokens.*shorter data.seq_len", of(10))
+    wrong(r"too small.*not one training sample of 16 tokens.*shorter data.seq_len", of(10))
     assert opened(of(16)).train.samples == 1  # and the end is a token too
     wrong("too small: 6 training samples, but a batch has 8", of(100), batch_size=8)
-    wrong(r"data.held_out: 0.001 of .* is not one sample", of(100) | {"held_out": 0.001})
+    wrong(r"data.held_out: 0.001 of .* is less than one sample", of(100) | {"held_out": 0.001})
 
 
 def test_sources_of_another_kind_than_the_model_reads_are_refused(tmp_path):
     wrong("holds text, but the model reads images", {}, sample="images")
-    wrong("what this model reads is not known", {"source": "synthetic"}, sample=None)
+    wrong("the kind of this model's samples is unknown", {"source": "synthetic"}, sample=None)
     np.savez(tmp_path / "a.npz", images=np.zeros((20, 4, 4, 3)), labels=np.zeros(20, int))
     wrong("has arrays, but the model reads tokens",
           {"source": "images", "path": str(tmp_path / "a.npz")})  # fmt: skip
@@ -284,5 +284,5 @@ def test_tokens_of_another_tokenizer_are_refused(folder, tmp_path):
     tokenize(Data(**text(folder)), tmp_path / "bytes", tokenizer=ByteTokenizer())
     source = {"source": "tokens", "path": str(tmp_path / "bytes")}
     other = BPETokenizer.train(TEXTS, 300)
-    wrong(r"another tokenizer \(bytes\) than the rest \(bpe", source,
+    wrong(r"a different tokenizer \(bytes\) than the rest \(bpe", source,
           tokenizer_file=other.to_bytes())  # fmt: skip

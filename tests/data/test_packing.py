@@ -23,21 +23,21 @@ def array_of(documents):
     return np.array(list(chain.from_iterable(documents)), np.uint8), offsets
 
 
-def windows(documents, seq_len, *, kept=None, segments=True, whole=False):
+def windows(documents, seq_len, *, kept=None, segments=True, pad_last=False):
     tokens, offsets = array_of(documents)
     kept = list(range(len(documents))) if kept is None else kept
     spans = Spans(offsets[:-1][kept], np.diff(offsets)[kept])
-    return Windows(Stream(tokens, spans), seq_len, segments=segments, whole=whole)
+    return Windows(Stream(tokens, spans), seq_len, segments=segments, pad_last=pad_last)
 
 
-def packed_plainly(documents, seq_len, whole):
+def packed_plainly(documents, seq_len, pad_last):
     """(tokens, segment ids, mask) of each sample, one token at a time."""
     flat = [(token, d) for d, document in enumerate(documents) for token in document]
     samples = []
     start = 0
     while start + 1 < len(flat):
         here = flat[start : start + seq_len + 1]
-        if len(here) < seq_len + 1 and not whole:
+        if len(here) < seq_len + 1 and not pad_last:
             break
         names = sorted({d for _, d in here})
         padding = [0] * (seq_len + 1 - len(here))
@@ -52,18 +52,18 @@ def packed_plainly(documents, seq_len, whole):
     return samples
 
 
-@given(documents=documents_, seq_len=st.integers(1, 33), whole=st.booleans())
-def test_packing_is_as_written_plainly(documents, seq_len, whole):
-    w = windows(documents, seq_len, whole=whole)
-    plain = packed_plainly(documents, seq_len, whole)
+@given(documents=documents_, seq_len=st.integers(1, 33), pad_last=st.booleans())
+def test_packing_is_as_written_plainly(documents, seq_len, pad_last):
+    w = windows(documents, seq_len, pad_last=pad_last)
+    plain = packed_plainly(documents, seq_len, pad_last)
     assert len(w) == len(plain)
     batch = w.read(np.arange(len(w)))
     for row, (tokens, segments, mask) in enumerate(plain):
         assert batch["tokens"][row].tolist() == tokens
         assert batch["segment_ids"][row].tolist() == segments
-        if whole:
+        if pad_last:
             assert batch["mask"][row].tolist() == mask
-    assert ("mask" in batch) == whole
+    assert ("mask" in batch) == pad_last
 
 
 @given(documents=documents_, seq_len=st.integers(1, 33), data=st.data())
@@ -80,7 +80,7 @@ def test_once_predicts_each_held_out_token_once_as_language_models_read_it(
     documents, seq_len, batch_size
 ):
     """Each token but a document's first, which nothing before it predicts."""
-    split = Split([windows(documents, seq_len, whole=True)], seed=0, shuffle=False)
+    split = Split([windows(documents, seq_len, pad_last=True)], seed=0, shuffle=False)
     targets = []
     for batch in split.once(batch_size):
         assert {x.shape for x in batch.values()} == {(batch_size, seq_len + 1)}

@@ -183,10 +183,10 @@ def test_missing_files_are_named_with_what_is_there(tmp_path):
 
 def test_binary_and_undecodable_files_are_named(tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"ab\0c")
-    wrong(r"binary\.txt' is no text: it is binary \(byte 2 is 0\)", source="text",
+    wrong(r"binary\.txt' is not text: it is binary \(byte 2 is 0\)", source="text",
           path=str(tmp_path / "binary.txt"))  # fmt: skip
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
-    wrong(r"latin\.txt' is no UTF-8 text: byte 1 is 0xfc", source="text",
+    wrong(r"latin\.txt' is not UTF-8 text: byte 1 is 0xfc", source="text",
           path=str(tmp_path / "latin.txt"))  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_binary_and_undecodable_files_are_named(tmp_path):
         (b'{"txt": "a"}', r'line 2: no field "text" \(data.text_field\); its fields: txt'),
         (b'{"text": 5}', 'line 2: the field "text" holds a int, not text'),
         (b'["a"]', "line 2: a list, not an object"),
-        (b'{"text": "\xff"}', "line 2: not JSON: it is no UTF-8"),
+        (b'{"text": "\xff"}', "line 2: not JSON: not UTF-8"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, match):
@@ -219,7 +219,7 @@ def test_arrays_that_do_not_fit_the_model_are_refused(tmp_path):
             {"image_shape": (32, 32, 3)},
             r"images are \[8, 8, 3\], but the model reads \[32, 32, 3\]",
         ),
-        ({"classes": 3}, "labels run from 0 to 8, but the model has 3 classes"),
+        ({"classes": 3}, "labels range from 0 to 8, but the model has 3 classes"),
     ):
         with pytest.raises(DataError, match=match):
             opened(source, sample="images", **limits)

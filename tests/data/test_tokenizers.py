@@ -121,7 +121,7 @@ def test_what_is_no_tokenizer_is_said_to_be_none(tmp_path):
     with pytest.raises(DataError, match=r"nowhere.*neither bytes, bpe nor the path"):
         read_tokenizer("nowhere")
     (tmp_path / "t.json").write_text("[1]")
-    with pytest.raises(DataError, match=r"t\.json' is no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"t\.json' is not a tokenizer\.json"):
         read_tokenizer(str(tmp_path / "t.json"))
 
 

@@ -184,7 +184,7 @@ def test_fewer_layers_of_a_model_that_the_config_names(monkeypatch):
 
 def test_what_check_cannot_do_is_said():
     engine = tiny.engine(PAIR)
-    with pytest.raises(ModelError, match="for your own, pass"):
+    with pytest.raises(ModelError, match="for your own model, pass"):
         engine.check(tiny.batch(), layers=2)
     with pytest.raises(ModelError, match="both given"):
         named = tiny.jaxspeed.initialize(

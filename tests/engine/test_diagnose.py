@@ -145,7 +145,7 @@ def test_all_is_finite_and_the_state_is_kept():
     state = engine.state
     found = engine.diagnose(tiny.batch(16))
     assert found.finite
-    assert str(found).startswith("everything is finite")
+    assert str(found).startswith("all values are finite")
     assert engine.state is state
     engine.train_batch(tiny.batch(16))
 
@@ -155,7 +155,7 @@ def test_a_loss_that_breaks_behind_finite_layers_is_told_apart():
         return jnp.log(-jnp.square(model(batch["x"])).sum() - 1.0)
 
     found = tiny.engine(Listed, undefined).diagnose(tiny.batch())
-    assert found.layer == "what follows the layers (the loss)"
+    assert found.layer == "outside of the layers (the loss)"
 
 
 def test_a_gradient_that_breaks_behind_a_finite_loss_is_named():

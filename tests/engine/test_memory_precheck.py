@@ -83,7 +83,7 @@ def test_the_size_that_is_warned_of_is_that_of_the_plan(limited, caplog):
     shapes = {"tokens": jax.ShapeDtypeStruct((16, 65), jnp.int32)}
     needed = memory_precheck.memory_of(engine.program, shapes)
     (said,) = [each for each in warnings(caplog) if WORDS in each]
-    assert f"it needs {memory_precheck.bytes_text(needed.device)} of a device" in said
+    assert f"it needs {memory_precheck.bytes_text(needed.device)} per device" in said
 
 
 def pair():

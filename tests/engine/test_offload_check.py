@@ -1,4 +1,4 @@
-"""A step that does not move, or make again, what its config says is an error."""
+"""A step that does not move, or rematerialize, what its config sets is an error."""
 
 import dataclasses
 import logging
@@ -87,7 +87,7 @@ def test_what_the_host_updates_stays_there(stage, accumulation):
 
 
 def _row_bytes(program, role):
-    """(row, bytes of a device, of four bytes an element, cut as this role is)."""
+    """(row, bytes of a device, of four bytes an element, sharded as this role is)."""
     for row in program.table:
         placement = getattr(row, role)
         shape = program.table.sharding(placement).shard_shape(row.shape(placement))
@@ -175,13 +175,13 @@ def test_nothing_is_told_of_what_moves_nothing():
 
 
 def keep_where_it_is(monkeypatch):
-    for way in ("store", "fetch"):
-        monkeypatch.setattr(ResidualPolicy, way, lambda self, kept, waiting: list(kept))
+    for move in ("store", "fetch"):
+        monkeypatch.setattr(ResidualPolicy, move, lambda self, saved, kinds: list(saved))
 
 
 def test_activations_that_stay_are_an_error(monkeypatch):
     keep_where_it_is(monkeypatch)
-    with pytest.raises(JaxspeedError, match="cpu_checkpointing: no activation leaves for"):
+    with pytest.raises(JaxspeedError, match="cpu_checkpointing: no activation is copied to host"):
         moved(ON_HOST)
 
 
@@ -190,29 +190,29 @@ def test_named_activations_that_stay_are_an_error(monkeypatch):
         "jaxspeed.remat.resolve.of_names",
         lambda save, offload: jax.checkpoint_policies.save_only_these_names(*save, *offload),
     )
-    with pytest.raises(JaxspeedError, match=r'{"offload".*: no activation leaves for'):
+    with pytest.raises(JaxspeedError, match=r'{"offload".*: no activation is copied to host'):
         moved({"parallel": {"remat": {"offload": ["attention"]}}})
 
 
-def test_what_is_kept_in_spite_of_remat_is_an_error(monkeypatch):
-    monkeypatch.setattr(ResidualPolicy, "again", lambda self, fn, in_loop: fn)
-    with pytest.raises(JaxspeedError, match=r"parallel\.remat: nothing is made again"):
+def test_what_is_saved_in_spite_of_remat_is_an_error(monkeypatch):
+    monkeypatch.setattr(ResidualPolicy, "rematerialized", lambda self, fn, in_loop: fn)
+    with pytest.raises(JaxspeedError, match=r"parallel\.remat: remat had no effect"):
         moved({"parallel": {"remat": "full"}})
 
 
-def test_state_that_waits_and_is_not_fetched_is_an_error(monkeypatch):
+def test_offloaded_state_that_is_not_fetched_is_an_error(monkeypatch):
     program = program_of(offloaded(0, "optimizer"))
     batch = program.abstract_batch(
         {"tokens": jax.ShapeDtypeStruct((program.batch.train, SEQ + 1), np.int32)}
     )
     traced = jax.jit(lambda state, batch: state).trace(program.state, batch)
-    with pytest.raises(JaxspeedError, match="waits in host memory and never comes to the device"):
+    with pytest.raises(JaxspeedError, match="is offloaded, but is never copied to the device"):
         transfer_of(program, traced)
 
 
-def test_a_compiler_that_left_state_on_the_device_is_told_of():
+def test_a_compiler_that_left_state_on_the_device_is_reported():
     program = program_of(offloaded(0, "optimizer") | ON_HOST)
-    check_host_bytes(program, 0, 0)  # a CPU tells nothing
+    check_host_bytes(program, 0, 0)  # a CPU reports nothing
 
     class Tpu:
         platform, device_kind = "tpu", "TPU v5p"
@@ -223,9 +223,9 @@ def test_a_compiler_that_left_state_on_the_device_is_told_of():
     )
     waiting = sum(program.table.host_bytes_by_role().values())
     check_host_bytes(seen, waiting, 1)
-    with pytest.raises(JaxspeedError, match=f"{waiting} bytes of state, of which 10 are there"):
+    with pytest.raises(JaxspeedError, match=f"{waiting} bytes of state, of which only 10 are"):
         check_host_bytes(seen, 10, 1)
-    with pytest.raises(JaxspeedError, match="saved activations, of which none are there"):
+    with pytest.raises(JaxspeedError, match="saved activations, of which none are"):
         check_host_bytes(seen, waiting, 0)
 
 
@@ -244,7 +244,7 @@ def trained(config, monkeypatch=None):
 def test_the_first_step_is_checked_before_it_runs(monkeypatch):
     engine, data = trained(ON_HOST)
     keep_where_it_is(monkeypatch)
-    with pytest.raises(JaxspeedError, match="fault of jaxspeed"):
+    with pytest.raises(JaxspeedError, match="bug in jaxspeed"):
         engine.train_batch(data)
 
 

@@ -44,13 +44,13 @@ def test_nothing_is_said_of_steps_without_steps_per_print(caplog):
     assert steps_said(caplog) == []
 
 
-def test_wall_clock_breakdown_waits_for_each_step_and_tells_its_median_time(caplog, monkeypatch):
+def test_wall_clock_breakdown_waits_for_each_step_and_logs_its_median_time(caplog, monkeypatch):
     waited = []
     real = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or real(x))
     metrics = trained(3, steps_per_print=3, wall_clock_breakdown=True)
     assert [m in waited for m in metrics] == [True] * 3
-    assert re.search(r", [\d.e+]+ ms a step \(median of 3\)", steps_said(caplog)[0])
+    assert re.search(r", [\d.e+]+ ms per step \(median of 3\)", steps_said(caplog)[0])
     caplog.clear()
     waited.clear()
     metrics = trained(3, steps_per_print=3)
@@ -124,20 +124,21 @@ def test_running_out_of_memory_in_a_step_is_explained_from_the_table(crowded, mo
     assert re.search(r"opt +1.61 kB", text)
     assert "of 4.1 kB" in text
     assert (
-        "the runtime said: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123" in text
+        "the runtime reported: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123"
+        in text
     )
     assert "more lines" not in text
     remedies = [line for line in text.splitlines() if line.startswith("  - ")]
     # Stage 3 frees 7/8 of all three, 2 all but the parameters, 1 the moments; so in that order.
     assert [r[4:] for r in remedies if "stage" in r] == [
-        "zero_optimization.stage: 3 frees 2.8 kB a device",
-        "zero_optimization.stage: 2 frees 2.1 kB a device",
-        "zero_optimization.stage: 1 frees 1.4 kB a device",
+        "zero_optimization.stage: 3 frees 2.8 kB per device",
+        "zero_optimization.stage: 2 frees 2.1 kB per device",
+        "zero_optimization.stage: 1 frees 1.4 kB per device",
     ]
     # The moments without the counters; parameters and gradients.
     assert {r[4:] for r in remedies if "offload" in r} == {
-        "zero_optimization.offload_optimizer.device: cpu frees 1.6 kB a device",
-        "zero_optimization.offload_param.device: cpu frees 1.6 kB a device",
+        "zero_optimization.offload_optimizer.device: cpu frees 1.6 kB per device",
+        "zero_optimization.offload_param.device: cpu frees 1.6 kB per device",
     }
     assert any("parallel.remat: full" in r for r in remedies)
     assert any("gradient_accumulation_steps: 2" in r for r in remedies)
@@ -208,7 +209,7 @@ def test_clipping_that_nobody_asked_for_is_said_at_the_start_and_when_it_first_h
     assert "clipped to a global norm of 1, DeepSpeed's default" in start and "0 for none" in start
     norm, clipped = (float(metrics[0][name]) for name in ("grad_norm", "grad_norm_clipped"))
     assert norm > 1 and clipped == pytest.approx(1, rel=1e-5)
-    assert first.startswith(f"step 1: the gradient's norm {norm:.4g} was clipped to {clipped:.4g}")
+    assert first.startswith(f"step 1: the gradient norm {norm:.4g} was clipped to {clipped:.4g}")
 
 
 def test_gradients_below_the_norm_are_not_said_to_be_clipped(caplog):

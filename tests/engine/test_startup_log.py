@@ -1,4 +1,4 @@
-"""Before its first step a pipeline tells what its stages do not share, and what to do about it."""
+"""Before its first step a pipeline logs the parameters that every stage holds, and a remedy."""
 
 import pytest
 from flax import nnx
@@ -47,14 +47,14 @@ class WideHead(nnx.Module):
         return self.head(x)[..., :WIDTH]
 
 
-class Whole(Two):
+class OneList(Two):
     def __init__(self, rngs):
         super().__init__(rngs)
         self.first, self.second = nnx.List([*self.first, *self.second]), nnx.List([])
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "words"),
     [
         (
             Broken,
@@ -67,13 +67,13 @@ class Whole(Two):
             ),
         ),
         (Two, ("50% of", "the 4 blocks", "They repeat too", "parallel.units")),
-        (WideHead, ("33% of", "head/kernel", "Where one is a vocabulary")),
-        (Whole, ()),
+        (WideHead, ("33% of", "head/kernel", "If one has a vocabulary dim")),
+        (OneList, ()),
     ],
 )
-def test_what_every_stage_of_a_pipeline_holds_is_told(model, told, caplog):
+def test_parameters_replicated_over_stages_are_logged(model, words, caplog):
     with caplog.at_level("WARNING", "jaxspeed"):
         run(regression(model, squared_error), 0, 2, steps=0, mesh={"pipe": 2, "data": 4})
     warnings = [r.getMessage() for r in caplog.records if "every stage holds" in r.getMessage()]
-    assert len(warnings) == bool(told)
-    assert all(words in warning for warning in warnings for words in told)
+    assert len(warnings) == bool(words)
+    assert all(each in warning for warning in warnings for each in words)

@@ -95,7 +95,7 @@ def test_the_proposal_is_logged_and_kept_as_layer_specs_cuts_the_same(caplog):
     sections = config(model.batch, 4)
     with caplog.at_level("INFO", "jaxspeed"):
         inferred = jaxspeed.initialize(model.model, model.loss, sections, example_batch=model.batch)
-    assert "what is cut was inferred" in caplog.text and '"layer_specs"' in caplog.text
+    assert "the sharding was inferred" in caplog.text and '"layer_specs"' in caplog.text
     proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, model.batch, tensor=4)
     assert str(proposal) in caplog.text
     said = jaxspeed.initialize(
@@ -156,7 +156,7 @@ def test_inference_can_be_left_out(caplog):
     sections = config(PAIR.batch, 4, parallel={"infer_tensor_cuts": "never"})
     engine = jaxspeed.initialize(Pair, PAIR.loss, sections)
     assert not any("tensor" in str(row.read.spec) for row in engine.placements)
-    assert "no parameter is cut over it" in caplog.text
+    assert "no parameter is sharded over it" in caplog.text
 
 
 def test_what_does_not_divide_is_refused_with_the_degrees_that_work():

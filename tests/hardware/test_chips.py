@@ -131,18 +131,18 @@ def test_a_user_s_own_chip_needs_no_sources_and_is_estimated(tmp_path):
 
 
 BAD = {
-    "memory": ("0", "mine.memory: found 0. Needs more than 0, as 80 GB"),
+    "memory": ("0", "mine.memory: found 0. Needs more than 0, like 80 GB"),
     "bandwidth": ("-1 GB/s", "mine.bandwidth"),
     "link": (".nan", "mine.link"),
     "flops": ("{fp8: 1}", "Needs {bf16: ..., fp32: ...}"),
     "platform": ("gpu", "Needs tpu, cuda or cpu"),
-    "node": ("0", "Needs a whole number from 1"),
+    "node": ("0", "Needs an integer of at least 1"),
     "kinds": ("H100", "Needs a list"),
 }
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_a_bad_figure_is_told_with_what_would_work(tmp_path, key):
+def test_a_bad_figure_is_reported_with_what_would_work(tmp_path, key):
     value, hint = BAD[key]
     with pytest.raises(ConfigError) as told:
         read_chips(own(tmp_path, **{key: value}))

@@ -43,26 +43,26 @@ MISTAKES = {
     "v5e:-4x4": "Needs CHIP:COUNT",
     "h101:8": 'Did you mean "h100"?',
     "a100:8": "It is one of a100-40g, a100-80g",
-    "h100": "as h100:8",
+    "h100": "as in h100:8",
     "h100:0": "a size of zero",
-    "h100:4x4": "as h100:16",
-    "2x h100:8": "as h100:16",
+    "h100:4x4": "as in h100:16",
+    "2x h100:8": "as in h100:16",
     "h100:64/7": "nodes of 1, 2, 4, 8, 16, 32, 64 would do",
-    "h100:64/0": "not whole nodes of 0",
+    "h100:64/0": "not divisible into nodes of 0",
     "v5p:8": "8 chips are v5p:2x2x2",
-    "v5p": "as v5p:2x2x1",
+    "v5p": "for example v5p:2x2x1",
     "v5p:4x4": "v5p:4x4x1",
     "v5e:4x4x4": "64 chips are v5e:8x8",
-    "v5e:32x32": "several are joined as 2x v5e:16x16",
-    "v5p:3x3x3": "the first two dims are even",
-    "v5p:4x4x4/4": "devices a node are of GPUs",
+    "v5e:32x32": "for several slices write 2x v5e:16x16",
+    "v5p:3x3x3": "the first two dims must be even",
+    "v5p:4x4x4/4": "devices per node are for GPUs",
     "0x v5p:4x4x4": "a size of zero",
     "cpu:1000000": "at most 65536",
 }
 
 
 @pytest.mark.parametrize("written", MISTAKES)
-def test_a_mistake_is_told_with_what_would_work(written):
+def test_a_mistake_is_reported_with_what_would_work(written):
     with pytest.raises(ConfigError) as told:
         target_of(written)
     assert MISTAKES[written] in str(told.value)

@@ -34,12 +34,12 @@ def test_bytes_are_those_of_each_devices_shards(mesh):
     assert made.host_bytes == 0
 
 
-def test_on_a_cpu_what_waits_on_the_host_is_told_by_the_table(mesh):
+def test_on_a_cpu_offloaded_bytes_are_those_of_the_table(mesh):
     made = report(compile_step(mesh), mesh, waiting={"master": 1_000_000, "grad": 5_000_000})
-    assert not made.tells_host
+    assert not made.separates_host
     text = str(made)
     assert "of these arguments in host memory*" in text and "1 MB" in text
-    assert "* by the placement table: XLA:CPU counts host memory as the device's" in text
+    assert "* from the placement table: XLA:CPU counts host memory as device memory" in text
     assert "in host memory*" not in str(report(compile_step(mesh), mesh)), "nothing waits there"
 
 
@@ -53,7 +53,7 @@ class Unprintable:
         raise jax.errors.JaxRuntimeError("INTERNAL: async-update should have 1 operands\nat ...")
 
 
-def test_without_a_text_the_bytes_are_told_and_the_rest_is_unknown(mesh):
+def test_without_a_text_the_bytes_are_reported_and_the_rest_is_unknown(mesh):
     compiled = compile_step(mesh)
     whole, made = report(compiled, mesh), report(Unprintable(compiled), mesh)
     assert (made.argument_bytes, made.temp_bytes) == (whole.argument_bytes, whole.temp_bytes)

@@ -81,8 +81,8 @@ def test_devices_of_a_mesh_may_be_permuted():
     assert by_iota == by_list
 
 
-def test_a_way_of_writing_that_is_new_is_an_error():
-    with pytest.raises(ValueError, match="unknown here"):
+def test_an_unknown_format_is_an_error():
+    with pytest.raises(ValueError, match="unknown format"):
         replica_groups("<something else>", 4)
 
 

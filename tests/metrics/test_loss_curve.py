@@ -129,12 +129,12 @@ def test_any_losses_make_a_picture(tmp_path_factory, train, held_out):
     ],
 )
 def test_steps_are_whole_and_short(low, high, labels):
-    assert [label for _, label in loss_curve._ticks(low, high, most=8, whole=True)] == labels
+    assert [label for _, label in loss_curve._ticks(low, high, most=8, integer=True)] == labels
 
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e3))
 def test_ticks_are_round_even_and_told_apart(low, size):
-    ticks = loss_curve._ticks(low, low + size, most=7, whole=False)
+    ticks = loss_curve._ticks(low, low + size, most=7, integer=False)
     values = [value for value, _ in ticks]
     assert 2 <= len(ticks) <= 8
     assert all(low - 1e-9 <= value <= low + size + 1e-9 for value in values)

@@ -101,8 +101,8 @@ def test_mfu_is_the_share_of_all_devices_peak_and_its_formula_is_named():
     told = utilisation(flops, 200_000, "NVIDIA H100 80GB HBM3", 4)
     assert told["model_flops_per_second"] == flops.per_item * 200_000
     assert told["mfu"] == pytest.approx(flops.per_item * 200_000 / (4 * 989.5e12))
-    assert told["mfu_formula"].startswith("6 N + 12 L H Q T a token")
-    assert "causal half is not taken off" in told["mfu_formula"]
+    assert told["mfu_formula"].startswith("6 N + 12 L H Q T per token")
+    assert "causal attention counted in full" in told["mfu_formula"]
     assert set(told) <= set(NAMES)
 
 

@@ -51,7 +51,7 @@ def test_of_a_tpu_it_is_what_a_direct_compile_gives():
     # There by the program's own text, here by what XLA printed while it compiled.
     assert [[one.kind, one.bytes, one.runs] for one in found.collectives] == direct["collectives"]
     assert found.flops == direct["flops"] > 0
-    assert found.tells_host and outcome.fits(target_of("v5e:2x2"))
+    assert found.separates_host and outcome.fits(target_of("v5e:2x2"))
 
 
 def test_a_program_that_cannot_be_printed_afterwards_is_read_from_what_was_printed(tmp_path):
@@ -211,7 +211,7 @@ def test_a_gpu_that_is_not_here_is_compiled_for(chip):
     target = target_of(f"{chip}:8")
     bf16 = [("bf16", {"enabled": True}), ("zero_optimization", {"stage": 3})]
     outcome = compile_for(target, jobs.Changed(bf16))
-    assert outcome.fits(target) and outcome.report.tells_host
+    assert outcome.fits(target) and outcome.report.separates_host
     assert {"all-gather", "reduce-scatter"} <= {one.kind for one in outcome.report.collectives}
 
 

@@ -36,7 +36,7 @@ def test_a_run_is_told_of_and_continued(tmp_path):
     assert "1 server, 2 workers in step; each worker pulls" in shown
     assert "step 4/4" in shown and "held-out" in shown and "a sample" in shown
     shown = trained(written(tmp_path, 6, few, servers=1))
-    assert "continued after step 4 of 6" in shown and "step 6/6" in shown
+    assert "resumed after step 4 of 6" in shown and "step 6/6" in shown
     made = [r for r in records(tmp_path) if "loss" in r]
     assert [r["step"] for r in made] == [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
 

@@ -22,7 +22,7 @@ from tests.system.tpu import FEW_ROWS
 MATRIX = WIDTH * WIDTH
 # Its loss can be told from the traced program alone (tests/zero3/test_units_gathers.py): for
 # all compilers that were tried, the argument's own sharding and the barrier say the same.
-TRACED_ONLY = {"unit.cut"}
+TRACED_ONLY = {"unit.shard"}
 # The same of tests/tensor_parallel/test_shard_boundaries.py.
 TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
 # What is dropped where devices share the work on a sample: test_shared_vocabulary.py and

@@ -1,4 +1,4 @@
-"""Folding and splitting dims of a stored parameter: every device's part stays where it is."""
+"""Merging and splitting dims of a stored parameter keeps every element on its device."""
 
 import math
 
@@ -18,7 +18,7 @@ MESH = {"data": 4, "tensor": 2}
 
 
 def reshaped(shape, tensor_dim, new):
-    """(the view, its new storage) of a parameter cut over data on its last dim."""
+    """(the view, its new storage) of a parameter sharded over `data` on its last dim."""
     mesh = build_mesh(MESH)
     entries = ["tensor" if d == tensor_dim else None for d in range(len(shape))]
     stored = ShardedParam(
@@ -32,15 +32,15 @@ def reshaped(shape, tensor_dim, new):
     return view(eqn, stored, tuple(shape))
 
 
-def parts(values, sharding):
-    """The elements that each device has."""
+def elements(values, sharding):
+    """The elements of each device."""
     places = sharding.devices_indices_map(values.shape)
     return {device: set(values[index].ravel()) for device, index in places.items()}
 
 
 @st.composite
 def reshapes(draw):
-    """Dims in front of the last one, as one set of factors folded in two ways."""
+    """Dims in front of the last one, as one set of factors folded twice."""
     factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
 
     def folded():
@@ -69,27 +69,27 @@ def test_a_view_leaves_every_element_on_its_device(made):
     _, stored = found
     values = np.arange(math.prod(shape)).reshape(shape)
     entries = ["tensor" if d == tensor_dim else None for d in range(len(old))]
-    before = NamedSharding(stored.cut.mesh, P(*entries, "data"))
-    assert parts(values, before) == parts(values.reshape(new), stored.cut)
-    assert stored.gathered.spec == P(*stored.cut.spec[:-1], None)
+    before = NamedSharding(stored.sharding.mesh, P(*entries, "data"))
+    assert elements(values, before) == elements(values.reshape(new), stored.sharding)
+    assert stored.gathered.spec == P(*stored.sharding.spec[:-1], None)
 
 
 @pytest.mark.parametrize(
-    ("old", "tensor_dim", "new", "cut"),
+    ("old", "tensor_dim", "new", "spec"),
     [
-        ((12, 4), 0, (2, 6, 4), P("tensor", None, "data")),  # the parts of a vocabulary
+        ((12, 4), 0, (2, 6, 4), P("tensor", None, "data")),  # the shards of a vocabulary
         ((2, 12, 4), 0, (2, 3, 4, 4), P("tensor", None, None, "data")),  # and their chunks
         ((12, 4), None, (3, 4, 4), P(None, None, "data")),
         ((2, 3, 4), 0, (6, 4), P("tensor", "data")),
-        ((3, 2, 4), 1, (6, 4), None),  # the parts of an inner dim do not lie together
-        ((6, 4), 0, (3, 2, 4), None),  # and here a part ends inside the outer one
-        ((12, 4), 0, (12, 2, 2), None),  # the dim that data cuts
+        ((3, 2, 4), 1, (6, 4), None),  # the shards of an inner dim are not contiguous
+        ((6, 4), 0, (3, 2, 4), None),  # and here a shard ends inside of the outer one
+        ((12, 4), 0, (12, 2, 2), None),  # the dim that is sharded over data
     ],
 )
-def test_which_reshapes_are_views(old, tensor_dim, new, cut):
+def test_which_reshapes_are_views(old, tensor_dim, new, spec):
     found = reshaped(old, tensor_dim, new)
-    assert (found is None) == (cut is None)
+    assert (found is None) == (spec is None)
     if found is not None:
         params, stored = found
         assert params["new_sizes"] == new and stored.shape == new
-        assert stored.cut.spec == cut
+        assert stored.sharding.spec == spec

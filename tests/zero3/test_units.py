@@ -67,16 +67,16 @@ def as_double(x: Any) -> Any:
 
 
 def stored(leaf: Any) -> ShardedParam:
-    """Cut eight ways on the last dim that can be; what cannot is padded on its last dim."""
-    whole = NamedSharding(mesh(), PartitionSpec())
-    cut = NamedSharding(mesh(), PartitionSpec(*[None] * (leaf.ndim - 1), "data"))
-    return ShardedParam(leaf.shape, leaf.dtype, whole, cut)
+    """Sharded over eight devices on the last dim, which is padded if it does not divide."""
+    gathered = NamedSharding(mesh(), PartitionSpec())
+    sharding = NamedSharding(mesh(), PartitionSpec(*[None] * (leaf.ndim - 1), "data"))
+    return ShardedParam(leaf.shape, leaf.dtype, gathered, sharding)
 
 
 def as_stored(leaf: Any) -> jax.Array:
     missing = -leaf.shape[-1] % DEVICES
     padded = jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, missing)])
-    return jax.device_put(padded, stored(leaf).cut)
+    return jax.device_put(padded, stored(leaf).sharding)
 
 
 class Sliced:

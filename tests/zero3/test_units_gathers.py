@@ -26,16 +26,16 @@ from jaxspeed.zero3 import (
 
 DEPTH, WIDTH, SAMPLES = 4, 16, 4
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-WHOLE = NamedSharding(MESH, PartitionSpec())
+REPLICATED = NamedSharding(MESH, PartitionSpec())
 
 
 def storage_of(leaf: Any) -> ShardedParam:
-    """Cut on the last dim."""
-    cut = PartitionSpec(*[None] * (leaf.ndim - 1), "data")
-    return ShardedParam(leaf.shape, leaf.dtype, WHOLE, NamedSharding(MESH, cut))
+    """Sharded on the last dim."""
+    spec = PartitionSpec(*[None] * (leaf.ndim - 1), "data")
+    return ShardedParam(leaf.shape, leaf.dtype, REPLICATED, NamedSharding(MESH, spec))
 
 
-class Cut:
+class Sharded:
     """A loss of (params, x) with its units gathering their own parameters."""
 
     def __init__(self, loss: Any, params: Any, x: Any) -> None:
@@ -175,9 +175,9 @@ def test_gradients_equal_plain_jax(name):
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: x.astype(jnp.float64), make())
         x = inputs().astype(jnp.float64)
-        cut = Cut(loss, params, x)
-        assert str(cut.units) == units
-        value, grads = jax.jit(cut.gradients)(cut.leaves, x)
+        sharded = Sharded(loss, params, x)
+        assert str(sharded.units) == units
+        value, grads = jax.jit(sharded.gradients)(sharded.leaves, x)
         plain_value, plain = jax.value_and_grad(loss)(params, x)
         assert abs(value - plain_value) < 1e-13 * plain_value
         for a, b in zip(jax.tree.leaves(plain), grads, strict=True):
@@ -188,13 +188,13 @@ def test_gradients_equal_plain_jax(name):
 def test_each_parameter_is_gathered_in_each_pass_and_scattered_once(name):
     loss, make, _ = MODELS[name]
     params = make()
-    cut = Cut(loss, params, inputs())
-    assert counts(cut.program()) == expected(len(jax.tree.leaves(params)))
+    sharded = Sharded(loss, params, inputs())
+    assert counts(sharded.program()) == expected(len(jax.tree.leaves(params)))
 
 
 def test_a_gather_waits_for_the_input_of_its_unit():
     """In the forward pass each barrier of a unit takes the shards and the unit's own input."""
-    program = Cut(pure_loss, pure_params(), inputs()).program()
+    program = Sharded(pure_loss, pure_params(), inputs()).program()
     barriers = [e for e, _ in equations(program) if e.primitive.name == "optimization_barrier"]
     shapes = [[tuple(v.aval.shape) for v in eqn.invars] for eqn in barriers]
     together = [s for s in shapes if s.count((WIDTH, WIDTH)) == 2 and (SAMPLES, WIDTH) in s]
@@ -203,28 +203,28 @@ def test_a_gather_waits_for_the_input_of_its_unit():
     assert len(together) == 3 * DEPTH - 1
 
 
-def whole_weights_kept(loss: Any, params: Any) -> int:
-    """How many arrays of a weight's shape live between the passes that are not cut."""
-    cut = Cut(loss, params, inputs())
-    leaves = [jax.device_put(leaf, storage_of(leaf).cut) for leaf in cut.leaves]
-    _, pullback = jax.vjp(lambda leaves: cut.loss(leaves, cut.x), leaves)
+def saved_full_weights(loss: Any, params: Any) -> int:
+    """Number of residuals of a weight's shape that are not sharded."""
+    sharded = Sharded(loss, params, inputs())
+    leaves = [jax.device_put(leaf, storage_of(leaf).sharding) for leaf in sharded.leaves]
+    _, pullback = jax.vjp(lambda leaves: sharded.loss(leaves, sharded.x), leaves)
     shapes = {leaf.shape for leaf in leaves}
-    kept = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", None) in shapes]
-    assert len(kept) >= len(leaves)  # the shards themselves
-    return sum(x.is_fully_replicated for x in kept)
+    saved = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", None) in shapes]
+    assert len(saved) >= len(leaves)  # the shards themselves
+    return sum(x.is_fully_replicated for x in saved)
 
 
-def test_nothing_gathered_is_kept_between_the_passes():
-    assert whole_weights_kept(pure_loss, pure_params()) == 0
+def test_no_gathered_parameter_is_a_residual():
+    assert saved_full_weights(pure_loss, pure_params()) == 0
 
 
-def test_keeping_what_was_gathered_is_caught(monkeypatch):
+def test_a_gathered_parameter_as_residual_is_caught(monkeypatch):
     monkeypatch.setattr(segment_vjp, "_depends_only_on", lambda jaxpr, sources: set())
-    assert whole_weights_kept(pure_loss, pure_params()) > 0
+    assert saved_full_weights(pure_loss, pure_params()) > 0
 
 
 MUTATIONS = {
-    "the shard is not pinned": (sharded_param, "constrain", "unit.cut"),
+    "the shard is not pinned": (sharded_param, "constrain", "unit.shard"),
     "the gather is dropped": (sharded_param, "constrain", "unit.gather"),
     "the gradient is not scattered": (sharded_param, "constrain", "unit.scatter"),
     "nothing is tied": (segment_vjp, "tie", None),
@@ -233,7 +233,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_dropped_piece_of_a_gather_is_caught(monkeypatch, name, mutation):
+def test_a_dropped_part_of_a_gather_is_caught(monkeypatch, name, mutation):
     module, attribute, site = MUTATIONS[mutation]
     original = getattr(module, attribute)
     if attribute == "tie":
@@ -246,4 +246,6 @@ def test_a_dropped_piece_of_a_gather_is_caught(monkeypatch, name, mutation):
     monkeypatch.setattr(module, attribute, broken)
     loss, make, _ = MODELS[name]
     params = make()
-    assert counts(Cut(loss, params, inputs()).program()) != expected(len(jax.tree.leaves(params)))
+    assert counts(Sharded(loss, params, inputs()).program()) != expected(
+        len(jax.tree.leaves(params))
+    )

@@ -98,9 +98,9 @@ def _reported(
     waiting = program.table.host_bytes_by_role()
     found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
     if target.slices > 1:
-        found = replace(found, untold="of several slices libtpu prints the program of one")
-    # A program for GPUs is lowered on a CPU's mesh, but their compiler tells host memory apart.
-    return replace(found, tells_host=target.chip.platform != "cpu")
+        found = replace(found, no_text="of several slices libtpu prints the program of one")
+    # A program for GPUs is lowered on a CPU's mesh, but their compiler separates host memory.
+    return replace(found, separates_host=target.chip.platform != "cpu")
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     assert told["stopped_by"] == "SIGINT" and told["steps"] == done(run)
     said = " ".join(errors.split())
     assert re.search(r"worker [01] died", said) and "a server died" in said
-    assert said.count("; another takes its place") == said.count("; the run goes on after") == 1
+    assert said.count("; another takes its place") == said.count("; the run resumes after") == 1
     assert processes(child, "") == []
 
     # Data parallelism on two devices of this process, in which nobody died.
@@ -130,7 +130,7 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ray-address", "127.0.0.1:1"], "only --engine ray reads it"),
+        (["--ray-address", "127.0.0.1:1"], "needs --engine ray"),
         (["--engine", "ray", "--ray-address", "somewhere"], "needs HOST:PORT"),
         (["--engine", "ray", "--ray-address", "127.0.0.1:1"], "nothing answers there"),
         (
