@@ -1,4 +1,7 @@
-"""From a config to a trainer that is ready for its first step, or for the next one."""
+"""From a config to a trainer that is ready for its first step, or for the next one.
+
+What is cheap to open comes first, so that mistakes in a config are reported early.
+"""
 
 import functools
 import logging
