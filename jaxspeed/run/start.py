@@ -1,4 +1,7 @@
-"""Open a run: config, corpus, engine and checkpoint to a Trainer ready for its next step."""
+"""Open a run: config, corpus, engine and checkpoint to a Trainer ready for its next step.
+
+What is cheap to open comes first, so that mistakes in a config are reported early.
+"""
 
 import functools
 import logging

@@ -1,0 +1,127 @@
+"""README and docs as data: fenced blocks, code spans, and what commands and programs print.
+
+`python -m tests.support.documents [FILE ...]` runs the command of each output block (`<!-- output
+of: COMMAND -->`) and rewrites the block.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^(<!-- [^\n]* -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+OUTPUT = re.compile(r"<!-- output of: (.*) -->")
+README_EXAMPLE = "the example of README.md with the line above"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `marker` is the comment in the line before it."""
+
+    language: str
+    text: str
+    marker: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An output block, and the shell command or else the Python program that prints it."""
+
+    command: str
+    program: str
+    output: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(m[2], m[3], (m[1] or "").strip()) for m in FENCED.finditer(page)]
+
+
+def prose(page: str) -> str:
+    return FENCED.sub("", page)
+
+
+def spans(page: str) -> list[str]:
+    """Inline code, as it is read: a pipe in a table is escaped, a line may be broken."""
+    found = re.findall(r"`([^`]+)`", prose(page))
+    return [" ".join(span.replace("\\|", "|").split()) for span in found]
+
+
+def shell_commands(block: str) -> list[str]:
+    """The commands of a shell block, each on one line and without its comment."""
+    lines = block.replace("\\\n", " ").splitlines()
+    bare = (re.sub(r"(^|\s)#\s.*", "", line) for line in lines)
+    return [" ".join(c.split()) for line in bare for c in line.split(" && ") if c.strip()]
+
+
+def example(page: str) -> str:
+    """The first Python program of a page."""
+    return next(block.text for block in blocks(page) if block.language == "python")
+
+
+def shown_outputs(page: Path) -> list[Shown]:
+    """The output blocks of a page, in order."""
+    found, shell, program = [], "", ""
+    for block in blocks(page.read_text()):
+        marked = OUTPUT.match(block.marker)
+        if block.language == "sh":
+            shell = shell_commands(block.text)[-1]
+        elif block.language == "python":
+            program = block.text
+        elif marked and marked[1] == "the example above":
+            found.append(Shown("", program, block.text))
+        elif marked and marked[1] == README_EXAMPLE:
+            # Without what the README's example prints itself.
+            before = re.sub(r"^print\(.*\)$", "", example(PAGES[0].read_text()), flags=re.M)
+            found.append(Shown("", before + program, block.text))
+        elif marked:
+            found.append(Shown(marked[1].replace("the command above", shell), "", block.text))
+    return found
+
+
+def printed(command: str, program: str, folder: Path) -> str:
+    """What a command or a program prints, in a folder with the configs of this repository."""
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(ROOT / "configs")
+        config = next(b.text for b in blocks(PAGES[0].read_text()) if b.language == "json")
+        for name in ("ds_config.json", "config.json", "config.yaml"):  # the reader's own
+            (folder / name).write_text(config)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_P", "XLA_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    child = subprocess.run(
+        ["bash", "-c", command] if command else [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**kept, "COLUMNS": "100", "PATH": path, "XDG_CACHE_HOME": str(folder)},
+    )
+    if child.returncode and "2>&1" not in command:  # that one shows an error
+        raise RuntimeError(child.stderr)
+    return "".join(f"{line.rstrip()}\n" for line in child.stdout.strip("\n").splitlines())
+
+
+def masked(output: str) -> list[str]:
+    """The lines of an output without numbers, paths and order, which are the machine's."""
+    numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", output)
+    paths = re.sub(r"\w+(?:/[\w#]+)+", "PATH", numbers)
+    return sorted({" ".join(line.split()) for line in paths.splitlines() if line.strip()})
+
+
+def main(pages: list[Path]) -> None:
+    """Rewrite the output blocks of the pages."""
+    for page in pages:
+        for shown in shown_outputs(page):
+            print(page.name, shown.command or "a Python program", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                new = printed(shown.command, shown.program, Path(folder))
+            text = page.read_text()
+            assert new and text.count(f"\n{shown.output}```") == 1, f"printed: {new!r}"
+            page.write_text(text.replace(f"\n{shown.output}```", f"\n{new}```"))
+
+
+if __name__ == "__main__":
+    main([Path(name).resolve() for name in sys.argv[1:]] or PAGES)
