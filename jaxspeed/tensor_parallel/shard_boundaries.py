@@ -15,10 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import is_var
+from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
