@@ -1,7 +1,7 @@
 """Tensor parallelism: dims propagated through a traced program, collectives at shard boundaries.
 
 A parameter's row says which of its dims is sharded over `tensor`. From there dims are followed
-through the traced program (`dim_propagation`, by the rules of `dim_rules`, into `dim_equivalence`
+through the traced program (`dim_propagation`, by `jaxpr.dim_relations`, into `dim_equivalence`
 classes); where an activation enters or leaves the sharded region (`shard_boundaries`) a constraint
 is inserted (`insert_constraints`, `activation_layout`, `boundary_ops`), or the collective becomes
 the steps of a ring beside its product (`collective_matmul`).

@@ -11,8 +11,12 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import CASTS, LOOPS, RESHAPES
 from jaxspeed.jaxpr.traverse import consts_and_carry, is_var
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
-from jaxspeed.tensor_parallel.dim_rules import results
+from jaxspeed.tensor_parallel.dim_propagation import (
+    Followed,
+    Frame,
+    shape_of,
+    tie_results,
+)
 
 # The same numbers: what several weights multiply is one array, however it was cast or transposed.
 SAME_NUMBERS = (*RESHAPES, "transpose", *CASTS, "name")
@@ -132,7 +136,7 @@ class Reading:
         owns: Sequence[Nodes | None] = [None] * len(eqn.outvars)
         if any(frame.sources(v) for v in eqn.outvars):  # made of weights
             given = [x.own or (None,) * len(shape_of(v)) for x, v in zip(read, eqn.invars)]
-            owns = results(eqn, given, self._own)
+            owns = tie_results(eqn, given, self._own)
         view = eqn.primitive.name in SAME_NUMBERS
         return [
             _Known(read[0].id if view else next(self._ids), trained and _is_real(v), own)
@@ -158,10 +162,6 @@ class Reading:
         if len(outs) == 1:
             return outs[0]
         return _Known(next(self._ids), any(x.trained for x in outs))
-
-
-def shape_of(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _is_real(v: Any) -> bool:

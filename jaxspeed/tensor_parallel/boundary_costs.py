@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxspeed.jaxpr.primitives import PRODUCTS
-from jaxspeed.tensor_parallel.array_roles import Reading, shape_of
+from jaxspeed.tensor_parallel.array_roles import Reading
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
-from jaxspeed.tensor_parallel.dim_rules import MIXING, RULES
+from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, is_elementwise, shape_of
 from jaxspeed.tensor_parallel.matmuls import Product
 
 PIECES = ("slice", "dynamic_slice", "split", "gather")
@@ -157,10 +156,10 @@ def _indexed(eqn: Any) -> tuple[int, ...]:
 
 def _of_broadcasts(counting: _Counting, reading: Reading, frame: Frame, eqn: Any) -> None:
     """An operand of size 1 along a dim of the result: [batch, seq, 1] * [batch, seq, embed]."""
-    name, rank = eqn.primitive.name, len(shape_of(eqn.outvars[0])) if eqn.outvars else 0
-    if rank == 0 or name in RULES or name in MIXING:
+    if not is_elementwise(eqn):
         return
     result = eqn.outvars[0]
+    rank = len(shape_of(result))
     of = reading.followed.classes.of
     for atom in eqn.invars:
         sizes = shape_of(atom)

@@ -1,5 +1,10 @@
 """Dim propagation through a traced program, into every jit, scan, cond and checkpoint.
 
+Dims that an operation relates (`jaxpr.dim_relations`) are tied. Where it needs a whole dim, or
+mixes along it, the dim ends: the compiler has to bring the parts together if it is cut. An
+operation without a rule is element by element if its shapes are those of one, and ties nothing
+otherwise.
+
 The program is walked once for each place that calls a function, so that two layers that share one
 traced `relu` do not share their dims.
 """
@@ -8,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.jaxpr.primitives import KERNELS, LOOPS
+from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, relations, same_place
+from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
 from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
-from jaxspeed.tensor_parallel.dim_rules import results
 
 # What a kernel does inside is its own business; beside it stands a plain form (ops.attention).
 OPAQUE = ("shard_map", *KERNELS)
@@ -74,7 +79,7 @@ def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ())
     classes = DimEquivalence()
     frame = Frame(jaxpr, 1)
     paths = {v: path for path, v in parameters.items()}
-    operands = [classes.new(_shape(v)) for v in jaxpr.invars]
+    operands = [classes.new(shape_of(v)) for v in jaxpr.invars]
     made_from = [frozenset({paths[v]}) if v in paths else None for v in jaxpr.invars]
     by_var = dict(zip(jaxpr.invars, operands, strict=True))
     samples = [nodes[0] for v in batch if (nodes := by_var.get(v)) and nodes[0] is not None]
@@ -85,8 +90,46 @@ def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ())
     return Followed(classes, frame, nodes, samples[0] if samples else None)
 
 
-def _shape(v: Any) -> tuple[int, ...]:
-    return tuple(getattr(v.aval, "shape", ()))
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:
+    """The nodes of a plain operation's results, tied to those of its operands."""
+    outs = [classes.new(shape_of(v)) for v in eqn.outvars]
+    found = relations_of(eqn)
+    if found is None:
+        return outs
+    first: dict[int, Node] = {}  # by factor
+    for nodes, factors in zip((*operands, *outs), (*found.operands, *found.results), strict=True):
+        for node, factor in zip(nodes, factors, strict=True):
+            if node is not None and factor is not None and factor not in found.mixed:
+                classes.tie(first.setdefault(factor, node), node)
+    for factor, parts in found.groups.items():
+        classes.in_whole(first.get(factor), parts)
+    return outs
+
+
+def relations_of(eqn: Any) -> DimRelations | None:
+    """The dim relations of a plain operation; None where nothing is known."""
+    given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
+    known = relations(eqn.primitive.name, eqn.params, given, made)
+    return same_place(given, made) if known is None and is_elementwise(eqn) else known
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether it has no rule, and equal shapes in and out but for scalars and dims of size 1."""
+    name = eqn.primitive.name
+    if name in RULES or name in OPAQUE_TO_DIMS or not eqn.outvars:
+        return False
+    given, made = [shape_of(v) for v in eqn.invars], {shape_of(v) for v in eqn.outvars}
+    if len(made) != 1:
+        return False
+    (out,) = made
+    return all(
+        not shape or (len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out)))
+        for shape in given
+    )
 
 
 def _missing(
@@ -111,7 +154,7 @@ def _walk(
     """Fill a frame whose inputs are known; the nodes and origins of its outputs."""
     jaxpr = frame.jaxpr
     origin: dict[Any, Origin] = {v: frozenset() for v in jaxpr.constvars}
-    frame.nodes.update((v, classes.new(_shape(v))) for v in jaxpr.constvars)
+    frame.nodes.update((v, classes.new(shape_of(v))) for v in jaxpr.constvars)
     for v, nodes, made_from in zip(jaxpr.invars, operands, origins, strict=True):
         frame.nodes[v], origin[v] = nodes, made_from
 
@@ -122,7 +165,7 @@ def _walk(
         given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
         bodies = transparent_bodies(eqn)
         if not bodies:
-            outs, from_ = results(eqn, given, classes), [_together(made)] * len(eqn.outvars)
+            outs, from_ = tie_results(eqn, given, classes), [_together(made)] * len(eqn.outvars)
             if ended := _missing(given, outs, classes):
                 frame.ended[position] = ended
             if began := _missing(outs, given, classes):
@@ -167,7 +210,7 @@ def _through(
         for a, b in zip(outs[: loop.num_carry], operands[loop.num_consts :], strict=False):
             classes.tie_all(a, b)
         stacked = zip(eqn.outvars[loop.num_carry :], outs[loop.num_carry :])
-        outs[loop.num_carry :] = [(classes.new(_shape(v)[:1])[0], *o) for v, o in stacked]
+        outs[loop.num_carry :] = [(classes.new(shape_of(v)[:1])[0], *o) for v, o in stacked]
     return outs, made
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.placement.apply_layer_specs import Use
-from jaxspeed.tensor_parallel.array_roles import Array, Reading, shape_of
+from jaxspeed.tensor_parallel.array_roles import Array, Reading
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
+from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, shape_of
 
 Dims = tuple[int, ...]
 Role = Literal["contracted", "shared", "free"]
