@@ -8,6 +8,7 @@ from rich.table import Table
 
 from jaxspeed.cli.common import command, out, overrides_of, print_json
 from jaxspeed.config import Config, explain_config
+from jaxspeed.config.verdicts import shortened
 
 STYLES = {"honoured": "green", "harmless": "dim", "approximated": "yellow", "refused": "bold red"}
 
@@ -52,5 +53,4 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _value(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return shortened(str(value), 40)

@@ -98,10 +98,11 @@ def _compatible(train: int, elasticity: Elasticity) -> set[int]:
     counts: set[int] = set()
     for micro in elasticity.micro_batch_sizes:
         if train % micro == 0:
-            counts |= _divisors(train // micro)
+            counts |= set(divisors(train // micro))
     return {count for count in counts if elasticity.min_gpus <= count <= elasticity.max_gpus}
 
 
-def _divisors(number: int) -> set[int]:
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, the smallest first."""
     low = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
-    return {*low, *(number // count for count in low)}
+    return tuple(dict.fromkeys([*low, *(number // count for count in reversed(low))]))

@@ -119,6 +119,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
+def shortened(text: str, most: int = 60) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def shown(value: Any) -> str:
     """A value as a config file would write it, cut to a readable length."""
     words = {True: "true", False: "false", None: "null"}
@@ -128,4 +133,4 @@ def shown(value: Any) -> str:
         text = printable(f'"{value}"' if isinstance(value, str) else repr(value))
     except (ValueError, RecursionError):  # Python does not print numbers of over 4300 digits
         return f"a {type(value).__name__} too large to show"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspeed.errors import DataError
+from jaxspeed.placement.paths import listed
 
 
 def given_paths(path: str | None, paths: Sequence[str] | None) -> list[str]:
@@ -59,8 +60,7 @@ def _nothing(name: str, path: Path, suffixes: Sequence[str]) -> str:
 
 def _few(folder: Path, most: int = 5) -> str:
     names = sorted(f.name for f in folder.iterdir() if not f.name.startswith("."))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) + more) or "nothing"
+    return listed(names, most) or "nothing"
 
 
 def read_bytes(file: Path) -> bytes:

@@ -11,7 +11,7 @@ import jax
 from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
-from jaxspeed.engine.offload_check import check_host_bytes, check_moves, transfer_of
+from jaxspeed.engine.offload_check import asks, check_host_bytes, check_moves, transfer_of
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
@@ -70,7 +70,8 @@ class Engine:
         """One optimizer step. Metrics are asynchronous arrays: float(m["loss"]) waits for them."""
         placed = self._place(batch, "train_batch", self.program.batch.train)
         if not self._moves_checked:
-            check_moves(self.program, self._state, placed)
+            if asks(self.program):
+                check_moves(self.program, self._state, placed)
             self._moves_checked = True
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)

@@ -55,8 +55,6 @@ def check_moves(program: Program, state: Any, batch: Any) -> None:
 
     JAX caches the trace, so the step is not traced a second time.
     """
-    if not asks(program):
-        return
     transfer = transfer_of(program, program.step.trace(state, batch))
     if transfer and transfer.is_known and transfer.warning:
         log.warning("%s (%s)", transfer.warning, transfer)

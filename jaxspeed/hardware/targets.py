@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from jaxspeed.config.elastic import divisors
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.known_chips import Chip, chip_named, chips_of
 
@@ -158,20 +159,20 @@ def _like(chip: Chip, chips: int) -> Iterator[str]:
     """Targets of this number of chips, the most cubic first."""
     shapes = [
         shape
-        for shape in _factors(chips, chip.torus_dims)
+        for shape in factorizations(chips, chip.torus_dims)
         if _fits_pod(chip, shape) and _full_hosts(shape)
     ]
     for shape in sorted(shapes, key=lambda shape: (max(shape), shape)):
         yield f"{chip.name}:{'x'.join(map(str, shape))}"
 
 
-def _factors(count: int, dims: int) -> Iterator[tuple[int, ...]]:
+def factorizations(count: int, dims: int) -> Iterator[tuple[int, ...]]:
+    """All shapes of so many dims with so many elements, the first dims smallest first."""
     if dims == 1:
         yield (count,)
         return
-    for first in range(1, count + 1):
-        if count % first == 0:
-            yield from ((first, *rest) for rest in _factors(count // first, dims - 1))
+    for first in divisors(count):
+        yield from ((first, *rest) for rest in factorizations(count // first, dims - 1))
 
 
 def _smallest(chip: Chip) -> str:

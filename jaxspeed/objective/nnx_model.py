@@ -22,11 +22,11 @@ from jaxspeed.objective.protocol import (
     frozen_statistics_note,
     is_array,
     is_inexact,
-    listed,
     nested,
 )
 from jaxspeed.objective.rng import micro_batch_key
 from jaxspeed.objective.user_code import foreign
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 # Where Flax versions and models keep the logical names of a parameter's dims.

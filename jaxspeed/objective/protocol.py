@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batch_checks import check_arrays, is_numeric
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 Arrays = dict[str, Any]
@@ -116,12 +117,6 @@ def frozen_statistics_note(paths: Sequence[str]) -> list[str]:
         "frozen parts normalise by their running statistics, which training does not move: "
         + listed(paths)
     ]
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:

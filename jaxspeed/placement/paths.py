@@ -1,5 +1,6 @@
 """One spelling for the place of a leaf in a tree: `blocks/3/attn/kernel`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,3 +21,9 @@ def _name(key: Any) -> str:
 def flat_with_paths(tree: Any) -> dict[str, Any]:
     """A tree as `{path: leaf}`, in the order of its leaves."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

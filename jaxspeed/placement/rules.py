@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.config import match
 from jaxspeed.errors import ConfigError, PlacementError
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 # Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) stays whole.
@@ -138,8 +139,7 @@ def _advice(axis: str, size: int, works: Sequence[int]) -> str:
 def _like_paths(paths: Sequence[str], most: int = 4) -> str:
     """Paths, those of equal layers told once: blocks/*/mlp/up/kernel."""
     alike = dict.fromkeys(re.sub(r"(?<=/)\d+(?=/)|^\d+(?=/)", "*", path) for path in paths)
-    told = ", ".join(list(alike)[:most])
-    return told if len(alike) <= most else f"{told} and {len(alike) - most} more"
+    return listed(list(alike), most)
 
 
 # -- names that the config gives, by patterns of paths ---------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config, load_config, match
+from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
@@ -383,4 +384,4 @@ def _scaled(found: Estimate, factor: float) -> Estimate:
 def _first_line(error: Exception) -> str:
     lines = [line.strip(" -") for line in str(error).splitlines()]
     text = lines[1] if len(lines) > 1 and lines[0].endswith("the config:") else lines[0]
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return shortened(text, _LONGEST)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError
 
 WHOSE = "run.json"
@@ -55,8 +56,12 @@ class RunFolder:
         except json.JSONDecodeError:
             raise ConfigError(f"run.output: {begun} cannot be read as JSON; remove it") from None
         now = json.loads(json.dumps(dict(whose), default=str))
+
+        def shown(of: Mapping[str, Any], key: str) -> str:
+            return shortened(json.dumps(of.get(key)))
+
         differences = [
-            f"  {key}: {_short(before.get(key))} there, {_short(now.get(key))} here"
+            f"  {key}: {shown(before, key)} there, {shown(now, key)} here"
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key)
         ]
@@ -113,8 +118,3 @@ def _write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -11,7 +11,9 @@ where one of its functions is called with
 - the stage: a marked integer that takes the place of `zero_optimization.stage`. A file that reads
   the attribute `stage` of the config's section, or of an object that holds the marked integer,
   counts too. "stage in the source" lists, by a search of the text, every file that names the
-section or reads the stage of it or of the table, reports and planning included.
+section or reads the stage of it or of the table, reports and planning included; "stage read in
+the source" those of them whose code reads the attribute `stage`: the others name the section in a
+message, or read another of its keys.
 
 "direct" is where the argument itself is the thing, or one of `*args`; "held" adds arguments that
 hold it at most two levels deep in tuples, lists, dicts and fields of dataclasses, the usual case
@@ -19,6 +21,7 @@ being a dict of all parameters. Of `self` only the object itself counts, not wha
 each method of a program would. Variables of a jaxpr do not count.
 """
 
+import ast
 import contextlib
 import dataclasses
 import re
@@ -96,7 +99,8 @@ def flow() -> dict[str, Any]:
         engine.close()
     seen["stage"]["direct"] |= readers
     listed = {name: _listed(**found) for name, found in seen.items()}
-    return {**listed, "stage in the source": _mentions_of_stage()}
+    mentions, reads = _mentions_of_stage(), _reads_in_the_source()
+    return {**listed, "stage in the source": mentions, "stage read in the source": reads}
 
 
 def _listed(direct: set[str], held: set[str]) -> dict[str, Any]:
@@ -219,4 +223,19 @@ def _mentions_of_stage() -> dict[str, Any]:
     pattern = re.compile(r"\bzero_optimization\b|\b(zero|table)\.stage\b")
     files = sorted(PACKAGE.rglob("*.py"))
     found = [_file(str(file)) for file in files if pattern.search(file.read_text())]
+    return {"files": len(found), "listed": found}
+
+
+def _reads_in_the_source() -> dict[str, Any]:
+    owners = ("zero", "zero_optimization", "table")
+
+    def reads(file: Path) -> bool:
+        return any(
+            isinstance(node, ast.Attribute)
+            and node.attr == "stage"
+            and getattr(node.value, "attr", getattr(node.value, "id", None)) in owners
+            for node in ast.walk(ast.parse(file.read_text()))
+        )
+
+    found = [_file(str(file)) for file in sorted(PACKAGE.rglob("*.py")) if reads(file)]
     return {"files": len(found), "listed": found}

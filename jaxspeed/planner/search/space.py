@@ -1,12 +1,12 @@
 """All choices for a model on a target, and which are near each other."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from jaxspeed.config.batch import Stages
+from jaxspeed.config.elastic import divisors
 from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, as_word
 
 WORDS = tuple(map(as_word, ("none", "attention", "dots", "full")))
@@ -268,8 +268,3 @@ _PAIRS = (
     ("stage", "micro"),
     ("schedule", "micro"),
 )
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return tuple(dict.fromkeys(itertools.chain(low, (number // n for n in reversed(low)))))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxspeed.errors import PlacementError
-from jaxspeed.hardware.targets import Target
+from jaxspeed.hardware.targets import Target, factorizations
 from jaxspeed.placement.mesh import AXES, laid_out
 from jaxspeed.placement.show import mesh_text
 
@@ -90,16 +90,8 @@ def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     def apart(other: tuple[int, ...]) -> float:
         return sum(abs(math.log(n / sizes[axis])) for axis, n in zip(used, other))
 
-    for other in sorted(_factored(total, len(used)), key=apart):
+    for other in sorted(factorizations(total, len(used)), key=apart):
         yield {**sizes, **dict(zip(used, other))}
-
-
-def _factored(total: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (total,)
-        return
-    for first in (n for n in range(1, total + 1) if total % n == 0):
-        yield from ((first, *rest) for rest in _factored(total // first, count - 1))
 
 
 # -- along which links of a target each axis of a mesh lies ---------------------------------------
