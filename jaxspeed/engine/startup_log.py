@@ -40,7 +40,7 @@ def tell(program: Program) -> None:
     _tell_of_the_pool(program)
     if program.pipeline:
         _tell_of_the_outside(program.table)
-        own = program.pipeline.arrangement
+        own = program.pipeline.layout
         room = own.stages * own.chunks * own.rows
         if own.padded:
             log.warning(

@@ -1,8 +1,8 @@
 """Phases of a schedule: runs of ticks with the same kinds of work, one loop each.
 
-A tick's program holds what any stage does in it, because all stages run one program. Ticks of the
-same kinds share one loop body, and the warm-up pays for no backward pass. What is compiled is one
-body a phase, so their number must not grow with the micro-batches: what repeats is one `Repeat`.
+All stages run one program, so a tick's program contains the work of any stage in it. Ticks of the
+same kinds share one loop body, and the warm-up runs no backward pass. One body is compiled per
+phase, so their number must not grow with the micro-batches: repeated phases are one `Repeat`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ class Phase(NamedTuple):
 
     forward: bool
     backward: bool
-    head: bool  # a micro-batch leaves: its head and loss run
+    head: bool  # head and loss of a micro-batch run
     length: int  # ticks
 
 
 class Repeat(NamedTuple):
-    """Phases that follow each other, `times` over."""
+    """Consecutive phases, repeated `times` times."""
 
     times: int
     phases: tuple[Phase, ...]
@@ -41,22 +41,22 @@ def phases(schedule: Schedule) -> tuple[Repeat, ...]:
     head = schedule.leaving >= 0
     kinds = np.stack([forward, backward, head], axis=1).tolist()
     runs = [Phase(f, b, h, len(list(run))) for (f, b, h), run in groupby(kinds)]
-    return tuple(_folded(runs))
+    return tuple(_fold_repeats(runs))
 
 
-def _folded(runs: Sequence[Phase]) -> Iterator[Repeat]:
-    """The runs, a pattern that comes several times in a row as one Repeat."""
+def _fold_repeats(runs: Sequence[Phase]) -> Iterator[Repeat]:
+    """The runs, with consecutive repetitions of a pattern as one Repeat."""
     at = 0
     while at < len(runs):
-        times, pattern = _repeated(runs, at)
+        times, pattern = _repeat_at(runs, at)
         yield Repeat(times, pattern)
         at += times * len(pattern)
 
 
-def _repeated(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
-    """The pair of runs that repeats from here on, with how often; else the one run, once.
+def _repeat_at(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
+    """The pair of runs that repeats from `at` on, and its count; else the one run, once.
 
-    Only a pair can repeat: neighbours differ, and a schedule's head comes and goes at one pace.
+    Only a pair can repeat: neighbours differ, and the head runs at regular intervals.
     """
     pair = tuple(runs[at : at + 2])
     times = 1

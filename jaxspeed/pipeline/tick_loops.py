@@ -1,4 +1,4 @@
-"""Execution of a schedule's table: one loop for each phase."""
+"""Execution of a schedule's ticks: one `lax.scan` per phase."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +12,8 @@ from jaxspeed.pipeline.schedule import Schedule
 State = TypeVar("State")
 
 
-class Now(NamedTuple):
-    """What each stage does in one direction of a tick, int32 [stages]; a lane sees its own."""
+class StageWork(NamedTuple):
+    """Each stage's work in one direction of a tick, int32 [stages]; inside a stage, scalars."""
 
     micro: jax.Array  # -1 where it is idle
     chunk: jax.Array
@@ -23,17 +23,19 @@ class Now(NamedTuple):
 class Tick(NamedTuple):
     """One tick of the table; micro-batches are -1 for none."""
 
-    forward: Now
-    backward: Now
+    forward: StageWork
+    backward: StageWork
     entering: jax.Array
     leaving: jax.Array
     returning: jax.Array
 
 
-def follow(schedule: Schedule, tick: Callable[[Phase, State, Tick], State], state: State) -> State:
-    """The state after all ticks, each of which makes the next from the last."""
+def run_ticks(
+    schedule: Schedule, tick: Callable[[Phase, State, Tick], State], state: State
+) -> State:
+    """The state after all ticks; each maps the state to the next."""
     s = schedule
-    forward, backward = (Now(*map(jnp.asarray, work)) for work in (s.forward, s.backward))
+    forward, backward = (StageWork(*map(jnp.asarray, work)) for work in (s.forward, s.backward))
     through = map(jnp.asarray, (s.entering, s.leaving, s.returning))
     table = Tick(forward, backward, *through)
     start = 0
@@ -42,19 +44,19 @@ def follow(schedule: Schedule, tick: Callable[[Phase, State, Tick], State], stat
         rows = jax.tree.map(lambda x: x[start:stop], table)  # noqa: B023
         start = stop
         if times == 1:
-            state = _through(run, rows, tick, state)
+            state = _run_phases(run, rows, tick, state)
         else:
-            turns = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), rows)  # noqa: B023
+            repeats = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), rows)  # noqa: B023
 
-            def turn(state: State, rows: Tick, run: Any = run) -> tuple[State, None]:
-                return _through(run, rows, tick, state), None
+            def repeat(state: State, rows: Tick, run: Any = run) -> tuple[State, None]:
+                return _run_phases(run, rows, tick, state), None
 
-            state, _ = jax.lax.scan(turn, state, turns)
+            state, _ = jax.lax.scan(repeat, state, repeats)
     return state
 
 
-def _through(run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
-    """The state after some phases, whose ticks these rows are."""
+def _run_phases(run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
+    """The state after some phases, with the table's rows of their ticks."""
     start = 0
     for phase in run:
         stop = start + phase.length
