@@ -27,7 +27,7 @@ import numpy as np
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
-from jaxspeed.checkpoint.leaves import kept_arrays
+from jaxspeed.checkpoint.leaves import saved_arrays
 from jaxspeed.objective.rng import is_key
 
 WIDTH, ROWS = 1024, 64
@@ -59,7 +59,7 @@ def copied(engine: Any) -> list[np.ndarray]:
     """One copy of each element that a checkpoint keeps, in memory of its own."""
     return [
         np.array(shard.data, copy=True)
-        for x in kept_arrays(engine.program, engine.state).values()
+        for x in saved_arrays(engine.program, engine.state).values()
         if not is_key(x)
         for shard in x.addressable_shards
         if shard.replica_id == 0

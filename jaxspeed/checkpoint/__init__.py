@@ -1,4 +1,4 @@
-"""States on disk: saved beside the training, restored onto any mesh, stage and precision."""
+"""Checkpoints: saved in the background, restored onto any mesh, ZeRO stage and precision."""
 
 from jaxspeed.checkpoint.catalog import CheckpointInfo, show, verify
 from jaxspeed.checkpoint.checkpointer import Checkpointer, Restored

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and whether they are sound."""
+"""Listing, inspection, verification and retention of the checkpoints in a folder."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxspeed.checkpoint import manifest as seal
+from jaxspeed.checkpoint import manifest as manifests
 from jaxspeed.checkpoint.header import NAME, LeafRecord, read_header
 from jaxspeed.checkpoint.manifest import Manifest, files_of, problems_of, read_manifest
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore, store_at
@@ -19,13 +19,13 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint, from its header and the sizes of its files; checksums are `verify`'s."""
+    """One checkpoint, from its header and file sizes; `verify` compares checksums."""
 
     tag: str
     step: int | None
     bytes: int
     time: float
-    ok: bool  # all files are there in their sizes; else it is partial
+    ok: bool  # all files exist with the right sizes
     problem: str = ""
     mesh: dict[str, int] = field(default_factory=dict)
     stage: int | None = None
@@ -42,15 +42,15 @@ def default_tag(step: int) -> str:
 
 
 def step_of(tag: str) -> int | None:
-    """The step in a tag of the default form."""
+    """The step of a default tag, else None."""
     found = _STEP.fullmatch(tag)
     return int(found[1]) if found else None
 
 
 def checkpoints(store: LocalStore | ObjectStore) -> list[CheckpointInfo]:
-    """All that looks like one, oldest first; saves that were cut short come first."""
+    """All checkpoints, oldest first, after those of interrupted saves."""
     partial = [
-        CheckpointInfo(tag, step_of(tag), 0, 0, False, "its save was cut short")
+        CheckpointInfo(tag, step_of(tag), 0, 0, False, "its save was interrupted")
         for tag in store.unfinished()
     ]
     found = [info_of(store.root / tag) for tag in store.tags() if _is_checkpoint(store.root / tag)]
@@ -58,14 +58,14 @@ def checkpoints(store: LocalStore | ObjectStore) -> list[CheckpointInfo]:
 
 
 def info_of(folder: epath.Path) -> CheckpointInfo:
-    """What can be said without reading the arrays."""
+    """The checkpoint in `folder`, without reading its arrays."""
     tag, step = folder.name, step_of(folder.name)
     try:
         manifest = read_manifest(folder)
         header = read_header(folder, manifest)
     except (CheckpointError, ValueError, KeyError, TypeError, OSError) as error:
         what = str(error) if isinstance(error, CheckpointError) else f"{NAME} is damaged"
-        return CheckpointInfo(tag, step, _bytes_in(folder), _changed(folder), False, what)
+        return CheckpointInfo(tag, step, _bytes_in(folder), _mtime(folder), False, what)
     problem = next(iter(_wrong_sizes(folder, manifest)), "")
     return CheckpointInfo(
         tag,
@@ -84,37 +84,37 @@ def info_of(folder: epath.Path) -> CheckpointInfo:
 
 
 def verify(folder: Any, tag: str | None = None) -> list[str]:
-    """What is wrong with a checkpoint, or with all of a folder, every byte read; [] when sound.
+    """Problems of a checkpoint, or of all in a folder, from the checksums; [] if valid.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: the folder or tag does not exist.
     """
     store = store_at(folder)
     infos = {info.tag for info in checkpoints(store)} - set(store.unfinished())
     tags = sorted(infos) if tag is None else [existing(store, tag)]
     if not tags:
-        raise CheckpointError(f"{store.root}: holds no checkpoint")
+        raise CheckpointError(f"{store.root}: no checkpoint")
     return [f"{tag}: {problem}" for tag in tags for problem in _problems(store.root / tag)]
 
 
 def show(folder: Any, tag: str | None = None) -> CheckpointInfo:
-    """One checkpoint with its arrays' shapes and what it was written on; the newest by default."""
+    """One checkpoint with array shapes, mesh, device and versions; the newest by default."""
     store = store_at(folder)
     if tag is None:
-        whole = [info.tag for info in checkpoints(store) if info.ok]
-        if not whole:
-            raise CheckpointError(f"{store.root}: holds no whole checkpoint")
-        tag = whole[-1]
+        complete = [info.tag for info in checkpoints(store) if info.ok]
+        if not complete:
+            raise CheckpointError(f"{store.root}: no complete checkpoint")
+        tag = complete[-1]
     return info_of(store.root / existing(store, tag))
 
 
 def existing(store: LocalStore | ObjectStore, tag: str) -> str:
-    """The tag, where it is there."""
+    """The tag, if such a checkpoint exists."""
     tags = [info.tag for info in checkpoints(store) if info.tag in store.tags()]
     if tag in store.tags():
         return tag
-    there = ", ".join(tags[-5:]) or "no checkpoint"
-    raise CheckpointError(f"{store.root}: has no checkpoint {tag!r}; it holds {there}")
+    found = ", ".join(tags[-5:]) or "none"
+    raise CheckpointError(f"{store.root}: no checkpoint {tag!r}; existing checkpoints: {found}")
 
 
 def _problems(folder: epath.Path) -> list[str]:
@@ -142,34 +142,35 @@ def _wrong_sizes(folder: epath.Path, manifest: Manifest) -> list[str]:
 
 
 def _is_checkpoint(folder: epath.Path) -> bool:
-    return any((folder / name).exists() for name in (seal.NAME, NAME, "arrays"))
+    return any((folder / name).exists() for name in (manifests.NAME, NAME, "arrays"))
 
 
-def _changed(folder: epath.Path) -> float:
-    """When, as the disk says; Etils knows whole seconds alone."""
-    return os.stat(folder).st_mtime if seal.is_local(folder) else float(folder.stat().mtime or 0)
+def _mtime(folder: epath.Path) -> float:
+    """Modification time; that of etils has a resolution of one second."""
+    local = manifests.is_local(folder)
+    return os.stat(folder).st_mtime if local else float(folder.stat().mtime or 0)
 
 
 def _bytes_in(folder: epath.Path) -> int:
     return sum((folder / name).stat().length for name in files_of(folder))
 
 
-# -- which checkpoints are kept -------------------------------------------------------------------
+# -- retention ------------------------------------------------------------------------------------
 
 
-def superfluous(
+def tags_to_remove(
     infos: Sequence[CheckpointInfo], keep: int | None, keep_every: int | None
 ) -> list[str]:
-    """The tags to remove, from all that are there, oldest first.
+    """The tags to remove from `infos`, which are oldest first.
 
-    Kept are the newest `keep` that are whole, those at multiples of `keep_every` steps, what was
-    saved after the oldest of the newest, and whatever has a tag of its own.
+    Retained are the newest `keep` complete checkpoints and all saved after the oldest of them,
+    those at multiples of `keep_every` steps, and those with a tag not of the default form.
     """
     if keep is None:
         return []
     numbered = [info for info in infos if step_of(info.tag) is not None]
-    whole = [i for i, info in enumerate(numbered) if info.ok]
-    if len(whole) <= keep:
+    complete = [i for i, info in enumerate(numbered) if info.ok]
+    if len(complete) <= keep:
         return []
-    old = [info.tag for info in numbered[: whole[-keep]]]
+    old = [info.tag for info in numbered[: complete[-keep]]]
     return [tag for tag in old if not (keep_every and (step_of(tag) or 0) % keep_every == 0)]

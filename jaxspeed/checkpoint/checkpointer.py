@@ -1,4 +1,4 @@
-"""Saving and restoring the states of one run: what the engine and the run loop hold."""
+"""`Checkpointer`: asynchronous saving, retention and restoring of the checkpoints of one folder."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ from jaxspeed.checkpoint.catalog import (
     checkpoints,
     default_tag,
     existing,
-    superfluous,
+    tags_to_remove,
 )
 from jaxspeed.checkpoint.header import (
     FILES,
@@ -25,21 +25,21 @@ from jaxspeed.checkpoint.header import (
     read_header,
 )
 from jaxspeed.checkpoint.header import NAME as HEADER
-from jaxspeed.checkpoint.leaves import Arrays, kept_leaves
+from jaxspeed.checkpoint.leaves import Arrays, saved_leaves
 from jaxspeed.checkpoint.manifest import (
-    dealt,
+    checksums,
     files_of,
+    files_of_process,
     read_manifest,
-    sums_of,
     write_file,
     write_manifest,
 )
 from jaxspeed.checkpoint.orbax_arrays import FOLDER, ArrayFiles
 from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.checkpoint.restore import restore_state
-from jaxspeed.checkpoint.snapshot import Snapshot, snapshotter
+from jaxspeed.checkpoint.snapshot import Snapshot, snapshot_function
 from jaxspeed.checkpoint.stores import Place, check_tag, check_writable, store_at
-from jaxspeed.checkpoint.verification import check_sound, newest_sound, written
+from jaxspeed.checkpoint.verification import check_valid, newest_valid, written_tags
 from jaxspeed.checkpoint.warm_start import restore_weights
 from jaxspeed.errors import CheckpointError, JaxspeedError
 from jaxspeed.objective.train_state import TrainState
@@ -50,27 +50,27 @@ log = logging.getLogger("jaxspeed")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gave back."""
+    """A restored checkpoint."""
 
     state: TrainState
     tag: str
-    step: int  # of the checkpoint; with weights alone the state's own begins at 0
+    step: int  # of the checkpoint; with weights_only the state's step is 0
     client_state: dict[str, Any]
     files: dict[str, bytes]
-    notes: list[str] = field(default_factory=list)  # what was left out, rounded or begun anew
+    notes: list[str] = field(default_factory=list)  # what was skipped, rounded or reinitialized
 
 
 class Checkpointer:
     """The checkpoints of one folder. `save` returns once the state is copied; `wait` when written.
 
     With several processes, each makes the same calls in the same order. A process that ends without
-    `wait` or `close` leaves its last save unmade.
+    `wait` or `close` loses its last save.
 
     Args:
       folder: a path, or a gs:// or s3:// URL (or a store).
-      keep: of the checkpoints with tags of the form `step-00000100` that many are kept, the newest;
-        None keeps all. Those with other tags stay.
-      keep_every: of those, the ones at multiples of so many steps are kept as well.
+      keep: number of checkpoints with tags of the form `step-00000100` to retain, the newest; None
+        retains all. Those with other tags are never removed.
+      keep_every: retain those at multiples of this many steps as well.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Checkpointer:
         keep_every: int | None = None,
     ) -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep is {keep}; at least 1 is kept, or None for all")
+            raise CheckpointError(f"keep is {keep}; it is at least 1, or None to keep all")
         self._store = store_at(folder)
         self._keep, self._keep_every = keep, keep_every
         self._processes = Processes()
-        self._saving = Processes()  # what the thread talks over; its turns are its own
+        self._saving = Processes()  # the thread's channel, with a count of rounds of its own
         self._files = ArrayFiles()
         self._snapshot: tuple[Program, Any] | None = None
         self._thread: threading.Thread | None = None
@@ -98,9 +98,9 @@ class Checkpointer:
     # -- saving ---------------------------------------------------------------------------------
 
     def check(self, program: Program) -> None:
-        """CheckpointError unless the folder can be written to and has room for a checkpoint."""
-        nbytes = sum(leaf.nbytes for leaf in kept_leaves(program).values())
-        self._processes.first("looking", lambda: check_writable(self.folder, nbytes))
+        """Raise CheckpointError unless the folder is writable and has space for a checkpoint."""
+        nbytes = sum(leaf.nbytes for leaf in saved_leaves(program).values())
+        self._processes.first("checking the folder", lambda: check_writable(self.folder, nbytes))
 
     def save(
         self,
@@ -111,9 +111,9 @@ class Checkpointer:
         client_state: Mapping[str, Any] | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> str:
-        """Begins a checkpoint and returns its tag once the state may be used up.
+        """Start a save; return its tag once the state may be donated.
 
-        A save that is still being written is waited for; its failure is raised here.
+        Waits for a save that is still being written, and raises its failure.
         """
         self.wait()
         step = int(state.step)
@@ -123,35 +123,35 @@ class Checkpointer:
             check_tag(name)
         check_client_state(client_state or {})
         header = header_of(program, tag, step, client_state or {}, sorted(given))
-        with _told(self.folder, f"saving {tag}"):
+        with _as_checkpoint_error(self.folder, f"saving {tag}"):
             folder = self._begin(program, tag)
             try:
-                copied = self._copied(program, state)
-                if not copied.is_own:
-                    self._files.begin(folder, copied.arrays)
+                snapshot = self._take_snapshot(program, state)
+                if not snapshot.copied:
+                    self._files.begin(folder, snapshot.arrays)
             except BaseException:
                 self._abandon(tag)
                 raise
         self._thread = threading.Thread(
             target=self._finish,
-            args=(folder, header, given, copied.arrays if copied.is_own else None),
+            args=(folder, header, given, snapshot.arrays if snapshot.copied else None),
             name="jaxspeed-save",
         )
         self._thread.start()
         return tag
 
     def wait(self) -> None:
-        """Until nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
-          CheckpointError: the save failed; the checkpoints before it are as they were.
+          CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            with _told(self.folder, "saving"):
+            with _as_checkpoint_error(self.folder, "saving"):
                 raise failure
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Checkpointer:
             self._files.close()
 
     def _begin(self, program: Program, tag: str) -> epath.Path:
-        tags = self._processes.together("agreeing on a tag", lambda: tag)
+        tags = self._processes.all("agreeing on a tag", lambda: tag)
         if len(set(tags)) > 1:
             raise CheckpointError(f"the processes save under different tags: {sorted(set(tags))}")
         self.check(program)
@@ -171,20 +171,20 @@ class Checkpointer:
             self._store.begin(tag)
             (folder / FOLDER).mkdir()
 
-        self._processes.first("making a folder", make)
+        self._processes.first("creating the folder", make)
         return folder
 
-    def _copied(self, program: Program, state: TrainState) -> Snapshot:
+    def _take_snapshot(self, program: Program, state: TrainState) -> Snapshot:
         if self._snapshot is None or self._snapshot[0] is not program:
-            self._snapshot = (program, snapshotter(program))
-        copied: Snapshot = self._snapshot[1](state)
-        return copied
+            self._snapshot = (program, snapshot_function(program))
+        snapshot: Snapshot = self._snapshot[1](state)
+        return snapshot
 
     def _finish(
         self, folder: epath.Path, header: Header, files: Mapping[str, bytes], arrays: Arrays | None
     ) -> None:
-        """In a thread: what makes arrays a checkpoint; None where writing them has begun."""
-        together = self._saving
+        """Write, verify and commit, in a thread; `arrays` is None if their write has started."""
+        processes = self._saving
         try:
 
             def write() -> None:
@@ -192,57 +192,57 @@ class Checkpointer:
                     self._files.begin(folder, arrays)
                 self._files.finish()
 
-            together.together("writing arrays", write)
+            processes.all("writing arrays", write)
 
             def describe() -> None:
                 self._files.merge(folder)
-                # The order of checkpoints is that of their times, also where a clock was set back.
+                # Checkpoints are ordered by time, even if the clock was set back.
                 last = max((info.time for info in checkpoints(self._store)), default=0.0)
                 _describe(folder, replace(header, time=max(header.time, last + 1e-3)), files)
 
-            together.first("describing", describe)
+            processes.first("writing the header", describe)
 
             def sums() -> Any:
                 sizes = {name: (folder / name).stat().length for name in files_of(folder)}
-                mine = dealt(sizes, jax.process_index(), jax.process_count())
-                return sums_of(folder, mine)
+                mine = files_of_process(sizes, jax.process_index(), jax.process_count())
+                return checksums(folder, mine)
 
-            parts = together.together("reading back", sums)
-            together.first("sealing", lambda: self._seal(folder, header.tag, parts))
+            parts = processes.all("reading back", sums)
+            processes.first("committing", lambda: self._commit(folder, header.tag, parts))
         except BaseException as error:
             self._failure = error
             self._abandon(header.tag)
         else:
             self._files.end()
 
-    def _seal(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
+    def _commit(self, folder: epath.Path, tag: str, parts: list[dict[str, Any]]) -> None:
         write_manifest(folder, tag, {k: v for part in parts for k, v in part.items()})
         self._store.commit(tag)
         try:
-            for old in superfluous(checkpoints(self._store), self._keep, self._keep_every):
+            for old in tags_to_remove(checkpoints(self._store), self._keep, self._keep_every):
                 self._store.remove(old)
-        except OSError as error:  # the new one is sound; the next save tries again
+        except OSError as error:  # the new one is valid; the next save tries again
             log.warning("%s: an old checkpoint cannot be removed: %s", self.folder, error)
 
     def _abandon(self, tag: str) -> None:
-        """What is half written must not keep a full disk full."""
+        """Remove a partial checkpoint, so that it does not fill the disk."""
         if is_first():
             self._store.abandon(tag)
         self._files.end()
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- listing --------------------------------------------------------------------------------
 
     def list(self) -> Sequence[CheckpointInfo]:
-        """All of the folder, the newest last."""
+        """All checkpoints of the folder, the newest last."""
         return checkpoints(self._store)
 
     def is_empty(self) -> bool:
-        """Whether nothing was ever saved to its end; damaged checkpoints count as saved."""
+        """Whether no save was ever completed; damaged checkpoints count as completed."""
         self._processes.first("recovering", self._store.recover)
-        return not self._processes.first("listing", lambda: written(self._store))
+        return not self._processes.first("listing", lambda: written_tags(self._store))
 
     def latest(self) -> str | None:
-        """The newest whose files are all there."""
+        """The newest complete checkpoint's tag."""
         return next((info.tag for info in reversed(self.list()) if info.ok), None)
 
     # -- restoring ------------------------------------------------------------------------------
@@ -256,32 +256,31 @@ class Checkpointer:
         renames: Mapping[str, str] | None = None,
         in_place_of: TrainState | None = None,
     ) -> Restored:
-        """The state of a checkpoint, laid out as `program` wants it.
+        """The state of a checkpoint, sharded as in `program`.
 
         Args:
-          tag: which; None for the newest that is sound: a damaged one is named in a warning and
-            passed over.
-          weights_only: only parameters and statistics; the optimizer and the step begin anew, and
-            the notes list what was left out on either side.
-          renames: {path in the checkpoint: path in the model}, of parameters or of the folders
-            that hold them; with `weights_only`.
-          in_place_of: a state that is given up for this one: its memory is freed once the
-            checkpoint is known to be sound and to fit, before any array is read.
+          tag: the checkpoint; None for the newest valid one, with a warning for each damaged one
+            that is skipped.
+          weights_only: restore only parameters and statistics; the optimizer and the step are
+            reinitialized, and the notes list what was skipped on either side.
+          renames: {path in the checkpoint: path in the model}, of parameters or of their parent
+            modules; with `weights_only`.
+          in_place_of: a state to replace: its memory is freed once the checkpoint is known to be
+            valid and to match, before any array is read.
 
         Raises:
-          CheckpointError: there is none that is sound, or it is another model's.
+          CheckpointError: no checkpoint is valid, or it is of another model.
         """
         if renames and not weights_only:
             raise CheckpointError(
-                "renames go with weights_only=True: the optimizer's own state "
-                "has no names that they could change"
+                "renames need weights_only=True: they do not apply to the optimizer's state"
             )
         self.wait()
-        with _told(self.folder, "restoring"):
+        with _as_checkpoint_error(self.folder, "restoring"):
             if tag is None:
-                tag = newest_sound(self._store, self._processes)
+                tag = newest_valid(self._store, self._processes)
             else:
-                check_sound(self._store, self._processes, existing(self._store, tag))
+                check_valid(self._store, self._processes, existing(self._store, tag))
             folder = self.folder / tag
 
             def ready() -> None:
@@ -305,8 +304,8 @@ def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) ->
     write_file(folder / HEADER, as_json(header))
 
 
-class _told:
-    """Whatever goes wrong inside is a CheckpointError that names the folder."""
+class _as_checkpoint_error:
+    """Context that turns any other exception into a CheckpointError naming the folder."""
 
     def __init__(self, folder: epath.Path, doing: str) -> None:
         self._where = f"{folder}: {doing}"

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as plain safetensors files, without the memory to hold them."""
+"""Export of a checkpoint's weights to safetensors files, streamed block by block."""
 
 import json
 import math
@@ -19,16 +19,16 @@ from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.safetensors import Tensor, check_dtype, write_safetensors
 from jaxspeed.checkpoint.stores import store_at
-from jaxspeed.checkpoint.verification import check_sound, newest_sound
+from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.errors import CheckpointError
 
-_PIECE_BYTES = 64 << 20
+_BLOCK_BYTES = 64 << 20
 _KINDS = ("params/", "variables/")
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What an export wrote."""
+    """The files that an export wrote."""
 
     tag: str
     step: int
@@ -46,40 +46,40 @@ def export(
     dtype: str | None = None,
     file_bytes: int = 5 * 10**9,
 ) -> ExportSummary:
-    """Writes parameters and variables of a sound checkpoint to `out/model*.safetensors`.
+    """Write parameters and variables of a valid checkpoint to `out/model*.safetensors`.
 
-    Names are the paths of `engine.parameters`; parameters are in the precision in which they were
-    updated. A few pieces of one tensor are in memory at a time.
+    Names are the paths of `engine.parameters`; parameters are in the precision in which they are
+    updated. A few blocks of one tensor are in memory at a time.
 
     Args:
-      tag: which; None for the newest that is sound.
-      dtype: of the floating tensors, as "bfloat16"; None for each as it is.
-      file_bytes: with more than that, there are several files and an index.
+      tag: the checkpoint; None for the newest valid one.
+      dtype: of the floating tensors, such as "bfloat16"; None for their dtype in the checkpoint.
+      file_bytes: larger exports are split into several files with an index.
 
     Raises:
-      CheckpointError: nothing sound is there, or `out` cannot be written to.
+      CheckpointError: no checkpoint is valid, or `out` cannot be written to.
     """
     store, processes = store_at(folder), Processes()
     if tag is None:
-        tag = newest_sound(store, processes)
+        tag = newest_valid(store, processes)
     else:
-        check_sound(store, processes, existing(store, tag))
+        check_valid(store, processes, existing(store, tag))
     source = store.root / tag
     header = read_header(source, read_manifest(source))
     tensors = _tensors(header, _floating(dtype))
-    left_out = sorted(_path(n) for n, leaf in header.leaves.items() if _is_asked(n) and leaf.key)
-    files = _shared_out(tensors, file_bytes)
-    said = {"tag": tag, "step": str(header.step), "writer": "jaxspeed"}
+    left_out = sorted(_path(n) for n, leaf in header.leaves.items() if _is_exported(n) and leaf.key)
+    files = _file_groups(tensors, file_bytes)
+    metadata = {"tag": tag, "step": str(header.step), "writer": "jaxspeed"}
     target = Path(out)
     try:
         target.mkdir(parents=True, exist_ok=True)
         if there := sorted(target.glob("model*.safetensors*")):
-            raise CheckpointError(f"{target}: holds an export already ({there[0].name})")
+            raise CheckpointError(f"{target}: contains an export already ({there[0].name})")
         for name, names in files.items():
             streams = (
-                (tensors[n], _pieces(source, n, header.leaves[n], tensors[n].dtype)) for n in names
+                (tensors[n], _blocks(source, n, header.leaves[n], tensors[n].dtype)) for n in names
             )
-            write_safetensors(target / name, streams, said)
+            write_safetensors(target / name, streams, metadata)
         if len(files) > 1:
             _write_index(target, tensors, files)
     except OSError as error:
@@ -89,10 +89,10 @@ def export(
 
 
 def _tensors(header: Header, dtype: str | None) -> dict[str, Tensor]:
-    """{name in the checkpoint: tensor}, wide ones first, so that all are aligned."""
+    """{name in the checkpoint: tensor}, the widest dtypes first, so that all are aligned."""
     found = {}
     for name, leaf in header.leaves.items():
-        if _is_asked(name) and not leaf.key:
+        if _is_exported(name) and not leaf.key:
             floats = jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating)
             tensor = Tensor(_path(name), leaf.shape, dtype if dtype and floats else leaf.dtype)
             check_dtype(tensor.name, tensor.dtype)
@@ -101,8 +101,8 @@ def _tensors(header: Header, dtype: str | None) -> dict[str, Tensor]:
     return {name: found[name] for name in wide_first}
 
 
-def _shared_out(tensors: dict[str, Tensor], file_bytes: int) -> dict[str, list[str]]:
-    """{file: names}, as many files as it takes; a tensor is never split."""
+def _file_groups(tensors: dict[str, Tensor], file_bytes: int) -> dict[str, list[str]]:
+    """{file: names}; a tensor is never split over files."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -125,8 +125,8 @@ def _write_index(target: Path, tensors: dict[str, Tensor], files: dict[str, list
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _pieces(source: epath.Path, name: str, leaf: LeafRecord, dtype: str) -> Iterator[np.ndarray]:
-    """One tensor without its padding, in blocks of whole rows."""
+def _blocks(source: epath.Path, name: str, leaf: LeafRecord, dtype: str) -> Iterator[np.ndarray]:
+    """One tensor without its padding, in blocks of rows."""
     if not math.prod(leaf.shape):
         return
     array = _open(source, name)[tuple(slice(0, size) for size in leaf.shape)]
@@ -134,9 +134,9 @@ def _pieces(source: epath.Path, name: str, leaf: LeafRecord, dtype: str) -> Iter
         yield np.asarray(array.read().result()).astype(jnp.dtype(dtype))
         return
     row = leaf.nbytes // leaf.shape[0]
-    rows = max(1, _PIECE_BYTES // row)
+    rows = max(1, _BLOCK_BYTES // row)
     height = array.chunk_layout.read_chunk.shape[0]
-    if height * row <= 2 * _PIECE_BYTES:  # whole chunks, so that each is read once
+    if height * row <= 2 * _BLOCK_BYTES:  # a multiple of the chunks, so that each is read once
         rows = max(height, rows // height * height)
     for start in range(0, leaf.shape[0], rows):
         stop = min(start + rows, leaf.shape[0])
@@ -144,12 +144,12 @@ def _pieces(source: epath.Path, name: str, leaf: LeafRecord, dtype: str) -> Iter
 
 
 def _open(source: epath.Path, name: str) -> Any:
-    """An array as Orbax keeps it: Zarr chunks in one OCDBT database."""
+    """An array as stored by Orbax: Zarr chunks in one OCDBT database."""
     base = f"file://{source / FOLDER}/" if is_local(source) else f"{source / FOLDER}/"
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
-        # As few chunks in memory at a time as keep the disk busy.
+        # The fewest chunks in memory at a time that keep the disk busy.
         "context": {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}},
     }
     return ts.open(spec, open=True, read=True).result()
@@ -165,7 +165,7 @@ def _floating(dtype: str | None) -> str | None:
     return name
 
 
-def _is_asked(name: str) -> bool:
+def _is_exported(name: str) -> bool:
     return name.startswith(_KINDS)
 
 

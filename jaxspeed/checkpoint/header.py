@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `checkpoint.json`."""
+"""A checkpoint's header, `checkpoint.json`: leaves, mesh, versions and client state."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxspeed.checkpoint.leaves import kept_leaves
+from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT, Manifest
 from jaxspeed.errors import CheckpointError
 from jaxspeed.train.program import Program
@@ -23,10 +23,10 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """One array as it was written."""
+    """One array on disk."""
 
     shape: tuple[int, ...]  # without padding
-    stored: tuple[int, ...]  # as the arrays on disk have it
+    stored: tuple[int, ...]  # with padding, as on disk
     dtype: str
     key: str | None = None
 
@@ -37,7 +37,7 @@ class LeafRecord:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything but the arrays themselves."""
+    """The metadata of a checkpoint."""
 
     tag: str
     step: int
@@ -58,7 +58,7 @@ def header_of(
 ) -> Header:
     leaves = {
         name: LeafRecord(leaf.shape, tuple(leaf.stored.shape), leaf.stored.dtype.name, leaf.key)
-        for name, leaf in kept_leaves(program).items()
+        for name, leaf in saved_leaves(program).items()
     }
     return Header(
         tag=tag,
@@ -83,7 +83,8 @@ def as_json(header: Header) -> bytes:
 
 
 def read_header(folder: epath.Path, manifest: Manifest) -> Header:
-    """
+    """The header of a checkpoint.
+
     Raises:
       CheckpointError: written in another format than this version reads.
     """
@@ -92,16 +93,16 @@ def read_header(folder: epath.Path, manifest: Manifest) -> Header:
             f"{folder}: written in format {manifest.format!r}; this version of jaxspeed reads "
             f"format {FORMAT}. Use the version that wrote it"
         )
-    said = json.loads((folder / NAME).read_text())
+    fields = json.loads((folder / NAME).read_text())
     leaves = {
         name: LeafRecord(tuple(x["shape"]), tuple(x["stored"]), x["dtype"], x["key"])
-        for name, x in said.pop("leaves").items()
+        for name, x in fields.pop("leaves").items()
     }
-    return Header(leaves=leaves, **said)
+    return Header(leaves=leaves, **fields)
 
 
 def check_client_state(value: Any, path: str = "client_state") -> None:
-    """CheckpointError unless it comes back from JSON as it was given."""
+    """Raise CheckpointError unless a JSON round trip returns an equal value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, list):
@@ -111,11 +112,11 @@ def check_client_state(value: Any, path: str = "client_state") -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointError(f"{path} has the key {key!r}; keys are strings: {str(key)!r}")
+                raise CheckpointError(f"{path} has the key {key!r}; use a string: {str(key)!r}")
             check_client_state(item, f"{path}[{key!r}]")
         return
     instead = {"tuple": "a list", "ndarray": ".tolist()", "Array": ".tolist()"}
     raise CheckpointError(
-        f"{path} is a {type(value).__name__}; it is kept as JSON: numbers, strings, lists and "
-        f"dicts (here {instead.get(type(value).__name__, 'one of these')})"
+        f"{path} is a {type(value).__name__}; it is stored as JSON: numbers, strings, lists and "
+        f"dicts (use {instead.get(type(value).__name__, 'one of these')})"
     )

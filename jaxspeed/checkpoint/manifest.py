@@ -1,7 +1,7 @@
-"""The seal of a checkpoint: the size and checksum of each of its files, written last.
+"""The manifest of a checkpoint: size and checksum of each file, written last to commit it.
 
-The manifest's own layout (`format`, `tag`, `files`, `crc32`) never changes: it is how a
-reader finds out that the rest is of another format.
+The manifest's layout (`format`, `tag`, `files`, `crc32`) never changes, so that any version can
+read the format of the rest from it.
 """
 
 import json
@@ -16,7 +16,7 @@ from etils import epath
 from jaxspeed.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 1  # of everything that a checkpoint holds
+FORMAT = 1  # of everything in a checkpoint
 _BLOCK = 4 << 20
 
 Sums = dict[str, tuple[int, int]]  # {file: (bytes, crc32)}
@@ -24,7 +24,7 @@ Sums = dict[str, tuple[int, int]]  # {file: (bytes, crc32)}
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint holds."""
+    """The contents of a complete checkpoint."""
 
     format: int
     tag: str
@@ -36,7 +36,7 @@ class Manifest:
 
 
 def files_of(folder: epath.Path) -> list[str]:
-    """The files under a folder but the manifest, by relative path, sorted."""
+    """Sorted relative paths of the files in a folder, without the manifest."""
     found: list[str] = []
 
     def walk(at: epath.Path, prefix: str) -> None:
@@ -50,8 +50,8 @@ def files_of(folder: epath.Path) -> list[str]:
     return sorted(found)
 
 
-def dealt(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
-    """The files that this process looks at: about as many bytes as any other."""
+def files_of_process(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
+    """The files that this process checks, balanced by bytes over processes."""
     loads = [0] * processes
     mine = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -62,12 +62,12 @@ def dealt(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
     return mine
 
 
-def sums_of(folder: epath.Path, names: Iterable[str]) -> Sums:
+def checksums(folder: epath.Path, names: Iterable[str]) -> Sums:
     return {name: _sum(folder / name) for name in names}
 
 
 def problems_of(folder: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint."""
+    """Problems of these files of a checkpoint: missing, of another size or checksum."""
     problems = []
     for name in names:
         size, crc = manifest.files[name]
@@ -80,7 +80,7 @@ def problems_of(folder: epath.Path, manifest: Manifest, names: Iterable[str]) ->
         if found[0] != size:
             problems.append(f"{name} has {found[0]:,} bytes, not {size:,}")
         elif found[1] != crc:
-            problems.append(f"{name} was changed: its checksum differs")
+            problems.append(f"{name} was modified: its checksum differs")
     return problems
 
 
@@ -90,30 +90,31 @@ def write_manifest(folder: epath.Path, tag: str, files: Sums) -> None:
 
 
 def read_manifest(folder: epath.Path) -> Manifest:
-    """
+    """The manifest of a checkpoint.
+
     Raises:
-      CheckpointError: it is missing, damaged or another checkpoint's.
+      CheckpointError: it is missing, damaged or of another checkpoint.
     """
     try:
-        said = json.loads((folder / NAME).read_text())
-        crc = said.pop("crc32")
-        if crc != _crc_of(said):
-            raise CheckpointError(f"{NAME} was changed: its checksum differs")
-        files = {name: (int(size), int(crc)) for name, (size, crc) in said["files"].items()}
-        manifest = Manifest(said["format"], said["tag"], files)
+        body = json.loads((folder / NAME).read_text())
+        crc = body.pop("crc32")
+        if crc != _crc_of(body):
+            raise CheckpointError(f"{NAME} was modified: its checksum differs")
+        files = {name: (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+        manifest = Manifest(body["format"], body["tag"], files)
     except FileNotFoundError:
-        raise CheckpointError(f"{NAME} is missing: it was never whole") from None
+        raise CheckpointError(f"{NAME} is missing: the save was not completed") from None
     except OSError as error:
         raise CheckpointError(f"{NAME} cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{NAME} is damaged") from None
     if manifest.tag != folder.name:
-        raise CheckpointError(f"{NAME} is the one of {manifest.tag!r}")
+        raise CheckpointError(f"{NAME} belongs to {manifest.tag!r}")
     return manifest
 
 
 def write_file(path: epath.Path, content: bytes) -> None:
-    """A small file that is on the disk when this returns."""
+    """Write a small file and sync it to disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -1,4 +1,4 @@
-"""Arrays on disk, by Orbax: each process writes its shards, each device reads its own."""
+"""Array files through Orbax: each process writes its shards, each device reads its shards."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxspeed.checkpoint.leaves import KeptLeaf
+from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.process_agreement import TIMEOUT_SECONDS
 
 FOLDER = "arrays"
-_CHUNK_BYTES = 32 << 20  # what is read at once where the cut is another, and by an export
+_CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
 
 
 class ArrayFiles:
-    """Writes the arrays of one checkpoint at a time, in the background.
+    """Background writer of the arrays of one checkpoint at a time.
 
-    Of Orbax this takes the handler alone: a checkpoint is committed as a whole, with what else is
-    in it, and a process that fails tells the others at once.
+    It uses only Orbax's handler: a checkpoint is committed together with its other files, and a
+    failure on one process is reported to the others at once.
     """
 
     def __init__(self) -> None:
@@ -31,94 +31,99 @@ class ArrayFiles:
         self._quiet = contextlib.ExitStack()
 
     def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
-        """The arrays are in the host's memory once this returns; `folder` is there."""
+        """Start writing to an existing `folder`; on return the arrays are in host memory."""
         full = {name: x for name, x in arrays.items() if math.prod(x.shape)}
         ocp = _orbax()
         chunks = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in full}
-        asked = ocp.args.PyTreeSave(full, save_args=chunks)
-        self._quiet.enter_context(_told_once())
-        begun = asyncio.run(self._handler.async_save(folder / FOLDER, args=asked))
-        self._writing = [part for part in begun or [] if part is not None]
+        args = ocp.args.PyTreeSave(full, save_args=chunks)
+        self._quiet.enter_context(_without_orbax_errors_logged())
+        futures = asyncio.run(self._handler.async_save(folder / FOLDER, args=args))
+        self._writing = [future for future in futures or [] if future is not None]
 
     def finish(self) -> None:
-        """Until this process has written its part; raises what went wrong."""
+        """Wait until this process has written its shards; raise the first failure."""
         writing, self._writing = self._writing, []
-        failures = [error for part in writing if (error := _failure(part))]
+        failures = [error for future in writing if (error := _failure(future))]
         if failures:
             raise failures[0]
 
     def merge(self, folder: epath.Path) -> None:
-        """The parts of all processes become one: once all have finished, on one of them."""
+        """Merge the files of all processes, on one process after all have finished."""
         self._handler.finalize(folder / FOLDER)
 
     def end(self) -> None:
-        """After what was begun has become a checkpoint, or has been cleared away."""
+        """Called after the checkpoint was committed or abandoned."""
         self._quiet.close()
 
     def close(self) -> None:
         self._handler.close()
 
 
-def _failure(part: Any) -> BaseException | None:
+def _failure(future: Any) -> BaseException | None:
     try:
-        part.result(timeout=TIMEOUT_SECONDS)
+        future.result(timeout=TIMEOUT_SECONDS)
     except Exception as error:
         return error
     return None
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """What fails in a thread of Orbax is raised, and need not be printed as well.
+def _without_orbax_errors_logged() -> Iterator[None]:
+    """Suppress logs of failures in Orbax's threads, since they are raised.
 
     Orbax 0.12 logs it with a traceback, and TensorStore reports each write that ends after the
     event loop that waited for it.
     """
     absl, report = logging.getLogger("absl"), sys.unraisablehook
 
-    def is_new(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
     def unraisable(what: Any) -> None:
         if str(what.exc_value) != "Event loop is closed":
             report(what)
 
-    absl.addFilter(is_new)
+    absl.addFilter(keep)
     sys.unraisablehook = unraisable
     try:
         yield
     finally:
         sys.unraisablehook = report
-        absl.removeFilter(is_new)
+        absl.removeFilter(keep)
 
 
-def read_arrays(folder: epath.Path, wanted: Mapping[str, KeptLeaf]) -> dict[str, jax.Array]:
-    """Arrays by name in shape, dtype and sharding as wanted: cut or padded with zeros behind."""
+def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, jax.Array]:
+    """Arrays by name in the wanted shape (truncated or zero-padded), dtype and sharding."""
     full = {name: leaf.stored for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
     ocp = _orbax()
-    how = {
+    restore_args = {
         name: ocp.ArrayRestoreArgs(
             sharding=x.sharding, global_shape=tuple(x.shape), dtype=x.dtype, strict=False
         )
         for name, x in full.items()
     }
-    asked = ocp.args.PyTreeRestore(dict.fromkeys(full, 0), restore_args=how, partial_restore=True)
+    args = ocp.args.PyTreeRestore(
+        dict.fromkeys(full, 0), restore_args=restore_args, partial_restore=True
+    )
     handler = _handler()
     try:
-        read: dict[str, jax.Array] = handler.restore(folder / FOLDER, args=asked)
+        read: dict[str, jax.Array] = handler.restore(folder / FOLDER, args=args)
         return read
     finally:
         handler.close()
 
 
 def _handler() -> Any:
-    # Trained weights hardly shrink, and compressing them would take the step's cores.
+    # Trained weights hardly compress, and compression would take CPU time from the step.
     return _orbax().PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
 
 
 def _orbax() -> Any:
-    """Imported where it is used: that takes 0.3 s, and gives the root logger a handler (0.12.8),
-    after which a user's own `logging.basicConfig` says nothing."""
+    """Import Orbax lazily.
+
+    That takes 0.3 s and adds a handler to the root logger (0.12.8), after which a user's
+    `logging.basicConfig` has no effect.
+    """
     import orbax.checkpoint as ocp
 
     return ocp

@@ -1,7 +1,7 @@
-"""How the processes of a run agree on a save or a restore, without touching a device.
+"""Agreement of a run's processes on a save or restore, through JAX's coordination service.
 
-What runs in a background thread must not start a collective: it would cross with those of the
-training step. So words go through the key-value store of JAX's own coordination service.
+A background thread must not start a collective: it would interleave with those of the training
+step. So messages go through the key-value store of the coordination service.
 """
 
 import itertools
@@ -18,27 +18,27 @@ from jaxspeed.errors import CheckpointError
 
 TIMEOUT_SECONDS = 1200
 
-# Which conversation it is: all processes begin the same ones in the same order.
-_conversations = itertools.count()
+# Channel numbers: all processes open the same channels in the same order.
+_channels = itertools.count()
 
 
 def is_first() -> bool:
-    """Whether this process does what one process does for all."""
+    """Whether this is the process that acts for all."""
     return jax.process_index() == 0
 
 
 class Processes:
-    """The processes of this run; each `together` is a barrier for all of them."""
+    """The processes of this run; each call of `all` is a barrier."""
 
     def __init__(self) -> None:
-        self._topic = f"jaxspeed/{next(_conversations)}"
-        self._turn = itertools.count()
+        self._channel = f"jaxspeed/{next(_channels)}"
+        self._round = itertools.count()
 
-    def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """`work()` on every process, and what it gave on each; JSON values.
+    def all(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Run `work()` on every process; the JSON results of all.
 
         Raises:
-          CheckpointError: on all processes, where it failed on one.
+          CheckpointError: on all processes, if it failed on one.
         """
         if jax.process_count() == 1:
             return [work()]
@@ -47,34 +47,34 @@ class Processes:
             result = work()
         except Exception as error:
             failure = error
-        said = {"result": result, "error": None if failure is None else str(failure)}
-        heard = [json.loads(text) for text in self._exchange(what, json.dumps(said))]
+        message = {"result": result, "error": None if failure is None else str(failure)}
+        received = [json.loads(text) for text in self._exchange(what, json.dumps(message))]
         if failure is not None:
             raise failure
-        for process, other in enumerate(heard):
+        for process, other in enumerate(received):
             if other["error"] is not None:
                 raise CheckpointError(f"process {process}, {what}: {other['error']}")
-        return [other["result"] for other in heard]
+        return [other["result"] for other in received]
 
     def first(self, what: str, work: Callable[[], Any]) -> Any:
-        """`work()` on the first process; what it gave, on all."""
-        return self.together(what, lambda: work() if is_first() else None)[0]
+        """Run `work()` on the first process; its result, on all."""
+        return self.all(what, lambda: work() if is_first() else None)[0]
 
     def _exchange(self, what: str, text: str) -> list[str]:
         client = distributed.global_state.client
         assert client is not None
-        turn = next(self._turn)
-        key = f"{self._topic}/{turn}"
+        number = next(self._round)
+        key = f"{self._channel}/{number}"
         client.key_value_set(f"{key}/{jax.process_index()}", text)
-        heard = []
+        received = []
         for process in range(jax.process_count()):
             try:
                 wait = TIMEOUT_SECONDS * 1000
-                heard.append(client.blocking_key_value_get(f"{key}/{process}", wait))
+                received.append(client.blocking_key_value_get(f"{key}/{process}", wait))
             except jax.errors.JaxRuntimeError as error:
                 raise CheckpointError(
-                    f"{what}: process {process} said nothing for {TIMEOUT_SECONDS} seconds"
+                    f"{what}: no answer from process {process} for {TIMEOUT_SECONDS} seconds"
                 ) from error
-        if turn:  # all have spoken in this turn, so all have heard the one before
-            client.key_value_delete(f"{self._topic}/{turn - 1}/{jax.process_index()}")
-        return heard
+        if number:  # all have sent in this round, so all have received the last round's messages
+            client.key_value_delete(f"{self._channel}/{number - 1}/{jax.process_index()}")
+        return received

@@ -1,4 +1,4 @@
-"""From the arrays of a checkpoint to a program's state, whatever mesh and precision wrote them."""
+"""Restoring of a full train state from a checkpoint of any mesh, ZeRO stage and precision."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,11 +12,11 @@ from jaxspeed.checkpoint.header import Header, LeafRecord
 from jaxspeed.checkpoint.leaves import (
     RING_ERRORS,
     Arrays,
-    KeptLeaf,
+    SavedLeaf,
     as_state,
-    kept_leaves,
-    own,
+    donatable_copy,
     published,
+    saved_leaves,
 )
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
@@ -24,48 +24,48 @@ from jaxspeed.objective.train_state import TrainState
 from jaxspeed.optim import loss_scale
 from jaxspeed.train.program import Program
 
-_TOGETHER = 256 << 20  # bytes that are copied at once: the peak is one state and this
+_COPY_BYTES = 256 << 20  # copied at once: the peak is one state and this
 _SCALE = tuple(f"loss_scale/{name}" for name in loss_scale.LossScale._fields)
 
 
 def restore_state(
     program: Program, folder: epath.Path, header: Header, ready: Callable[[], None]
 ) -> tuple[TrainState, list[str]]:
-    """The whole state, and notes on what could not be taken over.
+    """The full state, and notes on what could not be restored.
 
     `ready` is called when all has been checked, before any array is read.
 
     Raises:
       CheckpointError: its arrays are not those of this model and optimizer.
     """
-    wanted = kept_leaves(program)
+    wanted = saved_leaves(program)
     notes = []
     fresh: Arrays = {}
     if header.loss_scale_rule != repr(program.optimizer.rule):
         # Another rule's scale may be one that this rule never has.
         notes.append(
-            f"the loss scale begins anew: it followed {header.loss_scale_rule}, and now "
+            f"the loss scale is reinitialized: its rule was {header.loss_scale_rule}, and now is "
             f"{program.optimizer.rule!r}"
         )
         fresh = fresh_loss_scale(program)
     of_rings = {name for name in {*wanted, *header.leaves} if name.startswith(f"{RING_ERRORS}/")}
     if of_rings & (wanted.keys() ^ header.leaves.keys()):
-        notes.append("what packing for a ring had lost begins anew: it is of one mesh and layout")
-        fresh |= _nothing_lost(program)
+        notes.append("ring errors are reset to zero: they are of another mesh or layout")
+        fresh |= _zero_ring_errors(program)
     missing = sorted(set(wanted) - set(header.leaves) - set(fresh))
     extra = sorted(set(header.leaves) - set(wanted) - of_rings)
     if extra and not missing and all(name.startswith("ema/") for name in extra):
-        notes.append("its moving average was left out: the config asks for none")
+        notes.append("its moving average was not restored: the config sets none")
         extra = []
     _check(folder, wanted, header.leaves, missing, extra)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
     ready()
-    kept, params = owned(program, read_arrays(folder, read), read)
+    saved, params = donatable_arrays(program, read_arrays(folder, read), read)
     for name, leaf in wanted.items():
         was = header.leaves.get(name)
         if was and name.startswith("params/") and _loses(was.dtype, leaf.stored.dtype):
             notes.append(f"{name} was rounded from {was.dtype} to {leaf.stored.dtype.name}")
-    return as_state(program, {**kept, **fresh}, params), notes
+    return as_state(program, {**saved, **fresh}, params), notes
 
 
 def fresh_loss_scale(program: Program) -> Arrays:
@@ -78,7 +78,7 @@ def fresh_loss_scale(program: Program) -> Arrays:
     return jax.jit(make, out_shardings=at)()
 
 
-def _nothing_lost(program: Program) -> Arrays:
+def _zero_ring_errors(program: Program) -> Arrays:
     """The errors of rings before the first step, by name."""
     shapes = program.ring_errors
 
@@ -89,15 +89,15 @@ def _nothing_lost(program: Program) -> Arrays:
     return jax.jit(make, out_shardings=at)()
 
 
-def owned(
-    program: Program, read: dict[str, jax.Array], leaves: Mapping[str, KeptLeaf]
+def donatable_arrays(
+    program: Program, read: dict[str, jax.Array], leaves: Mapping[str, SavedLeaf]
 ) -> tuple[Arrays, Arrays]:
-    """(kept arrays by name, published parameters by path): buffers that a step can use up.
+    """(saved arrays by name, published parameters by path), in buffers that a step can donate.
 
-    What was read may lie in memory that NumPy owns, which XLA would not use again. `read` is
-    emptied on the way.
+    Arrays that were read may be in memory owned by NumPy, which XLA cannot reuse. `read` is emptied
+    in the process.
     """
-    kept: Arrays = {}
+    saved: Arrays = {}
     params: Arrays = {}
     for names in _groups(leaves):
         rows = [program.table[n.removeprefix("params/")] for n in names if n.startswith("params/")]
@@ -105,7 +105,7 @@ def owned(
 
         def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
             made = {
-                name: own(arrays[name], leaves[name])
+                name: donatable_copy(arrays[name], leaves[name])
                 if name in arrays
                 else jnp.zeros(leaves[name].stored.shape, leaves[name].stored.dtype)
                 for name in names
@@ -118,18 +118,18 @@ def owned(
         )
         arrays = {name: read.pop(name) for name in names if name in read}
         made, made_params = jax.jit(finish, out_shardings=at)(arrays)
-        kept.update(made)
+        saved.update(made)
         params.update(jax.block_until_ready(made_params))
-    return kept, params
+    return saved, params
 
 
-def _groups(leaves: Mapping[str, KeptLeaf]) -> Iterator[list[str]]:
+def _groups(leaves: Mapping[str, SavedLeaf]) -> Iterator[list[str]]:
     total = 0
 
     def group(name: str) -> int:
         nonlocal total
         total += leaves[name].nbytes
-        return total // _TOGETHER
+        return total // _COPY_BYTES
 
     for _, names in itertools.groupby(leaves, group):
         yield list(names)
@@ -137,28 +137,28 @@ def _groups(leaves: Mapping[str, KeptLeaf]) -> Iterator[list[str]]:
 
 def _check(
     folder: epath.Path,
-    wanted: Mapping[str, KeptLeaf],
+    wanted: Mapping[str, SavedLeaf],
     there: Mapping[str, LeafRecord],
     missing: Iterable[str],
     extra: Iterable[str],
 ) -> None:
     problems = {name: f"has no {name} {list(wanted[name].shape)}" for name in missing}
-    problems |= {name: f"has {name} {list(there[name].shape)}, unknown here" for name in extra}
+    problems |= {name: f"has {name} {list(there[name].shape)}, unexpected" for name in extra}
     for name in wanted.keys() & there.keys():
         was, now = there[name], wanted[name]
         if was.shape != now.shape:
-            problems[name] = f"has {name} {list(was.shape)}, where {list(now.shape)} is wanted"
+            problems[name] = f"has {name} {list(was.shape)}, expected {list(now.shape)}"
         elif was.key != now.key:
-            problems[name] = f"has {name} as a {was.key} key, where {now.key} is wanted"
+            problems[name] = f"has {name} as a {was.key} key, expected {now.key}"
     if not problems:
         return
     of_optimizer = {name for name in problems if name.startswith(("opt/", "ema/"))}
     if of_optimizer == set(problems):
         what = "optimizer"
-        hint = "Restore the weights alone (weights_only=True)"
+        hint = "weights_only=True restores only the weights"
     else:
         what = "model"
-        hint = "weights_only=True takes what fits, with renames={old: new}"
+        hint = "weights_only=True restores what matches, with renames={old: new}"
         problems = {name: problems[name] for name in problems.keys() - of_optimizer}
     shown = [problems[name] for name in sorted(problems)]
     more = f"\n  ... and {len(shown) - 6} more" if len(shown) > 6 else ""

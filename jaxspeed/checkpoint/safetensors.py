@@ -1,4 +1,4 @@
-"""The safetensors format, written as a stream: 8 bytes of length, a JSON header, the tensors."""
+"""Streaming writer of the safetensors format: 8 bytes of length, a JSON header, the tensors."""
 
 import json
 import os
@@ -33,7 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """What the header says of one."""
+    """A tensor's entry in the header."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,11 +54,11 @@ def check_dtype(name: str, dtype: str) -> None:
 def write_safetensors(
     path: Path,
     tensors: Iterable[tuple[Tensor, Iterator[np.ndarray]]],
-    said: Mapping[str, str],
+    metadata: Mapping[str, str],
 ) -> None:
-    """Each tensor comes in pieces, which follow each other in C order; the file appears whole."""
+    """Write tensors, each given as blocks in C order; the file is renamed when complete."""
     tensors = list(tensors)
-    header: dict[str, object] = {"__metadata__": dict(said)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for tensor, _ in tensors:
         end = offset + tensor.nbytes
@@ -70,13 +70,13 @@ def write_safetensors(
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that what follows is aligned
-    beside = path.with_name(f"{path.name}.partial")
-    with beside.open("wb") as file:
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor, pieces in tensors:
+        for tensor, blocks in tensors:
             start = file.tell()
-            for piece in pieces:
-                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            for block in blocks:
+                file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
             assert file.tell() - start == tensor.nbytes, tensor.name
-    os.replace(beside, path)
+    os.replace(partial, path)

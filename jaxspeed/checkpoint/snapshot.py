@@ -1,4 +1,4 @@
-"""What is written must not change while it is written: the next step uses its state up."""
+"""Snapshot of a state before it is written, since the next step donates its buffers."""
 
 import math
 from collections.abc import Callable
@@ -8,39 +8,38 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.leaves import Arrays, kept_arrays, kept_leaves, key_data
+from jaxspeed.checkpoint.leaves import Arrays, key_data, saved_arrays, saved_leaves
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
 
-_WORTH_SPREADING = 1 << 20  # bytes
+_MIN_SPREAD_BYTES = 1 << 20
 
 
 class Snapshot(NamedTuple):
-    """A state's arrays as they are kept."""
+    """The saved arrays of a state."""
 
     arrays: Arrays
-    is_own: bool  # whether the state may be used up at once, or only once they are on the host
+    copied: bool  # the state may be donated at once, else only once the arrays are on the host
 
 
-def snapshotter(program: Program) -> Callable[[TrainState], Snapshot]:
-    """A function from a state to arrays that stay as they are.
+def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
+    """A function from a state to arrays that later steps do not change.
 
-    Where arrays already lie in host memory, NumPy sees them in place, so they are copied; each
-    device copies its part of what several hold. From other memories Orbax copies to the host
-    before its save returns.
+    Arrays in host memory are copied, since NumPy would see them in place; of replicated ones each
+    device copies a shard. From other memories Orbax copies to the host before its save returns.
     """
-    leaves = kept_leaves(program)
+    leaves = saved_leaves(program)
     on_host = program.mesh.devices.flat[0].platform == "cpu"
 
-    def copied(arrays: Arrays) -> Arrays:
+    def copies_of(arrays: Arrays) -> Arrays:
         return {name: jnp.copy(on_device(key_data(x))) for name, x in arrays.items()}
 
     at = {name: leaf.stored.sharding for name, leaf in leaves.items()}
     if on_host:
         at = {
-            name: _spread(leaf.stored, at[name]) if leaf.nbytes >= _WORTH_SPREADING else at[name]
+            name: _spread(leaf.stored, at[name]) if leaf.nbytes >= _MIN_SPREAD_BYTES else at[name]
             for name, leaf in leaves.items()
         }
     moved = [
@@ -48,18 +47,18 @@ def snapshotter(program: Program) -> Callable[[TrainState], Snapshot]:
         for name, leaf in leaves.items()
         if on_host or leaf.key or "host" in str(leaf.stored.sharding.memory_kind)
     ]
-    copy = jax.jit(copied, out_shardings={name: at[name] for name in moved})
+    copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 
     def snapshot(state: TrainState) -> Snapshot:
-        arrays = kept_arrays(program, state)
+        arrays = saved_arrays(program, state)
         copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
-        return Snapshot({**arrays, **copies}, is_own=on_host)
+        return Snapshot({**arrays, **copies}, copied=on_host)
 
     return snapshot
 
 
 def _spread(leaf: jax.ShapeDtypeStruct, at: NamedSharding) -> NamedSharding:
-    """Cut over the axes that hold copies as well, where a dim divides."""
+    """Shard over the replicated axes as well, where a dim is divisible."""
     mesh = at.mesh
     spec, used = by_dim(at.spec, len(leaf.shape)), spec_axes(at.spec)
     free = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in used)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and how one becomes visible only when it is whole."""
+"""Storage of checkpoints on file systems and in buckets, with atomic commit."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ _WRITING, _REMOVED = ".writing", ".removed"
 
 
 class Store(Protocol):
-    """A place for checkpoints, each a folder with its tag's name."""
+    """A location of checkpoints, each a folder named by its tag."""
 
     root: epath.Path
 
@@ -23,28 +23,28 @@ class Store(Protocol):
         """The folder that this checkpoint is written to."""
 
     def begin(self, tag: str) -> None:
-        """Makes that folder, empty."""
+        """Create that folder, empty."""
 
     def commit(self, tag: str) -> None:
-        """Makes what was written, its manifest last, the checkpoint of that tag."""
+        """Make the written files, the manifest last, the checkpoint of that tag."""
 
     def recover(self) -> None:
-        """Finishes a commit that was cut short when all was written."""
+        """Finish a commit that was interrupted after all files were written."""
 
     def abandon(self, tag: str) -> None:
-        """Forgets what was written, as far as that works."""
+        """Remove the written files, as far as possible."""
 
     def remove(self, tag: str) -> None: ...
 
     def tags(self) -> list[str]:
-        """Of what is there, whole or not."""
+        """The tags of committed checkpoints, damaged ones included."""
 
     def unfinished(self) -> list[str]:
-        """The tags of saves that were cut short."""
+        """The tags of interrupted saves."""
 
 
 class LocalStore:
-    """A file system: written beside, renamed when whole."""
+    """A file system: written to a temporary folder, renamed on commit."""
 
     def __init__(self, root: epath.Path) -> None:
         self.root = root
@@ -60,24 +60,24 @@ class LocalStore:
         return self.root / f"{tag}{_WRITING}"
 
     def commit(self, tag: str) -> None:
-        whole = self.root / tag
+        final = self.root / tag
         _sync(self.writing(tag))
-        if whole.exists():
-            whole.rename(self.root / f"{tag}{_REMOVED}")
-        self.writing(tag).rename(whole)
+        if final.exists():
+            final.rename(self.root / f"{tag}{_REMOVED}")
+        self.writing(tag).rename(final)
         _sync(self.root)
         for left in self._folders((_REMOVED,)):
             left.rmtree()
 
     def recover(self) -> None:
         for left in self._folders((_WRITING,)):
-            whole = self.root / left.name.removesuffix(_WRITING)
-            if (left / manifest.NAME).exists() and not whole.exists():
-                left.rename(whole)
+            final = self.root / left.name.removesuffix(_WRITING)
+            if (left / manifest.NAME).exists() and not final.exists():
+                left.rename(final)
 
     def abandon(self, tag: str) -> None:
         gone = 0
-        for _ in range(100):  # writes that are under way may make the folder anew
+        for _ in range(100):  # writes in flight may create the folder again
             gone = 0 if self.writing(tag).exists() else gone + 1
             if gone > 6:
                 return
@@ -85,8 +85,8 @@ class LocalStore:
             time.sleep(0.05)
 
     def remove(self, tag: str) -> None:
-        away = (self.root / tag).rename(self.root / f"{tag}{_REMOVED}")
-        epath.Path(away).rmtree()
+        removed = (self.root / tag).rename(self.root / f"{tag}{_REMOVED}")
+        epath.Path(removed).rmtree()
 
     def tags(self) -> list[str]:
         if not self.root.is_dir():
@@ -103,7 +103,7 @@ class LocalStore:
 
 
 class ObjectStore:
-    """A bucket, which cannot rename: whole is what has a manifest, and that is written last."""
+    """A bucket, which cannot rename: complete is what has a manifest, which is written last."""
 
     def __init__(self, root: epath.Path) -> None:
         self.root = root
@@ -117,10 +117,10 @@ class ObjectStore:
         return self.root / tag
 
     def commit(self, tag: str) -> None:
-        """Its manifest was written: that is all."""
+        """No-op: the written manifest is the commit."""
 
     def recover(self) -> None:
-        """A manifest is there or it is not."""
+        """No-op: a manifest exists or it does not."""
 
     def abandon(self, tag: str) -> None:
         with contextlib.suppress(Exception):
@@ -128,7 +128,7 @@ class ObjectStore:
                 self.remove(tag)
 
     def remove(self, tag: str) -> None:
-        # Without its manifest first, so that no half of it can pass for whole.
+        # The manifest first, so that a partly removed checkpoint is never taken as complete.
         (self.root / tag / manifest.NAME).unlink(missing_ok=True)
         (self.root / tag).rmtree()
 
@@ -141,15 +141,15 @@ class ObjectStore:
     def unfinished(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        whole = set(self.tags())
-        return [f.name for f in self.root.iterdir() if f.is_dir() and f.name not in whole]
+        complete = set(self.tags())
+        return [f.name for f in self.root.iterdir() if f.is_dir() and f.name not in complete]
 
 
 Place = str | os.PathLike[str] | LocalStore | ObjectStore
 
 
 def store_at(folder: Place) -> LocalStore | ObjectStore:
-    """The store for a path: a bucket's where it is a URL, as gs:// or s3://."""
+    """The store for a path: an ObjectStore for a URL such as gs:// or s3://."""
     if isinstance(folder, (LocalStore, ObjectStore)):
         return folder
     path = epath.Path(folder)
@@ -159,7 +159,7 @@ def store_at(folder: Place) -> LocalStore | ObjectStore:
 
 
 def check_tag(tag: str) -> str:
-    """CheckpointError unless a tag can be a folder's name."""
+    """Raise CheckpointError unless a tag can be a folder name."""
     if (
         isinstance(tag, str)
         and _is_tag(tag)
@@ -168,13 +168,13 @@ def check_tag(tag: str) -> str:
     ):
         return tag
     raise CheckpointError(
-        f"tag {tag!r}: it becomes a folder's name; use letters, digits, '-', '_' and '.', as in "
+        f"tag {tag!r}: not usable as a folder name; use letters, digits, '-', '_' and '.', as in "
         "'best' or 'step-00000100'"
     )
 
 
 def check_writable(root: epath.Path, nbytes: int = 0) -> None:
-    """CheckpointError unless a checkpoint of so many bytes can be written there."""
+    """Raise CheckpointError unless `nbytes` can be written under `root`."""
     if not manifest.is_local(root):
         return
     try:
@@ -199,7 +199,7 @@ def _is_tag(name: str) -> bool:
 
 
 def _sync(folder: epath.Path) -> None:
-    """Until the disk has the folder's own entries."""
+    """Sync the folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

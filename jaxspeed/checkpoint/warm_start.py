@@ -1,4 +1,4 @@
-"""Weights alone: parameters and statistics of a checkpoint under a new optimizer."""
+"""`weights_only` restore: parameters and statistics of a checkpoint, with a new optimizer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxspeed.checkpoint.header import Header
-from jaxspeed.checkpoint.leaves import KeptLeaf, kept_leaves
+from jaxspeed.checkpoint.leaves import SavedLeaf, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
-from jaxspeed.checkpoint.restore import owned
+from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
@@ -24,12 +24,12 @@ def restore_weights(
     renames: Mapping[str, str],
     ready: Callable[[], None],
 ) -> tuple[TrainState, list[str]]:
-    """A fresh state with the checkpoint's weights where path and shape agree, and notes.
+    """An initial state with the checkpoint's weights where path and shape match, and notes.
 
-    `ready` is called when all has been checked, before any array is read.
-    Random streams and counters begin anew with the optimizer.
+    `ready` is called when all has been checked, before any array is read. Random streams and
+    counters are reinitialized with the optimizer.
     """
-    wanted = {name: leaf for name, leaf in kept_leaves(program).items() if _is_weight(name, leaf)}
+    wanted = {name: leaf for name, leaf in saved_leaves(program).items() if _is_weight(name, leaf)}
     there = {
         renamed(name, renames): name
         for name, record in header.leaves.items()
@@ -46,27 +46,28 @@ def restore_weights(
     for name, leaf in wanted.items():
         source = there.pop(name, None)
         if source is None:
-            notes.append(f"{_path(name)} begins anew: the checkpoint has none")
+            notes.append(f"{_path(name)} is reinitialized: not in the checkpoint")
         elif header.leaves[source].shape != leaf.shape:
             was = list(header.leaves[source].shape)
-            notes.append(f"{_path(name)} begins anew: {was} there, {list(leaf.shape)} here")
+            here = list(leaf.shape)
+            notes.append(f"{_path(name)} is reinitialized: {was} in the checkpoint, {here} here")
         else:
             taken[name] = source
-    notes += [f"{_path(source)} was left out: the model has none" for source in there.values()]
+    notes += [f"{_path(source)} was not restored: not in the model" for source in there.values()]
     if not any(name.startswith("params/") for name in taken):
         raise CheckpointError(
-            f"{folder}: none of its parameters is one of this model's; give renames={{old: new}}. "
+            f"{folder}: no parameter matches this model's; give renames={{old: new}}. "
             + "; ".join(notes[:4])
         )
     ready()
     read = read_arrays(folder, {taken[name]: wanted[name] for name in taken})
     named = {name: read.pop(source) for name, source in taken.items() if source in read}
     leaves = {name: wanted[name] for name in taken}
-    return _with_weights(program, *owned(program, named, leaves)), notes
+    return _with_weights(program, *donatable_arrays(program, named, leaves)), notes
 
 
 def renamed(name: str, renames: Mapping[str, str]) -> str:
-    """A name with the longest of its leading folders that a rename covers replaced."""
+    """A name with the longest of its prefixes that `renames` has replaced."""
     kind, _, path = name.partition("/")
     parts = path.split("/")
     for end in range(len(parts), 0, -1):
@@ -78,25 +79,25 @@ def renamed(name: str, renames: Mapping[str, str]) -> str:
 
 
 def _with_weights(
-    program: Program, kept: Mapping[str, Any], published: Mapping[str, Any]
+    program: Program, saved: Mapping[str, Any], published: Mapping[str, Any]
 ) -> TrainState:
     fresh = program.init(program.config.run.seed)
     params, master = dict(fresh.params), dict(fresh.master)
     variables = dict(fresh.variables)
     del fresh
-    for name, value in kept.items():
+    for name, value in saved.items():
         kind, _, path = name.partition("/")
         if kind == "variables":
             variables[path] = value
         else:
             (master if program.table[path].master else params)[path] = value
     params.update(published)
-    # An optimizer may begin from the parameters (averages, copies), so it begins from these.
+    # An optimizer's state may be initialized from the parameters (averages, copies): from these.
     rest = program.rest(params, master)
     return TrainState(params=params, master=master, variables=variables, **rest)
 
 
-def _is_weight(name: str, leaf: KeptLeaf) -> bool:
+def _is_weight(name: str, leaf: SavedLeaf) -> bool:
     return name.startswith(_KINDS) and not leaf.key and _floats(leaf.stored.dtype)
 
 
@@ -105,8 +106,8 @@ def _floats(dtype: Any) -> bool:
 
 
 def _names_any(path: str, leaves: Mapping[str, Any]) -> bool:
-    whole = (name.split("/", 1)[-1] for name in leaves if name.startswith(_KINDS))
-    return any(name == path or name.startswith(f"{path}/") for name in whole)
+    paths = (name.split("/", 1)[-1] for name in leaves if name.startswith(_KINDS))
+    return any(p == path or p.startswith(f"{path}/") for p in paths)
 
 
 def _path(name: str) -> str:

@@ -41,7 +41,7 @@ def log_startup(program: Program) -> None:
     _warn_of_pinned_limit(program)
     if program.pipeline:
         _warn_of_replicated(program.table)
-        layout = program.pipeline.arrangement
+        layout = program.pipeline.layout
         slots = layout.stages * layout.chunks * layout.rows
         if layout.padded:
             log.warning(

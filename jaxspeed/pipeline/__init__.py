@@ -1,9 +1,9 @@
 """Pipeline parallelism: each stage of the mesh's `pipe` axis holds some of the model's blocks.
 
-A `schedule` says which chunk of which micro-batch each stage computes in each tick; its `phases`
-are the runs of ticks that one compiled loop body serves. The traced loss is split at its blocks
-(`split_loss`), `embed_and_head` runs what stands around them, `stage_program` the blocks;
-`training` and `evaluation` follow the table of ticks. A `PipelineReport` says what it costs.
+A `schedule` assigns each stage a chunk of a micro-batch in each tick; its `phases` are runs of
+ticks that share one compiled loop body. The traced loss is split at its blocks (`split_loss`),
+`embed_and_head` runs the parts before and after them, `stage_program` the blocks; `training` and
+`evaluation` loop over the table of ticks. A `PipelineReport` lists the costs.
 """
 
 from jaxspeed.pipeline.gantt import gantt

@@ -1,7 +1,7 @@
 """Embedding, head and loss of a pipeline: run in the global view, shared by all stages.
 
-Where they read a vocabulary, it is cut over `pipe` (and `tensor`): each stage looks up and
-multiplies its share of the rows. Otherwise the samples are cut over `pipe` too, where they divide.
+A vocabulary that they read is sharded over `pipe` (and `tensor`): each stage looks up and
+multiplies its shard of the rows. Otherwise the samples are sharded over `pipe` too, if divisible.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.pipeline.stage_shard_map import PIPE
-from jaxspeed.pipeline.step_values import Split, Values
+from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
@@ -23,29 +23,29 @@ from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
 from jaxspeed.zero3 import Way, run_sliced
 
 
-def before(split: Split, micro: Any, outer: Mapping[str, Any]) -> Values:
-    """What the first block reads of one micro-batch."""
+def before(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
+    """The first block's input for one micro-batch: the embedding."""
     outs = _run(split, split.parts.before, micro, outer, [], split.objective.style)
-    return [_between(split, x) for x in outs]
+    return [_at_stage_boundary(split, x) for x in outs]
 
 
-def after(split: Split, micro: Any, outer: Mapping[str, Any], carry: Values) -> Loss:
-    """The loss of one micro-batch, of what the last block gave."""
-    carry = [_between(split, x) for x in carry]
-    # The head reads whole activations: of its own, nothing is cut along a sequence.
+def after(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry: Values) -> Loss:
+    """The loss of one micro-batch, from the last block's output."""
+    carry = [_at_stage_boundary(split, x) for x in carry]
+    # The head reads unsharded activations, even with sequence parallelism.
     outs = _run(split, split.parts.after, micro, outer, carry, AS_WHOLE)
     return jax.tree.unflatten(split.program.out_tree, outs)[0]
 
 
-def read_in(split: Split, jaxpr: Any) -> list[str]:
-    """The trained parameters outside of the blocks that a part reads."""
+def trained_inputs(split: SplitStep, jaxpr: Any) -> list[str]:
+    """The trained parameters outside of the blocks that `jaxpr` reads."""
     read = read_by(jaxpr)
     paths = [path for path, v in split.outside.items() if v in read]
     return [path for path in paths if split.table[path].leaf.trainable]
 
 
 def _run(
-    split: Split, jaxpr: Any, micro: Any, outer: Mapping[str, Any], carry: Values, style: Style
+    split: SplitStep, jaxpr: Any, micro: Any, outer: Mapping[str, Any], carry: Values, style: Style
 ) -> Values:
     inputs, read, table = split.inputs(micro, outer), read_by(jaxpr), split.table
     given = {v: x for v, x in zip(jaxpr.invars, [*inputs, *carry], strict=True) if v in read}
@@ -54,7 +54,7 @@ def _run(
     samples = [*(v for v in split.program.batch if v in read), *activations]
     specs = {path: table[path].read.spec for path in paths}
     if not any(PIPE in spec_axes(spec) for spec in specs.values()):
-        given |= {v: _over_stages(given[v]) for v in samples}
+        given |= {v: _shard_over_stages(given[v]) for v in samples}
     storage = {v: split.objective.stored(table[p]) for p, v in paths.items() if table[p].gathered}
     units = split.program.units
     of_unit = units.of if storage else lambda eqn: None
@@ -63,22 +63,21 @@ def _run(
     return run_sliced(jaxpr, (), list(given.values()), storage, Way(units, split.samples))
 
 
-def _over_stages(x: Any) -> Any:
-    """Samples that the stages share as well as the data ranks."""
-    at = _cut(x, (*DATA_AXES, PIPE))
+def _shard_over_stages(x: Any) -> Any:
+    """Shard samples over the stages as well as the data ranks."""
+    at = _batch_sharding(x, (*DATA_AXES, PIPE))
     return x if at is None else constrain(x, at, "pipeline.samples")
 
 
-def _between(split: Split, x: Any) -> Any:
-    """An activation on its way into the first stage or out of the last."""
+def _at_stage_boundary(split: SplitStep, x: Any) -> Any:
+    """Shard an activation entering the first stage or leaving the last one."""
     of_samples = x.ndim and x.shape[0] == split.samples
-    at = _cut(x, DATA_AXES) if of_samples else None
+    at = _batch_sharding(x, DATA_AXES) if of_samples else None
     return x if at is None else constrain(x, at, "pipeline.between")
 
 
-def _cut(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
-    """The first dim over these axes, as far as they are not manual here; None if they do not
-    divide it."""
+def _batch_sharding(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
+    """Sharding of the first dim over those of `axes` that are not manual; None if indivisible."""
     free = free_axes()
     axes = tuple(axis for axis in axes if free.get(axis, 1) > 1)
     if not axes or not x.ndim or x.shape[0] % math.prod(free[axis] for axis in axes):

@@ -6,10 +6,9 @@
     stage 1 F  ·a0 1b0 1a2 3b2 3
             B         b0 1a0 1b2 3a2 3 ·
 
-Each number is a micro-batch; the letter before it says which of the stage's chunks it and those
-that follow pass through.
-A stage that is idle while others run the same direction is a dot. Where no stage runs a direction,
-the tick's program leaves it out and the chart is blank: the dots are the bubble.
+Each number is a micro-batch; the letter before it is the chunk of the stage, for it and those that
+follow. A dot is a stage that is idle while others run the same direction. Where no stage runs a
+direction, the tick's program omits it and the chart is blank: the dots are the bubble.
 """
 
 from collections.abc import Sequence
@@ -19,15 +18,15 @@ from jaxspeed.pipeline.schedule import Schedule, Work
 
 _IDLE = "·"
 _GAP = " ... "
-_RULED = 5  # every fifth tick has its number above it
+_RULER_STEP = 5  # ticks between the numbers above the chart
 
 
 def gantt(schedule: Schedule, width: int = 80) -> str:
     """The chart between a line of the schedule's numbers and a legend.
 
     Args:
-        schedule: What to draw.
-        width: Columns, at least 40. A longer schedule is shown without its middle.
+        schedule: The schedule to draw.
+        width: Columns, at least 40. Of a longer schedule the middle is omitted.
     """
     rows = {"F": schedule.forward}
     if schedule.backward_units:
@@ -46,12 +45,12 @@ def gantt(schedule: Schedule, width: int = 80) -> str:
             name = " " * len(name)
     chart = "\n".join(line.rstrip() for line in lines)
     return "\n\n".join(
-        [_listed(_numbers(schedule), width), chart, _listed(_legend(schedule, parts), width)]
+        [_wrap(_numbers(schedule), width), chart, _wrap(_legend(schedule, parts), width)]
     )
 
 
 def _parts(ticks: int, cell: int, columns: int) -> tuple[range, ...]:
-    """The ticks to show: all, or as many of the first and of the last as there is room for."""
+    """The ticks to show: all, or as many of the first and of the last as fit."""
     if ticks * cell <= columns:
         return (range(ticks),)
     room = max(2, (columns - len(_GAP)) // cell)
@@ -64,7 +63,7 @@ def _ruler(part: range, cell: int) -> str:
     text = ""
     for count, tick in enumerate(part, start=1):
         room = count * cell - len(text)
-        if tick % _RULED == 0 and len(str(tick)) <= room:
+        if tick % _RULER_STEP == 0 and len(str(tick)) <= room:
             text += f"{tick:{room}}"
     return text.ljust(len(part) * cell)
 
@@ -86,7 +85,7 @@ def _cells(schedule: Schedule, work: Work, stage: int, part: range, cell: int) -
 
 
 def _mark(schedule: Schedule, chunk: int) -> str:
-    """A chunk's letter; a blank where each stage has but one."""
+    """A chunk's letter; a blank if each stage has one chunk."""
     if schedule.chunks == 1:
         return " "
     digits = len(str(schedule.chunks - 1))
@@ -111,18 +110,18 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 
 
 def _legend(schedule: Schedule, parts: tuple[range, ...]) -> list[str]:
-    says = ["F forward", "B backward"] if schedule.backward_units else ["F forward"]
-    says.append(f"{_IDLE} idle")
+    legend = ["F forward", "B backward"] if schedule.backward_units else ["F forward"]
+    legend.append(f"{_IDLE} idle")
     if schedule.chunks > 1:
         first, last = _mark(schedule, 0).strip(), _mark(schedule, schedule.chunks - 1)
-        says.append(f"{first} to {last} the chunks of a stage")
+        legend.append(f"{first} to {last} the chunks of a stage")
     if len(parts) > 1:
-        says.append(f"... {_count(parts[1].start - parts[0].stop, 'tick')} left out")
-    return says
+        legend.append(f"... {_count(parts[1].start - parts[0].stop, 'tick')} omitted")
+    return legend
 
 
-def _listed(items: Sequence[str], width: int) -> str:
-    """The items with commas between them, in lines that end between two items."""
+def _wrap(items: Sequence[str], width: int) -> str:
+    """The items separated by commas, with line breaks between items."""
     lines = [items[0]]
     for item in items[1:]:
         if len(f"{lines[-1]}, {item},") <= width:

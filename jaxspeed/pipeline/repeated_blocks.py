@@ -1,12 +1,12 @@
-"""The repeated blocks of a traced loss, scanned or unrolled: one body, applied in turn."""
+"""`RepeatedBlocks` of a traced loss, scanned or unrolled: one body, applied layer by layer."""
 
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Weights:
-    """A parameter of the blocks: its name in the stack, and casts between it and the blocks."""
+class BlockWeights:
+    """A parameter of the blocks: its name in the stack, and the casts that the blocks read."""
 
     name: str
     casts: tuple[Any, ...] = ()
@@ -18,21 +18,21 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What each block reads of its own that is no parameter: one array a layer, or one of all."""
+class BlockInputs:
+    """A per-layer input that is no parameter: one array per layer, or one stacked array."""
 
     atoms: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """`body(shared, carry, per layer) -> carry`, with what its inputs are in the program."""
+class RepeatedBlocks:
+    """`body(shared, carry, per layer) -> carry`, with the jaxpr's variables for its inputs."""
 
     layers: int
     body: Any  # a jaxpr without constants
-    shared: tuple[Any, ...]  # the program's variables that every block reads
-    carry: tuple[Any, ...]  # ... that the first block starts from
-    results: tuple[Any, ...]  # ... that the last block gives
-    per_layer: tuple[Weights | Rows, ...]
-    others: tuple[Any, ...]  # the equations of the program that are no block's
+    shared: tuple[Any, ...]  # the jaxpr's variables that every block reads
+    carry: tuple[Any, ...]  # ... that are the first block's carry
+    results: tuple[Any, ...]  # ... that are the last block's output
+    per_layer: tuple[BlockWeights | BlockInputs, ...]
+    others: tuple[Any, ...]  # the equations outside of the blocks
     unroll: int = 1

@@ -1,8 +1,8 @@
 """Pipeline cost report, from schedule and shapes alone, before anything is compiled.
 
-K stages with v chunks each, M micro-batches; d data ranks. The stages go in lockstep through one
-program (`schedule.py`): in each tick all of them pay for what any of them does. So a message, the
-weights of a chunk and the head's exchange are counted once a tick, busy or not.
+K stages with v chunks each, M micro-batches; d data ranks. The stages run one program in lockstep
+(`schedule.py`): a tick costs all of them the work of any of them. So a message, the weights of a
+chunk and the head's communication are counted once a tick, busy or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,49 +21,49 @@ from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.placement.show import as_text, bytes_text
 
 WIDTH = 80  # of the report as text
-LEAST = 40  # columns that a chart needs
+MIN_WIDTH = 40  # of a chart, in columns
 
-# How often a backward tick gathers each layer: to make its residuals again, and to use them.
+# Gathers of each layer in a backward tick: to recompute its residuals, and to use them.
 GATHERS = {"stage": 2, "layers": 2, "save": 1}
-KEPT = {
-    "stage": "the rest is made again: one more forward",
-    "layers": "the rest is made again, a layer at a time: two more forwards",
-    "save": "all residuals are kept besides",
+SAVED_TEXT = {
+    "stage": "residuals are recomputed: one more forward",
+    "layers": "residuals are recomputed layer by layer: two more forwards",
+    "save": "all residuals are saved too",
 }
 
 
 class Chart(NamedTuple):
-    """A schedule drawn as wide as there is room."""
+    """A schedule drawn at the console's width."""
 
     schedule: Schedule
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(gantt(self.schedule, max(LEAST, options.max_width)), no_wrap=True)
+        yield Text(gantt(self.schedule, max(MIN_WIDTH, options.max_width)), no_wrap=True)
 
 
-class Gathering(NamedTuple):
-    """Weights gathered in one of two ways, bytes of a device."""
+class WeightGathers(NamedTuple):
+    """Weights gathered with one setting of `pipeline_gather`, in bytes per device."""
 
-    at_once: int  # that are whole at a time
-    sent: float  # in a step, by the formula of a ring: (d-1)/d of what is gathered
+    at_once: int  # gathered at the same time
+    sent: float  # in a step, by the ring formula: (d-1)/d of what is gathered
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """All figures are of one device; it prints itself, the schedule as a chart first.
+    """Pipeline costs per device; printed as a chart of the schedule and a table.
 
     Attributes:
       schedule: the ticks of one training step.
-      carry: what a stage hands on of one micro-batch, as one device holds it.
+      carry: a device's shard of the activations sent between stages, for one micro-batch.
       layers: of the model.
-      rows: layers of a chunk, those that are padding included.
+      rows: layers of a chunk, padding included.
       recompute, gather: `parallel.pipeline_recompute` and `parallel.pipeline_gather`.
-      data: the ranks over which ZeRO cuts.
+      data: the ranks over which ZeRO shards.
       weight_bytes: of a stage, as its layers read them.
-      gathered_bytes: what ZeRO 3 gathers of one layer; 0 where it gathers nothing.
-      reduced_bytes: gradients of one layer that ZeRO 2 and 3 reduce to their parts in each tick.
-      moved_bytes: weights that change stages at the begin of a step, because the stages do not
-        hold them as they are stored, and gradients that go back at its end.
+      gathered_bytes: of one layer, gathered by ZeRO 3; 0 without.
+      reduced_bytes: gradients of one layer that ZeRO 2 and 3 reduce-scatter in each tick.
+      moved_bytes: weights sent to their stages at the start of a step, where they are stored in
+        another layout, and gradients sent back at its end.
     """
 
     schedule: Schedule
@@ -78,67 +78,67 @@ class PipelineReport:
     reduced_bytes: int = 0
     moved_bytes: int = 0
 
-    # -- what passes between stages -------------------------------------------------------------
+    # -- messages between stages ----------------------------------------------------------------
 
     @property
     def forward_bytes(self) -> int:
-        """Of a message to the next stage: a chunk's output, and as much is kept of its input."""
+        """Bytes of a message to the next stage; a chunk's saved input is as large."""
         return _size(self.carry)
 
     @property
     def backward_bytes(self) -> int:
-        """Of a message to the stage before: the gradient of what has one."""
+        """Bytes of a message to the stage before: the gradients of the floating arrays."""
         return _size([x for x in self.carry if jnp.issubdtype(x.dtype, jnp.inexact)])
 
     @property
     def live_bytes(self) -> int:
-        """Inputs that are kept from their forward to their backward tick, at the most."""
+        """Peak bytes of inputs saved from their forward to their backward tick."""
         return self.schedule.live_inputs * self.forward_bytes
 
     @property
     def messages(self) -> int:
-        """In a step: one each way in a tick that has that way at all."""
+        """Messages of a step: one per direction in each tick that has that direction."""
         return self.schedule.forward_units + self.schedule.backward_units
 
     @property
     def message_bytes(self) -> int:
-        """In a step."""
+        """Bytes of a step's messages."""
         forward = self.schedule.forward_units * self.forward_bytes
         return forward + self.schedule.backward_units * self.backward_bytes
 
-    # -- what the stages share ------------------------------------------------------------------
+    # -- embedding and head ---------------------------------------------------------------------
 
     @property
     def head_ticks(self) -> int:
-        """Ticks in which a micro-batch's head and loss run, on all stages."""
+        """Ticks in which head and loss of a micro-batch run, on all stages."""
         return int((self.schedule.leaving >= 0).sum())
 
     @property
     def shared_bytes(self) -> int:
-        """In a step, to and from the embedding and the head, which all stages compute together.
+        """Bytes of a step to and from the embedding and the head, which all stages compute.
 
         The embedding's output is summed over the stages, and so is the gradient that returns to
-        it; the last stage's output goes to all, and the head's gradients are summed. At the most:
-        where nothing before the blocks is trained, no gradient goes there.
+        it; the last stage's output goes to all, and the head's gradients are summed. An upper
+        bound: where nothing before the blocks is trained, no gradient is sent there.
         """
         ends = self.head_ticks * (self.forward_bytes + self.backward_bytes)
         return ends + self.message_bytes
 
-    # -- what padding and ZeRO add --------------------------------------------------------------
+    # -- padding and ZeRO -----------------------------------------------------------------------
 
     @property
     def padding(self) -> int:
-        """Layers that are none: computed, and their results dropped."""
+        """Padding layers: computed, and their results dropped."""
         return self._slots - self.layers
 
     @property
     def slowdown(self) -> float:
-        """A tick's time over that of equal parts of the layers: ceil(L / vK) / (L / vK)."""
+        """A tick's time relative to evenly divided layers: ceil(L / vK) / (L / vK)."""
         return self._slots / self.layers
 
     @property
-    def gatherings(self) -> Mapping[str, Gathering]:
-        """By `pipeline_gather`, what ZeRO 3 gathers: {} where it gathers nothing.
+    def gatherings(self) -> Mapping[str, WeightGathers]:
+        """ZeRO 3's gathers by `pipeline_gather`; {} without.
 
         "tick": a chunk's layers once in a forward tick and `GATHERS` times in a backward one.
         "step": a stage's layers, once.
@@ -149,18 +149,18 @@ class PipelineReport:
         stage, ring = plan.chunks * chunk, self._ring
         gathers = plan.forward_units + GATHERS[self.recompute] * plan.backward_units
         return {
-            "tick": Gathering(self.gathered_bytes, ring * gathers * chunk),
-            "step": Gathering(stage, ring * stage),
+            "tick": WeightGathers(self.gathered_bytes, ring * gathers * chunk),
+            "step": WeightGathers(stage, ring * stage),
         }
 
     @property
     def reduced_sent(self) -> float:
-        """In a step, for the gradients that each backward tick reduces to their parts."""
+        """Bytes sent in a step to reduce-scatter gradients in each backward tick."""
         return self._ring * self.schedule.backward_units * self.rows * self.reduced_bytes
 
     @property
     def moved_sent(self) -> float:
-        """In a step: all but a K-th of what an all-to-all is given."""
+        """Bytes sent in a step by the all-to-alls: (K-1)/K of their input."""
         return self.moved_bytes * (self.schedule.stages - 1) / self.schedule.stages
 
     @property
@@ -171,7 +171,7 @@ class PipelineReport:
     def _ring(self) -> float:
         return (self.data - 1) / self.data
 
-    # -- telling --------------------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
         """All of it as plain numbers and words, bytes in bytes."""
@@ -200,18 +200,18 @@ class PipelineReport:
             "recompute": self.recompute,
             "weight_bytes": self.weight_bytes,
             "gather": self.gather if self.gatherings else None,
-            "gatherings": {name: found._asdict() for name, found in self.gatherings.items()},
+            "gatherings": {name: gathers._asdict() for name, gathers in self.gatherings.items()},
             "reduced_sent": self.reduced_sent,
             "moved_sent": self.moved_sent,
             "work": self.schedule.runs(),
         }
 
     def chart(self) -> "Chart":
-        """The schedule, drawn."""
+        """The schedule as a chart."""
         return Chart(self.schedule)
 
     def costs(self) -> Table:
-        """A line for each kind of cost."""
+        """The costs as a table, a line for each kind."""
         table = Table(
             title="pipeline, per device (from the schedule and shapes)",
             title_justify="left",
@@ -238,7 +238,7 @@ class PipelineReport:
         lines = [
             (
                 "bubble",
-                f"{plan.bubble:.1%} of the time is waiting: {formula} = "
+                f"{plan.bubble:.1%} of the time is idle: {formula} = "
                 f"{plan.stages - 1} / ({product} + {plan.stages - 1})",
             ),
             (
@@ -248,22 +248,22 @@ class PipelineReport:
             ),
             (
                 "live inputs",
-                f"{plan.live_inputs} x {there} = {bytes_text(self.live_bytes)} at the most; "
-                f"{KEPT[self.recompute]}",
+                f"{plan.live_inputs} x {there} = {bytes_text(self.live_bytes)} at peak; "
+                f"{SAVED_TEXT[self.recompute]}",
             ),
             (
                 "messages",
-                f"{there} on and {again} back in a tick; {self.messages} a step, "
+                f"{there} forward and {again} back per tick; {self.messages} per step, "
                 f"{bytes_text(self.message_bytes)}",
             ),
             (
                 "embedding",
-                f"in a tick {there} to all stages, {again} of gradient back",
+                f"{there} to all stages per tick, {again} of gradient back",
             ),
             (
                 "head, loss",
-                f"in each of their ticks {there} from the last stage to all, {again} of gradient "
-                f"back; with the embedding {bytes_text(self.shared_bytes)} a step at the most",
+                f"{there} from the last stage to all in each of their ticks, {again} of gradient "
+                f"back; with the embedding at most {bytes_text(self.shared_bytes)} per step",
             ),
         ]
         if self.padding:
@@ -271,24 +271,24 @@ class PipelineReport:
                 (
                     "padding",
                     f"{self.padding} of {self._slots} layers: a tick takes "
-                    f"{self._slots}/{self.layers} = {self.slowdown:.2f} x as long as without",
+                    f"{self._slots}/{self.layers} = {self.slowdown:.2f} x the time without",
                 )
             )
         count = plan.chunks * self.rows
         layers = f"{count} layer{'s' if count > 1 else ''}"
         lines.append(("weights", f"{bytes_text(self.weight_bytes)} as read, of {layers}"))
-        for name, found in self.gatherings.items():
+        for name, gathers in self.gatherings.items():
             chosen = " (chosen)" if name == self.gather else ""
-            size = f"{bytes_text(found.at_once)} whole at a time"
+            size = f"{bytes_text(gathers.at_once)} gathered at a time"
             lines.append(
-                (f"gather: {name}", f"{size}, {bytes_text(found.sent)} sent a step{chosen}")
+                (f"gather: {name}", f"{size}, {bytes_text(gathers.sent)} sent per step{chosen}")
             )
         if self.reduced_bytes:
             sent = bytes_text(self.reduced_sent)
-            lines.append(("gradients", f"reduced in each backward tick: {sent} sent a step"))
+            lines.append(("gradients", f"reduced in each backward tick: {sent} sent per step"))
         if self.moved_bytes:
             sent = bytes_text(self.moved_sent)
-            lines.append(("all-to-all", f"{sent} sent a step, to the stages and back"))
+            lines.append(("all-to-all", f"{sent} sent per step, to the stages and back"))
         return lines
 
 

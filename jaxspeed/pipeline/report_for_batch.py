@@ -1,4 +1,4 @@
-"""PipelineReport of a program for a batch of given shapes."""
+"""`pipeline_report`: the PipelineReport of a program for a batch of given shapes."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.report import PipelineReport
-from jaxspeed.pipeline.split_loss import parts_of
+from jaxspeed.pipeline.split_loss import split_loss
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import num_shards, spec_axes
@@ -22,13 +22,13 @@ from jaxspeed.placement.table import PIPE, PlacementTable
 def pipeline_report(
     pipeline: Pipeline, variables: Arrays, batch: Any, micro_batches: int
 ) -> PipelineReport:
-    """From the shapes of a model's variables and of a global batch.
+    """The report, from the shapes of a model's variables and of a global batch.
 
     Call it with the mesh in the context: the loss is traced.
     """
-    table, own = pipeline.objective.table, pipeline.arrangement
+    table, own = pipeline.objective.table, pipeline.layout
     blocks = [own.row(name) for name in own.names()]
-    one = _OneLayer(table, pipeline.objective.wire)
+    one = _LayerBytes(table, pipeline.objective.wire)
     slots = pipeline.stages * pipeline.chunks * own.rows
     return PipelineReport(
         pipeline.schedule(micro_batches),
@@ -48,8 +48,7 @@ def pipeline_report(
 def _carry(
     objective: Objective, variables: Arrays, batch: Any, micro_batches: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What stages hand on, as one device holds it: its samples, and of a sequence that activations
-    are cut along, its part."""
+    """A device's shard of the activations sent between stages."""
     mesh, stack = objective.table.mesh, objective.table.stack
     assert stack is not None
 
@@ -60,7 +59,7 @@ def _carry(
     traced = objective.trace((shapes, one, index, index), train=True)
     read = {row.path: v for row, v in zip(objective.table, traced.parameters, strict=True)}
     blocks = {name: [read[path] for path in paths] for name, paths in stack.leaves.items()}
-    whole, samples = parts_of(traced.closed, blocks).carry, objective.samples(one)
+    carry, samples = split_loss(traced.closed, blocks).carry, objective.samples(one)
     ranks = data_parallel_size(mesh)
     tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1
 
@@ -72,35 +71,35 @@ def _carry(
             shape[1] //= tensor
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    return tuple(map(share, whole))
+    return tuple(map(share, carry))
 
 
-class _OneLayer:
-    """Bytes of one layer's part of a parameter of the blocks, on one device."""
+class _LayerBytes:
+    """Bytes per device of one layer's slice of a parameter of the blocks."""
 
     def __init__(self, table: PlacementTable, wire: Any) -> None:
         assert table.stack is not None
         self.sizes, self.wire = table.mesh.shape, wire
-        self.first = 1 if table.stack.stacked else 0  # of the dims that are a layer's own
+        self.first = 1 if table.stack.stacked else 0  # the first dim of a layer's slice
 
     def read(self, row: Row, dtype: Any = None) -> int:
-        """As the layer reads it, or in another dtype; padded where what is gathered is."""
+        """As the layer reads it, or in another dtype; padded as gathered arrays are."""
         shape = row.source_shape if row.gathered else row.leaf.shape
         return self._size(shape, row.read, dtype or row.read.dtype)
 
     def gathered(self, row: Row) -> int:
-        """What ZeRO 3 gathers for it."""
+        """Gathered by ZeRO 3."""
         return self.read(row) if "data" in _added(row, row.source) else 0
 
     def reduced(self, row: Row) -> int:
-        """Gradients that are reduced to the parts that ZeRO 2 and 3 keep."""
+        """Gradients reduce-scattered by ZeRO 2 and 3."""
         if row.grad is None or "data" not in _added(row, row.grad):
             return 0
         in_layers = row.read.dtype if self.gathered(row) else row.grad.dtype
         return self.read(row, self.wire or in_layers)
 
     def exchanged(self, row: Row) -> int:
-        """Where the stages hold what is stored on another dim: weights as read, and gradients."""
+        """Exchanged by the stage layout's all-to-alls: weights as read, and gradients."""
         parts = [(row.source, row.read.dtype)]
         parts += [(row.opt, row.grad.dtype)] if row.opt and row.grad else []
         return sum(
@@ -108,12 +107,12 @@ class _OneLayer:
         )
 
     def _size(self, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
-        """Of a part of such an array; the dim that stacks layers, and its cut, left out."""
+        """Bytes of a shard of such an array, without the `layers` dim and its sharding."""
         entries = placement.spec[self.first :]
-        cut = math.prod(num_shards(entry, self.sizes) for entry in entries)
-        return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // cut
+        shards = math.prod(num_shards(entry, self.sizes) for entry in entries)
+        return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // shards
 
 
 def _added(row: Row, placement: Placement) -> frozenset[str]:
-    """The axes that cut an array beyond what layers read."""
+    """The axes that shard an array in addition to the sharding that layers read."""
     return spec_axes(placement.spec) - spec_axes(row.read.spec)

@@ -1,4 +1,4 @@
-"""Blocks with stacked parameters: the body of the one scan over them."""
+"""Repeated blocks with stacked parameters: the body of the one scan over them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.primitives import CASTS
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import bodies, consts_and_carry, is_var
-from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
+from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 
 
-def scanned(jaxpr: Any, stack: Mapping[Any, str]) -> Blocks:
+def scanned_blocks(jaxpr: Any, stack: Mapping[Any, str]) -> RepeatedBlocks:
     """The blocks of a program that scans along the stacked parameters `stack`."""
     stacked, casts = _casts_of(jaxpr, stack)
     readers = [e for e in jaxpr.eqns if any(is_var(v) and v in stacked for v in e.invars)]
@@ -21,18 +21,18 @@ def scanned(jaxpr: Any, stack: Mapping[Any, str]) -> Blocks:
     others = tuple(e for e in jaxpr.eqns if e is not scan and e not in casts)
     if read_by(jaxpr.replace(eqns=list(others))) & set(scan.outvars[body.num_carry :]):
         raise ModelError(
-            "the loss reads something that every block hands out beside its activations (a loss of "
-            "its own, new statistics): a pipeline passes on only what travels with them; let the "
-            "scan carry it"
+            "mesh.pipe: the loss reads a per-layer output of the scan (an auxiliary loss, new "
+            "statistics), and a pipeline sends only the scan's carry from stage to stage; put it "
+            "into the carry"
         )
-    return Blocks(
+    return RepeatedBlocks(
         body.trips,
         body.jaxpr.replace(outvars=body.jaxpr.outvars[: body.num_carry]),
         tuple(scan.invars[: body.num_consts]),
         tuple(scan.invars[body.num_consts : first_xs]),
         tuple(scan.outvars[: body.num_carry]),
         tuple(
-            Weights(*stacked[v]) if is_var(v) and v in stacked else Rows((v,))
+            BlockWeights(*stacked[v]) if is_var(v) and v in stacked else BlockInputs((v,))
             for v in scan.invars[first_xs:]
         ),
         others,
@@ -41,7 +41,7 @@ def scanned(jaxpr: Any, stack: Mapping[Any, str]) -> Blocks:
 
 
 def _casts_of(jaxpr: Any, stack: Mapping[Any, str]) -> tuple[dict[Any, Any], list[Any]]:
-    """{variable: (a parameter's name, casts)} of stacked parameters and their casts, and those."""
+    """({variable: (parameter name, casts)} of stacked parameters and their casts, the casts)."""
     found: dict[Any, Any] = {v: (name, ()) for v, name in stack.items()}
     casts = []
     for eqn in jaxpr.eqns:
@@ -54,7 +54,7 @@ def _casts_of(jaxpr: Any, stack: Mapping[Any, str]) -> tuple[dict[Any, Any], lis
 
 
 def _the_scan(eqns: Sequence[Any], stacked: Mapping[Any, Any], stack: Mapping[Any, str]) -> Any:
-    """The one equation that reads the stack, if it is a scan along it."""
+    """The one equation that reads the stack; refused unless it is a scan over it."""
     names = ", ".join(list(stack.values())[:3])
     if not eqns:
         raise ModelError(f"mesh.pipe: the loss does not read the stacked blocks ({names}, ...)")
@@ -62,23 +62,25 @@ def _the_scan(eqns: Sequence[Any], stacked: Mapping[Any, Any], stack: Mapping[An
         if eqn.primitive.name != "scan":
             name = next(stacked[v][0] for v in eqn.invars if is_var(v) and v in stacked)
             raise ModelError(
-                "mesh.pipe cuts stacked blocks where one scan walks along them, and the stacked "
-                f"{name} is read by a {eqn.primitive.name} outside of a scan; keep the blocks as a "
-                "list, or scan"
+                "mesh.pipe splits stacked blocks where one scan runs over them, and the stacked "
+                f"{name} is read by a {eqn.primitive.name} outside of a scan; store the blocks as "
+                "a list, or scan over them"
             )
     if len(eqns) > 1:
         raise ModelError(
-            f"mesh.pipe: the stacked blocks ({names}, ...) are walked along {len(eqns)} times; a "
-            "pipeline goes through them once"
+            f"mesh.pipe: the stacked blocks ({names}, ...) are scanned {len(eqns)} times; a "
+            "pipeline runs them once"
         )
     (scan,) = eqns
     first_xs = sum(consts_and_carry(scan))
     if any(is_var(v) and v in stacked for v in scan.invars[:first_xs]):
         raise ModelError(
-            "mesh.pipe: each block reads the weights of all blocks, so they cannot be cut apart"
+            "mesh.pipe: each block reads the weights of all blocks, so they cannot be split into "
+            "stages"
         )
     if scan.params["reverse"]:
         raise ModelError(
-            "mesh.pipe: the scan walks from the last layer to the first; turn it round"
+            "mesh.pipe: the scan runs from the last layer to the first (reverse=True); stack the "
+            "layers in the order in which they run"
         )
     return scan

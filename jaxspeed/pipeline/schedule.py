@@ -1,4 +1,4 @@
-"""Pipeline schedules as tables: what each stage computes in each tick, and from which slot.
+"""Pipeline schedules (GPipe, 1F1B, interleaved) as tables of each stage's work in each tick.
 
 K stages hold v chunks of the model each, M micro-batches pass through them. The stages go in
 lockstep: in one tick each computes at most one chunk forward and at most one backward. Chunk c of
@@ -11,7 +11,7 @@ Micro-batch i computes there in the ticks
     backward, gpipe (v = 1)       b(i, s)    = M + K - 1 + i + (K-1-s)
 
 f grows by one from a global chunk to the next and b falls by one: each output is used by the next
-stage of the ring in the very next tick, so that a stage has to keep no more than one message. The
+stage of the ring in the very next tick, so that a stage buffers no more than one message. The
 share of idle time is (K-1) / (vM + K-1): GPipe's (Huang et al. 2019), and that of Megatron-LM's
 interleaved 1F1B (Narayanan et al. 2021) for v > 1.
 """
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 
     micro: np.ndarray  # the micro-batch, -1 where the stage is idle
     chunk: np.ndarray  # which of the stage's chunks, 0 where idle
-    slot: np.ndarray  # where the chunk's input is kept, 0 where idle
+    slot: np.ndarray  # where the chunk's input is saved, 0 where idle
 
     @property
     def busy(self) -> np.ndarray:
@@ -42,10 +42,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A table of ticks: which chunk of which micro-batch each stage computes, from which slot.
+    """A table of ticks: the chunk, micro-batch and slot of each stage's work.
 
-    A stage keeps the input of a chunk from its forward tick to its backward tick. In a tick that
-    has both, the forward writes its slot before the backward reads its own.
+    A stage saves the input of a chunk from its forward tick to its backward tick. In a tick that
+    has both, the forward writes its slot before the backward reads another.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Schedule:
     micro_batches: int
     forward: Work
     backward: Work
-    slots: int  # inputs that a stage keeps at most
+    slots: int  # the most inputs that a stage saves at once
 
     @property
     def ticks(self) -> int:
@@ -72,29 +72,29 @@ class Schedule:
 
     @property
     def ideal(self) -> int:
-        """The forward (or backward) ticks of a schedule without holes: v M + K - 1."""
+        """The forward (or backward) ticks of a schedule without gaps: v M + K - 1."""
         return self.chunks * self.micro_batches + self.stages - 1
 
     @cached_property
     def bubble(self) -> float:
-        """The idle share of the stages' time, counted in the table."""
+        """The idle fraction of the stages' time, counted in the table."""
         time = (self.forward_units + self.backward_units) * self.stages
         work = int(self.forward.busy.sum() + self.backward.busy.sum())
         return (time - work) / time
 
     @cached_property
     def live_inputs(self) -> int:
-        """The most inputs that any stage keeps in any tick."""
+        """The most inputs that any stage saves in any tick."""
         return int(_live(self.forward, self.backward).max()) if self._trains else 0
 
     @property
     def forward_messages(self) -> int:
-        """Outputs handed to another stage in one step; the last chunk's goes to the head."""
+        """Outputs sent to another stage in one step; the last chunk's goes to the head."""
         return self._messages(self.forward)
 
     @property
     def backward_messages(self) -> int:
-        """Gradients handed to another stage in one step; the first chunk's is the embedding's."""
+        """Gradients sent to another stage in one step; the first chunk's goes to the embedding."""
         return self._messages(self.backward)
 
     @cached_property
@@ -106,7 +106,7 @@ class Schedule:
     def leaving(self) -> np.ndarray:
         """The micro-batch whose head and loss run in each tick, else -1; int32 [ticks].
 
-        They belong to the backward of its last chunk, which begins with their gradient; to the
+        They run with the backward of its last chunk, which starts from their gradient; with the
         forward where there is no backward.
         """
         work = self.backward if self._trains else self.forward
@@ -118,10 +118,10 @@ class Schedule:
         return _micro_at(self.backward, chunk=0, stage=0)
 
     def runs(self) -> dict[str, list[list[list[int]]]]:
-        """The table in short: of `forward` and `backward` the runs of each stage.
+        """The table run-length encoded: the runs of each stage, `forward` and `backward`.
 
-        A run is [tick, chunk, micro-batch, length]: so many micro-batches, one a tick, through one
-        chunk.
+        A run is [tick, chunk, micro-batch, length]: `length` micro-batches through one chunk, one
+        per tick.
         """
         both = {"forward": self.forward, "backward": self.backward}
         return {
@@ -156,28 +156,28 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Sch
     ticks = int(backward_ticks.max()) + 1
     forward, backward = _work(forward_ticks, ticks), _work(backward_ticks, ticks)
     slots = _fill_slots(forward, backward)
-    return _sealed(name, forward_ticks.shape, forward, backward, slots)
+    return _read_only(name, forward_ticks.shape, forward, backward, slots)
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """The table of an evaluation: the forward alone, of any number of micro-batches.
 
-    With chunks > 1 and micro-batches that are no multiple of the stages it has idle holes.
+    With chunks > 1 and a number of micro-batches that is no multiple of the stages, it has gaps.
     """
     forward_ticks, _ = _ticks("forward", stages, micro_batches, chunks)
     ticks = int(forward_ticks.max()) + 1
     forward, backward = _work(forward_ticks, ticks), _idle(ticks, stages)
-    return _sealed("forward", forward_ticks.shape, forward, backward, slots=0)
+    return _read_only("forward", forward_ticks.shape, forward, backward, slots=0)
 
 
 def _ticks(name: str, K: int, M: int, v: int) -> tuple[np.ndarray, np.ndarray]:
     """f and b of the module's docstring, each [micro-batch, chunk, stage]."""
     i, c, s = np.ogrid[:M, :v, :K]
-    turn = i // K * v * K + i % K
-    forward = turn + c * K + s
+    round_start = i // K * v * K + i % K
+    forward = round_start + c * K + s
     if name == "gpipe":
         return forward, M + K - 1 + i + (K - 1 - s)
-    return forward, v * K - 1 + turn + (v - 1 - c) * K + (K - 1 - s)
+    return forward, v * K - 1 + round_start + (v - 1 - c) * K + (K - 1 - s)
 
 
 def _idle(ticks: int, stages: int) -> Work:
@@ -196,32 +196,32 @@ def _work(tick: np.ndarray, ticks: int) -> Work:
 
 
 def _live(forward: Work, backward: Work) -> np.ndarray:
-    """The inputs that each stage keeps while each tick runs, [ticks, stages]."""
+    """The inputs that each stage has saved while each tick runs, [ticks, stages]."""
     written = np.cumsum(forward.busy, axis=0)
     read_before = np.cumsum(backward.busy, axis=0) - backward.busy
     return written - read_before
 
 
 def _fill_slots(forward: Work, backward: Work) -> int:
-    """Gives each input a slot from its forward tick to its backward tick; how many there are.
+    """Assign each input a slot from its forward tick to its backward tick; return their number.
 
-    Each stage has a stack of free slots. A backward's slot goes back after its tick, so that no
-    forward of the same tick writes over what the backward is to read.
+    Each stage has a stack of free slots. A backward's slot is freed after its tick, so that no
+    forward of the same tick overwrites the backward's input.
     """
     slots = int(_live(forward, backward).max())
     stages = forward.micro.shape[1]
     free = np.tile(np.arange(slots)[::-1], (stages, 1))  # [stages, depth of the stack]
     depth = np.full(stages, slots)
-    kept = np.zeros((stages, forward.micro.max() + 1, forward.chunk.max() + 1), np.int32)
+    slot_of = np.zeros((stages, forward.micro.max() + 1, forward.chunk.max() + 1), np.int32)
     for tick, (writes, reads) in enumerate(zip(forward.busy, backward.busy)):
         s = np.flatnonzero(writes)
         depth[s] -= 1
         slot = free[s, depth[s]]
-        kept[s, forward.micro[tick, s], forward.chunk[tick, s]] = slot
+        slot_of[s, forward.micro[tick, s], forward.chunk[tick, s]] = slot
         forward.slot[tick, s] = slot
 
         s = np.flatnonzero(reads)
-        slot = kept[s, backward.micro[tick, s], backward.chunk[tick, s]]
+        slot = slot_of[s, backward.micro[tick, s], backward.chunk[tick, s]]
         backward.slot[tick, s] = slot
         free[s, depth[s]] = slot
         depth[s] += 1
@@ -246,10 +246,10 @@ def _micro_at(work: Work, chunk: int, stage: int) -> np.ndarray:
     return np.where(here, work.micro[:, stage], np.int32(-1))
 
 
-def _sealed(
+def _read_only(
     name: str, shape: tuple[int, ...], forward: Work, backward: Work, slots: int
 ) -> Schedule:
-    """The schedule, its tables no longer writable: they are shared by all who read it."""
+    """The schedule with read-only tables, since they are shared."""
     for table in (*forward, *backward):
         table.flags.writeable = False
     micro_batches, chunks, stages = shape
@@ -264,7 +264,7 @@ def _refuse_impossible(name: str, stages: int, micro_batches: int, chunks: int) 
     if chunks < 1:
         raise ConfigError(
             f"parallel.pipeline_chunks is {chunks}, and each stage needs at least 1 chunk of the "
-            "model: leave it out for 2 of them with the interleaved schedule"
+            "model; the default with the interleaved schedule is 2"
         )
     if chunks > 1 and name != "interleaved":
         raise ConfigError(
@@ -274,14 +274,14 @@ def _refuse_impossible(name: str, stages: int, micro_batches: int, chunks: int) 
     if micro_batches < stages:
         raise ConfigError(
             f"gradient_accumulation_steps is {micro_batches}, and a pipeline of {stages} stages "
-            f"needs at least {stages} micro-batches: with fewer, some stage would be idle at any "
-            f"time; raise it to {stages} or more, or use at most {micro_batches} stages"
+            f"needs at least {stages} micro-batches: with fewer, some stage is idle at any time; "
+            f"raise it to {stages} or more, or use at most {micro_batches} stages"
         )
     if name == "interleaved" and micro_batches % stages:
         below = micro_batches // stages * stages
         raise ConfigError(
             f"gradient_accumulation_steps is {micro_batches}, and the interleaved schedule of "
-            f"{stages} stages needs a multiple of {stages}: {below} or {below + stages} would do, "
-            'or set parallel.pipeline_schedule to "1f1b", which takes any number'
+            f"{stages} stages needs a multiple of {stages}: set it to {below} or {below + stages}, "
+            'or parallel.pipeline_schedule to "1f1b", which takes any number'
             f" from {stages}"
         )

@@ -1,11 +1,11 @@
-"""A traced loss, split at its repeated blocks: before, the stack, after.
+"""Splitting of a traced loss at its repeated blocks: before, the stack, after.
 
-    before(inputs) -> carry              what the first block reads: the embedding
+    before(inputs) -> carry              input of the first block: the embedding
     stage(weights, carry) -> carry       some of the blocks
-    after(inputs, carry) -> outs         what is made of what the last block gave: head and loss
+    after(inputs, carry) -> outs         from the last block's output: head and loss
 
-What a block reads beside its own weights and the carry (rotations, segments, keys of dropout) is
-computed from the inputs again wherever it is needed, and so is what `after` reads of `before`.
+Other inputs of a block than its weights and the carry (rotations, segment ids, dropout keys) are
+recomputed from the loss's inputs where needed, and so is what `after` reads of `before`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,22 +18,22 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import opened
 from jaxspeed.jaxpr.slicing import read_by, slice_of
-from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
-from jaxspeed.pipeline.scanned_stack import scanned
-from jaxspeed.pipeline.unrolled_stack import listed
+from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
+from jaxspeed.pipeline.scanned_stack import scanned_blocks
+from jaxspeed.pipeline.unrolled_stack import unrolled_blocks
 
 
 @dataclass(frozen=True)
 class LossParts:
-    """The parts, as programs of the same inputs: the constants, then the loss's arguments."""
+    """The parts, as jaxprs of the same inputs: the constants, then the loss's arguments."""
 
     constants: Sequence[Any]
     inputs: Sequence[Any]
     before: Any
     after: Any  # its inputs are followed by the carry
-    context: Any  # some inputs -> what every block reads, and what each reads of its own
-    context_reads: Sequence[int]  # which inputs those are
-    blocks: Blocks
+    context: Any  # some inputs -> the blocks' shared inputs, then those that differ per layer
+    context_reads: Sequence[int]  # the indices of those inputs
+    blocks: RepeatedBlocks
 
     @property
     def layers(self) -> int:
@@ -42,7 +42,9 @@ class LossParts:
     @property
     def names(self) -> list[str]:
         """The parameters that the blocks read."""
-        return list(dict.fromkeys(r.name for r in self.blocks.per_layer if isinstance(r, Weights)))
+        return list(
+            dict.fromkeys(r.name for r in self.blocks.per_layer if isinstance(r, BlockWeights))
+        )
 
     @property
     def carry(self) -> list[jax.ShapeDtypeStruct]:
@@ -59,11 +61,11 @@ class LossParts:
         *,
         padded: bool = False,
     ) -> list[Any]:
-        """`rows` blocks, from layer `first` on.
+        """Apply `rows` blocks, from layer `first` on.
 
         `weights` are the parameters of the blocks by name, [rows, ...], and `context` the inputs
-        that `context_reads` names. Where the stack is `padded`, a block past the last layer is
-        none: the carry goes through.
+        at `context_reads`. Where the stack is `padded`, a block past the last layer is the
+        identity.
         """
         reads = self.blocks.per_layer
         values = iter(as_function(self.context)(*context))
@@ -71,16 +73,16 @@ class LossParts:
         numbers = first + jnp.arange(rows)
         within = jnp.minimum(numbers, self.layers - 1)
 
-        def own(rows: Rows) -> Any:
-            found = [next(values) for _ in rows.atoms]
+        def per_layer(inputs: BlockInputs) -> Any:
+            found = [next(values) for _ in inputs.atoms]
             return (found[0] if len(found) == 1 else jnp.stack(found))[within]
 
-        xs = [weights[r.name] if isinstance(r, Weights) else own(r) for r in reads]
+        xs = [weights[r.name] if isinstance(r, BlockWeights) else per_layer(r) for r in reads]
         run = as_function(self.blocks.body)
 
         def step(carry: list[Any], layer: list[Any]) -> list[Any]:
             pairs = zip(reads, layer, strict=True)
-            cast = [r.cast(x) if isinstance(r, Weights) else x for r, x in pairs]
+            cast = [r.cast(x) if isinstance(r, BlockWeights) else x for r, x in pairs]
             return list(run(*shared, *carry, *cast))
 
         def block(carry: list[Any], layer: tuple[Any, list[Any]]) -> tuple[list[Any], None]:
@@ -88,8 +90,7 @@ class LossParts:
             if not padded:
                 return step(carry, slices), None
             real = number < self.layers
-            # Selected on the way in as well, so that no gradient of what is no layer comes
-            # through, be it NaN.
+            # Select the inputs too, so that no gradient of a padding layer, be it NaN, gets out.
             into = [jnp.where(real, x, jax.lax.stop_gradient(x)) for x in carry]
             outs = step(into, slices)
             return [jnp.where(real, a, b) for a, b in zip(outs, carry, strict=True)], None
@@ -98,24 +99,24 @@ class LossParts:
         return jax.lax.scan(block, list(carry), (numbers, xs), unroll=unroll)[0]
 
 
-def parts_of(closed: Any, stack: Mapping[str, Sequence[Any]]) -> LossParts:
-    """Cut a traced loss at its repeated blocks.
+def split_loss(closed: Any, stack: Mapping[str, Sequence[Any]]) -> LossParts:
+    """Split a traced loss at its repeated blocks.
 
     Args:
-      closed: the loss, traced.
-      stack: for each parameter of the blocks its variable, stacked, or one variable a layer.
+      closed: the traced loss.
+      stack: for each parameter of the blocks its stacked variable, or one variable per layer.
 
     Raises:
-      ModelError: where the program does not fall into the parts, with the reason.
+      ModelError: the program has no such parts, with the reason.
     """
     variables = {v for vs in stack.values() for v in vs}
     jaxpr = opened(closed.jaxpr, variables)
     if all(len(vs) == 1 for vs in stack.values()):
-        blocks = scanned(jaxpr, {vs[0]: name for name, vs in stack.items()})
+        blocks = scanned_blocks(jaxpr, {vs[0]: name for name, vs in stack.items()})
     else:
-        blocks = listed(jaxpr, stack)
+        blocks = unrolled_blocks(jaxpr, stack)
     inputs, eqns = [*jaxpr.constvars, *jaxpr.invars], blocks.others
-    own = [v for r in blocks.per_layer if isinstance(r, Rows) for v in r.atoms]
+    own = [v for r in blocks.per_layer if isinstance(r, BlockInputs) for v in r.atoms]
     context = slice_of(jaxpr, eqns, inputs, [*blocks.shared, *own])
     read = read_by(context)
     of_context = [i for i, v in enumerate(inputs) if v in read]

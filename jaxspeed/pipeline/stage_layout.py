@@ -1,9 +1,9 @@
-"""Stage layout of the stack's weights, [stages, chunks, layers, ...], and of their gradients.
+"""Stage layout of the blocks' weights and gradients, [stages, chunks, layers, ...]; all-to-alls.
 
-A model that stacks its blocks itself is stored so already: the first dim is cut over `pipe`, and
-each stage has neighbouring layers. What is not (chunks that alternate between stages, or blocks
-that are a list) is stored cut over `pipe` on another dim. One all-to-all a parameter at the begin
-of a step brings each stage its layers; another one at its end takes the gradients back.
+The weights of a model with stacked blocks are stored so already: the first dim is sharded over
+`pipe`, and each stage has consecutive layers. Others (chunks that alternate between stages, or
+blocks in a list) are stored sharded over `pipe` on another dim. One all-to-all per parameter at the
+start of a step sends each stage its layers; another one at its end returns the gradients.
 
 Layer l of the stack is the j-th of chunk c of stage s: l = (c * stages + s) * rows + j.
 """
@@ -29,8 +29,8 @@ Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Arrangement:
-    """How the stack of a table lies on its stages."""
+class StageLayout:
+    """The assignment of a table's stack of layers to stages and chunks."""
 
     table: PlacementTable
     chunks: int
@@ -46,12 +46,12 @@ class Arrangement:
 
     @property
     def layers(self) -> int:
-        """Of a model: without padding."""
+        """Layers of the model, without padding."""
         return self.stack.layers
 
     @property
     def rows(self) -> int:
-        """Layers of a chunk, those that are padding included."""
+        """Layers of a chunk, padding included."""
         return -(-self.layers // (self.stages * self.chunks))
 
     @property
@@ -62,87 +62,92 @@ class Arrangement:
         return list(self.stack.leaves)
 
     def row(self, name: str) -> Row:
-        """The row of a parameter of the blocks; of a list's, the first block's."""
+        """The table's row of a parameter of the blocks; in a list, of the first block."""
         return self.table[self.stack.leaves[name][0]]
 
     # -- all parameters ---------------------------------------------------------------------------
 
-    def arranged(self, sources: Mapping[str, Any], step: Any) -> Arrays:
-        """The sources, with the stack as the stages hold it, by the names of its parameters.
+    def by_stage(self, sources: Mapping[str, Any], step: Any) -> Arrays:
+        """The sources, with the blocks' parameters in the stage layout, by name.
 
         `step` is the number of the step.
         """
         outer = {path: x for path, x in sources.items() if path not in self.stack.paths}
-        turns = Turns(self.table.mesh, step)
-        return outer | {name: self.weights(name, sources, turns) for name in self.names()}
+        exchanges = OrderedExchanges(self.table.mesh, step)
+        return outer | {name: self.weights(name, sources, exchanges) for name in self.names()}
 
     def by_path(self, gradients: Mapping[str, Any], step: Any) -> Arrays:
-        """Gradients of what was arranged, as those of the sources."""
+        """Gradients in the stage layout as gradients of the sources, by path."""
         outer = {path: x for path, x in gradients.items() if path not in self.stack.leaves}
-        turns = Turns(self.table.mesh, step)
+        exchanges = OrderedExchanges(self.table.mesh, step)
         for name in self.names():
             if name in gradients:
-                outer |= self.gradients(name, gradients[name], turns)
+                outer |= self.gradients(name, gradients[name], exchanges)
         return outer
 
     # -- one parameter of all blocks --------------------------------------------------------------
 
-    def weights(self, name: str, sources: Mapping[str, Any], turns: "Turns") -> jax.Array:
+    def weights(
+        self, name: str, sources: Mapping[str, Any], exchanges: "OrderedExchanges"
+    ) -> jax.Array:
         """A parameter of all blocks, [stages, chunks, layers, ...], from its stored arrays.
 
-        Where stages exchange it, it is cast first to what layers read.
+        Before an all-to-all it is cast to the dtype that layers read.
         """
         arrays = [sources[path] for path in self.stack.leaves[name]]
         if self.stack.in_place:
             lead = (self.stages, self.chunks, self.rows)
             x = arrays[0].reshape(*lead, *arrays[0].shape[1:])
         else:
-            x = self._to_stages(name, arrays, turns)
+            x = self._to_stages(name, arrays, exchanges)
         shape = self.source_shape(name)
         return x if x.shape[3:] == shape else on_device(x)[(..., *map(slice, shape))]
 
-    def gradients(self, name: str, gradient: jax.Array, turns: "Turns") -> Arrays:
+    def gradients(self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges") -> Arrays:
         """The gradient of a parameter of all blocks, by path, as its rows store gradients.
 
-        What stages exchange goes at once to where the update wants it: cut as the optimizer's
-        state is, which under stage 1 is less to send.
+        An all-to-all leaves it sharded as the optimizer's state, which under stage 1 sends less.
         """
         paths = self.stack.leaves[name]
         if self.stack.in_place:
             return {paths[0]: gradient.reshape(-1, *gradient.shape[3:])}
-        return dict(zip(paths, self._from_stages(name, gradient, turns), strict=True))
+        return dict(zip(paths, self._from_stages(name, gradient, exchanges), strict=True))
 
-    def _to_stages(self, name: str, arrays: Sequence[jax.Array], turns: "Turns") -> jax.Array:
-        """Stored arrays [layers, ...], or one a layer, as [stages, chunks, layers, ...].
+    def _to_stages(
+        self, name: str, arrays: Sequence[jax.Array], exchanges: "OrderedExchanges"
+    ) -> jax.Array:
+        """Stored arrays [layers, ...], or one per layer, as [stages, chunks, layers, ...].
 
-        What waits in host memory comes to the devices for that, a stage's share whole.
+        Offloaded arrays are fetched for that, a stage's share at once.
         """
         arrays = on_device(arrays)
         row = self.row(name)
-        dim = self._exchanged(name, row.source)
+        dim = self._pipe_dim(name, row.source)
 
         def ordered(*arrays: jax.Array) -> jax.Array:
             x = arrays[0] if self.stack.stacked else jnp.stack(arrays)
-            return self._by_stage(x.astype(row.read.dtype))
+            return self._split_by_stage(x.astype(row.read.dtype))
 
         def exchange(*arrays: jax.Array) -> list[jax.Array]:
             return [lax.all_to_all(ordered(*arrays), PIPE, 0, dim, tiled=True)]
 
-        if dim is None:  # every stage has all of it
+        if dim is None:  # replicated over the stages
             return ordered(*arrays)
-        of_stages = self._of_stages(name, row.source)
-        return turns.on_each_device(exchange, row.source.spec, of_stages, arrays)[0]
+        stage_spec = self._stage_spec(name, row.source)
+        return exchanges.per_device(exchange, row.source.spec, stage_spec, arrays)[0]
 
-    def _from_stages(self, name: str, gradient: jax.Array, turns: "Turns") -> Sequence[jax.Array]:
-        """What `_to_stages` does, backwards."""
+    def _from_stages(
+        self, name: str, gradient: jax.Array, exchanges: "OrderedExchanges"
+    ) -> Sequence[jax.Array]:
+        """Inverse of `_to_stages`, for a gradient."""
         row = self.row(name)
         assert row.opt is not None
-        dim = self._exchanged(name, row.opt)
-        more = zip(gradient.shape[3:], row.shape(row.opt)[self._lead :], strict=True)
+        dim = self._pipe_dim(name, row.opt)
+        more = zip(gradient.shape[3:], row.shape(row.opt)[self._layer_dims :], strict=True)
         gradient = jnp.pad(gradient, [(0, 0)] * 3 + [(0, b - a) for a, b in more])
 
         def apart(x: jax.Array) -> list[jax.Array]:
-            x = self._by_layer(x)
+            x = self._merge_stages(x)
             return [x] if self.stack.stacked else list(x)
 
         def exchange(x: jax.Array) -> list[jax.Array]:
@@ -150,51 +155,51 @@ class Arrangement:
 
         if dim is None:
             return apart(gradient)
-        of_stages = self._of_stages(name, row.opt)
-        return turns.on_each_device(exchange, of_stages, row.opt.spec, [gradient])
+        stage_spec = self._stage_spec(name, row.opt)
+        return exchanges.per_device(exchange, stage_spec, row.opt.spec, [gradient])
 
-    def _by_stage(self, x: jax.Array) -> jax.Array:
-        """[layers, ...] as [stages, chunks, layers, ...], with zeros for layers that are none."""
+    def _split_by_stage(self, x: jax.Array) -> jax.Array:
+        """[layers, ...] as [stages, chunks, layers, ...], padding layers zero."""
         missing = self.stages * self.chunks * self.rows - self.layers
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         x = x.reshape(self.chunks, self.stages, self.rows, *x.shape[1:])
         return jnp.swapaxes(x, 0, 1)
 
-    def _by_layer(self, x: jax.Array) -> jax.Array:
+    def _merge_stages(self, x: jax.Array) -> jax.Array:
         """[stages, chunks, layers, ...] as [layers, ...]."""
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])[: self.layers]
 
-    def _exchanged(self, name: str, placement: Placement) -> int | None:
-        """The dim of [stages, chunks, layers, ...] of which each stage stores a part."""
-        entries = self._entries(name, placement)
+    def _pipe_dim(self, name: str, placement: Placement) -> int | None:
+        """The dim of [stages, chunks, layers, ...] that is stored sharded over `pipe`."""
+        entries = self._layer_spec_entries(name, placement)
         dim = sharded_dim(entries, PIPE)
         return None if dim is None else 3 + dim
 
-    def _of_stages(self, name: str, placement: Placement) -> PartitionSpec:
+    def _stage_spec(self, name: str, placement: Placement) -> PartitionSpec:
         return PartitionSpec(PIPE, None, None, *self.spec(name, placement))
 
-    # -- a layer's part of a parameter, [layers, ...] ---------------------------------------------
+    # -- one layer's slice of a parameter, [layers, ...] ------------------------------------------
 
     @property
-    def _lead(self) -> int:
-        """How many dims of what is stored are of the stack."""
+    def _layer_dims(self) -> int:
+        """Number of leading `layers` dims of a stored array."""
         return 1 if self.stack.stacked else 0
 
-    def _entries(self, name: str, placement: Placement) -> list[Any]:
-        """Over what one layer's part is stored cut, a dim each."""
+    def _layer_spec_entries(self, name: str, placement: Placement) -> list[Any]:
+        """PartitionSpec entries of one layer's slice as stored, one per dim."""
         ndim = len(self.row(name).leaf.shape)
-        return by_dim(placement.spec, ndim)[self._lead :]
+        return by_dim(placement.spec, ndim)[self._layer_dims :]
 
     def spec(self, name: str, placement: Placement) -> PartitionSpec:
-        """How one layer's part is cut on its stage."""
-        return without_axes(self._entries(name, placement), (PIPE,))
+        """PartitionSpec of one layer's slice on its stage."""
+        return without_axes(self._layer_spec_entries(name, placement), (PIPE,))
 
     def source_shape(self, name: str) -> tuple[int, ...]:
-        """One layer's part, padding of what is gathered included."""
+        """Shape of one layer's slice, including the padding of gathered dims."""
         row = self.row(name)
         sizes = zip(
-            row.leaf.shape[self._lead :],
-            row.shape(row.source)[self._lead :],
+            row.leaf.shape[self._layer_dims :],
+            row.shape(row.source)[self._layer_dims :],
             self.spec(name, row.read),
             self.spec(name, row.source),
             strict=True,
@@ -204,12 +209,12 @@ class Arrangement:
     def gradient_shape(self, name: str) -> tuple[int, ...]:
         row = self.row(name)
         assert row.grad is not None
-        return row.shape(row.grad)[self._lead :]
+        return row.shape(row.grad)[self._layer_dims :]
 
-    def stored(self, name: str, mesh: Any, wire: Any) -> ShardedParam:
-        """How a chunk of a parameter is stored inside a stage."""
+    def sharded_param(self, name: str, mesh: Any, wire: Any) -> ShardedParam:
+        """A chunk of a parameter as it is stored inside a stage."""
         row = self.row(name)
-        shape = (self.rows, *row.leaf.shape[self._lead :])
+        shape = (self.rows, *row.leaf.shape[self._layer_dims :])
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
         waits = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))
@@ -217,40 +222,42 @@ class Arrangement:
         return ShardedParam(shape, row.read.dtype, gathered, cut, wire, row.leaf.trainable)
 
 
-class Turns:
-    """Exchanges one after the other.
+class OrderedExchanges:
+    """All-to-alls in a fixed order.
 
     Simulated devices would run them in any order, each device in another (see
-    `pipeline/cpu_ordering.py`): there each takes something of the last one's result, by a
-    condition that never holds.
+    `pipeline/cpu_ordering.py`): there each depends on the last one's result, by a condition that
+    is never true.
     """
 
     def __init__(self, mesh: Mesh, step: Any) -> None:
         self.mesh, self.never = mesh, jnp.asarray(step) < 0
         self.last: tuple[jax.Array, PartitionSpec] | None = None
 
-    def on_each_device(
+    def per_device(
         self,
         exchange: Callable[..., list[jax.Array]],
-        given: PartitionSpec,
-        made: PartitionSpec,
+        in_spec: PartitionSpec,
+        out_spec: PartitionSpec,
         arrays: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """`exchange` on each device's parts: XLA gathers operands that other axes cut as well,
-        where only `pipe` is manual (jax 0.10.2)."""
+        """Run `exchange` on each device's shards, manual over all axes.
 
-        def waiting(never: jax.Array, last: Sequence[jax.Array], arrays: Any) -> list[jax.Array]:
+        With only `pipe` manual, XLA gathers operands that other axes shard (jax 0.10.2).
+        """
+
+        def ordered(never: jax.Array, last: Sequence[jax.Array], arrays: Any) -> list[jax.Array]:
             for x in last:
                 arrays = [jnp.where(never, x.reshape(-1)[0].astype(a.dtype), a) for a in arrays]
             return exchange(*arrays)
 
         last = [self.last] if self.last and simulated(self.mesh) else []
         outs = jax.shard_map(
-            waiting,
+            ordered,
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), [spec for _, spec in last], given),
-            out_specs=made,
+            in_specs=(PartitionSpec(), [spec for _, spec in last], in_spec),
+            out_specs=out_spec,
             check_vma=False,
         )(self.never, [x for x, _ in last], list(arrays))
-        self.last = outs[0], made
+        self.last = outs[0], out_spec
         return outs

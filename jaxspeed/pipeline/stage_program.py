@@ -1,4 +1,4 @@
-"""The stage program: a chunk of the blocks and what they read."""
+"""The stage program: weights, inputs and evaluation of one chunk of blocks on each stage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.config.remat import NOTHING_SAID, Recompute
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.stage_shard_map import PIPE
-from jaxspeed.pipeline.step_values import Split, Values, at, inexact
-from jaxspeed.pipeline.tick_loops import Now
+from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
+from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, waits
 from jaxspeed.placement.specs import without_axes
@@ -24,12 +24,12 @@ from jaxspeed.zero3 import ShardedParam, run_sliced
 
 @dataclass(frozen=True)
 class Stage:
-    """The stages' weights, and the program that each runs on its own."""
+    """The stages' weights, and the program that each stage runs."""
 
-    split: Split
+    split: SplitStep
     chunks: int
-    recompute: Recompute  # what a layer keeps, when a stage is made again
-    gather_once: bool  # ZeRO 3: a stage's weights once a step, not each layer's in each tick
+    recompute: Recompute  # rematerialization policy of a layer, when a stage is recomputed
+    gather_once: bool  # ZeRO 3: gather a stage's weights once a step, not per layer and tick
 
     @property
     def names(self) -> list[str]:
@@ -38,27 +38,27 @@ class Stage:
 
     @cached_property
     def weights(self) -> Values:
-        """[stages, chunks, layers, ...] each, as they are while the ticks run."""
-        return [self._held(name) for name in self.names]
+        """The weights during the ticks, [stages, chunks, layers, ...] each."""
+        return [self._gathered_once(name) for name in self.names]
 
-    def _held(self, name: str) -> jax.Array:
+    def _gathered_once(self, name: str) -> jax.Array:
         split = self.split
-        stored = split.arrangement.stored(name, split.table.mesh, None)
+        stored = split.layout.sharded_param(name, split.table.mesh, None)
         source = split.sources[name]
         if not self.gather_once or stored.gathered == stored.sharding:
             return source
         spec = PartitionSpec(PIPE, None, *stored.gathered.spec)
         source = on_device(source)
-        whole = constrain(source.astype(stored.dtype), in_context(spec), "pipeline.gather")
-        return whole[(..., *map(slice, stored.shape))]
+        full = constrain(source.astype(stored.dtype), in_context(spec), "pipeline.gather")
+        return full[(..., *map(slice, stored.shape))]
 
-    # -- what it reads ----------------------------------------------------------------------------
+    # -- inputs -----------------------------------------------------------------------------------
 
     @cached_property
     def context(self) -> tuple[dict[int, Any], dict[int, Any]]:
-        """What the blocks read of the inputs, by place: those of a step, and the batch's.
+        """The loss's inputs that the blocks read, by index: (of the step, of the batch).
 
-        The batch's are [micro-batches, ...].
+        Those of the batch are [micro-batches, ...].
         """
         split = self.split
         leaves = jax.tree.leaves(split.micro)
@@ -70,21 +70,21 @@ class Stage:
 
     @property
     def _micro(self) -> int:
-        """The place of the micro-batch's number: the last."""
+        """The index of the micro-batch number among the inputs: the last."""
         return len(self.split.parts.inputs) - 1
 
     @cached_property
     def shared(self) -> dict[int, str]:
-        """The trained parameters outside of the blocks that each block reads, by place."""
+        """The trained parameters outside of the blocks that each block reads, by input index."""
         split = self.split
         places = {split.index[v]: path for path, v in split.outside.items()}
         paths = {i: places[i] for i in split.parts.context_reads if i in places}
         return {i: path for i, path in paths.items() if split.table[path].leaf.trainable}
 
     def arguments(
-        self, number: Any, now: Now, weights: Values, context: Any, carry: Values
+        self, number: Any, now: StageWork, weights: Values, context: Any, carry: Values
     ) -> Values:
-        """The arguments of `run` for a stage's work: weights, context, first layer, carry."""
+        """The arguments of `run`: weights, context, first layer, carry."""
         own, batch = context
         micro = jnp.maximum(now.micro, 0)
         cast = self.split.objective.cast
@@ -92,13 +92,13 @@ class Stage:
         reads = [given[i] for i in self.split.parts.context_reads]
         return [*self.chunk(weights, now), *reads, self.first_layer(number, now), *carry]
 
-    def chunk(self, weights: Values, now: Now) -> Values:
+    def chunk(self, weights: Values, now: StageWork) -> Values:
         """A stage's weights of one chunk, [layers, ...] each."""
-        # Of one chunk there is nothing to choose: what waits in host memory stays there.
+        # With one chunk nothing is indexed, so that offloaded weights stay in host memory.
         return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, now.chunk) for w in weights]
 
-    def first_layer(self, number: Any, now: Now) -> Any:
-        return (now.chunk * self.split.stages + number) * self.split.arrangement.rows
+    def first_layer(self, number: Any, now: StageWork) -> Any:
+        return (now.chunk * self.split.stages + number) * self.split.layout.rows
 
     def active(self, trained: list[str]) -> list[bool]:
         """Which arguments have gradients."""
@@ -107,21 +107,21 @@ class Stage:
         weights = [name in trained for name in self.names]
         return [*weights, *context, False, *map(inexact, parts.carry)]
 
-    def entered(self, number: Any, now: Now, entry: Values, ahead: Values) -> Values:
-        """A chunk's input: what comes before the blocks, or the message of the stage before."""
+    def entered(self, number: Any, now: StageWork, entry: Values, ahead: Values) -> Values:
+        """A chunk's input: the embedding's output, or the message of the stage before."""
         first = (number == 0) & (now.chunk == 0)
         return [jnp.where(first, a, b) for a, b in zip(entry, ahead, strict=True)]
 
-    def ends(self, number: Any, now: Now) -> Any:
-        """Whether it is the last chunk, from which gradients start."""
+    def ends(self, number: Any, now: StageWork) -> Any:
+        """Whether this is the last chunk, where the backward pass starts."""
         return (number == self.split.stages - 1) & (now.chunk == self.chunks - 1)
 
     def messages(self) -> Values:
-        """Before the first tick, one for each stage."""
+        """Blank messages before the first tick, one per stage."""
         stages = self.split.stages
         return [stage_shard_map.blank((stages, *c.shape), c.dtype) for c in self.split.parts.carry]
 
-    # -- what it computes -------------------------------------------------------------------------
+    # -- computation ------------------------------------------------------------------------------
 
     def run(self, args: Values) -> Values:
         """The carry after a chunk."""
@@ -129,20 +129,20 @@ class Stage:
 
     @cached_property
     def _program(self) -> Any:
-        """The chunk's program, made in the first lane that runs it: all lanes are alike."""
+        """The chunk's program, traced in the first stage context that runs it: all are equal."""
         split, mesh = self.split, jax.sharding.get_abstract_mesh()
         program, parts = split.traced()
-        arrangement, table, reads = split.arrangement, split.table, parts.context_reads
-        own = {n: arrangement.stored(n, mesh, split.objective.wire) for n in self.names}
+        layout, table, reads = split.layout, split.table, parts.context_reads
+        own = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:
             return parts.stage(
-                arrangement.rows,
+                layout.rows,
                 dict(zip(own, weights, strict=True)),
                 context,
                 first,
                 carry,
-                padded=arrangement.padded,
+                padded=layout.padded,
             )
 
         def like(v: Any) -> jax.ShapeDtypeStruct:
@@ -160,18 +160,20 @@ class Stage:
         shared = {paths[i]: v for i, v in of_context.items() if i in paths}
 
         own = {
-            name: stored if waits(held) else replace(stored, sharding=_here(stored.sharding))
-            for (name, stored), held in zip(own.items(), self.weights, strict=True)
+            name: stored
+            if waits(array)
+            else replace(stored, sharding=_on_device_memory(stored.sharding))
+            for (name, stored), array in zip(own.items(), self.weights, strict=True)
         }
         storage = {
             v: own[name]
-            for (name, v), held in zip(of_weights.items(), self.weights, strict=True)
-            if held.dtype != own[name].dtype
+            for (name, v), array in zip(of_weights.items(), self.weights, strict=True)
+            if array.dtype != own[name].dtype
             or (own[name].sharding != own[name].gathered and not self.gather_once)
         }
         for path, v in shared.items():
             if table[path].gathered:
-                storage[v] = _in_lane(split.objective.stored(table[path]), mesh)
+                storage[v] = _without_pipe_axis(split.objective.stored(table[path]), mesh)
         specs: Mapping[str, Any] = {name: s.gathered.spec for name, s in own.items()} | {
             path: without_axes(table[path].read.spec, (PIPE,)) for path in shared
         }
@@ -191,18 +193,18 @@ class Stage:
         return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
 
 
-def _here(sharding: NamedSharding) -> NamedSharding:
-    """The same cut in the devices' own memory."""
+def _on_device_memory(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding, in device memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def in_context(spec: PartitionSpec) -> NamedSharding:
-    """On the mesh as the trace under way sees it."""
+    """A sharding on the mesh of the current trace."""
     return NamedSharding(jax.sharding.get_abstract_mesh(), spec)
 
 
-def _in_lane(stored: ShardedParam, mesh: Any) -> ShardedParam:
-    """How a parameter that all stages have whole is stored there."""
+def _without_pipe_axis(stored: ShardedParam, mesh: Any) -> ShardedParam:
+    """The stored form of a parameter that is replicated over the stages, inside a stage."""
     specs = (without_axes(s.spec, (PIPE,)) for s in (stored.gathered, stored.sharding))
     gathered, sharding = (NamedSharding(mesh, spec) for spec in specs)
     return replace(stored, gathered=gathered, sharding=sharding)

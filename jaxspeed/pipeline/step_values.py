@@ -1,7 +1,7 @@
-"""The parts of a split loss, with the values of one step.
+"""`SplitStep`: the parts of a split loss, with the values of one step.
 
-It is traced as the context asks: in a lane, where `pipe` is manual, kernels and constraints see
-another mesh than in the global view.
+The loss is traced for each context: inside a stage, where `pipe` is manual, kernels and constraints
+see another mesh than in the global view.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.objective import Objective, Traced
 from jaxspeed.objective.train_state import Arrays, unpad
-from jaxspeed.pipeline.split_loss import LossParts, parts_of
-from jaxspeed.pipeline.stage_layout import Arrangement
+from jaxspeed.pipeline.split_loss import LossParts, split_loss
+from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.placement.table import PlacementTable
 
 Values = list[Any]
 
 
 @dataclass(frozen=True)
-class Split:
-    """The parts of a loss and what they read; `sources` and `micro` are those of one step."""
+class SplitStep:
+    """The parts of a loss and their inputs in one step."""
 
     objective: Objective
-    arrangement: Arrangement
-    sources: Arrays  # arranged
+    layout: StageLayout
+    sources: Arrays  # in the stage layout
     variables: Arrays
     micro: Any  # the batch, [micro-batches, ...]
     step: Any
@@ -40,23 +40,23 @@ class Split:
 
     @property
     def stages(self) -> int:
-        return self.arrangement.stages
+        return self.layout.stages
 
     def traced(self) -> tuple[Traced, LossParts]:
-        """The loss of one micro-batch and its parts, as this context has them."""
+        """The loss of one micro-batch and its parts, traced in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
         program = self.objective.trace(rest, self.train)
         if self.train and program.written:
             raise ModelError(
-                "mesh.pipe: the training pass changes variables of the model (the statistics of a "
-                "BatchNorm, say), and the stages work on several micro-batches at once; a "
-                "normalisation without running statistics does, or mesh.pipe 1"
+                "mesh.pipe: the training pass changes variables of the model (such as the running "
+                "statistics of a BatchNorm), and the stages work on several micro-batches at once; "
+                "use a normalization without running statistics, or mesh.pipe 1"
             )
         variables = dict(zip(self._paths, program.parameters, strict=True))
-        leaves = self.arrangement.stack.leaves
+        leaves = self.layout.stack.leaves
         stack = {name: [variables[p] for p in paths] for name, paths in leaves.items()}
-        return program, parts_of(program.closed, stack)
+        return program, split_loss(program.closed, stack)
 
     @property
     def _paths(self) -> list[str]:
@@ -64,7 +64,7 @@ class Split:
 
     @cached_property
     def _one(self) -> Any:
-        """The shapes of one micro-batch, as the loss is given it."""
+        """The shapes of one micro-batch as the loss reads it."""
 
         def first(micro: Any) -> Any:
             return jax.tree.map(lambda x: self.objective.cast(x[0]), micro)
@@ -73,7 +73,7 @@ class Split:
 
     @cached_property
     def samples(self) -> int | None:
-        """Of one micro-batch, where the ranks can share them evenly."""
+        """The samples of one micro-batch, if the ranks divide them."""
         return self.objective.samples(self._one)
 
     # -- in the global view -----------------------------------------------------------------------
@@ -92,34 +92,34 @@ class Split:
 
     @cached_property
     def index(self) -> dict[Any, int]:
-        """The place of each input of the parts."""
+        """The index of each input of the parts."""
         return {v: i for i, v in enumerate(self.parts.inputs)}
 
     @cached_property
     def outside(self) -> dict[str, Any]:
-        """The variables of the parameters that are no block's, by path."""
+        """The variables of the parameters outside of the blocks, by path."""
         variables = zip(self._paths, self.program.parameters, strict=True)
-        return {path: v for path, v in variables if path not in self.arrangement.stack.paths}
+        return {path: v for path, v in variables if path not in self.layout.stack.paths}
 
     @cached_property
     def outer(self) -> Arrays:
-        """The parameters that are no block's, as units are given them."""
+        """The parameters outside of the blocks, unpadded as units read them."""
         return {p: unpad(self.sources[p], self.table[p].source_shape) for p in self.outside}
 
     def inputs(self, micro: Any, outer: Mapping[str, Any]) -> Values:
-        """The inputs of the parts for one micro-batch; where the blocks' would be, None."""
+        """The inputs of the parts for one micro-batch; None for the blocks' parameters."""
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
         rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
         return [*self.parts.constants, *(outer.get(path) for path in self._paths), *rest]
 
 
 def at(x: jax.Array, index: Any) -> jax.Array:
-    """x[index] of a traced index."""
+    """x[index] for a traced index."""
     return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
 def inexact(x: Any) -> bool:
-    """Whether gradients flow through it."""
+    """Whether gradients flow through `x`: a floating or complex dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 

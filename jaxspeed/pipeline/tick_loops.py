@@ -1,8 +1,8 @@
-"""Execution of a schedule's table: one loop for each phase, a run of ticks with the same work.
+"""Execution of a schedule's ticks: one `lax.scan` per phase, a run of ticks with the same work.
 
-A tick's program holds what any stage does in it, because all stages run one program. Ticks of the
-same kinds share one loop body, and the warm-up pays for no backward pass. What is compiled is one
-body a phase, so their number must not grow with the micro-batches: what repeats is one `Repeat`.
+All stages run one program, so a tick's program contains the work of any stage in it. Ticks of the
+same kinds share one loop body, and the warm-up runs no backward pass. One body is compiled per
+phase, so their number must not grow with the micro-batches: repeated phases are one `Repeat`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,12 @@ class Phase(NamedTuple):
 
     forward: bool
     backward: bool
-    head: bool  # a micro-batch leaves: its head and loss run
+    head: bool  # head and loss of a micro-batch run
     length: int  # ticks
 
 
 class Repeat(NamedTuple):
-    """Phases that follow each other, `times` over."""
+    """Consecutive phases, repeated `times` times."""
 
     times: int
     phases: tuple[Phase, ...]
@@ -43,22 +43,22 @@ def phases(schedule: Schedule) -> tuple[Repeat, ...]:
     head = schedule.leaving >= 0
     kinds = np.stack([forward, backward, head], axis=1).tolist()
     runs = [Phase(f, b, h, len(list(run))) for (f, b, h), run in groupby(kinds)]
-    return tuple(_folded(runs))
+    return tuple(_fold_repeats(runs))
 
 
-def _folded(runs: Sequence[Phase]) -> Iterator[Repeat]:
-    """The runs, a pattern that comes several times in a row as one Repeat."""
+def _fold_repeats(runs: Sequence[Phase]) -> Iterator[Repeat]:
+    """The runs, with consecutive repetitions of a pattern as one Repeat."""
     at = 0
     while at < len(runs):
-        times, pattern = _repeated(runs, at)
+        times, pattern = _repeat_at(runs, at)
         yield Repeat(times, pattern)
         at += times * len(pattern)
 
 
-def _repeated(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
-    """The pair of runs that repeats from here on, with how often; else the one run, once.
+def _repeat_at(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
+    """The pair of runs that repeats from `at` on, and its count; else the one run, once.
 
-    Only a pair can repeat: neighbours differ, and a schedule's head comes and goes at one pace.
+    Only a pair can repeat: neighbours differ, and the head runs at regular intervals.
     """
     pair = tuple(runs[at : at + 2])
     times = 1
@@ -70,8 +70,8 @@ def _repeated(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
 State = TypeVar("State")
 
 
-class Now(NamedTuple):
-    """What each stage does in one direction of a tick, int32 [stages]; a lane sees its own."""
+class StageWork(NamedTuple):
+    """Each stage's work in one direction of a tick, int32 [stages]; inside a stage, scalars."""
 
     micro: jax.Array  # -1 where it is idle
     chunk: jax.Array
@@ -81,17 +81,19 @@ class Now(NamedTuple):
 class Tick(NamedTuple):
     """One tick of the table; micro-batches are -1 for none."""
 
-    forward: Now
-    backward: Now
+    forward: StageWork
+    backward: StageWork
     entering: jax.Array
     leaving: jax.Array
     returning: jax.Array
 
 
-def follow(schedule: Schedule, tick: Callable[[Phase, State, Tick], State], state: State) -> State:
-    """The state after all ticks, each of which makes the next from the last."""
+def run_ticks(
+    schedule: Schedule, tick: Callable[[Phase, State, Tick], State], state: State
+) -> State:
+    """The state after all ticks; each maps the state to the next."""
     s = schedule
-    forward, backward = (Now(*map(jnp.asarray, work)) for work in (s.forward, s.backward))
+    forward, backward = (StageWork(*map(jnp.asarray, work)) for work in (s.forward, s.backward))
     through = map(jnp.asarray, (s.entering, s.leaving, s.returning))
     table = Tick(forward, backward, *through)
     start = 0
@@ -100,19 +102,19 @@ def follow(schedule: Schedule, tick: Callable[[Phase, State, Tick], State], stat
         rows = jax.tree.map(lambda x: x[start:stop], table)  # noqa: B023
         start = stop
         if times == 1:
-            state = _through(run, rows, tick, state)
+            state = _run_phases(run, rows, tick, state)
         else:
-            turns = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), rows)  # noqa: B023
+            repeats = jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), rows)  # noqa: B023
 
-            def turn(state: State, rows: Tick, run: Any = run) -> tuple[State, None]:
-                return _through(run, rows, tick, state), None
+            def repeat(state: State, rows: Tick, run: Any = run) -> tuple[State, None]:
+                return _run_phases(run, rows, tick, state), None
 
-            state, _ = jax.lax.scan(turn, state, turns)
+            state, _ = jax.lax.scan(repeat, state, repeats)
     return state
 
 
-def _through(run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
-    """The state after some phases, whose ticks these rows are."""
+def _run_phases(run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
+    """The state after some phases, with the table's rows of their ticks."""
     start = 0
     for phase in run:
         stop = start + phase.length

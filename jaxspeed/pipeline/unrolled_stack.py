@@ -1,4 +1,4 @@
-"""Consecutive blocks of one kind, each with parameters of its own."""
+"""Repeated blocks in a list, each with separate parameters: one body found by merging them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.slicing import part, read_by, read_from_outside
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.pipeline.merge_blocks import Atoms, Unlike, one_of
-from jaxspeed.pipeline.repeated_blocks import Blocks, Rows, Weights
+from jaxspeed.pipeline.merge_blocks import Atoms, DifferentProgram, merge_programs
+from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 from jaxspeed.zero3.find_units import survey
 
 HINT = "jaxspeed.unit marks a function as a block"
@@ -21,70 +21,74 @@ HINT = "jaxspeed.unit marks a function as a block"
 
 @dataclass(frozen=True)
 class _Member:
-    """One block of a list: its equations, and what they read and give that others have."""
+    """One block of a list: its equations, and the variables that they read and compute."""
 
     eqns: list[Any]
     reads: list[Any]
-    makes: list[Any]
+    outputs: list[Any]
 
 
-def listed(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> Blocks:
-    """The blocks of a program in which blocks with parameters of their own follow each other.
+def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedBlocks:
+    """The consecutive blocks of a jaxpr, whose parameters are not stacked.
 
     `stack` has for each parameter of a block the variables of all layers.
     """
     members = _members(jaxpr, stack)
     inside = {id(e) for m in members for e in m.eqns}
     others = [e for e in jaxpr.eqns if id(e) not in inside]
-    body, reads = _one_body(jaxpr, members)
-    gives = _handed_on(members)
-    _refuse_other_readers(jaxpr, others, members, gives)
-    kinds = _kinds(stack, members, gives, reads)
+    body, reads = _merged_body(jaxpr, members)
+    carried_out = _carried_outputs(members)
+    _refuse_other_readers(jaxpr, others, members, carried_out)
+    kinds = _input_kinds(stack, members, carried_out, reads)
     carried = sorted((kind, place) for place, kind in enumerate(kinds) if isinstance(kind, int))
-    if [number for number, _ in carried] != list(range(len(gives))):
+    if [number for number, _ in carried] != list(range(len(carried_out))):
         raise ModelError(
-            "mesh.pipe: the first block is given two things where the others are given one; hand "
-            "on both"
+            "mesh.pipe: the first block has two inputs where the others read one output of the "
+            "block before; let each block return both"
         )
     shared = [place for place, kind in enumerate(kinds) if kind is None]
     carry = [place for _, place in carried]
-    own = {place: kind for place, kind in enumerate(kinds) if isinstance(kind, (Weights, Rows))}
+    own = {
+        place: kind
+        for place, kind in enumerate(kinds)
+        if isinstance(kind, (BlockWeights, BlockInputs))
+    }
     numbers: list[Any] = []
     first = [_as_variable(reads[place][0], numbers) for place in carry]
     per_layer = [
-        Rows(tuple(_as_variable(v, numbers) for v in kind.atoms))
-        if isinstance(kind, Rows)
+        BlockInputs(tuple(_as_variable(v, numbers) for v in kind.atoms))
+        if isinstance(kind, BlockInputs)
         else kind
         for kind in own.values()
     ]
-    return Blocks(
+    return RepeatedBlocks(
         len(members),
         body.replace(
             invars=[body.invars[place] for place in [*shared, *carry, *own]],
-            outvars=[body.outvars[i] for i in gives],
+            outvars=[body.outvars[i] for i in carried_out],
         ),
         tuple(reads[place][0] for place in shared),
         tuple(first),
-        tuple(members[-1].makes[i] for i in gives),
+        tuple(members[-1].outputs[i] for i in carried_out),
         tuple(per_layer),
         (*numbers, *others),
     )
 
 
-def _one_body(jaxpr: Any, members: Sequence[_Member]) -> tuple[Any, list[Atoms]]:
-    """What each block computes, all that it makes, and what the blocks have for its inputs."""
+def _merged_body(jaxpr: Any, members: Sequence[_Member]) -> tuple[Any, list[Atoms]]:
+    """(the merged jaxpr of the blocks, with all their outputs; the atoms for its inputs)."""
     try:
-        return one_of([part(jaxpr, m.eqns, m.reads, m.makes) for m in members])
-    except Unlike as unlike:
+        return merge_programs([part(jaxpr, m.eqns, m.reads, m.outputs) for m in members])
+    except DifferentProgram as different:
         raise ModelError(
-            f"mesh.pipe: block {unlike.number} of {len(members)} computes something else than "
+            f"mesh.pipe: block {different.number} of {len(members)} computes something else than "
             "block 0, and all stages run one program. Blocks of one class with equal settings can "
-            "be cut; blocks that differ by turns can be made one block that holds a turn"
+            "be split into stages; blocks that alternate can be grouped into one block per period"
         ) from None
 
 
 def _as_variable(atom: Any, numbers: list[Any]) -> Any:
-    """The atom, or a variable that an equation, added to `numbers`, gives a literal's value."""
+    """The atom; for a literal, a variable set by an equation that is added to `numbers`."""
     if is_var(atom):
         return atom
     shape = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -93,42 +97,45 @@ def _as_variable(atom: Any, numbers: list[Any]) -> Any:
     return copy.outvars[0]
 
 
-def _kinds(
+def _input_kinds(
     stack: Mapping[str, Sequence[Any]],
     members: Sequence[_Member],
-    gives: Sequence[int],
+    carried_out: Sequence[int],
     reads: Sequence[Atoms],
-) -> list[Weights | Rows | int | None]:
-    """What each input of a block is: its own, a number of what it is handed, None: all blocks'."""
+) -> list[BlockWeights | BlockInputs | int | None]:
+    """Class of each block input: per-layer, the index of a carried value, or None (shared)."""
     layer_of = {v: (name, i) for name, vs in stack.items() for i, v in enumerate(vs)}
-    handed = [{m.makes[i]: n for n, i in enumerate(gives)} for m in members]
-    inside = {v for m in members for v in m.makes}
-    kinds: list[Weights | Rows | int | None] = []
+    carried_in = [{m.outputs[i]: n for n, i in enumerate(carried_out)} for m in members]
+    inside = {v for m in members for v in m.outputs}
+    kinds: list[BlockWeights | BlockInputs | int | None] = []
     for atoms in reads:
         layers = [layer_of.get(v) if is_var(v) else None for v in atoms]
         numbers = {
-            given.get(v) if is_var(v) else None for given, v in zip(handed, atoms[1:], strict=False)
+            given.get(v) if is_var(v) else None
+            for given, v in zip(carried_in, atoms[1:], strict=False)
         }
         if any(layers):
             name = next(of_layer[0] for of_layer in layers if of_layer)
             if layers != [(name, i) for i in range(len(atoms))]:
-                raise ModelError(f"mesh.pipe: the blocks do not all read their {name} alike")
-            kinds.append(Weights(name))
+                raise ModelError(
+                    f"mesh.pipe: the blocks do not all read their {name} in the same way"
+                )
+            kinds.append(BlockWeights(name))
         elif len(numbers) == 1 and None not in numbers:
             kinds.append(numbers.pop())
         elif all(v is atoms[0] for v in atoms):
             kinds.append(None)
         elif inside & {v for v in atoms if is_var(v)}:
             raise ModelError(
-                "mesh.pipe: a block reads what an earlier one than the block before it makes"
+                "mesh.pipe: a block reads an output of an earlier block than the one before it"
             )
         else:
-            kinds.append(Rows(atoms))
+            kinds.append(BlockInputs(atoms))
     return kinds
 
 
 def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
-    """The blocks' equations, by the names of their calls and by whose parameters they read."""
+    """The blocks' equations, found by module calls and by the parameters that they read."""
     layer_of = {v: i for vs in stack.values() for i, v in enumerate(vs)}
     layers = len(next(iter(stack.values())))
     outermost: dict[int, tuple[int, int]] = {}  # layer -> (depth, serial) of its call
@@ -160,40 +167,40 @@ def _member(eqns: list[Any]) -> _Member:
     return _Member(eqns, read_from_outside(eqns), [v for e in eqns for v in e.outvars])
 
 
-def _handed_on(members: Sequence[_Member]) -> list[int]:
-    """Which of the values that a block makes the next one reads, by their place; for all alike."""
+def _carried_outputs(members: Sequence[_Member]) -> list[int]:
+    """Indices of a block's outputs that the next block reads, the same for all blocks."""
     found = []
     for number, (member, after) in enumerate(pairwise(members)):
         read = set(after.reads)
-        found.append([i for i, v in enumerate(member.makes) if v in read])
+        found.append([i for i, v in enumerate(member.outputs) if v in read])
         if found[-1]:
             continue
-        if set(member.reads) & set(after.makes):
+        if set(member.reads) & set(after.outputs):
             raise ModelError(
-                f"mesh.pipe: block {number} reads what block {number + 1} makes. Blocks have to "
-                "follow each other in the order of their list; turn the list round"
+                f"mesh.pipe: block {number} reads an output of block {number + 1}. Blocks have to "
+                "run in the order of their list; reverse the list"
             )
         raise ModelError(
-            f"mesh.pipe: block {number + 1} reads nothing that block {number} makes. Blocks have "
-            "to follow each other in the order of their list, and what happens between two of "
-            f"them has to be a part of a block ({HINT})"
+            f"mesh.pipe: block {number + 1} reads no output of block {number}. Blocks have to run "
+            "in the order of their list, and computation between two of them has to be part of a "
+            f"block ({HINT})"
         )
     if any(f != found[0] for f in found):
-        raise ModelError("mesh.pipe: the blocks do not all hand on the same")
+        raise ModelError("mesh.pipe: the blocks do not all pass the same outputs to the next block")
     return found[0]
 
 
 def _refuse_other_readers(
-    jaxpr: Any, others: Sequence[Any], members: Sequence[_Member], gives: Sequence[int]
+    jaxpr: Any, others: Sequence[Any], members: Sequence[_Member], carried_out: Sequence[int]
 ) -> None:
-    """Nothing but the next block may read what a block makes; of the last, what it hands on."""
+    """Refuse readers of a block's outputs other than the next block, except for the last's."""
     read = read_by(jaxpr.replace(eqns=list(others)))
     for number, member in enumerate(members):
         last = number == len(members) - 1
-        own = {v for i, v in enumerate(member.makes) if not (last and i in gives)}
+        own = {v for i, v in enumerate(member.outputs) if not (last and i in carried_out)}
         later = {v for m in members[number + 2 :] for v in m.reads}
         if own & (read | later):
             raise ModelError(
-                f"mesh.pipe: something that block {number} makes is read elsewhere than by the "
-                "next block; a pipeline passes on only what goes from block to block"
+                f"mesh.pipe: an output of block {number} is read outside of the next block; a "
+                "pipeline sends outputs only from each block to the next"
             )

@@ -1,4 +1,4 @@
-"""A search for the config that is fastest on a target, and advice where one does not fit."""
+"""`plan --search`: the fastest config on a target; and advice for a config that does not fit."""
 
 import math
 import pickle
@@ -25,21 +25,21 @@ from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
 from jaxspeed.planner.search import (
     FAST,
     Choice,
+    CostModel,
     Estimate,
     Limits,
     SearchLoop,
-    Sketch,
     Space,
-    applied,
     choice_of,
-    lacking,
+    keys_of,
+    memory_excess,
     sizes_of,
-    words_of,
+    with_keys,
 )
 from jaxspeed.planner.search.advice import Advice, Adviser
 from jaxspeed.planner.search.candidate import ACCUMULATION, MESH, MICRO, NONE
 from jaxspeed.planner.search.candidate_estimate import COMPUTE, MEMORY, PIPELINE
-from jaxspeed.planner.search.result import SearchResult, found_of, with_outcomes
+from jaxspeed.planner.search.result import SearchResult, make_result, with_outcomes
 from jaxspeed.planner.search.space import divisors
 from jaxspeed.planner.search.workers import Inline, Workers
 from jaxspeed.planner.time import Time, time_in
@@ -49,18 +49,15 @@ from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
 WORKERS = 2
-PROVED = 4  # candidates that are compiled at most
-_LONGEST = 160  # characters of why something cannot be
+MAX_COMPILED = 4  # candidates
+_MAX_REASON = 160  # characters of a refusal's reason
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Searched:
-    """What is searched: a run, its batch's shapes and a target.
-
-    It goes to other processes, which build programs of it.
-    """
+class SearchProblem:
+    """A run, its batch's shapes and a target; sent to worker processes, which build programs."""
 
     source: Source
     batch: Mapping[str, jax.ShapeDtypeStruct]
@@ -72,20 +69,20 @@ class Searched:
     def given(self) -> dict[str, Any]:
         return self.source.config.given
 
-    def words(self, choice: Choice) -> dict[str, Any]:
-        """The keys that make a choice of the config."""
-        return words_of(self.given, self.base, choice, self.samples)
+    def keys(self, choice: Choice) -> dict[str, Any]:
+        """The config keys to set for a choice."""
+        return keys_of(self.given, self.base, choice, self.samples)
 
     def config(self, choice: Choice) -> Config:
-        return load_config(applied(self.given, self.words(choice)))
+        return load_config(with_keys(self.given, self.keys(choice)))
 
     def __call__(self) -> Callable[[Choice], Estimate]:
-        """In another process: the estimates, on as many simulated devices as the target has."""
+        """Set up a worker process with the target's number of devices, simulated."""
         jax.config.update("jax_num_cpu_devices", self.target.count)
         return self.estimate
 
     def estimate(self, choice: Choice) -> Estimate:
-        """What a choice takes, by its traced step."""
+        """The estimate of a choice, from its traced step."""
         platform, devices = self.target.chip.platform, jax.devices("cpu")[: self.target.count]
         try:
             with as_on(platform):
@@ -102,43 +99,46 @@ class Searched:
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """Builds the program of one choice on the devices of another process, to be compiled."""
+class _CompileJob:
+    """Compile job of one choice, which builds its program in the compiling process."""
 
-    searched: Searched
+    problem: SearchProblem
     choice: Choice
 
     def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
-        config = self.searched.config(self.choice)
-        return self.searched.program(config, devices), self.searched.batch
+        config = self.problem.config(self.choice)
+        return self.problem.program(config, devices), self.problem.batch
 
 
-def searched_of(
+def search_problem(
     source: Source, program: Program, batch: Mapping[str, Any], target: Target
-) -> Searched:
-    """The config of a program as a search begins with it.
+) -> SearchProblem:
+    """The search problem of a program's config.
 
     Raises:
-      ConfigError: where the config leaves nothing to search.
+      ConfigError: the config cannot be searched.
     """
     config = source.config
     if config.elasticity.enabled:
         raise ConfigError(
-            "--search: the batch of elasticity follows from the number of devices, and a search "
-            "keeps the batch that the config gives. Switch elasticity.enabled off"
+            "--search: with elasticity the batch depends on the number of devices, and a search "
+            "keeps the config's batch. Set elasticity.enabled to false"
         )
-    return Searched(source, batch, target, choice_of(config, target.count), program.batch.train)
+    return SearchProblem(
+        source, batch, target, choice_of(config, target.count), program.batch.train
+    )
 
 
-def space_of(searched: Searched, program: Program) -> Space:
-    """What may be changed of a config: what its model, its target and its bounds allow."""
-    config, target, tuning = searched.source.config, searched.target, program.config.autotuning
-    samples = searched.samples
+def search_space(problem: SearchProblem, program: Program) -> Space:
+    """The choices that the model, the target and the config's bounds allow."""
+    config, target, tuning = problem.source.config, problem.target, program.config.autotuning
+    samples = problem.samples
     low, high = tuning.min_train_batch_size, tuning.max_train_batch_size
     if tuning.enabled and not low <= samples <= (high or samples):
         raise ConfigError(
-            f"autotuning: the batch of the config is {samples} samples on {target}, outside of "
-            f"min_train_batch_size {low} and max_train_batch_size {high}; a search keeps it"
+            f"autotuning: the config's batch is {samples} samples on {target}, outside of "
+            f"min_train_batch_size {low} and max_train_batch_size {high}; a search does not "
+            "change it"
         )
     leaves = [row.leaf for row in program.table]
     stack = find_stack(leaves, config.parallel.units, match)
@@ -154,11 +154,11 @@ def space_of(searched: Searched, program: Program) -> Space:
             tuning.max_train_micro_batch_size_per_gpu,
         )
     space = Space(
-        searched.base,
+        problem.base,
         target.count,
         samples,
         stack.layers if stack else 0,
-        _degrees(searched, program),
+        _tensor_degrees(problem, program),
         target.slice_count if target.topology else target.node,
         holds,
         _may_offload(target),
@@ -170,10 +170,10 @@ def space_of(searched: Searched, program: Program) -> Space:
     return space
 
 
-def _degrees(searched: Searched, program: Program) -> tuple[int, ...]:
-    """Of the tensor axis: those that divide what it cuts, inside of a node or slice."""
-    target, base = searched.target, searched.base.tensor
-    tuning, config = searched.source.config.autotuning, searched.source.config
+def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]:
+    """Sizes of the tensor axis that divide the sharded dims, inside of a node or slice."""
+    target, base = problem.target, problem.base.tensor
+    tuning, config = problem.source.config.autotuning, problem.source.config
     if tuning.said("mp_size"):
         return (tuning.mp_size,)
     within = target.slice_count if target.topology else target.node
@@ -182,7 +182,7 @@ def _degrees(searched: Searched, program: Program) -> tuple[int, ...]:
         for row in program.table
         if any(LOGICAL_RULES.get(name or "") == "tensor" for name in row.leaf.names)
     ]
-    if not named:  # names come with the axis: of layer specs, or inferred where it is there
+    if not named:  # names come from layer specs, or are inferred if the config has the axis
         known = config.layer_specs or base > 1
         return divisors(within) if known else (1,)
     ones = dict.fromkeys(AXES, 1)
@@ -195,7 +195,7 @@ def _degrees(searched: Searched, program: Program) -> tuple[int, ...]:
 
 
 def _may_offload(target: Target) -> bool:
-    """Whether this version of JAX moves rightly between such devices and their hosts."""
+    """Whether this JAX version offloads correctly on such devices."""
     try:
         refuse_faults(["a candidate"], target.chip.platform, jax.lib.__version__)
     except ConfigError:
@@ -203,44 +203,44 @@ def _may_offload(target: Target) -> bool:
     return True
 
 
-def sketch_of(searched: Searched) -> Sketch:
-    """Formulas for the model, from its loss traced on one sample and one device."""
-    base, target = searched.base, searched.target
+def cost_model(problem: SearchProblem) -> CostModel:
+    """The analytic cost model, from the model's loss traced on one sample and one device."""
+    base, target = problem.base, problem.target
     alone = replace(
         base.on((1, 1, 1, 1)),
         stage=0,
         recompute=NONE,
-        activations_wait=False,
-        optimizer_waits=False,
-        parameters_wait=False,
+        offload_activations=False,
+        offload_optimizer=False,
+        offload_parameters=False,
         micro=1,
     )
-    plain = applied(searched.given, words_of(searched.given, base, alone, 1))
-    words = {"train_batch_size": None, MICRO: 1, ACCUMULATION: 1}
-    words |= {f"mesh.{axis}": 1 for axis in AXES}
-    words |= {f"parallel.{key}": None for key in plain.get("parallel", {}) if _of_rings(key)}
-    config = load_config(applied(plain, words))
-    source = searched.source
+    plain = with_keys(problem.given, keys_of(problem.given, base, alone, 1))
+    keys = {"train_batch_size": None, MICRO: 1, ACCUMULATION: 1}
+    keys |= {f"mesh.{axis}": 1 for axis in AXES}
+    keys |= {f"parallel.{key}": None for key in plain.get("parallel", {}) if _is_ring_key(key)}
+    config = load_config(with_keys(plain, keys))
+    source = problem.source
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     device = jax.devices("cpu")[:1]
     program = build_program(config, model, loss_fn, optimizer=source.optimizer, devices=device)
-    one = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in searched.batch.items()}
+    one = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
     flops = target.chip.flops
-    return Sketch(
+    return CostModel(
         sizes_of(program, one),
         target,
-        searched.samples,
+        problem.samples,
         max((x.shape[1] for x in one.values() if len(x.shape) == 2), default=1),
         flops.get(config.compute_dtype, flops["bf16"]),
     )
 
 
-def _of_rings(key: str) -> bool:
+def _is_ring_key(key: str) -> bool:
     return key == "data_reduction" or key.startswith("ring_")
 
 
 def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
-    """As a search holds two of them against each other."""
+    """The estimate of a choice from its memory and time."""
     chip = target.chip
     fits = memory.on(chip.memory)
     if memory.host > chip.host_memory:
@@ -274,69 +274,69 @@ def search_run(
     patience: float,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """The fastest of all configs that are like this one but for how it is spread and what waits.
+    """Search for the fastest mesh, ZeRO stage, pipeline, remat, offload and micro-batch.
 
     Args:
-      source, program, batch: the config as it is.
+      source, program, batch: the unchanged config.
       seconds: after which no more is estimated.
-      compiling: whether the best are proved by the target's compiler.
-      patience: seconds that it has for each.
-      progress: told how far it is.
+      compiling: whether the best candidates are compiled for the target.
+      patience: timeout of each compile, in seconds.
+      progress: called with progress messages.
     """
     began = time.monotonic()
-    searched = searched_of(source, program, batch, target)
-    space, sketch = space_of(searched, program), sketch_of(searched)
+    problem = search_problem(source, program, batch, target)
+    space, costs = search_space(problem, program), cost_model(problem)
     tuning = source.config.autotuning
     trials = tuning.tuner_num_trials if tuning.said("tuner_num_trials") else 10**6
 
-    def told(count: int, best: Choice | None) -> None:
-        now = f"; best {best.name(searched.samples)}" if best else ""
+    def on_estimate(count: int, best: Choice | None) -> None:
+        now = f"; best {best.name(problem.samples)}" if best else ""
         progress(f"searching {target}: {count} estimated{now}")
 
-    progress(f"searching {target}: by formula")
-    with _pool(searched) as pool:
+    progress(f"searching {target}: analytic costs")
+    with _pool(problem) as pool:
         workers = WORKERS if isinstance(pool, Workers) else 1
         walk = SearchLoop(
             space,
-            sketch,
-            lambda found: lacking(found, target),
+            costs,
+            lambda cost: memory_excess(cost, target),
             pool.submit,
             Limits(seconds, trials, workers),
-            told,
+            on_estimate,
         )
         done = walk.run()
-    estimated = {choice: (found, searched.words(choice)) for choice, found in done.items()}
+    estimated = {choice: (found, problem.keys(choice)) for choice, found in done.items()}
     unit = done[space.base].unit
     took = time.monotonic() - began
-    found = found_of(target, searched.samples, unit, walk.considered, took, estimated, walk.best)
+    found = make_result(target, problem.samples, unit, walk.considered, took, estimated, walk.best)
     if compiling:
-        found = _proved(found, searched, patience, progress)
+        found = _compile_best(found, problem, patience, progress)
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _pool(searched: Searched) -> Workers | Inline:
-    """Other processes; where what is searched cannot be sent to them, this one."""
+def _pool(problem: SearchProblem) -> Workers | Inline:
+    """Worker processes; this process if the problem cannot be pickled."""
     try:
-        job = pickle.dumps(searched)
+        job = pickle.dumps(problem)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return Inline(searched.estimate)
+        return Inline(problem.estimate)
     if b"__main__" in job:
-        return Inline(searched.estimate)
+        return Inline(problem.estimate)
     return Workers(job, WORKERS, {"JAX_PLATFORMS": "cpu"})
 
 
-def _proved(
-    found: SearchResult, searched: Searched, patience: float, progress: Progress
+def _compile_best(
+    found: SearchResult, problem: SearchProblem, patience: float, progress: Progress
 ) -> SearchResult:
-    """With the fastest compiled, until one fits."""
+    """Compile the fastest candidates until one fits."""
     outcomes: list[tuple[int, Outcome]] = []
     able = [n for n, each in enumerate(found.candidates) if each.estimate.fits != "does not fit"]
-    # With head room before without: as the best is chosen.
+    # Those with headroom first, as the best is chosen.
     order = sorted(able, key=lambda n: (found.candidates[n].estimate.fits != "fits", n))
-    for number in order[:PROVED]:
+    for number in order[:MAX_COMPILED]:
         each = found.candidates[number]
         progress(f"compiling {each.name} for {found.target}")
-        job = _Chosen(searched, each.choice)
+        job = _CompileJob(problem, each.choice)
         outcomes.append((number, compile_for(found.target, job, patience)))
         if outcomes[-1][1].fits(found.target):
             break
@@ -350,30 +350,30 @@ def advice_of(
     target: Target,
     needed: int | None = None,
 ) -> Advice | None:
-    """What to change of a config that does not fit; None where nothing can be said.
+    """Advice for a config that does not fit; None if the config cannot be searched.
 
     Args:
-      needed: bytes of a device by the target's compiler, where it was asked: estimates are then
-        held against as much less as they were below it.
+      needed: bytes per device by the target's compiler, if it ran: estimates are then scaled by
+        its ratio to the config's estimate.
     """
     try:
-        searched = searched_of(source, program, batch, target)
-        space, sketch = space_of(searched, program), sketch_of(searched)
+        problem = search_problem(source, program, batch, target)
+        space, costs = search_space(problem, program), cost_model(problem)
     except JaxspeedError:
         return None
-    base = searched.estimate(searched.base)
+    base = problem.estimate(problem.base)
     if base.refused:
         return None
     factor = max(1.0, needed / base.device) if needed and base.device else 1.0
 
     def estimate(choice: Choice) -> Estimate:
-        return _scaled(searched.estimate(choice), factor)
+        return _scaled(problem.estimate(choice), factor)
 
-    return Adviser(space, sketch, estimate, searched.words).advise()
+    return Adviser(space, costs, estimate, problem.keys).advise()
 
 
 def _scaled(found: Estimate, factor: float) -> Estimate:
-    """As if the device needed so much more."""
+    """The estimate with device memory scaled by a factor."""
     if found.refused or factor == 1.0:
         return found
     device = int(found.device * factor)
@@ -384,4 +384,4 @@ def _scaled(found: Estimate, factor: float) -> Estimate:
 def _first_line(error: Exception) -> str:
     lines = [line.strip(" -") for line in str(error).splitlines()]
     text = lines[1] if len(lines) > 1 and lines[0].endswith("the config:") else lines[0]
-    return shortened(text, _LONGEST)
+    return shortened(text, _MAX_REASON)

@@ -67,12 +67,10 @@ class Gradients:
     ) -> tuple[Sums, Arrays]:
         del ring_errors  # of rings alone, see `RingGradients`
         if self.pipeline:
-            arrangement = self.pipeline.arrangement
-            sources = arrangement.arranged(sources, step)
+            layout = self.pipeline.layout
+            sources = layout.by_stage(sources, step)
             sums, variables = self._looped(sources, variables, batch, step, scale)
-            return sums._replace(
-                grads=self._every(arrangement.by_path(sums.grads, step))
-            ), variables
+            return sums._replace(grads=self._every(layout.by_path(sums.grads, step))), variables
         if self.accumulation == 1:
             return self._micro(sources, variables, batch, step, 0, scale)
         return self._looped(sources, variables, batch, step, scale)

@@ -89,7 +89,7 @@ def test_another_loss_scale_rule_begins_its_scale_anew_and_says_so(tmp_path):
     dynamic = states.engine(fp16={"enabled": True, "initial_scale_power": 10})
     restored = Checkpointer(tmp_path).restore(dynamic.program)
     assert float(restored.state.loss_scale.scale) == 1024
-    assert len(restored.notes) == 1 and "loss scale begins anew" in restored.notes[0]
+    assert len(restored.notes) == 1 and "loss scale is reinitialized" in restored.notes[0]
 
 
 def test_what_a_16_bit_run_updates_directly_is_rounded_and_said(tmp_path):

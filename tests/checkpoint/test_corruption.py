@@ -133,7 +133,7 @@ def test_where_all_are_damaged_none_is_taken(saved, tmp_path):
     for tag in values:
         (tmp_path / tag / "checkpoint.json").unlink()
     assert not Checkpointer(tmp_path).is_empty()
-    with pytest.raises(jaxspeed.CheckpointError, match="no checkpoint is sound; damaged are"):
+    with pytest.raises(jaxspeed.CheckpointError, match="no checkpoint is valid; damaged: "):
         engine.load_checkpoint(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_a_manifest_that_forgets_a_file_is_not_believed(saved, tmp_path):
     path.write_text(json.dumps(body))
     (tmp_path / newest / forgotten).unlink()
     assert verify(tmp_path, newest) == [
-        f"{newest}: manifest.json was changed: its checksum differs"
+        f"{newest}: manifest.json was modified: its checksum differs"
     ]
     assert engine.load_checkpoint(tmp_path)[0] == older
 

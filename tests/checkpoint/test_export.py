@@ -51,7 +51,7 @@ def test_an_export_holds_the_parameters_as_they_are_updated(saved, tmp_path):
 
 def test_pieces_of_a_tensor_join_to_the_whole(saved, tmp_path, monkeypatch):
     folder, parameters = saved
-    monkeypatch.setattr("jaxspeed.checkpoint.exporting._PIECE_BYTES", 100)
+    monkeypatch.setattr("jaxspeed.checkpoint.exporting._BLOCK_BYTES", 100)
     export(folder, tmp_path)
     states.assert_same(read(tmp_path / "model.safetensors"), parameters)
 
@@ -90,7 +90,7 @@ def test_statistics_are_exported_and_random_keys_are_named_as_left_out(tmp_path)
 
 def test_an_earlier_export_is_not_mixed_with_a_new_one(saved, tmp_path):
     export(saved[0], tmp_path)
-    with pytest.raises(jaxspeed.CheckpointError, match="holds an export already"):
+    with pytest.raises(jaxspeed.CheckpointError, match="contains an export already"):
         export(saved[0], tmp_path, file_bytes=400)
 
 

@@ -4,7 +4,7 @@ it."""
 import numpy as np
 import pytest
 
-from jaxspeed.checkpoint.leaves import kept_leaves
+from jaxspeed.checkpoint.leaves import saved_leaves
 from tests.checkpoint import states
 
 # Seven "words": over two devices four rows each, over four two each, over one none is padded.
@@ -47,7 +47,7 @@ def test_the_stored_arrays_are_padded_and_the_kept_ones_are_not(saved):
     assert first.state.params["head/kernel"].shape == (8, 1)
     assert saved[1]["param narrow/kernel"].shape == (12, 7)
     assert saved[1]["param head/kernel"].shape == (7, 1)
-    leaves = kept_leaves(first.program)
+    leaves = saved_leaves(first.program)
     assert leaves["params/narrow/kernel"].shape == (12, 7)
     moments = [leaf.shape for name, leaf in leaves.items() if name.endswith("mu/narrow/kernel")]
     assert moments == [(12, 7)]

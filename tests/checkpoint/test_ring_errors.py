@@ -53,7 +53,7 @@ def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, cap
     first.wait()
     with caplog.at_level("WARNING", logger="jaxspeed"):
         second = loaded(tmp_path, **settings)
-    assert "what packing for a ring had lost begins anew" in caplog.text
+    assert "ring errors are reset to zero" in caplog.text
     assert_same(held(second), held(first))
     assert errors_of(second) and not any(x.any() for x in errors_of(second).values())
     steps(second, 2, 1)

@@ -79,10 +79,10 @@ def test_renames_move_whole_folders_and_the_rest_is_listed(trained):
     for path in ("head/kernel", "head/bias", "added/kernel", "added/bias"):
         np.testing.assert_array_equal(new.parameters[path], fresh[path])
     assert sorted(restored.notes) == [
-        "added/bias begins anew: the checkpoint has none",
-        "added/kernel begins anew: the checkpoint has none",
-        "head/bias begins anew: [1] there, [2] here",
-        "head/kernel begins anew: [7, 1] there, [7, 2] here",
+        "added/bias is reinitialized: not in the checkpoint",
+        "added/kernel is reinitialized: not in the checkpoint",
+        "head/bias is reinitialized: [1] in the checkpoint, [2] here",
+        "head/kernel is reinitialized: [7, 1] in the checkpoint, [7, 2] here",
     ]
 
 
@@ -91,8 +91,8 @@ def test_what_the_model_has_no_place_for_is_listed(trained):
     new = states.engine(model=Renamed)
     renames = {"wide": "body/first"}
     restored = Checkpointer(folder).restore(new.program, weights_only=True, renames=renames)
-    assert "narrow/kernel was left out: the model has none" in restored.notes
-    assert "narrow/bias was left out: the model has none" in restored.notes
+    assert "narrow/kernel was not restored: not in the model" in restored.notes
+    assert "narrow/bias was not restored: not in the model" in restored.notes
 
 
 def test_statistics_come_along_and_random_streams_begin_anew(tmp_path):
@@ -114,7 +114,7 @@ def test_statistics_come_along_and_random_streams_begin_anew(tmp_path):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"renames": {"wide": "x"}}, "renames go with weights_only=True"),
+        ({"renames": {"wide": "x"}}, "renames need weights_only=True"),
         ({"renames": {"deep": "x"}, "weights_only": True}, "no parameter 'deep'; it has head/bias"),
     ],
 )
@@ -126,5 +126,5 @@ def test_renames_that_would_do_nothing_are_refused(trained, more, says):
 
 def test_a_model_that_shares_nothing_is_refused(trained):
     other = tiny.engine(model=tiny.PAIR)
-    with pytest.raises(jaxspeed.CheckpointError, match="none of its parameters is one of this"):
+    with pytest.raises(jaxspeed.CheckpointError, match="no parameter matches this model's"):
         other.load_checkpoint(trained[0], weights_only=True)

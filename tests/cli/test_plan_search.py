@@ -60,7 +60,7 @@ def test_what_was_written_loads_and_plans_to_the_same_figures(searched, config):
 
 MISTAKES = {
     "no target": (["--search"], "--search needs a --target"),
-    "nothing to write": (["--target", TARGET, "--write", "x.yaml"], "give that too"),
+    "nothing to write": (["--target", TARGET, "--write", "x.yaml"], "give --search too"),
     "another kind of file": (
         ["--target", TARGET, "--search", "--write", "x.toml"],
         ".yaml, .yml or .json",
@@ -77,7 +77,7 @@ MISTAKES = {
             *("--set", "elasticity.max_train_batch_size=24"),
             *("--set", "elasticity.micro_batch_sizes=[1]"),
         ],
-        "Switch elasticity.enabled off",
+        "Set elasticity.enabled to false",
     ),
 }
 
@@ -134,7 +134,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
     assert len(asked) == 2 and found.winner.choice == asked[1]
     first = next(each for each in found.candidates if each.choice == asked[0])
     assert first.lost == "the compiler: needs 99 GB of 84.9 GB"
-    assert made.fits and "compiled: 3 GB a device, fits" in str(made)
+    assert made.fits and "compiled: 3 GB per device, fits" in str(made)
 
 
 @pytest.mark.full
@@ -148,7 +148,7 @@ def test_where_a_config_does_not_fit_advice_is_given(tmp_path, config):
     assert single["frees"] > 0
     assert single["device_bytes"] == found["memory"]["device"] - single["frees"]
     assert cheapest is None or cheapest["device_bytes"] <= found["target"]["memory"]
-    assert "what would free most: " in str(made)
+    assert "largest saving: " in str(made)
 
 
 def test_where_it_fits_there_is_no_advice(searched):

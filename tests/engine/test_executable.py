@@ -211,7 +211,7 @@ def test_a_parameter_server_has_no_one_step_to_keep():
 
 
 def test_for_absent_gpus_it_says_why_not():
-    with pytest.raises(ConfigError, match="jax cannot keep it"):
+    with pytest.raises(ConfigError, match="jax cannot serialize it"):
         refuse_missing(target_of("h100:8"), keep=True)
 
 

@@ -277,16 +277,16 @@ class Counting(ByTurns):
 
 
 NOT_FOUND = "share a model's repeated blocks, and none were found. What is needed: "
-ELSEWHERE = "something that block 0 makes is read elsewhere than by the next block"
+ELSEWHERE = "an output of block 0 is read outside of the next block"
 CHANGES = "the training pass changes variables of the model"
 REFUSED = {
     "no blocks": (Alone, PlacementError, NOT_FOUND),
     "unlike blocks": (Unlike, PlacementError, NOT_FOUND),
-    "blocks that take turns": (ByTurns, ModelError, "has to be a part of a block"),
+    "blocks that take turns": (ByTurns, ModelError, "has to be part of a block"),
     "blocks that are read twice": (Twice, ModelError, ELSEWHERE),
     "a sum of all blocks": (Collecting, ModelError, ELSEWHERE),
     "a long way round": (Skipping, ModelError, ELSEWHERE),
-    "backwards": (Backwards, ModelError, "block 0 reads what block 1 makes"),
+    "backwards": (Backwards, ModelError, "block 0 reads an output of block 1"),
     "statistics of blocks": (awkward.BatchStatistics, ModelError, CHANGES),
     "statistics": (Counting, ModelError, CHANGES),
 }

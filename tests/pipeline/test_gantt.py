@@ -75,7 +75,7 @@ def test_the_middle_of_a_long_schedule_is_left_out_and_counted() -> None:
             "        B      0  1  2 ...  97 98 99  ·",
             "",
             "F forward, B backward, · idle,",
-            "... 94 ticks left out",
+            "... 94 ticks omitted",
         ]
     )
 
@@ -123,7 +123,7 @@ def test_shown_and_left_out_ticks_are_all_ticks(
 ) -> None:
     table = forward_only(stages, micro_batches, chunks)
     text = gantt(table, width)
-    left_out = int(re.findall(r"\.\.\. (\d+) ticks left out", text)[0])
+    left_out = int(re.findall(r"\.\.\. (\d+) ticks omitted", text)[0])
     for row in rows(text):
         assert len(re.findall(r"\d+|·", row)) + left_out == table.ticks
 

@@ -138,17 +138,17 @@ def test_a_mask_that_multiplies_lets_padded_layers_through(monkeypatch):
 
 
 def test_a_message_that_stays_where_it_is_is_missed(monkeypatch):
-    monkeypatch.setattr(training, "hand_on", lambda values, stages, by: list(values))
+    monkeypatch.setattr(training, "send_to_stage", lambda values, stages, by: list(values))
     assert differs("1f1b")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
-    real = training.hand_on
+    real = training.send_to_stage
     monkeypatch.setattr(
         training,
-        "hand_on",
+        "send_to_stage",
         lambda values, stages, by: real(values, stages, -by if by == direction else by),
     )
     assert differs("1f1b")
@@ -156,8 +156,10 @@ def test_a_message_that_goes_the_other_way_is_missed(direction, monkeypatch):
 
 @pytest.mark.full
 def test_a_sum_over_all_stages_is_not_one_stages_value(monkeypatch):
-    real = training.from_one
-    monkeypatch.setattr(training, "from_one", lambda values, is_it: real(values, is_it | True))
+    real = training.broadcast_from
+    monkeypatch.setattr(
+        training, "broadcast_from", lambda values, is_it: real(values, is_it | True)
+    )
     assert differs("1f1b")
 
 

@@ -234,4 +234,4 @@ def test_its_figures_are_plain_and_it_fits_80_columns(report) -> None:
     assert f"bubble {report.schedule.bubble:.1%}" in text  # the chart's
     plan = report.schedule
     idle = (plan.stages - 1) / (plan.chunks * plan.micro_batches + plan.stages - 1)
-    assert f"{idle:.1%} of the time is waiting" in text
+    assert f"{idle:.1%} of the time is idle" in text

@@ -12,9 +12,9 @@ from jaxspeed import unit
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import opened
-from jaxspeed.pipeline.repeated_blocks import Rows, Weights
-from jaxspeed.pipeline.scanned_stack import scanned
-from jaxspeed.pipeline.unrolled_stack import listed
+from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights
+from jaxspeed.pipeline.scanned_stack import scanned_blocks
+from jaxspeed.pipeline.unrolled_stack import unrolled_blocks
 
 WIDTH, LAYERS, SAMPLES = 3, 4, 2
 X = np.random.default_rng(0).normal(size=(SAMPLES, WIDTH)).astype(np.float32)
@@ -26,7 +26,7 @@ def blocks_of_scan(fn, *more, stack=("w",)):
     """`fn(*stacked, *more)`, whose stacked arguments come first and are named."""
     closed = jax.make_jaxpr(fn)(*[{"w": W, "b": B}[name] for name in stack], *more)
     own = closed.jaxpr.invars[: len(stack)]
-    return scanned(opened(closed.jaxpr, set(own)), dict(zip(own, stack, strict=True)))
+    return scanned_blocks(opened(closed.jaxpr, set(own)), dict(zip(own, stack, strict=True)))
 
 
 def blocks_of_list(fn, *more, names=("w", "b")):
@@ -37,14 +37,14 @@ def blocks_of_list(fn, *more, names=("w", "b")):
     own = closed.jaxpr.invars[: LAYERS * count]
     order = sorted(names)  # as JAX flattens a dict
     stack = {name: [own[i * count + n] for i in range(LAYERS)] for n, name in enumerate(order)}
-    return listed(opened(closed.jaxpr, set(own)), stack)
+    return unrolled_blocks(opened(closed.jaxpr, set(own)), stack)
 
 
 def applied(blocks, carry, shared=(), per_layer=()):
     """The body, layer by layer; `per_layer` has [layers, ...] of each."""
     for i in range(blocks.layers):
         pairs = zip(blocks.per_layer, per_layer, strict=True)
-        own = [r.cast(x[i]) if isinstance(r, Weights) else x[i] for r, x in pairs]
+        own = [r.cast(x[i]) if isinstance(r, BlockWeights) else x[i] for r, x in pairs]
         carry = as_function(blocks.body)(*shared, *carry, *own)
     return carry
 
@@ -65,7 +65,7 @@ def by_hand(x, w=W):
 
 def test_a_scan_along_the_stack_is_its_blocks():
     found = blocks_of_scan(scan_loss, X)
-    assert (found.layers, found.per_layer) == (LAYERS, (Weights("w"),))
+    assert (found.layers, found.per_layer) == (LAYERS, (BlockWeights("w"),))
     assert (len(found.carry), len(found.results), found.shared) == (1, 1, ())
     (y,) = applied(found, [2 * X], per_layer=[W])
     np.testing.assert_allclose(y, by_hand(2 * X), rtol=1e-6)
@@ -102,7 +102,7 @@ def test_what_a_scan_closes_over_is_shared_and_what_it_walks_along_is_per_layer(
     found = blocks_of_scan(loss, X, bias, rates, stack=("w", "b"))
     assert (len(found.shared), len(found.carry), len(found.results)) == (1, 2, 2)
     assert [r.name for r in found.per_layer[:2]] == ["w", "b"]
-    assert isinstance(found.per_layer[2], Rows) and len(found.per_layer[2].atoms) == 1
+    assert isinstance(found.per_layer[2], BlockInputs) and len(found.per_layer[2].atoms) == 1
     x, total = applied(found, [X, jnp.float32(0)], [bias], [W, B, rates])
     wanted = loss(W, B, X, bias, rates)
     np.testing.assert_allclose(jnp.sum(x**2) + total, wanted, rtol=1e-6)
@@ -156,10 +156,10 @@ def does_not_read(w, x):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (collects, "hands out beside its activations"),
+        (collects, "reads a per-layer output of the scan"),
         (reads_the_stack, "is read by a .* outside of a scan"),
-        (walks_twice, "walked along 2 times"),
-        (walks_back, "turn it round"),
+        (walks_twice, "scanned 2 times"),
+        (walks_back, "runs from the last layer to the first"),
         (closes_over_the_stack, "reads the weights of all blocks"),
         (does_not_read, "does not read the stacked blocks"),
     ],
@@ -230,9 +230,11 @@ def test_what_all_blocks_read_is_shared_and_what_each_reads_is_per_layer():
 
     bias, rates = jnp.ones(WIDTH), jnp.arange(1.0, LAYERS + 1)
     found = blocks_of_list(loss, X, bias, rates)
-    rows = [r for r in found.per_layer if isinstance(r, Rows)]
+    rows = [r for r in found.per_layer if isinstance(r, BlockInputs)]
     assert len(found.shared) == 1 and [len(r.atoms) for r in rows] == [LAYERS]
-    own = [rates if isinstance(r, Rows) else {"w": W, "b": B}[r.name] for r in found.per_layer]
+    own = [
+        rates if isinstance(r, BlockInputs) else {"w": W, "b": B}[r.name] for r in found.per_layer
+    ]
     (y,) = applied(found, [X], [bias], own)
     np.testing.assert_allclose(
         jnp.sum(y),
@@ -357,15 +359,15 @@ def all_at_once(layers, x):
     [
         (unlike, "block 1 of 4 computes something else than block 0"),
         (last_is_short, "block 3 of 4 computes something else than block 0"),
-        (between, "what happens between two of them has to be a part of a block"),
-        (every_output, "something that block 0 makes is read elsewhere"),
-        (reads_twice, "something that block 0 makes is read elsewhere"),
+        (between, "computation between two of them has to be part of a block"),
+        (every_output, "an output of block 0 is read outside of the next block"),
+        (reads_twice, "an output of block 0 is read outside of the next block"),
         (unused, "does not read block 3 of 4"),
-        (side_by_side, "block 1 reads nothing that block 0 makes"),
-        (backwards, "block 0 reads what block 1 makes.* turn the list round"),
-        (out_of_order, "block 2 reads nothing that block 1 makes"),
-        (two_streams, "block 1 reads nothing that block 0 makes"),
-        (gated_by_itself, "the first block is given two things"),
+        (side_by_side, "block 1 reads no output of block 0"),
+        (backwards, "block 0 reads an output of block 1.* reverse the list"),
+        (out_of_order, "block 2 reads no output of block 1"),
+        (two_streams, "block 1 reads no output of block 0"),
+        (gated_by_itself, "the first block has two inputs"),
         (all_at_once, "reads the parameters of several blocks at once"),
     ],
 )
@@ -384,14 +386,14 @@ def layers_of_list():
 def rows_of(found):
     """[layers] of each input that is not the same for all blocks and no parameter."""
     made = {e.outvars[0]: e.invars[0].val for e in found.others if e.primitive.name == "copy"}
-    rows = [r for r in found.per_layer if isinstance(r, Rows)]
+    rows = [r for r in found.per_layer if isinstance(r, BlockInputs)]
     return [np.asarray([made[v] for v in r.atoms]) for r in rows]
 
 
 def run_list(found, carry):
     rows = iter(rows_of(found))
     weights = {"w": W, "b": B}
-    own = [weights[r.name] if isinstance(r, Weights) else next(rows) for r in found.per_layer]
+    own = [weights[r.name] if isinstance(r, BlockWeights) else next(rows) for r in found.per_layer]
     return applied(found, carry, per_layer=own)
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.hlo.collectives import collectives
-from jaxspeed.pipeline.stage_layout import Arrangement
+from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Leaf, Precision
 from jaxspeed.placement.stacks import Stack, with_stages
@@ -44,7 +44,7 @@ class Model:
         numbers = range(self.layers)
         return [f"blocks/{name}"] if self.stacked else [f"blocks/{i}/{name}" for i in numbers]
 
-    def arrangement(self, mesh: dict[str, int], chunks: int, stage: int, precision=MIXED):
+    def layout(self, mesh: dict[str, int], chunks: int, stage: int, precision=MIXED):
         leaves = self.leaves()
         stack = Stack(self.layers, {n: tuple(self.paths(n)) for n in self.shapes}, chunks)
         devices = jax.devices()[: math.prod(mesh.values())]
@@ -55,7 +55,7 @@ class Model:
             precision=precision,
             stack=stack,
         )
-        return Arrangement(table, chunks)
+        return StageLayout(table, chunks)
 
     def values(self) -> dict[str, np.ndarray]:
         """For each parameter of the blocks [layers, ...], numbers that bf16 holds."""
@@ -66,9 +66,9 @@ class Model:
         }
 
 
-def sources_of(model: Model, arrangement: Arrangement) -> dict[str, jax.Array]:
+def sources_of(model: Model, layout: StageLayout) -> dict[str, jax.Array]:
     """What a state stores of the model's values."""
-    table = arrangement.table
+    table = layout.table
     stored = {"head": np.ones((6, 4), np.float32)}
     for name, values in model.values().items():
         stored |= dict(zip(model.paths(name), [values] if model.stacked else values, strict=True))
@@ -125,9 +125,9 @@ PADDED_TWICE = Model(5, {"w": (5,)}, {"w": (None,)}, stacked=False)
 @settings(max_examples=25)
 def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     model, mesh, chunks, stage = drawn
-    own = model.arrangement(mesh, chunks, stage)
+    own = model.layout(mesh, chunks, stage)
     table, row, (name,) = own.table, own.row("w"), own.names()
-    arranged = jax.jit(own.arranged)(sources_of(model, own), 0)
+    arranged = jax.jit(own.by_stage)(sources_of(model, own), 0)
     assert arranged.keys() == {"head", name}
 
     expected = as_stages(model.values()[name], mesh["pipe"], chunks)
@@ -165,13 +165,13 @@ FORMS = {"chunks": (True, 2), "list": (False, 1), "list in chunks": (False, 2)}
 MESH = {"pipe": 2, "data": 2, "tensor": 2}
 
 
-def crossings(function, own: Arrangement, args: dict[str, jax.ShapeDtypeStruct]):
+def crossings(function, own: StageLayout, args: dict[str, jax.ShapeDtypeStruct]):
     step = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = jax.jit(function).lower(args, step).compile()
     return collectives(compiled.as_text(), own.table.mesh)
 
 
-def abstract(model: Model, own: Arrangement) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(model: Model, own: StageLayout) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         for path, x in sources_of(model, own).items()
@@ -187,8 +187,8 @@ def model(request):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_weights_cross_once_and_nothing_is_gathered(model, stage):
     model, chunks = model
-    own = model.arrangement(MESH, chunks, stage)
-    found = crossings(own.arranged, own, abstract(model, own))
+    own = model.layout(MESH, chunks, stage)
+    found = crossings(own.by_stage, own, abstract(model, own))
     assert Counter(c.kind for c in found) == {"all-to-all": len(SHAPES)}
     cut = MESH["pipe"] * MESH["tensor"] * (MESH["data"] if stage == 3 else 1)
     sizes = sorted(8 * math.prod(shape) // cut for shape in SHAPES.values())
@@ -199,8 +199,8 @@ def test_weights_cross_once_and_nothing_is_gathered(model, stage):
 def test_weights_cross_as_layers_read_them(model):
     """In bf16, from fp32 masters. (XLA:CPU widens it again: this is what it is asked for.)"""
     model, chunks = model
-    own = model.arrangement(MESH, chunks, stage=3)
-    asked = jax.jit(own.arranged).lower(abstract(model, own), 0).as_text().splitlines()
+    own = model.layout(MESH, chunks, stage=3)
+    asked = jax.jit(own.by_stage).lower(abstract(model, own), 0).as_text().splitlines()
     asked = [line for line in asked if "stablehlo.all_to_all" in line]
     assert len(asked) == len(SHAPES)
     assert all(line.rstrip().endswith("xbf16>") for line in asked)
@@ -209,7 +209,7 @@ def test_weights_cross_as_layers_read_them(model):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_cross_once_and_nothing_is_gathered(model, stage):
     model, chunks = model
-    own = model.arrangement(MESH, chunks, stage)
+    own = model.layout(MESH, chunks, stage)
 
     def arranged(name: str) -> jax.ShapeDtypeStruct:
         shape = (own.stages, own.chunks, own.rows, *own.gradient_shape(name))
@@ -226,5 +226,5 @@ def test_gradients_cross_once_and_nothing_is_gathered(model, stage):
 
 def test_a_stack_that_lies_on_its_stages_crosses_nothing():
     model = Model(8, SHAPES, NAMES, stacked=True)
-    own = model.arrangement(MESH, 1, 3)
-    assert not crossings(own.arranged, own, abstract(model, own))
+    own = model.layout(MESH, 1, 3)
+    assert not crossings(own.by_stage, own, abstract(model, own))

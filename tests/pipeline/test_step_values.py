@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxspeed import unit
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.pipeline.split_loss import parts_of
+from jaxspeed.pipeline.split_loss import split_loss
 
 WIDTH, SAMPLES = 3, 2
 
@@ -47,7 +47,7 @@ def cut(form, layers):
     given = (ws, *rest) if form is scanned else (list(ws), *rest)
     closed = jax.make_jaxpr(form)(*given)
     count = 1 if form is scanned else layers
-    parts = parts_of(closed, {"w": closed.jaxpr.invars[:count]})
+    parts = split_loss(closed, {"w": closed.jaxpr.invars[:count]})
     return parts, [*closed.consts, *jax.tree.leaves(given)], ws, form(*given)
 
 
@@ -103,4 +103,4 @@ def test_what_is_read_in_two_blocks_is_refused():
 
     closed = jax.make_jaxpr(twice)(*values(3))
     with pytest.raises(ModelError, match="2 times"):
-        parts_of(closed, {"w": closed.jaxpr.invars[:1]})
+        split_loss(closed, {"w": closed.jaxpr.invars[:1]})

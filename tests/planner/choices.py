@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxspeed.config import Config
 from jaxspeed.config.tree import read
-from jaxspeed.planner.search.analytic_cost import Sketched
+from jaxspeed.planner.search.analytic_cost import AnalyticCost
 from jaxspeed.planner.search.candidate import Choice, choice_of
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.space import Space
@@ -35,7 +35,7 @@ def submitted(estimate):
 
 
 def made_up(space, seed, noise=0.0):
-    """(estimate, sketch): times and bytes that every field changes; the sketch is off by noise.
+    """(estimate, cost): times and bytes that every field changes; the cost is off by noise.
 
     Not what any device does, but of its kind: recompute frees and costs, waiting in host memory
     too, a larger micro-batch is faster and larger, exchanges grow with what they are over.
@@ -47,10 +47,10 @@ def made_up(space, seed, noise=0.0):
     def bytes_of(at: Choice) -> float:
         kept = {'"none"': 8, '"dots"': 4, '"attention"': 2}.get(at.recompute, 1)
         kept *= weight("kept", at.recompute) / (at.pipe * at.tensor)
-        kept *= 0.3 if at.activations_wait else 1
+        kept *= 0.3 if at.offload_activations else 1
         state = 4 / (at.pipe * at.tensor) / (at.data if at.stage else 1) ** (at.stage / 3)
-        state *= 0.4 if at.optimizer_waits else 1
-        state *= 0.6 if at.parameters_wait else 1
+        state *= 0.4 if at.offload_optimizer else 1
+        state *= 0.6 if at.offload_parameters else 1
         return (state + 0.1 * kept * at.micro) * LIMIT / weight("size") / 2
 
     def seconds_of(at: Choice) -> float:
@@ -62,8 +62,8 @@ def made_up(space, seed, noise=0.0):
         time += 0.1 * weight("tensor") * math.log2(at.tensor) * (1 if at.sequence else 1.3)
         time += 0.05 * weight("stage", at.stage) * at.stage * math.log2(at.data + 1)
         time += 0.02 * weight("copies") * math.log2(at.replica)
-        time += 0.5 * (at.activations_wait + at.optimizer_waits + at.parameters_wait)
-        return time + (0.1 if at.stage_keeps == "stage" and at.pipe > 1 else 0)
+        time += 0.5 * (at.offload_activations + at.offload_optimizer + at.offload_parameters)
+        return time + (0.1 if at.stage_saves == "stage" and at.pipe > 1 else 0)
 
     def off(at: Choice, what: str) -> float:
         return 1 + noise * (2 * random.Random(repr((seed, what, at))).random() - 1)
@@ -76,10 +76,12 @@ def made_up(space, seed, noise=0.0):
             int(device), 0, LIMIT, LIMIT, fits, seconds, rate, 0.4, {"compute": seconds}
         )
 
-    def sketch(at: Choice) -> Sketched:
-        return Sketched(bytes_of(at) * off(at, "bytes"), 0.0, seconds_of(at) * off(at, "seconds"))
+    def cost(at: Choice) -> AnalyticCost:
+        return AnalyticCost(
+            bytes_of(at) * off(at, "bytes"), 0.0, seconds_of(at) * off(at, "seconds")
+        )
 
-    return estimate, sketch
+    return estimate, cost
 
 
 def batch_of(given, words, devices):

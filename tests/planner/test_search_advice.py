@@ -7,20 +7,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.planner.search.advice import Adviser
-from jaxspeed.planner.search.analytic_cost import Sketched
-from jaxspeed.planner.search.candidate import words_of
+from jaxspeed.planner.search.analytic_cost import AnalyticCost
+from jaxspeed.planner.search.candidate import keys_of
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from tests.planner.choices import LIMIT, made_up, space_of
 
 WRITTEN = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}
-FEW = frozenset({"data", "stage", "recompute", "optimizer_waits", "micro"})
+FEW = frozenset({"data", "stage", "recompute", "offload_optimizer", "micro"})
 
 
-def adviser(space, estimate, sketch):
+def adviser(space, estimate, cost):
     def words(choice):
-        return words_of(WRITTEN, space.base, choice, space.samples)
+        return keys_of(WRITTEN, space.base, choice, space.samples)
 
-    return Adviser(space, sketch, estimate, words)
+    return Adviser(space, cost, estimate, words)
 
 
 def within_three(space):
@@ -36,10 +36,10 @@ def within_three(space):
 @given(st.integers(0, 10**6))
 def test_with_exact_formulas_the_advice_is_the_exhaustive_one(seed):
     space = space_of(WRITTEN, 4, layers=4, tensor=(1, 2), changing=FEW)
-    estimate, sketch = made_up(space, seed)
+    estimate, cost = made_up(space, seed)
     base = estimate(space.base)
     assume(base.fits == "does not fit")
-    advice = adviser(space, estimate, sketch).advise()
+    advice = adviser(space, estimate, cost).advise()
     freed = {c: base.device - estimate(c).device for c in space.single(space.base)}
     if advice.single is None:
         assert max(freed.values()) <= 0
@@ -57,43 +57,42 @@ def test_with_exact_formulas_the_advice_is_the_exhaustive_one(seed):
 
 
 def made_of(device, seconds):
-    """(estimate, sketch) of functions of a choice."""
+    """(estimate, cost) of functions of a choice."""
 
     def estimate(at):
         size = int(device(at))
         fits = "fits" if 1.2 * size <= LIMIT else "tight" if size <= LIMIT else "does not fit"
         return Estimate(size, 0, LIMIT, LIMIT, fits, seconds(at), 1.0, 0.4)
 
-    return estimate, lambda at: Sketched(device(at), 0.0, seconds(at))
+    return estimate, lambda at: AnalyticCost(device(at), 0.0, seconds(at))
 
 
 def test_a_change_that_is_not_needed_is_left_out():
     """The stage alone is enough here, and recompute costs."""
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
     sizes = {0: 2.0, 1: 1.5, 2: 1.2, 3: 0.8}
-    estimate, sketch = made_of(
+    estimate, cost = made_of(
         lambda at: sizes[at.stage] * LIMIT - (at.recompute != '"none"') * 0.1 * LIMIT,
         lambda at: 1 + 0.2 * at.stage + (at.recompute != '"none"'),
     )
-    advice = adviser(space, estimate, sketch).advise()
+    advice = adviser(space, estimate, cost).advise()
     assert advice.single is not None and advice.cheapest is not None
-    assert advice.single.words == advice.cheapest.words == {"zero_optimization.stage": 3}
+    assert advice.single.keys == advice.cheapest.keys == {"zero_optimization.stage": 3}
     assert advice.lines() == [
-        "what would free most: zero_optimization.stage: 3 frees 1.2 GB (800 MB then)",
-        "what would fit at least cost: zero_optimization.stage: 3 (800 MB of 1 GB; a step 60% "
-        "slower)",
+        "largest saving: zero_optimization.stage: 3 frees 1.2 GB (800 MB remain)",
+        "cheapest change that fits: zero_optimization.stage: 3 (800 MB of 1 GB; step 60% slower)",
     ]
 
 
 def test_two_changes_are_found_where_one_is_not_enough():
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
-    estimate, sketch = made_of(
-        lambda at: LIMIT * (2 - 0.7 * (at.stage == 3) - 0.6 * at.optimizer_waits),
-        lambda at: 1 + 0.2 * (at.stage == 3) + 0.3 * at.optimizer_waits,
+    estimate, cost = made_of(
+        lambda at: LIMIT * (2 - 0.7 * (at.stage == 3) - 0.6 * at.offload_optimizer),
+        lambda at: 1 + 0.2 * (at.stage == 3) + 0.3 * at.offload_optimizer,
     )
-    advice = adviser(space, estimate, sketch).advise()
+    advice = adviser(space, estimate, cost).advise()
     assert advice.cheapest is not None
-    assert advice.cheapest.words == {
+    assert advice.cheapest.keys == {
         "zero_optimization.stage": 3,
         "zero_optimization.offload_optimizer.device": "cpu",
     }
@@ -102,23 +101,23 @@ def test_two_changes_are_found_where_one_is_not_enough():
 
 def test_where_nothing_helps_that_is_said():
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
-    estimate, sketch = made_of(lambda at: 3 * LIMIT, lambda at: 1.0)
-    advice = adviser(space, estimate, sketch).advise()
+    estimate, cost = made_of(lambda at: 3 * LIMIT, lambda at: 1.0)
+    advice = adviser(space, estimate, cost).advise()
     assert advice.figures() == {"single": None, "cheapest": None}
-    assert "no single change frees anything" in advice.lines()[0]
-    assert "more devices, or larger ones" in advice.lines()[1]
+    assert "no single change frees memory" in advice.lines()[0]
+    assert "use more or larger devices" in advice.lines()[1]
 
 
 def test_what_fills_the_host_is_no_advice():
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
 
     def estimate(at):
-        host = 2 * LIMIT if at.optimizer_waits else 0
-        device = int(LIMIT * (0.2 if at.optimizer_waits else 0.7 if at.stage == 3 else 2))
+        host = 2 * LIMIT if at.offload_optimizer else 0
+        device = int(LIMIT * (0.2 if at.offload_optimizer else 0.7 if at.stage == 3 else 2))
         fits = "fits" if device < LIMIT and not host else "does not fit"
         return Estimate(device, host, LIMIT, LIMIT, fits, 1.0, 1.0, 0.4)
 
-    sketch = lambda at: Sketched(estimate(at).device, estimate(at).host, 1.0)  # noqa: E731
-    advice = adviser(space, estimate, sketch).advise()
+    cost = lambda at: AnalyticCost(estimate(at).device, estimate(at).host, 1.0)  # noqa: E731
+    advice = adviser(space, estimate, cost).advise()
     assert advice.single is not None and advice.cheapest is not None
-    assert advice.single.words == advice.cheapest.words == {"zero_optimization.stage": 3}
+    assert advice.single.keys == advice.cheapest.keys == {"zero_optimization.stage": 3}

@@ -11,9 +11,9 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.planner.compile.outcome import Outcome, Refusal
-from jaxspeed.planner.search.candidate import choice_of, words_of
+from jaxspeed.planner.search.candidate import choice_of, keys_of
 from jaxspeed.planner.search.candidate_estimate import Estimate, why_lost
-from jaxspeed.planner.search.result import found_of, refuse_path, with_outcomes, write_config
+from jaxspeed.planner.search.result import make_result, refuse_path, with_outcomes, write_config
 from jaxspeed.planner.search.walk import best_of
 from tests.planner.choices import LIMIT, made_up, space_of
 
@@ -33,9 +33,9 @@ def found(seed=1, every=397):
     estimate, _ = made_up(SPACE, seed)
     some = list(SPACE.all())[::every]
     done = {c: estimate(c) for c in some}
-    words = {c: words_of(WRITTEN, SPACE.base, c, SPACE.samples) for c in some}
+    words = {c: keys_of(WRITTEN, SPACE.base, c, SPACE.samples) for c in some}
     pairs = {c: (done[c], words[c]) for c in some}
-    return found_of(TARGET, SPACE.samples, "tokens", 9999, 12.0, pairs, best_of(done))
+    return make_result(TARGET, SPACE.samples, "tokens", 9999, 12.0, pairs, best_of(done))
 
 
 def test_candidates_come_by_time_and_the_best_is_the_first_with_head_room():
@@ -73,12 +73,16 @@ def test_a_yaml_says_at_its_top_what_chose_it(tmp_path):
     head = [x for x in (tmp_path / "out.yaml").read_text().splitlines() if x.startswith("#")]
     text = "\n".join(head)
     assert "h100:8 from mine.yaml" in text and made.winner.name in text
-    assert all(key in text for key in made.winner.words)
+    assert all(key in text for key in made.winner.keys)
 
 
 @pytest.mark.parametrize(
     ("path", "searching", "hint"),
-    [("x.yaml", False, "--search"), ("x.txt", True, ".yaml"), ("/nowhere/x.yaml", True, "folder")],
+    [
+        ("x.yaml", False, "--search"),
+        ("x.txt", True, ".yaml"),
+        ("/nowhere/x.yaml", True, "existing folder"),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_search(path, searching, hint):
     with pytest.raises(ConfigError, match=re.escape(hint)):
@@ -94,14 +98,14 @@ ROOMY = Estimate(N // 2, 0, N, N, "fits", 2.0, 1.0, 0.5, {"compute": 1.5, "pipel
         (replace(ROOMY, device=93_000_000_000, fits="does not fit"), "needs 93 GB of 85"),
         (replace(ROOMY, device=84_990_000_000, fits="does not fit"), "needs 85.0 GB of 84.9"),
         (replace(ROOMY, host=2 * N, fits="does not fit"), "needs 170 GB of 85 of host memory"),
-        (replace(ROOMY, device=80_000_000_000, fits="tight"), "too little head room: 80 GB of 85"),
+        (replace(ROOMY, device=80_000_000_000, fits="tight"), "too little headroom: 80 GB of 85"),
         (
             replace(ROOMY, seconds=2.7, parts={"compute": 1.5, "pipeline": 1.2}),
-            "waits 44% in the pipeline",
+            "44% pipeline bubble",
         ),
         (
             replace(ROOMY, seconds=2.4, parts={"compute": 1.9, "pipeline": 0.5}),
-            "computes 400 ms more",
+            "compute takes 400 ms more",
         ),
         (
             replace(ROOMY, seconds=2.3, parts={**ROOMY.parts, "all-gathers of parameters": 0.4}),
@@ -148,6 +152,6 @@ def test_where_the_compiler_takes_none_there_is_no_best():
 def test_where_nothing_fits_there_is_no_best():
     choice = SPACE.base
     pairs = {choice: (Estimate(2 * LIMIT, 0, LIMIT, LIMIT, "does not fit", 1.0), {})}
-    made = found_of(TARGET, 64, "tokens", 1, 1.0, pairs, best_of({choice: pairs[choice][0]}))
+    made = make_result(TARGET, 64, "tokens", 1, 1.0, pairs, best_of({choice: pairs[choice][0]}))
     assert made.best is None and "none of them is expected to fit" in str(made)
     assert made.figures()["candidates"][0]["lost"] == "needs 2.0 GB of 1.0"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.config import Config
-from jaxspeed.planner.search.candidate import applied, choice_of, words_of
+from jaxspeed.planner.search.candidate import choice_of, keys_of, with_keys
 from jaxspeed.planner.search.space import FAST
 from tests.planner.choices import space_of
 
@@ -69,7 +69,7 @@ def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, 
     for _ in range(10):  # steps from it
         choice = chance.choice(space.near(choice))
         assert space.is_in(choice)
-        made = Config.load(applied(written, words_of(written, space.base, choice, space.samples)))
+        made = Config.load(with_keys(written, keys_of(written, space.base, choice, space.samples)))
         assert choice_of(made, 8) == choice
         solved = made.batch(choice.ranks, choice.pipe)
         assert (solved.train, solved.micro) == (space.samples, choice.micro)
@@ -82,14 +82,14 @@ def test_what_no_longer_waits_in_host_memory_is_still_made_again():
     """`cpu_checkpointing` alone says `full`, which must not go with it."""
     written = {**PLAIN, "activation_checkpointing": {"cpu_checkpointing": True}}
     space = space_of(written, 8)
-    stays = replace(space.base, activations_wait=False)
-    words = words_of(written, space.base, stays, space.samples)
-    assert choice_of(Config.load(applied(written, words)), 8) == stays
+    stays = replace(space.base, offload_activations=False)
+    words = keys_of(written, space.base, stays, space.samples)
+    assert choice_of(Config.load(with_keys(written, words)), 8) == stays
 
 
 def test_the_config_as_it_is_needs_no_words():
     space = space_of(PLAIN, 8)
-    assert words_of(PLAIN, space.base, space.base, space.samples) == {}
+    assert keys_of(PLAIN, space.base, space.base, space.samples) == {}
 
 
 def test_a_choice_is_near_to_what_it_is_near_to_and_all_are_reached():
@@ -148,4 +148,6 @@ def test_micro_batches_keep_to_their_bounds():
 
 def test_where_host_memory_cannot_be_used_nothing_waits_there():
     choices = space_of(PLAIN, 8, offload=False).all()
-    assert not any(c.optimizer_waits or c.parameters_wait or c.activations_wait for c in choices)
+    assert not any(
+        c.offload_optimizer or c.offload_parameters or c.offload_activations for c in choices
+    )

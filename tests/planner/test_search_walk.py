@@ -13,12 +13,12 @@ from tests.planner.choices import LIMIT, made_up, space_of, submitted
 
 WRITTEN = {"train_batch_size": 64}
 # Of which an exhaustive search takes a second.
-FEW = frozenset({"pipe", "replica", "data", "tensor", "stage", "recompute", "stage_keeps", "micro"})
+FEW = frozenset({"pipe", "replica", "data", "tensor", "stage", "recompute", "stage_saves", "micro"})
 
 
-def walked(space, estimate, sketch, **limits):
-    lacking = lambda sketched: max(1.0, 1.2 * sketched.device / LIMIT)  # noqa: E731
-    walk = SearchLoop(space, sketch, lacking, submitted(estimate), Limits(**limits))
+def walked(space, estimate, costs, **limits):
+    memory_excess = lambda cost: max(1.0, 1.2 * cost.device / LIMIT)  # noqa: E731
+    walk = SearchLoop(space, costs, memory_excess, submitted(estimate), Limits(**limits))
     walk.run()
     return walk
 
@@ -27,8 +27,8 @@ def walked(space, estimate, sketch, **limits):
 @given(st.integers(0, 10**6), st.sampled_from([4, 8]), st.sampled_from([0.0, 0.1]))
 def test_the_best_of_all_choices_is_found_with_few_estimates(seed, devices, noise):
     space = space_of(WRITTEN, devices, layers=4, tensor=(1, 2, 4), changing=FEW)
-    estimate, sketch = made_up(space, seed, noise)
-    walk = walked(space, estimate, sketch)
+    estimate, costs = made_up(space, seed, noise)
+    walk = walked(space, estimate, costs)
     everything = {choice: estimate(choice) for choice in space.all()}
     best = best_of(everything)
     if best is None:
@@ -44,21 +44,21 @@ def test_the_best_of_all_choices_is_found_with_few_estimates(seed, devices, nois
 @given(st.integers(0, 10**6))
 def test_the_config_as_it_is_is_always_estimated_and_never_beats_the_best(seed):
     space = space_of({**WRITTEN, "mesh": {"tensor": 2}}, 8, changing=FEW)
-    estimate, sketch = made_up(space, seed, 0.3)
-    walk = walked(space, estimate, sketch, trials=20)
+    estimate, costs = made_up(space, seed, 0.3)
+    walk = walked(space, estimate, costs, trials=20)
     assert space.base in walk.done
     assert all(order_of(walk.done[walk.best]) <= order_of(found) for found in walk.done.values())
 
 
 def test_no_more_are_estimated_than_was_said():
     space = space_of(WRITTEN, 8, changing=FEW)
-    estimate, sketch = made_up(space, 1)
-    assert len(walked(space, estimate, sketch, trials=7).done) == 7
+    estimate, costs = made_up(space, 1)
+    assert len(walked(space, estimate, costs, trials=7).done) == 7
 
 
 def test_it_ends_when_its_time_is_up_with_what_it_has():
     space = space_of(WRITTEN, 8, changing=FEW)
-    estimate, sketch = made_up(space, 1)
+    estimate, costs = made_up(space, 1)
 
     def slow(choice):
         time.sleep(0.2)
@@ -66,7 +66,7 @@ def test_it_ends_when_its_time_is_up_with_what_it_has():
 
     with ThreadPoolExecutor(2) as pool:
         walk = SearchLoop(
-            space, sketch, lambda sketched: 1.0, lambda c: pool.submit(slow, c), Limits(1.5, 99, 2)
+            space, costs, lambda cost: 1.0, lambda c: pool.submit(slow, c), Limits(1.5, 99, 2)
         )
         began = time.monotonic()
         walk.run()
@@ -76,7 +76,7 @@ def test_it_ends_when_its_time_is_up_with_what_it_has():
 
 def test_two_are_estimated_at_a_time_and_never_more():
     space = space_of(WRITTEN, 8, changing=FEW)
-    estimate, sketch = made_up(space, 3)
+    estimate, costs = made_up(space, 3)
     working, most = [], []
 
     def counted(choice):
@@ -88,15 +88,15 @@ def test_two_are_estimated_at_a_time_and_never_more():
 
     with ThreadPoolExecutor(8) as pool:
         submit = lambda choice: pool.submit(counted, choice)  # noqa: E731
-        SearchLoop(space, sketch, lambda sketched: 1.0, submit, Limits(30, 60, 2)).run()
+        SearchLoop(space, costs, lambda cost: 1.0, submit, Limits(30, 60, 2)).run()
     assert max(most) == 2
 
 
 def test_a_choice_that_there_cannot_be_is_no_best_and_no_place_to_go_on_from():
     space = space_of(WRITTEN, 8, changing=FEW)
-    estimate, sketch = made_up(space, 5)
+    estimate, costs = made_up(space, 5)
     no = Estimate(refused="mesh.tensor: heads do not divide")
-    walk = walked(space, lambda c: no if c.tensor > 1 else estimate(c), sketch)
+    walk = walked(space, lambda c: no if c.tensor > 1 else estimate(c), costs)
     assert walk.best is not None and walk.best.tensor == 1
 
 
@@ -112,10 +112,10 @@ def test_what_fits_only_just_loses_to_what_has_head_room():
 @pytest.mark.parametrize("error", [RuntimeError("the process ended")])
 def test_what_goes_wrong_in_an_estimate_ends_the_search(error):
     space = space_of(WRITTEN, 8, changing=FEW)
-    _, sketch = made_up(space, 1)
+    _, costs = made_up(space, 1)
 
     def broken(choice):
         raise error
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="the process ended"):
-        SearchLoop(space, sketch, lambda s: 1.0, lambda c: pool.submit(broken, c)).run()
+        SearchLoop(space, costs, lambda s: 1.0, lambda c: pool.submit(broken, c)).run()

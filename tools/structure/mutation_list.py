@@ -377,8 +377,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_checkpoints_with_tags_of_their_own_stay",
     ),
     (
-        "old = [info.tag for info in numbered[: whole[-keep]]]",
-        "old = [info.tag for info in numbered[: whole[-1]]]",
+        "old = [info.tag for info in numbered[: complete[-keep]]]",
+        "old = [info.tag for info in numbered[: complete[-1]]]",
         "test_the_newest_and_those_at_intervals_are_kept",
     ),
     (

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.checkpoint.leaves import as_state, kept_arrays, kept_leaves
-from jaxspeed.checkpoint.restore import owned
+from jaxspeed.checkpoint.leaves import as_state, saved_arrays, saved_leaves
+from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
 from jaxspeed.optim import global_norm
@@ -114,10 +114,10 @@ class Serving:
 
     def given(self, state: TrainState) -> Arrays:
         """The state as a checkpoint names it, on the host."""
-        return {name: np.asarray(x) for name, x in kept_arrays(self.program, state).items()}
+        return {name: np.asarray(x) for name, x in saved_arrays(self.program, state).items()}
 
     def taken(self, kept: Mapping[str, np.ndarray]) -> TrainState:
         """The state of these arrays, in buffers that updates can use up."""
         read = {name: jnp.asarray(x) for name, x in kept.items()}
-        mine, params = owned(self.program, read, kept_leaves(self.program))
+        mine, params = donatable_arrays(self.program, read, saved_leaves(self.program))
         return as_state(self.program, mine, params)

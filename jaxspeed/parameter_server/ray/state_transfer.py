@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.checkpoint.leaves import as_state, kept_arrays, kept_leaves, key_data
-from jaxspeed.checkpoint.restore import owned
+from jaxspeed.checkpoint.leaves import as_state, key_data, saved_arrays, saved_leaves
+from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.objective.train_state import Arrays, TrainState, owner_of
 from jaxspeed.parameter_server.ray.ownership import Pieces
 from jaxspeed.parameter_server.ray.worker_functions import joined
@@ -24,7 +24,7 @@ def taken_apart(
     program: Program, state: TrainState, shares: Sequence[Pieces]
 ) -> tuple[list[Arrays], Arrays]:
     """(what each server takes, by name; the model's variables by path, which workers take)."""
-    every = {name: np.asarray(key_data(x)) for name, x in kept_arrays(program, state).items()}
+    every = {name: np.asarray(key_data(x)) for name, x in saved_arrays(program, state).items()}
     variables = {n.removeprefix(_VARIABLES): x for n, x in every.items() if _is_variable(n)}
     rest = {name: x for name, x in every.items() if not _is_variable(name)}
     return [_of_server(rest, pieces, program) for pieces in shares], variables
@@ -65,7 +65,7 @@ def put_together(
         has = [i for i, arrays in enumerate(given) if name in arrays]
         parts = [{owner: given[i][name]} for i in has]
         whole[name] = joined([shares[i] for i in has], parts)[owner]
-    leaves = kept_leaves(program)
+    leaves = saved_leaves(program)
     read = {name: jnp.asarray(whole[name]) for name in leaves}
-    kept, params = owned(program, read, leaves)
+    kept, params = donatable_arrays(program, read, leaves)
     return as_state(program, kept, params)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.checkpoint.leaves import kept_leaves, own
+from jaxspeed.checkpoint.leaves import donatable_copy, saved_leaves
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.parameter_server.ray.build_worker_program import Build
@@ -42,9 +42,10 @@ class Worker:
         `built` is what `build` gave.
         """
         self._frozen = self._working.joined(frozen)
-        leaves = kept_leaves(self._working.program)
+        leaves = saved_leaves(self._working.program)
         self._variables = {
-            path: own(jnp.asarray(x), leaves[f"variables/{path}"]) for path, x in variables.items()
+            path: donatable_copy(jnp.asarray(x), leaves[f"variables/{path}"])
+            for path, x in variables.items()
         }
         return built
 

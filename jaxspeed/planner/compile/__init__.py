@@ -1,1 +1,1 @@
-"""Compile a step for devices that are not here, in a child process."""
+"""Compile a step for absent devices, in a child process."""

@@ -1,7 +1,7 @@
-"""The process that compiles for devices that are not here, and ends with the one that asked.
+"""Child process that compiles a step for absent devices, and ends with its parent.
 
-It has the platform and the flags of the target's compiler to itself: libtpu prints warnings into
-plain CPU runs and holds a lock, and the plugin of CUDA does not share an environment with it well.
+The target's compiler needs a separate process: libtpu prints warnings into CPU runs and holds a
+lock, and the CUDA plugin conflicts with it in one environment.
 """
 
 import os
@@ -22,42 +22,52 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.planner.compile import deviceless_cuda
-from jaxspeed.planner.compile.outcome import KEPT, PRINTED, Failure, Outcome, Request, out_of_memory
+from jaxspeed.planner.compile.outcome import (
+    EXECUTABLE,
+    PRINTED,
+    Failure,
+    Outcome,
+    Request,
+    out_of_memory,
+)
 from jaxspeed.train.aot_step import identity_of, write
 from jaxspeed.train.program import Program
 
-# From the devices to a program and the shapes of its batch.
+# A function from the devices to a program and the shapes of its batch.
 Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
 
 
 def main() -> None:
-    """Reads a request from stdin, and writes its outcome where that says."""
+    """Read a request from stdin, and write its outcome to the request's file."""
     request: Request = pickle.load(sys.stdin.buffer)
     folder = Path(request.answer).parent
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    kept_in = folder / KEPT if request.keep else None
-    made = run(pickle.loads(request.job), request.target, folder / PRINTED, kept_in)
-    # A file that is there is whole.
+    executable = folder / EXECUTABLE if request.keep else None
+    outcome = run(pickle.loads(request.job), request.target, folder / PRINTED, executable)
+    # Renamed, so that an existing file is complete.
     part = Path(f"{request.answer}.part")
-    part.write_bytes(pickle.dumps(made))
+    part.write_bytes(pickle.dumps(outcome))
     part.replace(request.answer)
 
 
 def _end_with_parent(folder: Path) -> None:
-    """The parent holds the other end of stdin for as long as it lives and waits."""
+    """Wait for the end of stdin, which the parent keeps open, and kill this process group."""
     while os.read(0, 1):  # not sys.stdin, whose lock this would hold when Python ends
         pass
-    shutil.rmtree(folder, ignore_errors=True)  # which nobody reads any more
-    os.killpg(0, signal.SIGKILL)  # with what the compiler has started
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # with the compiler's own processes
 
 
 def run(
-    job: Job, target: Target, printed_in: Path | None = None, kept_in: Path | None = None
+    job: Job, target: Target, dump_folder: Path | None = None, executable: Path | None = None
 ) -> Outcome | Failure:
-    """Build, lower and compile the step that would run.
+    """Build, lower and compile the training step.
 
-    `printed_in` is the folder that XLA was told to print programs into, if it was; `kept_in` the
-    file that is to have the executable.
+    Args:
+      job: builds the program.
+      target: the devices.
+      dump_folder: XLA's dump folder, if it is set.
+      executable: the file to write the executable to.
     """
     started = time.perf_counter()
     try:
@@ -71,8 +81,8 @@ def run(
         lowering = time.perf_counter() - started
         compiled = _compile(lowered, target)
         seconds = time.perf_counter() - started - lowering
-        if kept_in:
-            write(kept_in, compiled, identity_of(lowered, program.devices, program.mesh))
+        if executable:
+            write(executable, compiled, identity_of(lowered, program.devices, program.mesh))
     except JaxspeedError as error:
         return Failure(error)
     except jax.errors.JaxRuntimeError as error:
@@ -80,8 +90,8 @@ def run(
         if refused is None:
             raise
         return Outcome(None, refused, time.perf_counter() - started)
-    text = Printed(compiled, printed_in, target)
-    found = _reported(text, program, batch, target, seconds)
+    with_text = PrintedProgram(compiled, dump_folder, target)
+    found = _report(with_text, program, batch, target, seconds)
     return Outcome(found, None, time.perf_counter() - started)
 
 
@@ -91,25 +101,25 @@ def _compile(lowered: Any, target: Target) -> Any:
     return lowered.compile()
 
 
-def _reported(
+def _report(
     compiled: Any, program: Program, batch: Any, target: Target, seconds: float
 ) -> CompiledReport:
-    schedule, kept = program.pipeline_report(batch), program.kept_report(batch)
-    waiting = program.table.host_bytes_by_role()
-    found = report(compiled, program.mesh, seconds, schedule, None, waiting, kept)
+    schedule, residuals = program.pipeline_report(batch), program.kept_report(batch)
+    offloaded = program.table.host_bytes_by_role()
+    found = report(compiled, program.mesh, seconds, schedule, None, offloaded, residuals)
     if target.slices > 1:
         found = replace(found, no_text="of several slices libtpu prints the program of one")
-    # A program for GPUs is lowered on a CPU's mesh, but their compiler separates host memory.
+    # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
     return replace(found, separates_host=target.chip.platform != "cpu")
 
 
 @dataclass(frozen=True)
-class Printed:
-    """A compiled program, with its text as XLA printed it where it cannot be had afterwards.
+class PrintedProgram:
+    """A compiled program, with its text from XLA's dump folder.
 
-    libtpu 0.0.51 cannot print some programs that it has compiled ("async-update instruction should
-    have 1 operands"), but prints them into a folder while it compiles. Of several slices it has the
-    text of one, in which what slices exchange is not: there it is left out.
+    libtpu 0.0.51 cannot print some compiled programs ("async-update instruction should have 1
+    operands"), but dumps them while it compiles. For several slices it has the text of one, without
+    communication between slices: there the text is omitted.
     """
 
     compiled: Any
@@ -133,17 +143,17 @@ class Printed:
 
 
 def devices_of(target: Target) -> Sequence[Any]:
-    """Those to build the program on: the target's own, or for GPUs as many simulated ones."""
+    """The devices to build the program on: the target's, or for GPUs as many simulated ones."""
     if target.chip.platform != "tpu":
         jax.config.update("jax_num_cpu_devices", target.count)
         return jax.devices("cpu")
     from jax.experimental import topologies
 
-    told = dict(target.chip.compiler or {})
-    name = f"{told.pop('topology')}:{'x'.join(map(str, target.topology))}"
+    options = dict(target.chip.compiler or {})
+    name = f"{options.pop('topology')}:{'x'.join(map(str, target.topology))}"
     if target.slices > 1:
-        told["num_slices"] = target.slices
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **told).devices
+        options["num_slices"] = target.slices
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
 
 
 if __name__ == "__main__":

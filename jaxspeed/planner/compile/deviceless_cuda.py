@@ -1,10 +1,10 @@
-"""Compile for NVIDIA GPUs that are not here, with neither a GPU nor its driver.
+"""Deviceless compilation for NVIDIA GPUs, without a GPU or its driver.
 
-The topology's own devices tell of no memories (`default_memory()` is UNIMPLEMENTED in jax 0.10.2 to
-0.12.0), so a sharding on them silently forgets that an array waits in host memory. So the program
-is traced and lowered on simulated CPU devices, which know `pinned_host`, and what comes of it goes
-to the topology's compile-only client. Where both ways work their bytes are the same to the last
-digit. This leans on inner parts of JAX; all of them are in this file.
+A topology's devices have no memories (`default_memory()` is UNIMPLEMENTED in jax 0.10.2 to 0.12.0),
+so a sharding on them silently drops the memory kind of an offloaded array. So the program is traced
+and lowered on simulated CPU devices, which have `pinned_host`, and the lowered module is compiled
+by the topology's compile-only client. Where both work, they report exactly the same bytes. All uses
+of JAX internals for this are in this file.
 """
 
 import importlib.util
@@ -23,8 +23,8 @@ PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to compile so."""
-    # Nothing can be tried out, and Triton's products are only taken where they were.
+    """Environment variables of a compiling process."""
+    # Autotuning is impossible, and without it XLA does not choose Triton matmuls.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     if (tools := _ptxas()) is not None:
         flags += f" --xla_gpu_cuda_data_dir={tools}"
@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def _ptxas() -> Path | None:
-    """The folder of CUDA's tools that came with the wheels."""
+    """The folder of CUDA's tools from the wheels."""
     found = importlib.util.find_spec("nvidia")
     places = found.submodule_search_locations or () if found else ()
     tools = (path.parents[1] for place in places for path in Path(place).glob("*/bin/ptxas"))
@@ -45,18 +45,18 @@ def _ptxas() -> Path | None:
 
 
 def target_config(target: Target) -> str:
-    """XLA's text of a GPU (GpuTargetConfigProto), as its own are written in gpu_specs."""
+    """A GPU's GpuTargetConfigProto in text form, as in XLA's gpu_specs."""
     chip = target.chip
-    told: Mapping[str, Any] = chip.compiler or {}
+    spec: Mapping[str, Any] = chip.compiler or {}
     return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {told["major"]} minor: {told["minor"]} }}
-  core_count: {told["cores"]}  fpus_per_core: {told["fpus"]}  clock_rate_ghz: {told["clock"]}
+  cuda_compute_capability {{ major: {spec["major"]} minor: {spec["minor"]} }}
+  core_count: {spec["cores"]}  fpus_per_core: {spec["fpus"]}  clock_rate_ghz: {spec["clock"]}
   threads_per_warp: 32
-  threads_per_block_limit: 1024  threads_per_core_limit: {told["threads"]}
+  threads_per_block_limit: 1024  threads_per_core_limit: {spec["threads"]}
   registers_per_block_limit: 65536  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: {told["shared_optin"]}
-  shared_memory_per_core: {told["shared"]}  l2_cache_size: {told["l2"]}
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {spec["shared_optin"]}
+  shared_memory_per_core: {spec["shared"]}  l2_cache_size: {spec["l2"]}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   device_memory_size: {chip.memory}  memory_bandwidth: {int(chip.bandwidth)}
 }}
@@ -69,20 +69,20 @@ device_description_str: "{chip.kind}"
 
 @dataclass(frozen=True)
 class Executable:
-    """What the client made, with the face of `jax.stages.Compiled` that reports read."""
+    """The client's executable, with the interface of `jax.stages.Compiled` that reports use."""
 
-    made: Any
-    input_shardings = ()  # not known; the text has them
+    loaded: Any
+    input_shardings = ()  # unknown here; the text has them
 
     def memory_analysis(self) -> Any:
-        return self.made.get_compiled_memory_stats()
+        return self.loaded.get_compiled_memory_stats()
 
     def as_text(self) -> str:
-        return "\n\n".join(module.to_string() for module in self.made.hlo_modules())
+        return "\n\n".join(module.to_string() for module in self.loaded.hlo_modules())
 
 
 def compile_lowered(lowered: Any, target: Target) -> Executable:
-    """Compile what was lowered on as many simulated devices with `lowering_platforms=("cuda",)`."""
+    """Compile a step lowered on simulated devices with `lowering_platforms=("cuda",)`."""
     try:
         from jax._src import compiler
         from jax._src.lib import xla_client
@@ -100,7 +100,7 @@ def compile_lowered(lowered: Any, target: Target) -> Executable:
             num_partitions=len(devices),
             device_assignment=np.array([[device.id for device in devices]]),
         )
-        # As JAX's own compile: the shardings that were given are kept, others are the compiler's.
+        # As in JAX's compile: given shardings are fixed, others are left to the compiler.
         given, build = lowered._lowering.compile_args, options.executable_build_options
         build.allow_spmd_sharding_propagation_to_parameters = _left_open(given["in_shardings"])
         build.allow_spmd_sharding_propagation_to_output = _left_open(given["out_shardings"])
@@ -108,8 +108,8 @@ def compile_lowered(lowered: Any, target: Target) -> Executable:
         where = xla_client.DeviceList(tuple(devices))
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         raise JaxspeedError(
-            f"jax {jax.__version__} compiles for absent GPUs in a way that jaxspeed does not know "
-            f"({type(error).__name__}: {error}); 0.10.2 to 0.12 are known to work"
+            f"compiling for absent GPUs is not supported with jax {jax.__version__} "
+            f"({type(error).__name__}: {error}); it works with 0.10.2 to 0.12"
         ) from error
     return Executable(client.compile(module, where, options))
 

@@ -1,4 +1,4 @@
-"""What the process that compiles is asked, and what it answers."""
+"""`Request` to the compiling process, and its `Outcome`: report, out-of-memory refusal or error."""
 
 import re
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.placement.show import bytes_text
 
-PRINTED = "printed"  # the folder of programs, beside the answer
-KEPT = "kept"  # the executable, there too
+PRINTED = "printed"  # XLA's dump folder, in the answer's folder
+EXECUTABLE = "executable"  # the executable's file there
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
-# As libtpu says it, now and before.
+# Messages of current and earlier libtpu versions.
 _NEEDED = (
     re.compile(rf"memory required for [\w ]+ \({_AMOUNT}\)"),
     re.compile(rf"Used {_AMOUNT} of"),
@@ -23,38 +23,38 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile (pickled, because it is read after the process has its devices), for what."""
+    """A job to compile for a target; pickled, since it is loaded after JAX is initialized."""
 
     job: bytes
     target: Target
-    answer: str
-    keep: bool = False  # the executable, in a file beside the answer
+    answer: str  # path of the file for the outcome
+    keep: bool = False  # write the executable to a file in the answer's folder
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A compiler found no room for the program."""
+    """A compiler's out-of-memory error."""
 
-    needed: int | None  # bytes that it says it needs of the device
+    needed: int | None  # bytes needed per device, if reported
     said: str
 
     def __str__(self) -> str:
-        needs = f" needs {bytes_text(self.needed)} of a device" if self.needed else ""
-        return f"the compiler says that the step{needs or ' does not fit'}: {self.said}"
+        needs = f" needs {bytes_text(self.needed)} per device" if self.needed else ""
+        return f"according to the compiler the step{needs or ' does not fit'}: {self.said}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one compile: its report, or that it does not fit."""
+    """The outcome of one compile: its report, or that it does not fit."""
 
     report: CompiledReport | None
     refused: Refusal | None
-    seconds: float  # from the start of the process's own work to its end
-    kept: str | None = None  # the file that has its executable
+    seconds: float  # of building, lowering and compiling
+    kept: str | None = None  # the file of its executable
 
     @property
     def device_bytes(self) -> int | None:
-        """What a step holds of a device at its peak."""
+        """Peak bytes of a step per device."""
         found = self.report
         if found is None:
             return self.refused.needed if self.refused else None
@@ -62,11 +62,11 @@ class Outcome:
 
     @property
     def host_bytes(self) -> int:
-        """What a step holds of its host's memory for a device."""
+        """Bytes of a step in host memory, per device."""
         return self.report.host_bytes if self.report else 0
 
     def fits(self, target: Target) -> bool:
-        """Whether a device of the target, and its part of a host, hold the step."""
+        """Whether the step fits a device of the target and its share of host memory."""
         return self.fits_device(target) and self.host_bytes <= target.chip.host_memory
 
     def fits_device(self, target: Target) -> bool:
@@ -74,7 +74,7 @@ class Outcome:
         return self.refused is None and needed is not None and needed <= target.chip.memory
 
     def figures(self, target: Target) -> dict[str, Any]:
-        """As plain numbers and words, bytes in bytes."""
+        """The outcome as JSON values."""
         return {
             "fits": self.fits(target),
             "device_bytes": self.device_bytes,
@@ -87,13 +87,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """A mistake that the process found; it is raised where it was asked."""
+    """An error in the compiling process, raised again in the parent."""
 
     error: JaxspeedError
 
 
 def out_of_memory(said: str) -> Refusal | None:
-    """What a compiler's error says, if it is that memory is exhausted."""
+    """The Refusal of a compiler's error text, if it reports exhausted memory."""
     if "RESOURCE_EXHAUSTED" not in said and "out of memory" not in said.lower():
         return None
     for form in _NEEDED:

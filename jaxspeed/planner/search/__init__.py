@@ -1,11 +1,11 @@
-"""Which config is fastest on a target: a search over choices, and advice where one does not fit.
+"""Search for the fastest config on a target, and advice for a config that does not fit.
 
-The folder knows neither configs' files nor how an estimate is made: it is given both, so that its
-walk can be held against an exhaustive one.
+The folder depends on neither config files nor the estimator: both are passed in, so that the search
+can be compared with an exhaustive one.
 """
 
-from jaxspeed.planner.search.analytic_cost import Sketch, lacking
-from jaxspeed.planner.search.candidate import Choice, applied, choice_of, words_of
+from jaxspeed.planner.search.analytic_cost import CostModel, memory_excess
+from jaxspeed.planner.search.candidate import Choice, choice_of, keys_of, with_keys
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.model_sizes import sizes_of
 from jaxspeed.planner.search.space import FAST, Space
@@ -14,14 +14,14 @@ from jaxspeed.planner.search.walk import Limits, SearchLoop
 __all__ = [
     "FAST",
     "Choice",
+    "CostModel",
     "Estimate",
     "Limits",
     "SearchLoop",
-    "Sketch",
     "Space",
-    "applied",
     "choice_of",
-    "lacking",
+    "keys_of",
+    "memory_excess",
     "sizes_of",
-    "words_of",
+    "with_keys",
 ]

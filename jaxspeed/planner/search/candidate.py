@@ -1,4 +1,4 @@
-"""What a search may change of a config, as one value, and the words of the config that say it."""
+"""`Choice`: the searched settings of a config as one value, and the config keys that set it."""
 
 import copy
 import json
@@ -14,20 +14,20 @@ MESH = ("pipe", "replica", "data", "tensor")
 MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MISSING = object()
 
-# The key of each field, and the other words for it with what makes each say nothing.
+# The key of each field, and the other keys that set it, with the value that makes each a no-op.
 _KEYS = {
     "sequence": "parallel.sequence_parallel_activations",
     "stage": "zero_optimization.stage",
     "schedule": "parallel.pipeline_schedule",
     "chunks": "parallel.pipeline_chunks",
-    "stage_keeps": "parallel.pipeline_recompute",
+    "stage_saves": "parallel.pipeline_recompute",
     "gather": "parallel.pipeline_gather",
     "recompute": "parallel.remat",
-    "activations_wait": "activation_checkpointing.cpu_checkpointing",
-    "optimizer_waits": "zero_optimization.offload_optimizer.device",
-    "parameters_wait": "zero_optimization.offload_param.device",
+    "offload_activations": "activation_checkpointing.cpu_checkpointing",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_parameters": "zero_optimization.offload_param.device",
 }
-_OTHERS: Mapping[str, Mapping[str, Any]] = {
+_OTHER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "mesh": {
         "pipeline.stages": "auto",
         "tensor_parallel.autotp_size": 0,
@@ -36,30 +36,31 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "sequence": {"parallel.tensor_overlap": "auto", "tensor_parallel.tp_overlap_comm": False},
     "stage": {"parallel.gradient_reduction": "auto"},
-    "stage_keeps": {"pipeline.activation_checkpoint_interval": 0},
+    "stage_saves": {"pipeline.activation_checkpoint_interval": 0},
     "recompute": {
         "activation_checkpointing.number_checkpoints": None,
         "activation_checkpointing.partition_activations": False,
     },
-    "optimizer_waits": {"zero_optimization.cpu_offload": None},
-    "parameters_wait": {"zero_optimization.cpu_offload_param": None},
+    "offload_optimizer": {"zero_optimization.cpu_offload": None},
+    "offload_parameters": {"zero_optimization.cpu_offload_param": None},
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train a model on a target, of all that a search looks at.
+    """One point of the search space: all settings that a search changes.
 
     Attributes:
       pipe, replica, data, tensor: the mesh.
-      sequence: whether activations between the products that tensor cuts are cut along it too.
+      sequence: Megatron's sequence parallelism: activations between tensor-parallel matmuls are
+        sharded over `tensor` too.
       stage: of ZeRO.
       schedule, chunks: of the pipeline.
-      stage_keeps: what a stage keeps between its passes, as `parallel.pipeline_recompute`.
+      stage_saves: `parallel.pipeline_recompute`, what a stage saves between its passes.
       gather: when a pipeline gathers under stage 3.
       recompute: `parallel.remat`, as JSON.
-      activations_wait, optimizer_waits, parameters_wait: in host memory.
-      micro: samples of a data rank and micro-batch.
+      offload_activations, offload_optimizer, offload_parameters: whether offloaded to host memory.
+      micro: samples per data rank and micro-batch.
     """
 
     pipe: int
@@ -70,12 +71,12 @@ class Choice:
     stage: int
     schedule: str
     chunks: int
-    stage_keeps: str
+    stage_saves: str
     gather: str
     recompute: str
-    activations_wait: bool
-    optimizer_waits: bool
-    parameters_wait: bool
+    offload_activations: bool
+    offload_optimizer: bool
+    offload_parameters: bool
     micro: int
 
     @property
@@ -83,114 +84,112 @@ class Choice:
         return self.pipe, self.replica, self.data, self.tensor
 
     def on(self, mesh: tuple[int, int, int, int]) -> "Choice":
-        """The same on another mesh."""
+        """The same choice on another mesh."""
         pipe, replica, data, tensor = mesh
         return replace(self, pipe=pipe, replica=replica, data=data, tensor=tensor)
 
     @property
     def ranks(self) -> int:
-        """Over how many parts the batch is cut."""
+        """The number of shards of the batch."""
         return self.replica * self.data
 
     def accumulation(self, samples: int) -> int:
-        """The micro-batches of a step of so many samples."""
+        """The micro-batches of a step of `samples`."""
         return samples // (self.ranks * self.micro)
 
     def name(self, samples: int) -> str:
         """`pipe 4, data 16, tensor 8; stage 1; interleaved x2; full; micro 2 x 16`."""
         axes = [f"{axis} {size}" for axis, size in zip(MESH, self.mesh) if size > 1]
-        told = [", ".join(axes) or "one device", f"stage {self.stage}"]
+        parts = [", ".join(axes) or "one device", f"stage {self.stage}"]
         if self.pipe > 1:
             chunks = f" x{self.chunks}" if self.schedule == "interleaved" else ""
-            told.append(f"{self.schedule}{chunks}, {self.stage_keeps}")
+            parts.append(f"{self.schedule}{chunks}, {self.stage_saves}")
             if self.gather == "step" and self.stage == 3:
-                told.append("gathered once")
+                parts.append("gathered once")
         if self.recompute != NONE:
-            told.append(recompute_text(self.recompute))
-        waiting = {
-            "activations": self.activations_wait,
-            "optimizer": self.optimizer_waits,
-            "parameters": self.parameters_wait,
+            parts.append(recompute_text(self.recompute))
+        offloaded = {
+            "activations": self.offload_activations,
+            "optimizer": self.offload_optimizer,
+            "parameters": self.offload_parameters,
         }
-        if any(waiting.values()):
-            told.append(f"{' and '.join(n for n, on in waiting.items() if on)} on host")
+        if any(offloaded.values()):
+            parts.append(f"{' and '.join(n for n, on in offloaded.items() if on)} offloaded")
         if self.tensor > 1 and not self.sequence:
-            told.append("whole sequences")
-        told.append(f"micro {self.micro} x {self.accumulation(samples)}")
-        return "; ".join(told)
+            parts.append("no sequence parallelism")
+        parts.append(f"micro {self.micro} x {self.accumulation(samples)}")
+        return "; ".join(parts)
 
 
-def as_word(remat: Any) -> str:
-    """A value of `parallel.remat` as one that can be compared and hashed."""
+def remat_json(remat: Any) -> str:
+    """A value of `parallel.remat` as a hashable one."""
     return json.dumps(remat, sort_keys=True)
 
 
-NONE, FULL = as_word("none"), as_word("full")
+NONE, FULL = remat_json("none"), remat_json("full")
 
 
-def recompute_text(word: str) -> str:
-    remat = json.loads(word)
+def recompute_text(remat_json: str) -> str:
+    remat = json.loads(remat_json)
     if isinstance(remat, str):
         return f"recompute {remat}"
     if "every_n" in remat:
-        return f"recompute by {remat['every_n']}"
+        return f"recompute every {remat['every_n']}"
     return f"recompute to a budget of {remat['budget']}" if "budget" in remat else "recompute names"
 
 
 def choice_of(config: Config, devices: int) -> Choice:
-    """What a config says, on so many devices."""
+    """The settings of a config on `devices` devices."""
     sizes = resolve_sizes(config.mesh.model_dump(), devices)
-    parallel, zero, words = config.parallel, config.zero_optimization, config.recompute
-    asked = words and parallel.remat == "none"  # by activation_checkpointing alone
+    parallel, zero, recompute = config.parallel, config.zero_optimization, config.recompute
+    full = recompute and parallel.remat == "none"  # set by activation_checkpointing alone
     return Choice(
         **{axis: sizes[axis] for axis in MESH},
         sequence=parallel.sequence_parallel_activations,
         stage=zero.stage,
         schedule=parallel.pipeline_schedule,
         chunks=parallel.pipeline_chunks,
-        stage_keeps=config.pipeline_recompute,
+        stage_saves=config.pipeline_recompute,
         gather=parallel.pipeline_gather,
-        recompute=FULL if asked else as_word(parallel.remat),
-        activations_wait=words.on_host,
-        optimizer_waits=zero.offload_optimizer.device == "cpu",
-        parameters_wait=zero.offload_param.device == "cpu",
+        recompute=FULL if full else remat_json(parallel.remat),
+        offload_activations=recompute.on_host,
+        offload_optimizer=zero.offload_optimizer.device == "cpu",
+        offload_parameters=zero.offload_param.device == "cpu",
         micro=config.batch(sizes["replica"] * sizes["data"], sizes["pipe"]).micro,
     )
 
 
-def words_of(
-    given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
-) -> dict[str, Any]:
-    """The keys that make of a config another choice; None takes a key out.
+def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int) -> dict[str, Any]:
+    """The config keys to set for another choice; None removes a key.
 
     Args:
       given: the config as written.
-      base: what it says.
-      choice: what it is to say.
-      samples: of a step, which stays.
+      base: its settings.
+      choice: the wanted settings.
+      samples: per step, unchanged.
     """
-    return dict(_words(given, base, choice, samples))
+    return dict(_keys(given, base, choice, samples))
 
 
-def _words(
+def _keys(
     given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
 ) -> Iterator[tuple[str, Any]]:
     changed = {field for field in _KEYS if getattr(base, field) != getattr(choice, field)}
-    if "activations_wait" in changed:  # to wait in host memory says to keep little, if nothing else
+    if "offload_activations" in changed:  # cpu_checkpointing implies full remat unless remat is set
         changed.add("recompute")
     shards = "stage" in changed and _found(given, "zero_optimization.mics_shard_size")
     if choice.mesh != base.mesh or shards:  # a shard size is refused at stage 0
         changed.add("mesh")
-        # What another word said of an axis that stays goes with that word, so it is said here.
-        said = [key for key in _OTHERS["mesh"] if _found(given, key)]
+        # Another key that sets an axis is removed, so that unchanged axes have to be set too.
+        others = [key for key in _OTHER_KEYS["mesh"] if _found(given, key)]
         for axis, was, now in zip(MESH, base.mesh, choice.mesh):
-            if was != now or said:
+            if was != now or others:
                 yield f"mesh.{axis}", now
     for field, key in _KEYS.items():
         if field in changed:
             yield key, _value(field, getattr(choice, field))
     for field in changed:
-        for key, neutral in _OTHERS.get(field, {}).items():
+        for key, neutral in _OTHER_KEYS.get(field, {}).items():
             if _found(given, key) and not (field == "sequence" and choice.sequence):
                 yield key, neutral
     if choice.mesh != base.mesh or choice.micro != base.micro:
@@ -201,7 +200,7 @@ def _words(
 def _value(field: str, value: Any) -> Any:
     if field == "recompute":
         return json.loads(value)
-    if field in ("optimizer_waits", "parameters_wait"):
+    if field in ("offload_optimizer", "offload_parameters"):
         return "cpu" if value else "none"
     return value
 
@@ -210,12 +209,12 @@ def _found(given: Mapping[str, Any], key: str) -> bool:
     return read(given, key, _MISSING) is not _MISSING
 
 
-def applied(given: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as written, with keys set by their paths."""
-    made = copy.deepcopy(dict(given))
-    for path, value in words.items():
+def with_keys(given: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config as written, with keys set by their paths."""
+    result = copy.deepcopy(dict(given))
+    for path, value in keys.items():
         *sections, last = path.split(".")
-        node = made
+        node = result
         for section in sections:
             if not isinstance(node.get(section), dict):
                 node[section] = {}
@@ -224,4 +223,4 @@ def applied(given: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, Any
             node.pop(last, None)
         else:
             node[last] = value
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""What a search is told of a choice by an estimate, and why one loses to another."""
+"""`Estimate` of a candidate: memory, time and verdict; why one candidate loses to another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,24 +7,24 @@ from typing import Any
 from jaxspeed.placement.show import bytes_text, seconds_text
 from jaxspeed.planner.memory.components import Verdict
 
-# Of an estimate's parts.
+# Names of an estimate's parts.
 COMPUTE, MEMORY, PIPELINE = "compute", "memory", "pipeline"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one choice.
+    """The estimate of one choice.
 
     Attributes:
-      device, host: bytes that a device needs.
-      device_limit, host_limit: that it has.
-      fits: with head room, both.
-      seconds: of a step.
+      device, host: bytes needed per device.
+      device_limit, host_limit: bytes available per device.
+      fits: the verdict for both, with headroom.
+      seconds: per step.
       tokens_per_second, mfu: of all devices.
-      parts: seconds that add up to the step: compute, memory, pipeline, and each exchange that
-        compute does not hide, by what is exchanged.
+      parts: seconds that add up to the step: compute, memory, pipeline, and exposed communication
+        by what is communicated.
       refused: why there is no such program; then all else is zero.
-      unit: of what is counted a second: samples where they have no sequence.
+      unit: what is counted per second: "samples" if samples have no sequence.
     """
 
     device: int = 0
@@ -41,12 +41,12 @@ class Estimate:
 
     @property
     def over(self) -> float:
-        """By what factor it needs more than there is; below 1 where it has room."""
+        """Needed over available memory; below 1 if it fits."""
         return max(self.device / self.device_limit, self.host / self.host_limit)
 
 
 def why_lost(lost: Estimate, best: Estimate) -> str:
-    """In words."""
+    """Why `lost` is not the best, as text."""
     if lost.refused:
         return lost.refused
     if lost.fits == "does not fit":
@@ -54,7 +54,7 @@ def why_lost(lost: Estimate, best: Estimate) -> str:
             return f"needs {_of(lost.host, lost.host_limit)} of host memory"
         return f"needs {_of(lost.device, lost.device_limit)}"
     if lost.fits == "tight" and best.fits == "fits":
-        return f"too little head room: {_of(lost.device, lost.device_limit)}"
+        return f"too little headroom: {_of(lost.device, lost.device_limit)}"
     more = {
         name: seconds - best.parts.get(name, 0.0)
         for name, seconds in lost.parts.items()
@@ -65,13 +65,13 @@ def why_lost(lost: Estimate, best: Estimate) -> str:
         return "as fast within half a percent" if apart > 0 else "as fast"
     name = max(more, key=lambda name: more[name])
     if name == PIPELINE:
-        return f"waits {lost.parts[name] / lost.seconds:.0%} in the pipeline"
-    what = {COMPUTE: "computes", MEMORY: "waits for device memory"}.get(name, f"{name} take")
-    return f"{what} {seconds_text(more[name])} more"
+        return f"{lost.parts[name] / lost.seconds:.0%} pipeline bubble"
+    what = {COMPUTE: "compute takes", MEMORY: "device memory access takes"}
+    return f"{what.get(name, f'{name} take')} {seconds_text(more[name])} more"
 
 
 def _of(needs: int, has: int) -> str:
-    """93 GB of 80: with more digits where they would not tell two apart."""
+    """`93 GB of 80`, with more digits where the two would look equal."""
     unit = bytes_text(has).split()[-1]
     scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}[unit]
     digits = 0 if abs(needs - has) >= scale and has / scale >= 10 else 1
@@ -79,7 +79,7 @@ def _of(needs: int, has: int) -> str:
 
 
 def figures(estimate: Estimate) -> dict[str, Any]:
-    """As plain numbers and words, as a plan's JSON has them."""
+    """The estimate as JSON values of a plan."""
     return {
         "device_bytes": estimate.device,
         "host_bytes": estimate.host,

@@ -1,4 +1,4 @@
-"""What a sketch knows of a model: a few numbers, from one traced loss of one sample."""
+"""Sizes of a model that the analytic cost model needs, from the traced loss of one sample."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all, program_flops
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.rows import ROLES
-from jaxspeed.planner.search.candidate import NONE, as_word
+from jaxspeed.planner.search.candidate import NONE, remat_json
 from jaxspeed.remat.budget import Costs, Unit
 from jaxspeed.remat.resolve import ATTENTION
 from jaxspeed.remat.unit_jaxprs import members
@@ -20,25 +20,25 @@ from jaxspeed.train.program import Program
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Of all units, for one sample: bytes kept between their passes, and flops made again."""
+    """Bytes saved by all units for one sample, and FLOPs recomputed."""
 
     bytes: int
-    again: float
+    recomputed: float
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a model and one sample.
+    """Sizes of a model, for one sample.
 
     Attributes:
-      parameters: how many, and how many of them are in the units.
-      compute_bytes: of a parameter as layers read it.
-      state_bytes: of a parameter's master and moments.
-      grad_bytes: of its gradient.
-      units: that follow each other.
-      forward: flops of the loss.
-      handed: bytes that all units are handed.
-      kept: by the word for it; "none" is all that their derivatives read.
+      parameters, in_units: number of parameters, and of those inside of units.
+      compute_bytes: per parameter, as layers read it.
+      state_bytes: per parameter, of master and moments.
+      grad_bytes: per parameter, of the gradient.
+      units: number of consecutive units.
+      forward: FLOPs of the loss.
+      unit_inputs: bytes of the inputs of all units.
+      saved: by `parallel.remat` as JSON; "none" saves all residuals.
     """
 
     parameters: int
@@ -48,18 +48,18 @@ class ModelSizes:
     grad_bytes: float
     units: int
     forward: float
-    handed: int
-    kept: Mapping[str, SavedBytes]
+    unit_inputs: int
+    saved: Mapping[str, SavedBytes]
 
-    def kept_by(self, word: str) -> SavedBytes:
-        """What a word keeps; of one that is not known, its inputs alone, and all made again."""
-        return self.kept.get(word) or SavedBytes(self.handed, self.forward)
+    def saved_by(self, remat: str) -> SavedBytes:
+        """Bytes saved under a policy; of an unknown one, as if it saved only units' inputs."""
+        return self.saved.get(remat) or SavedBytes(self.unit_inputs, self.forward)
 
 
 def sizes_of(program: Program, sample: Any) -> ModelSizes:
-    """Of a program on one device, and a batch of one sample's shapes."""
-    made: ModelSizes = program.in_mesh(_sizes)(program, sample)
-    return made
+    """The sizes of a program on one device, with a batch of one sample."""
+    sizes: ModelSizes = program.in_mesh(_sizes)(program, sample)
+    return sizes
 
 
 def _sizes(program: Program, sample: Any) -> ModelSizes:
@@ -70,7 +70,7 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
     jaxpr = traced.closed.jaxpr
     found = tuple(members(jaxpr, traced.batch, traced.units))
     costs = Costs(tuple(map(Unit.of, found)))
-    stored = {role: whole for role, (whole, _) in table.bytes_by_role().items()}
+    stored = {role: total for role, (total, _) in table.bytes_by_role().items()}
     param, master, grad, opt = (stored.get(role, 0) for role in ROLES)
     parameters = sum(int(np.prod(row.leaf.shape)) for row in table)
     in_units = sum(each.times * _weights(each) for each in found)
@@ -83,46 +83,44 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
         sum(each.times for each in found),
         float(program_flops(jaxpr, of_all)),
         costs.input_bytes,
-        dict(_by_word(costs)),
+        dict(_by_policy(costs)),
     )
 
 
 def _weights(member: Any) -> int:
-    """Elements of what a unit reads that is no activation."""
+    """Elements of the arrays that a unit reads and that are no activations."""
     pairs = zip(member.program.invars, member.own, strict=True)
     real = (v.aval for v, own in pairs if not own and jnp.issubdtype(v.aval.dtype, jnp.floating))
     return sum(int(np.prod(aval.shape)) for aval in real if len(aval.shape) > 0)
 
 
-def _by_word(costs: Costs) -> Iterable[tuple[str, SavedBytes]]:
-    handed = costs.input_bytes
+def _by_policy(costs: Costs) -> Iterable[tuple[str, SavedBytes]]:
+    inputs = costs.input_bytes
     everything = sum(u.times * _bytes(u.residuals - u.inputs) for u in costs.units)
-    yield NONE, SavedBytes(handed + everything, 0.0)
-    yield as_word("full"), SavedBytes(handed, costs.again(frozenset()))
+    yield NONE, SavedBytes(inputs + everything, 0.0)
+    yield remat_json("full"), SavedBytes(inputs, costs.again(frozenset()))
     for n in (2, 4):
-        yield as_word({"every_n": n}), SavedBytes(handed // n, costs.again(frozenset()))
+        yield remat_json({"every_n": n}), SavedBytes(inputs // n, costs.again(frozenset()))
     if ATTENTION in costs.names:
-        kept = handed + costs.bytes[ATTENTION]
-        yield as_word("attention"), SavedBytes(kept, costs.again(frozenset([ATTENTION])))
-    products = [(u, set(_products(u.jaxpr))) for u in costs.units]
-    size = sum(u.times * _bytes(made) for u, made in products)
-    # What is not a product of weights is attention, and operations of one element each.
-    yield (
-        as_word("dots"),
-        SavedBytes(handed + size, sum(u.times * _others(u, made) for u, made in products)),
-    )
+        saved = inputs + costs.bytes[ATTENTION]
+        yield remat_json("attention"), SavedBytes(saved, costs.again(frozenset([ATTENTION])))
+    matmuls = [(u, set(_matmul_results(u.jaxpr))) for u in costs.units]
+    size = sum(u.times * _bytes(results) for u, results in matmuls)
+    # Recomputed are attention and elementwise operations.
+    recomputed = sum(u.times * _other_flops(u, results) for u, results in matmuls)
+    yield remat_json("dots"), SavedBytes(inputs + size, recomputed)
 
 
-def _products(jaxpr: Any) -> Iterable[Any]:
-    """Results of products without batch dims, which `dots` keeps."""
+def _matmul_results(jaxpr: Any) -> Iterable[Any]:
+    """Results of matmuls without batch dims, which `dots` saves."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]:
             yield from eqn.outvars
 
 
-def _others(unit: Unit, made: set[Any]) -> float:
-    """Flops of what gives none of these."""
-    others = (eqn for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & made)
+def _other_flops(unit: Unit, results: set[Any]) -> float:
+    """FLOPs of the equations that compute none of `results`."""
+    others = (eqn for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & results)
     return float(sum(equation_flops(eqn, of_all) for eqn in others))
 
 

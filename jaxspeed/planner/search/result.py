@@ -1,4 +1,4 @@
-"""What a search found: a table for people, plain figures for programs, a config for the run."""
+"""`SearchResult`: candidates as a table, as JSON values, and the best as a config file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.show import as_text, bytes_text, seconds_text
 from jaxspeed.planner.compile.outcome import Outcome
-from jaxspeed.planner.search.candidate import Choice, applied
+from jaxspeed.planner.search.candidate import Choice, with_keys
 from jaxspeed.planner.search.candidate_estimate import Estimate, figures, why_lost
 
 SHOWN = 12  # rows of the table
@@ -22,30 +22,30 @@ SHOWN = 12  # rows of the table
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice that was estimated.
+    """One estimated choice.
 
     Attributes:
-      choice: itself.
-      name: for people.
-      words: the keys that make it of the config; None takes one out.
-      estimate: what it would take.
+      choice: its settings.
+      name: as shown.
+      keys: the config keys to set; None removes one.
+      estimate: its memory and time.
       lost: why it is not the best.
-      outcome: of compiling it, where it was; with the target that says whether it fits.
+      outcome: of its compile, if it was compiled.
     """
 
     choice: Choice
     name: str
-    words: Mapping[str, Any]
+    keys: Mapping[str, Any]
     estimate: Estimate
     lost: str | None
     outcome: Outcome | None = None
 
     def figures(self, target: Target) -> dict[str, Any]:
-        """As plain numbers and words."""
+        """The candidate as JSON values."""
         outcome = self.outcome
         return {
             "name": self.name,
-            "set": dict(self.words),
+            "set": dict(self.keys),
             **figures(self.estimate),
             "lost": self.lost,
             "compiled": outcome
@@ -59,16 +59,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All that a search estimated, by time a token.
+    """The estimated candidates of a search, ordered by time.
 
     Attributes:
-      samples: of a step, the same for all.
-      unit: of what is counted a second, tokens or samples.
-      considered: choices that formulas looked at.
-      tried: choices that were estimated.
-      seconds: that it took.
-      candidates: those that there can be, by time; then those that there cannot.
-      best: which of them.
+      samples: per step, the same for all.
+      unit: what is counted per second, tokens or samples.
+      considered: number of choices with an analytic cost.
+      tried: number of estimated choices.
+      seconds: duration of the search.
+      candidates: valid ones by time, then refused ones.
+      best: index of the best.
     """
 
     target: Target
@@ -86,14 +86,12 @@ class SearchResult:
 
     @property
     def proved(self) -> bool | None:
-        """Whether a compiler said that the best fits; None where it was not asked."""
-        asked = [each for each in self.candidates if each.outcome]
-        return (
-            any(each.outcome.fits(self.target) for each in asked if each.outcome) if asked else None
-        )
+        """Whether a compiled candidate fits; None if none was compiled."""
+        outcomes = [each.outcome for each in self.candidates if each.outcome]
+        return any(outcome.fits(self.target) for outcome in outcomes) if outcomes else None
 
     def figures(self) -> dict[str, Any]:
-        """As plain numbers and words."""
+        """The result as JSON values."""
         return {
             "global_batch": self.samples,
             "considered": self.considered,
@@ -107,14 +105,14 @@ class SearchResult:
         table = Table(title="search", title_justify="left", box=None, pad_edge=False)
         table.add_column("")
         table.add_column("candidate", overflow="fold", ratio=3)
-        table.add_column("a step", justify="right", no_wrap=True)
+        table.add_column("step", justify="right", no_wrap=True)
         table.add_column("mfu", justify="right", no_wrap=True)
         table.add_column("device", justify="right", no_wrap=True)
-        table.add_column("why not", overflow="fold", ratio=2)
+        table.add_column("reason", overflow="fold", ratio=2)
         for number, each in self._shown():
             found = each.estimate
             table.add_row(
-                f"{number + 1}{'' if each.words else '*'}",
+                f"{number + 1}{'' if each.keys else '*'}",
                 each.name,
                 seconds_text(found.seconds) if found.seconds else "",
                 f"{found.mfu:.0%}" if found.seconds else "",
@@ -122,27 +120,28 @@ class SearchResult:
                 each.lost or "best",
                 style="bold" if number == self.best else "",
             )
-        return Group(table, Text("\n".join(self._told())))
+        return Group(table, Text("\n".join(self._summary())))
 
     def _shown(self) -> list[tuple[int, Candidate]]:
-        """The best, the config as it is, and of the rest one a reason and mesh first."""
+        """The best, the unchanged config, and of the rest first one per mesh and stage."""
         rows = list(enumerate(self.candidates))
-        first = [row for row in rows if row[0] == self.best or not row[1].words]
+        first = [row for row in rows if row[0] == self.best or not row[1].keys]
         seen: set[Any] = set()
         others: list[tuple[int, Candidate]] = []
-        again: list[tuple[int, Candidate]] = []
+        repeated: list[tuple[int, Candidate]] = []
         for row in rows:
             if row in first:
                 continue
             kind = row[1].choice.mesh, row[1].choice.stage
-            (again if kind in seen else others).append(row)
+            (repeated if kind in seen else others).append(row)
             seen.add(kind)
-        return sorted([*first, *[*others, *again][: SHOWN - len(first)]], key=lambda row: row[0])
+        rest = [*others, *repeated][: SHOWN - len(first)]
+        return sorted([*first, *rest], key=lambda row: row[0])
 
-    def _told(self) -> list[str]:
+    def _summary(self) -> list[str]:
         lines = [
             f"{self.tried} of {self.considered} candidates estimated in {self.seconds:.0f} s, each "
-            f"with the {self.samples} samples of a step that the config gives (* is the config)"
+            f"with the config's {self.samples} samples per step (* is the unchanged config)"
         ]
         best = self.winner
         if best is None:
@@ -150,24 +149,24 @@ class SearchResult:
         rate = f"{best.estimate.tokens_per_second:,.0f} {self.unit}/s"
         lines.append(f"best: {best.name}")
         lines.append(f"  {rate}, mfu {best.estimate.mfu:.0%}; {self._proof(best)}")
-        lines += [f"  {key}: {json.dumps(value)}" for key, value in best.words.items()]
-        if not best.words:
-            lines.append("  the config as it is")
+        lines += [f"  {key}: {json.dumps(value)}" for key, value in best.keys.items()]
+        if not best.keys:
+            lines.append("  the unchanged config")
         return lines
 
     def _proof(self, best: Candidate) -> str:
         outcome = best.outcome
         if outcome is None:
-            return "an estimate; --compile proves it"
+            return "an estimate; --compile verifies it"
         needs = bytes_text(outcome.device_bytes or 0)
         fits = "fits" if outcome.fits(self.target) else "does not fit"
-        return f"compiled: {needs} a device, {fits}"
+        return f"compiled: {needs} per device, {fits}"
 
     def __str__(self) -> str:
         return as_text(self, 80)
 
 
-def found_of(
+def make_result(
     target: Target,
     samples: int,
     unit: str,
@@ -176,40 +175,40 @@ def found_of(
     estimated: Mapping[Choice, tuple[Estimate, Mapping[str, Any]]],
     best: Choice | None,
 ) -> SearchResult:
-    """Ordered, each with why it lost to the best."""
+    """The result: candidates in order, each with the reason why it lost to the best."""
     able = [c for c, (found, _) in estimated.items() if not found.refused]
 
     def order(choice: Choice) -> tuple[Any, ...]:
-        found, words = estimated[choice]
-        return bool(found.refused), found.seconds, len(words), choice != best
+        found, keys = estimated[choice]
+        return bool(found.refused), found.seconds, len(keys), choice != best
 
     rows = sorted(estimated, key=order)
     top = estimated[best][0] if best else None
     candidates = []
     for choice in rows:
-        found, words = estimated[choice]
+        found, keys = estimated[choice]
         if choice == best:
             lost = None
         elif top:
             lost = why_lost(found, top)
         else:
             lost = why_lost(found, found)
-        candidates.append(Candidate(choice, choice.name(samples), words, found, lost))
+        candidates.append(Candidate(choice, choice.name(samples), keys, found, lost))
     where = rows.index(best) if best else None
     tried = len(able)
     return SearchResult(target, samples, unit, considered, tried, seconds, tuple(candidates), where)
 
 
 def with_outcomes(found: SearchResult, outcomes: Sequence[tuple[int, Outcome]]) -> SearchResult:
-    """With what the compiler said of some; the best is then the first that it said fits."""
+    """The result with compile outcomes; the best is then the first that fits when compiled."""
     candidates = list(found.candidates)
     best = found.best
-    said = dict(outcomes)
-    for number, outcome in said.items():
+    compiled = dict(outcomes)
+    for number, outcome in compiled.items():
         candidates[number] = replace(candidates[number], outcome=outcome)
-    proved = [n for n, outcome in said.items() if outcome.fits(found.target)]
-    if said:
-        best = proved[0] if proved else None
+    fitting = [n for n, outcome in compiled.items() if outcome.fits(found.target)]
+    if compiled:
+        best = fitting[0] if fitting else None
     top = candidates[best].estimate if best is not None else None
     for number, each in enumerate(candidates):
         lost = each.lost
@@ -230,45 +229,45 @@ def _refused(outcome: Outcome, target: Target) -> str:
     if outcome.host_bytes > target.chip.host_memory:
         host = bytes_text(target.chip.host_memory)
         return f"the compiler: needs {bytes_text(outcome.host_bytes)} of host memory, of {host}"
-    return "the compiler says that it does not fit"
+    return "the compiler: does not fit"
 
 
 def refuse_path(path: str | Path, searching: bool) -> None:
-    """ConfigError unless a config can be written there."""
+    """Raise ConfigError unless a config can be written to `path`."""
     where = Path(path)
     if not searching:
-        raise ConfigError("--write: what is written is what --search finds; give that too")
+        raise ConfigError("--write: it writes the result of --search; give --search too")
     if where.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"--write {path}: needs a name that ends in .yaml, .yml or .json")
     if where.is_dir() or not where.resolve().parent.is_dir():
-        raise ConfigError(f"--write {path}: needs a file in a folder that is there")
+        raise ConfigError(f"--write {path}: needs a file in an existing folder")
 
 
 def write_config(
     path: str | Path, given: Mapping[str, Any], found: SearchResult, config_name: str | None = None
 ) -> None:
-    """The best candidate as a config file: what the user wrote, with its changes."""
+    """Write the best candidate as a config file: the user's config with its changes."""
     import yaml
 
     best = found.winner
     assert best is not None
-    made = applied(given, best.words)
+    config = with_keys(given, best.keys)
     if Path(path).suffix == ".json":
-        text = json.dumps(made, indent=2) + "\n"
+        text = json.dumps(config, indent=2) + "\n"
     else:
         of = f" from {config_name}" if config_name else ""
         lines = [
             f"Chosen by jaxspeed plan --search for {found.target}{of}: of {found.considered} "
             f"candidates,",
-            f"{found.tried} of them estimated, the fastest with head room at {found.samples} "
-            "samples a step:",
+            f"{found.tried} of them estimated, the fastest with headroom at {found.samples} "
+            "samples per step:",
             f"{best.name}.",
-            f"Expected: {seconds_text(best.estimate.seconds)} a step, "
+            f"Expected: {seconds_text(best.estimate.seconds)} per step, "
             f"{best.estimate.tokens_per_second:,.0f} {found.unit}/s, mfu {best.estimate.mfu:.0%}, "
-            f"{bytes_text(best.estimate.device)} of a device.",
+            f"{bytes_text(best.estimate.device)} per device.",
         ]
-        if best.words:
-            lines.append("Changed: " + ", ".join(best.words) + ".")
+        if best.keys:
+            lines.append("Changed: " + ", ".join(best.keys) + ".")
         head = "".join(f"# {line}\n" for line in lines)
-        text = head + "\n" + yaml.safe_dump(made, sort_keys=False, width=100)
+        text = head + "\n" + yaml.safe_dump(config, sort_keys=False, width=100)
     Path(path).write_text(text, "utf-8")

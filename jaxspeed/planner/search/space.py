@@ -1,4 +1,4 @@
-"""All choices for a model on a target, and which are near each other."""
+"""`Space`: all choices for a model on a target, and their neighbourhoods."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -7,45 +7,45 @@ from typing import Any
 
 from jaxspeed.config.batch import Stages
 from jaxspeed.config.elastic import divisors
-from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, as_word
+from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, remat_json
 
-WORDS = tuple(map(as_word, ("none", "attention", "dots", "full")))
-EVERY = (2, 4)  # units that are made again together
-MOST_CHUNKS = 4  # of a stage: messages grow with them, and what is saved of the wait shrinks
+POLICIES = tuple(map(remat_json, ("none", "attention", "dots", "full")))
+EVERY = (2, 4)  # units that are recomputed together
+MAX_CHUNKS = 4  # per stage: messages grow with their number, and the gain in bubble shrinks
 _ALL = frozenset(field.name for field in fields(Choice))
 # Fields but the mesh, each after those that it depends on.
 _ORDER = (
     "stage",
     "recompute",
-    "activations_wait",
-    "optimizer_waits",
-    "parameters_wait",
+    "offload_activations",
+    "offload_optimizer",
+    "offload_parameters",
     "sequence",
     "schedule",
     "chunks",
-    "stage_keeps",
+    "stage_saves",
     "gather",
     "micro",
 )
-FAST = frozenset({"stage", "micro"})  # what DeepSpeed's autotuner changes in its fast mode
+FAST = frozenset({"stage", "micro"})  # changed by DeepSpeed's autotuner in its fast mode
 
 
 @dataclass(frozen=True)
 class Space:
-    """What of a config may be changed, on one target.
+    """The choices for a config on one target.
 
     Attributes:
-      base: the config as it is, which is always one of the choices.
-      devices: how many there are.
-      samples: of a step: every choice has as many.
-      layers: that stages share; 0 where the model has no blocks that repeat.
-      tensor: degrees that divide what the model has.
-      node: how many devices share the fast network: tensor stays inside.
+      base: the unchanged config, which is always one of the choices.
+      devices: number of devices.
+      samples: per step, the same for every choice.
+      layers: layers to divide over stages; 0 if the model has no repeated blocks.
+      tensor: degrees that divide the model's dims.
+      node: number of devices on the fast network: tensor stays inside.
       holds: whether the target can lay out (pipe, replica, data, tensor).
-      offload: whether anything may wait in host memory.
+      offload: whether offloading is allowed.
       micro: the smallest and the largest micro-batch.
-      changing: the fields that may differ from the base's; of the mesh any stands for all.
-      fixed: axes of the mesh that are not changed here (seq, expert) take so many devices.
+      changing: the fields that may differ from the base's; any mesh axis stands for all.
+      fixed: number of devices on mesh axes that are not searched (seq, expert).
     """
 
     base: Choice
@@ -70,7 +70,7 @@ class Space:
         found = dict.fromkeys([self.base.mesh])
         for tensor in tensors:
             for pipe in divisors(free // tensor) if free % tensor == 0 else ():
-                # Padding computes for nothing.
+                # Padding layers waste compute.
                 if pipe > 1 and (not self.layers or self.layers % pipe):
                     continue
                 ranks = free // tensor // pipe
@@ -81,41 +81,41 @@ class Space:
         return tuple(found)
 
     def _copies(self, ranks: int, tensor: int) -> Iterable[int]:
-        """How many copies of the state: one, as the config has, or one a node."""
+        """Candidate sizes of `replica`: 1, the config's, or one replica per node."""
         inside = max(1, self.node // tensor)
         of_node = ranks // inside if ranks % inside == 0 and inside > 1 else 1
         return dict.fromkeys(n for n in (1, self.base.replica, of_node) if ranks % n == 0)
 
     def is_in(self, choice: Choice) -> bool:
-        """Whether it is one of the choices."""
+        """Whether `choice` is in the space."""
         if choice == self.base:
             return True
         if choice != self.normal(choice) or choice.mesh not in self.meshes:
             return False
-        still = _ALL - self.changing - set(MESH)  # meshes knows of those
-        if any(getattr(choice, field) != getattr(self.base, field) for field in still):
+        constant = _ALL - self.changing - set(MESH)  # `meshes` covers those
+        if any(getattr(choice, field) != getattr(self.base, field) for field in constant):
             return False
         return all(getattr(choice, name) in self._of(name, choice) for name in _ORDER)
 
     def normal(self, choice: Choice) -> Choice:
-        """With what says nothing here as the config has it."""
+        """The choice with the base's values in fields that have no effect."""
         idle: list[str] = []
         if choice.pipe == 1:
-            idle += ["schedule", "chunks", "stage_keeps", "gather"]
+            idle += ["schedule", "chunks", "stage_saves", "gather"]
         elif choice.schedule != "interleaved":
-            choice = replace(choice, chunks=2)  # the schema's default: it has none
+            choice = replace(choice, chunks=2)  # the schema's default, without effect
         if choice.stage != 3:
             idle.append("gather")
         if choice.tensor == 1:
             idle.append("sequence")
         if choice.recompute == NONE or "budget" in choice.recompute:
-            choice = replace(choice, activations_wait=False)
-        if choice.stage_keeps == "layers" and choice.recompute not in (NONE, FULL):
-            choice = replace(choice, stage_keeps="stage")
+            choice = replace(choice, offload_activations=False)
+        if choice.stage_saves == "layers" and choice.recompute not in (NONE, FULL):
+            choice = replace(choice, stage_saves="stage")
         return replace(choice, **{field: getattr(self.base, field) for field in idle})
 
     def _of(self, name: str, at: Choice) -> tuple[Any, ...]:
-        """What a field may be, with the others as they are there."""
+        """Allowed values of a field, given the other fields."""
         own = getattr(self.base, name)
         if name not in self.changing:
             return (own,)
@@ -130,18 +130,18 @@ class Space:
         base, no, both = self.base, (False,), (False, True)
         if name == "stage":
             if at.data == 1:
-                return (0, 3)  # of which 3 keeps masters alone
-            # At stage 0 ranks are all alike, copies or not.
+                return (0, 3)  # stage 3 stores only masters
+            # At stage 0 replica and data ranks are the same.
             return (0, 1, 2, 3) if at.replica in (1, base.replica) else (1, 2, 3)
         if name == "recompute":
-            return tuple(dict.fromkeys((*WORDS, *self._every(at), base.recompute)))
-        if name == "activations_wait":
+            return tuple(dict.fromkeys((*POLICIES, *self._every(at), base.recompute)))
+        if name == "offload_activations":
             return both if self.offload and at.recompute != NONE else no
-        if name == "optimizer_waits":
+        if name == "offload_optimizer":
             return both if self.offload else no
-        if name == "parameters_wait":
-            # They are updated where they wait: moments wait with them.
-            return both if self.offload and at.optimizer_waits else no
+        if name == "offload_parameters":
+            # Offloaded parameters are updated in host memory, with offloaded moments.
+            return both if self.offload and at.offload_optimizer else no
         if name == "sequence":
             return both if at.tensor > 1 else (base.sequence,)
         if name == "micro":
@@ -154,35 +154,36 @@ class Space:
             return tuple(dict.fromkeys(("1f1b", "interleaved", base.schedule)))
         if name == "chunks":
             return self._chunks(at)
-        return tuple(dict.fromkeys(("stage", "save", base.stage_keeps)))
+        return tuple(dict.fromkeys(("stage", "save", base.stage_saves)))
 
     def _every(self, at: Choice) -> list[str]:
         layers = self.layers // at.pipe
-        return [as_word({"every_n": n}) for n in EVERY if layers and layers % n == 0]
+        return [remat_json({"every_n": n}) for n in EVERY if layers and layers % n == 0]
 
     def _chunks(self, at: Choice) -> tuple[int, ...]:
         if at.schedule != "interleaved":
             return (2,)
         each = self.layers // at.pipe
-        return tuple(n for n in range(2, MOST_CHUNKS + 1) if each % n == 0)
+        return tuple(n for n in range(2, MAX_CHUNKS + 1) if each % n == 0)
 
     def _micros(self, at: Choice) -> tuple[int, ...]:
-        """Sizes of a micro-batch that share out the samples, and that the stages take."""
-        a_rank, rest = divmod(self.samples, at.ranks)
+        """Micro-batch sizes that divide the samples of a rank and suit the pipeline."""
+        per_rank, rest = divmod(self.samples, at.ranks)
         if rest:
             return ()
         stages = Stages(at.pipe, at.schedule == "interleaved")
         low, high = self.micro
-        return tuple(n for n in divisors(a_rank) if low <= n <= high and stages.take(a_rank // n))
+        sizes = (n for n in divisors(per_rank) if low <= n <= high)
+        return tuple(n for n in sizes if stages.take(per_rank // n))
 
     def all(self) -> Iterator[Choice]:
-        """Every choice, once; the config's own first."""
+        """Every choice, once; the base first."""
         yield self.base
         for mesh in self.meshes:
             yield from (choice for choice in self._on(mesh, {}) if choice != self.base)
 
     def coarse(self) -> Iterator[Choice]:
-        """Those to begin with: of what a step away can be tried, one or two values each."""
+        """Choices to start from: one value of `gather` and at most two of `sequence`."""
         some = {
             "gather": (self.base.gather,),
             "sequence": (True, self.base.sequence),
@@ -194,11 +195,11 @@ class Space:
     def _on(
         self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
     ) -> Iterator[Choice]:
-        """Field by field, each with the values that those before it leave, and of `some`."""
-        made = [self.base.on(mesh)]
+        """All choices on a mesh, field by field, with the values of `some` where given."""
+        choices = [self.base.on(mesh)]
         for name in _ORDER:
             grown = []
-            for at in made:
+            for at in choices:
                 values = self._of(name, at)
                 if name in some:
                     values = tuple(v for v in values if v in some[name]) or values[:1]
@@ -206,14 +207,14 @@ class Space:
                     at if value == getattr(at, name) else replace(at, **{name: value})
                     for value in values
                 ]
-            made = grown
-        yield from dict.fromkeys(at for at in made if at == self.normal(at))
+            choices = grown
+        yield from dict.fromkeys(at for at in choices if at == self.normal(at))
 
     def near(self, choice: Choice) -> list[Choice]:
-        """Choices that are one change away, or one of two that belong together.
+        """Choices that are one change away, or two changes of a related pair of fields.
 
-        Recompute and the micro-batch do: what one frees, the other fills. So do the mesh and the
-        micro-batch, the mesh and the stage, and what a stage keeps and the recompute in it.
+        Recompute and the micro-batch are related: one frees memory that the other uses. So are the
+        mesh and the micro-batch, the mesh and the stage, and `stage_saves` and recompute.
         """
         found: dict[Choice, None] = {}
         for once in self._single(choice):
@@ -226,7 +227,7 @@ class Space:
         return [each for each in found if self.is_in(each)]
 
     def single(self, choice: Choice) -> list[Choice]:
-        """Those that are one change away."""
+        """Choices that are one change away."""
         found = dict.fromkeys(self._single(choice))
         found.pop(choice, None)
         return [each for each in found if self.is_in(each)]
@@ -243,13 +244,13 @@ class Space:
                         yield self._with_batch(replace(choice, **{name: value}))
 
     def _with_batch(self, choice: Choice) -> Choice:
-        """With what the change takes along: chunks, what waits, and a micro-batch that divides."""
+        """The choice with dependent fields adjusted: chunks, offload and the micro-batch."""
         choice = self.normal(choice)
         chunks = self._chunks(choice) if choice.pipe > 1 else (choice.chunks,)
         if choice.chunks not in chunks and chunks:
             choice = replace(choice, chunks=chunks[0])
-        if choice.parameters_wait and not choice.optimizer_waits:
-            choice = replace(choice, parameters_wait=False)
+        if choice.offload_parameters and not choice.offload_optimizer:
+            choice = replace(choice, offload_parameters=False)
         micros = self._micros(choice)
         if choice.micro not in micros and micros:
             below = [n for n in micros if n <= choice.micro]
@@ -262,8 +263,8 @@ _PAIRS = (
     ("mesh", "micro"),
     ("mesh", "stage"),
     ("mesh", "recompute"),
-    ("stage_keeps", "recompute"),
-    ("stage_keeps", "micro"),
+    ("stage_saves", "recompute"),
+    ("stage_saves", "micro"),
     ("stage", "recompute"),
     ("stage", "micro"),
     ("schedule", "micro"),

@@ -1,9 +1,9 @@
-"""The search itself: what is estimated, in which order, and when nothing better is to be had.
+"""`SearchLoop`: local search over choices, ordered by analytic costs and decided by estimates.
 
-Formulas order all choices; of each mesh the most promising is estimated. From the best it goes on
-by single changes for as long as they help, then anywhere that formulas still think better. They are
-wrong by much the same factor for two choices that are alike, so they are corrected by what is known
-of the most alike.
+Analytic costs order all choices; the most promising one of each mesh is estimated. From the best,
+the search climbs by single changes, then jumps to any choice that is better by corrected analytic
+cost. Analytic costs of similar choices are wrong by similar factors, so they are corrected by the
+estimates of the most similar choices.
 """
 
 import heapq
@@ -13,33 +13,33 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from statistics import median
 
-from jaxspeed.planner.search.analytic_cost import Sketched
+from jaxspeed.planner.search.analytic_cost import AnalyticCost
 from jaxspeed.planner.search.candidate import Choice
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.space import Space
 
-SEEDS = 16  # meshes that are looked at
-FEW_SEEDS = 6  # ... at least
-FAR = 1.5  # meshes that are slower by formula by more than that are left out of them
-OF_A_MESH = 2  # estimates of each, where the first does not fit
-QUIET = 24  # estimates in a row without anything better are enough
-AT_ONCE = 6  # by one order of all choices
-HOPELESS = 1.5  # formulas are trusted to tell what is larger by that
-NEARLY = 1.25  # formulas are trusted to tell what is slower by more than that
-ROOM = 1.1  # head room by formula, corrected, of what is worth an estimate
-BETTER = 0.998  # what is faster by less is no reason to go on
+SEEDS = 16  # most meshes that are estimated first
+MIN_SEEDS = 6
+SEED_SLOWDOWN = 1.5  # meshes slower than the fastest by more, by formula, are no seeds
+RETRIES = 2  # estimates per mesh if the first does not fit
+MAX_STALL = 24  # estimates in a row without an improvement end the search
+JUMPS = 6  # estimates between two orderings of all choices
+EXCLUDED = 1.5  # memory excess by formula from which a choice is excluded
+NEIGHBOUR_SLOWDOWN = 1.25  # neighbours slower by more, by formula, are not estimated
+HEADROOM = 1.1  # by corrected formula, of choices that are estimated
+IMPROVEMENT = 0.998  # a step has to be faster by more to count as an improvement
 
 Submit = Callable[[Choice], "Future[Estimate]"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop.
+    """Limits of a search.
 
     Attributes:
-      seconds: of wall time, from `begun`.
-      trials: estimates.
-      workers: estimates at one time.
+      seconds: wall time.
+      trials: number of estimates.
+      workers: concurrent estimates.
     """
 
     seconds: float = 240.0
@@ -49,72 +49,72 @@ class Limits:
 
 @dataclass
 class SearchLoop:
-    """A search under way.
+    """A running search.
 
     Attributes:
-      space: what there is to choose from.
-      sketch: bytes and seconds by formula.
-      lacking: by what factor a sketch needs too much; 1 where it should fit.
-      submit: begins an estimate.
-      limits: when to stop.
-      told: called as each estimate arrives, with the number of them and the best.
+      space: the choices.
+      analytic_cost: bytes and seconds by formula.
+      memory_excess: needed over available memory of a cost; 1 if it should fit.
+      submit: starts an estimate.
+      limits: of time, estimates and concurrency.
+      on_estimate: called after each estimate, with their number and the best choice.
     """
 
     space: Space
-    sketch: Callable[[Choice], Sketched]
-    lacking: Callable[[Sketched], float]
+    analytic_cost: Callable[[Choice], AnalyticCost]
+    memory_excess: Callable[[AnalyticCost], float]
     submit: Submit
     limits: Limits = Limits()
-    told: Callable[[int, Choice | None], None] = lambda count, best: None
+    on_estimate: Callable[[int, Choice | None], None] = lambda count, best: None
     done: dict[Choice, Estimate] = field(default_factory=dict)
-    considered: int = 0  # choices that formulas looked at
-    _sketches: dict[Choice, Sketched] = field(default_factory=dict)
+    considered: int = 0  # choices with an analytic cost
+    _costs: dict[Choice, AnalyticCost] = field(default_factory=dict)
     _begun: float = field(default_factory=time.monotonic)
 
     def run(self) -> dict[Choice, Estimate]:
-        """All that was estimated."""
+        """Run the search; all estimates."""
         self._estimate([self.space.base])
         self._estimate(self._seeds())
-        self._mend()
+        self._retry_smaller()
         top = self.best or self._nearest()
         while top and not self._over():
             self._climb(top)
-            top = self._elsewhere()
+            top = self._jump()
         return self.done
 
     @property
     def best(self) -> Choice | None:
-        """The fastest of those with head room, else of those that may fit."""
+        """The fastest choice with headroom, else the fastest that may fit."""
         return best_of(self.done)
 
-    # -- where it begins --------------------------------------------------------------------------
+    # -- seeds ------------------------------------------------------------------------------------
 
-    def sketched(self, choice: Choice) -> Sketched:
-        if choice not in self._sketches:
-            self._sketches[choice] = self.sketch(choice)
-        return self._sketches[choice]
+    def cost_of(self, choice: Choice) -> AnalyticCost:
+        if choice not in self._costs:
+            self._costs[choice] = self.analytic_cost(choice)
+        return self._costs[choice]
 
     def _seeds(self) -> list[Choice]:
-        """Of each mesh what is fastest by formula among what may fit, the best meshes first."""
+        """The fastest choice of each mesh by formula that may fit, the best meshes first."""
         first: dict[object, tuple[tuple[float, float], Choice]] = {}
         for choice in self.space.coarse():
             self.considered += 1
-            found = self.sketch(choice)
-            if self.lacking(found) > HOPELESS:
+            cost = self.analytic_cost(choice)
+            if self.memory_excess(cost) > EXCLUDED:
                 continue
-            self._sketches[choice] = found
-            value = self.lacking(found), found.seconds
+            self._costs[choice] = cost
+            value = self.memory_excess(cost), cost.seconds
             if choice.mesh not in first or value < first[choice.mesh][0]:
                 first[choice.mesh] = value, choice
         order = heapq.nsmallest(SEEDS, first.values(), key=lambda item: item[0])
-        slowest = min((seconds for (_, seconds), _ in order), default=0.0) * FAR
+        slowest = min((seconds for (_, seconds), _ in order), default=0.0) * SEED_SLOWDOWN
         near = [choice for (_, seconds), choice in order if seconds <= slowest]
-        return near if len(near) >= FEW_SEEDS else [choice for _, choice in order[:FEW_SEEDS]]
+        return near if len(near) >= MIN_SEEDS else [choice for _, choice in order[:MIN_SEEDS]]
 
-    def _mend(self) -> None:
-        """Where a mesh's first choice does not fit, what is likely to, as far as formulas know."""
-        for _ in range(OF_A_MESH):
-            again = []
+    def _retry_smaller(self) -> None:
+        """Estimate a smaller choice on each mesh whose first choice does not fit."""
+        for _ in range(RETRIES):
+            smaller = []
             for choice, found in list(self.done.items()):
                 if found.fits == "fits" or found.refused:
                     continue
@@ -122,72 +122,72 @@ class SearchLoop:
                     c.mesh == choice.mesh and other.fits == "fits" for c, other in self.done.items()
                 ):
                     continue
-                again += self._smaller(choice, found)
-            self._estimate(again)
+                smaller += self._smaller(choice, found)
+            self._estimate(smaller)
 
     def _smaller(self, choice: Choice, found: Estimate) -> list[Choice]:
-        """The fastest by formula on the same mesh that should fit, by what is known of this."""
-        most = self.sketched(choice).device / max(found.over, 1e-9) / 1.25
-        host = self.sketched(choice).host / max(found.host / found.host_limit, 1e-9)
+        """The fastest by formula on the same mesh that should fit, given this estimate."""
+        most = self.cost_of(choice).device / max(found.over, 1e-9) / 1.25
+        host = self.cost_of(choice).host / max(found.host / found.host_limit, 1e-9)
         same = [
-            (sketch.seconds, i, c)
-            for i, (c, sketch) in enumerate(self._sketches.items())
+            (cost.seconds, i, c)
+            for i, (c, cost) in enumerate(self._costs.items())
             if c.mesh == choice.mesh
             and c not in self.done
-            and sketch.device <= most
-            and (not found.host or sketch.host <= host)
+            and cost.device <= most
+            and (not found.host or cost.host <= host)
         ]
         return [min(same)[2]] if same else []
 
-    # -- how it goes on ---------------------------------------------------------------------------
+    # -- climbing and jumping ---------------------------------------------------------------------
 
     def _nearest(self) -> Choice | None:
-        """Where nothing fits, what lacks least."""
+        """The choice with the least memory excess, if nothing fits."""
         able = [c for c in self.done if not self.done[c].refused]
         return min(able, key=lambda c: order_of(self.done[c]), default=None)
 
     def _climb(self, top: Choice) -> None:
-        """Single changes from one choice, and on from what is better."""
+        """Move to better neighbours until there is none."""
         while not self._over():
-            near = self._promising(top)[:QUIET]
+            near = self._promising(top)[:MAX_STALL]
             better = self._estimate(near, above=self.done[top])
             if better is None:
                 return
             top = better
 
-    def _elsewhere(self) -> Choice | None:
-        """Something better than the best, from anywhere; None where formulas know of nothing."""
-        best, quiet = self.best, 0
-        while best and quiet < QUIET and not self._over():
+    def _jump(self) -> Choice | None:
+        """A better choice from anywhere in the space; None if none is likely."""
+        best, stalled = self.best, 0
+        while best and stalled < MAX_STALL and not self._over():
             likely = self._likely(self.done[best])
             if not likely:
                 return None
             if better := self._estimate(likely, above=self.done[best]):
                 return better
-            quiet += len(likely)
+            stalled += len(likely)
         return None
 
     def _likely(self, best: Estimate) -> list[Choice]:
-        """What formulas, corrected, think as fast as the best and not too large."""
+        """Choices that are faster than the best and fit, by corrected analytic cost."""
         factors = self._factors()
         found = []
-        for i, (choice, sketch) in enumerate(self._sketches.items()):
+        for i, (choice, cost) in enumerate(self._costs.items()):
             if choice in self.done:
                 continue
-            slow, large = next(factors[key] for key in _alike(choice) if key in factors)
-            seconds, device = sketch.seconds * slow, sketch.device * large
-            if seconds < best.seconds and device * ROOM <= best.device_limit:
+            slow, large = next(factors[key] for key in _similarity_keys(choice) if key in factors)
+            seconds, device = cost.seconds * slow, cost.device * large
+            if seconds < best.seconds and device * HEADROOM <= best.device_limit:
                 found.append((seconds, i, choice))
-        return [choice for *_, choice in heapq.nsmallest(AT_ONCE, found)]
+        return [choice for *_, choice in heapq.nsmallest(JUMPS, found)]
 
     def _factors(self) -> dict[object, tuple[float, float]]:
-        """By which formulas are wrong, of time and of bytes, for choices that are alike."""
+        """Correction factors of analytic time and bytes, per group of similar choices."""
         seen: dict[object, list[tuple[float, float]]] = {}
         for choice, found in self.done.items():
             if not found.refused:
-                sketch = self.sketched(choice)
-                both = found.seconds / sketch.seconds, found.device / max(sketch.device, 1.0)
-                for key in _alike(choice):
+                cost = self.cost_of(choice)
+                both = found.seconds / cost.seconds, found.device / max(cost.device, 1.0)
+                for key in _similarity_keys(choice):
                     seen.setdefault(key, []).append(both)
         return {
             key: (median([t for t, _ in both]), median([m for _, m in both]))
@@ -196,23 +196,23 @@ class SearchLoop:
 
     def _promising(self, top: Choice) -> list[Choice]:
         """Neighbours that may be better than the best, the most promising first."""
-        here, sketch = self.done[top], self.sketched(top)
+        here, cost = self.done[top], self.cost_of(top)
         best = self.done[self.best] if self.best else here
         fits = best.fits == "fits"
-        slow = here.seconds / sketch.seconds if sketch.seconds else 1.0
-        large = here.device / sketch.device if sketch.device else 1.0
-        room = ROOM if fits else 1 / ROOM
+        slow = here.seconds / cost.seconds if cost.seconds else 1.0
+        large = here.device / cost.device if cost.device else 1.0
+        room = HEADROOM if fits else 1 / HEADROOM
         found = []
         for i, choice in enumerate(self.space.near(top)):
             if choice in self.done:
                 continue
-            guess = self.sketched(choice)
+            guess = self.cost_of(choice)
             device, seconds = guess.device * large, guess.seconds * slow
             if device * room > here.device_limit and device > here.device:
                 continue
-            if fits and seconds > best.seconds * NEARLY:
+            if fits and seconds > best.seconds * NEIGHBOUR_SLOWDOWN:
                 continue
-            # Where nothing fits yet, what is smaller comes first.
+            # While nothing fits, smaller choices come first.
             over = 0.0 if fits else max(device / max(here.device_limit, 1), 0.8)
             found.append((over, seconds, i, choice))
         return [choice for *_, choice in sorted(found)]
@@ -224,9 +224,9 @@ class SearchLoop:
         return late or len(self.done) >= self.limits.trials
 
     def _estimate(self, choices: Iterable[Choice], above: Estimate | None = None) -> Choice | None:
-        """Estimates these, a few at a time; with `above`, until one is better than that.
+        """Estimate choices concurrently; with `above`, stop at one that is better.
 
-        What is under way then is waited for, so that nothing is lost.
+        Estimates in flight are waited for, so that none is lost.
         """
         waiting = iter(dict.fromkeys(c for c in choices if c not in self.done))
         under_way: dict[Future[Estimate], Choice] = {}
@@ -248,7 +248,7 @@ class SearchLoop:
             for future in ready:
                 choice = under_way.pop(future)
                 self.done[choice] = future.result()
-                self.told(len(self.done), self.best)
+                self.on_estimate(len(self.done), self.best)
                 bar = self.done[found] if found else above
                 if bar and above and is_better(self.done[choice], bar):
                     found = choice
@@ -259,17 +259,17 @@ class SearchLoop:
         return busy or self._over() or begun >= self.limits.trials
 
 
-def _alike(choice: Choice) -> list[object]:
-    """Kinds that it is of, the narrowest first."""
-    mesh, kept = choice.mesh, (choice.recompute, choice.stage_keeps)
-    waits = choice.activations_wait, choice.optimizer_waits, choice.parameters_wait
+def _similarity_keys(choice: Choice) -> list[object]:
+    """Groups of similar choices that a choice belongs to, the narrowest first."""
+    mesh, saved = choice.mesh, (choice.recompute, choice.stage_saves)
+    offload = choice.offload_activations, choice.offload_optimizer, choice.offload_parameters
     return [
-        (mesh, kept, waits, choice.stage, choice.sequence),
-        (mesh, kept, waits),
-        (mesh, waits),
+        (mesh, saved, offload, choice.stage, choice.sequence),
+        (mesh, saved, offload),
+        (mesh, offload),
         mesh,
-        (kept, waits),
-        waits,
+        (saved, offload),
+        offload,
         None,
     ]
 
@@ -278,7 +278,7 @@ _RANKS = {"fits": 0, "tight": 1, "does not fit": 2}
 
 
 def order_of(found: Estimate) -> tuple[float, ...]:
-    """What comes first is better: what fits by its time, what does not by what it lacks."""
+    """Sort key, best first: fitting choices by time, others by memory excess."""
     if found.refused:
         return (3, 0.0)
     rank = _RANKS[found.fits]
@@ -286,14 +286,14 @@ def order_of(found: Estimate) -> tuple[float, ...]:
 
 
 def is_better(found: Estimate, than: Estimate) -> bool:
-    """By enough to go on from there."""
+    """Whether `found` is an improvement on `than`."""
     if found.refused:
         return False
     (rank, value), (other, bar) = order_of(found), order_of(than)
-    return rank < other or (rank == other and value < bar * BETTER)
+    return rank < other or (rank == other and value < bar * IMPROVEMENT)
 
 
 def best_of(done: dict[Choice, Estimate]) -> Choice | None:
-    """The best choice that is expected to fit, if only just."""
+    """The best choice that fits, or fits tightly."""
     able = [c for c, found in done.items() if not found.refused and found.fits != "does not fit"]
     return min(able, key=lambda c: order_of(done[c]), default=None)

@@ -1,4 +1,4 @@
-"""A process that answers questions until the one that asks is gone."""
+"""Worker process of a search: answers requests from stdin until its parent ends."""
 
 import os
 import pickle
@@ -10,28 +10,28 @@ from typing import Any
 
 
 def main() -> None:
-    """Reads a job from stdin, then a question after the other, and writes the answers to stdout."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints is no answer
-    questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    """Read a job and then requests from stdin; write their responses to stdout."""
+    responses = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # prints must not mix with responses
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_read, args=(questions,), daemon=True).start()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
     answer = pickle.loads(job)()
     while True:
-        question = questions.get()
+        request = requests.get()
         try:
-            made: tuple[Any, Exception | None] = answer(question), None
-        except Exception as error:  # which is raised where it was asked
-            made = None, error
-        pickle.dump(made, answers)
-        answers.flush()
+            response: tuple[Any, Exception | None] = answer(request), None
+        except Exception as error:  # raised in the parent
+            response = None, error
+        pickle.dump(response, responses)
+        responses.flush()
 
 
-def _read(questions: "queue.SimpleQueue[Any]") -> None:
-    """Questions, also while one is worked on: where they end, so does this process."""
+def _read(requests: "queue.SimpleQueue[Any]") -> None:
+    """Read requests, even while one is being answered, and end this process with its parent."""
     try:
         while True:
-            questions.put(pickle.load(sys.stdin.buffer))
+            requests.put(pickle.load(sys.stdin.buffer))
     except EOFError:
         os.killpg(0, signal.SIGKILL)
 
