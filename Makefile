@@ -18,9 +18,12 @@ NEWEST_PYTHON ?= python3.12
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Which test executes which file, as `make test-map` recorded it.
+TEST_MAP = .cache/test_map
+FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-full test-newest lint format types bench clean
+.PHONY: help install train test test-fast test-for test-map test-full test-newest lint format types bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -39,6 +42,19 @@ train: $(INSTALLED)  ## train a small model on 8 simulated devices: about two mi
 
 test: $(INSTALLED)  ## the tests, in their covering sets
 	$(PYTEST) -m 'not full' $(TESTS)
+
+test-fast: $(INSTALLED)  ## the tests that compile nothing: within a minute
+	$(PYTEST) -m 'fast and not full' $(FAST_TESTS)
+
+test-for: $(INSTALLED)  ## the tests that execute one file: make test-for F=jaxspeed/optim/clipping.py
+	$(BIN)/python -m tools.test_map '$(F)' $(TEST_MAP) > $(TEST_MAP).chosen
+	$(PYTEST) -m 'not full' @$(TEST_MAP).chosen
+
+test-map: $(INSTALLED)  ## record which test executes which file, for test-for (slower than `make test`)
+	mkdir -p $(dir $(TEST_MAP))
+	rm -f $(TEST_MAP) $(TEST_MAP).*
+	COVERAGE_PROCESS_START=pyproject.toml COVERAGE_FILE=$(TEST_MAP) $(PYTEST) -m 'not full' $(TESTS)
+	$(BIN)/coverage combine --data-file=$(TEST_MAP)
 
 test-full: $(INSTALLED)  ## every combination that is promised (long)
 	$(PYTEST) -m 'full or not full' $(TESTS)

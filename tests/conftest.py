@@ -4,7 +4,9 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,3 +36,57 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("jaxspeed")
+
+
+# -- tests marked `fast` compile nothing -----------------------------------------------------------
+
+_COMPILED: list[str] = []  # what JAX compiled, or read from its cache, in the test that runs
+
+
+def _on_event(event: str, _: float, **about: Any) -> None:
+    if event.endswith("backend_compile_duration"):
+        _COMPILED.append(str(about.get("fun_name", "a program")))
+
+
+def pytest_configure() -> None:
+    from jax import monitoring
+
+    monitoring.register_event_duration_secs_listener(_on_event)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    _COMPILED.clear()
+    _recorded_as(item.nodeid)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    result = yield
+    if _COMPILED and item.get_closest_marker("fast"):
+        pytest.fail(f"marked `fast`, and compiles {', '.join(_COMPILED)}")
+    return result
+
+
+# -- which test executes which file: `make test-map` ----------------------------------------------
+
+
+def _recorded_as(name: str) -> None:
+    if "COVERAGE_PROCESS_START" in os.environ:
+        import coverage
+
+        if current := coverage.Coverage.current():
+            current.switch_context(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(request: pytest.FixtureRequest) -> Any:
+    """What a shared fixture executes counts for all tests that may share it."""
+    shared = request.scope != "function"
+    if shared:
+        _recorded_as(request.node.nodeid)
+    result = yield
+    if shared:
+        _recorded_as(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
+    return result

@@ -12,6 +12,7 @@ import pytest
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer, verify
 from tests.checkpoint import states
+from tests.support.covering import covering
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,8 @@ CORRUPTIONS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(100))
+# The default set meets each kind of corruption twice.
+@pytest.mark.parametrize("seed", covering(range(100), range(2 * len(CORRUPTIONS))))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     saved, tmp_path, caplog, seed
 ):

@@ -14,7 +14,7 @@ from jaxspeed.hlo import Collective, CompiledReport
 from jaxspeed.placement.show import as_text
 from jaxspeed.planner.make_plan import batch_shapes, plan_run
 from jaxspeed.run import source_of
-from tests.cli.planning import plan
+from tests.cli.planning import plan, plan_once
 from tests.planner import page_read
 from tests.run import small
 
@@ -225,7 +225,7 @@ def test_a_target_is_told_with_its_devices_and_its_n(config):
 
 
 def test_a_target_is_told_what_a_step_needs_by_component(config):
-    found = json.loads(plan(config, "--target", "v5e:2x4", "--json").stdout)
+    found = json.loads(plan_once(config, "--target", "v5e:2x4", "--json").stdout)
     memory = found["memory"]
     assert memory["verdict"] == "fits"
     assert memory["device"] == memory["state"] + memory["temporary"]
@@ -257,6 +257,7 @@ def test_of_a_target_the_link_to_host_memory_is_the_chip_s(config):
     assert found["transfer"]["bytes_per_second"] == 64e9
 
 
+@pytest.mark.full  # test_executable.py asks for one
 def test_a_step_compiled_for_a_target_is_in_the_text_and_in_the_data(config):
     words = ("--target", "cpu:8", "--compile")
     done = plan(config, *words, "--json")
@@ -294,6 +295,7 @@ def test_what_does_not_fit_is_said_with_what_would_help_and_ends_with_1(config, 
     assert "does not fit: it needs" in done.stdout and "largest saving:" in done.stdout
 
 
+@pytest.mark.full  # planner/test_search_advice.py has what would help
 def test_what_is_not_expected_to_fit_is_said_with_what_would_help(config, tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text(TINY_CHIP.replace("platform: cpu", "platform: cuda"))
@@ -312,10 +314,11 @@ def test_the_targets_are_listed_with_their_sources():
 
 def test_from_python_it_is_the_same(config):
     found = jaxspeed.plan(config, "v5e:2x4")
-    told = json.loads(plan(config, "--target", "v5e:2x4", "--json").stdout)
+    told = json.loads(plan_once(config, "--target", "v5e:2x4", "--json").stdout)
     assert json.loads(json.dumps(found.figures())) == told
 
 
+@pytest.mark.full  # as `config` in test_commands.py
 def test_its_reader_may_end_before_it_does(config):
     line = " ".join(small.command("plan", config, "--no-compile", *STAGES)) + " | head -1"
     done = subprocess.run(

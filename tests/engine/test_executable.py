@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.planner import jobs
 from tests.planner.test_compiling import needs_libtpu
+from tests.run import small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -47,9 +47,12 @@ CONFIG = {
 
 def process(*words, **more):
     """Python in a process of its own, which chooses its own devices."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env={**kept, **more}
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**small.environment(), **more},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -68,7 +71,9 @@ def kept(tmp_path_factory):
     words = ("plan", folder / "config.json", "--target", "cpu:8", "--compile", "--json")
     path = folder / "step.exe"
     told = json.loads(process("-m", "jaxspeed", *map(str, (*words, "--keep", path))))
-    assert told["outcome"]["kept"] == str(path)
+    compiled, outcome = told["compiled"], told["outcome"]
+    assert outcome["kept"] == str(path) and outcome["fits"] and outcome["refused"] is None
+    assert outcome["seconds"] > compiled["compile_seconds"] > 0
     return path
 
 

@@ -16,6 +16,7 @@ import jaxspeed
 from jaxspeed import ConfigError, ModelError, PlacementError
 from tests.support import awkward
 from tests.support.awkward.state import DropoutBlock
+from tests.support.covering import covering
 from tests.system import stacks
 from tests.train import cases
 
@@ -151,7 +152,7 @@ UPDATES = {
 }
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", covering(NAMES, ["listed"]))
 @pytest.mark.parametrize(
     "update",
     [pytest.param(n, marks=() if n == "muon" else pytest.mark.full) for n in UPDATES],

@@ -15,6 +15,7 @@ from jaxspeed.config import Config
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import STAGES_INSIDE_RANKS_ABORT
 from tests.engine import tiny
+from tests.support.covering import covering
 
 COLUMNS = {"partition_config": {"layer_specs": {"blocks/**/linear": "column"}}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -81,7 +82,15 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "stage", "accumulation", "loss"), POINTS)
+# Every setting at every stage, with micro-batches at two of them.
+DEFAULT = {(1, 1, "sum"), (0, 4, "mean"), (3, 4, "sum")}
+ALWAYS = [point for point in POINTS if point[1:] in DEFAULT]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage", "accumulation", "loss"),
+    covering(POINTS, [*ALWAYS, ("pipe", 1, 4, "sum")]),
+)
 def test_the_loss_is_traced_at_most_twice_for_a_step(settings, stage, accumulation, loss):
     # A pipeline inside each rank's part is traced for its stages and for what is around them, and
     # before both the global view is asked whether ranks may reduce once a step.

@@ -1,6 +1,7 @@
 """Runs with a parameter server, and the same as data parallelism: four devices compute in both."""
 
 import gc
+from collections import Counter
 from typing import Any
 
 import jax
@@ -74,13 +75,17 @@ def assert_bitwise_equal(ours: Any, theirs: Any) -> None:
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def bytes_on(device: jax.Device, of: list[Any] | None = None) -> int:
-    """Bytes of live arrays on one device: of buffers, because an array and its shard share one."""
-    gc.collect()
+def bytes_by_device(of: list[Any] | None = None) -> Counter[jax.Device]:
+    """Bytes of live arrays: of buffers, because an array and its shard share one."""
+    if of is None:
+        gc.collect()
+        of = jax.live_arrays()
     buffers = {}
-    for x in jax.live_arrays() if of is None else of:
+    for x in of:
         x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         for shard in x.addressable_shards:
-            if shard.device == device:
-                buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return sum(buffers.values())
+            buffers[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    found: Counter[jax.Device] = Counter()
+    for (device, _), nbytes in buffers.items():
+        found[device] += nbytes
+    return found

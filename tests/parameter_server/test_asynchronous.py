@@ -25,7 +25,13 @@ from tests.parameter_server.serving import (
 )
 
 
-@pytest.mark.parametrize("more", [{}, {**BF16, "gradient_clipping": 0.5}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="fp32", marks=pytest.mark.full),
+        pytest.param({**BF16, "gradient_clipping": 0.5}, id="bf16"),
+    ],
+)
 def test_max_staleness_0_equals_in_step_bit_for_bit(more):
     """Though pushes arrive in the order of the clock, with one worker far behind."""
     uneven = {"worker_pace": [3.0, 1.0, 5.0, 2.0]}

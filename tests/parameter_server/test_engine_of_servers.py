@@ -22,13 +22,14 @@ from tests.parameter_server.serving import (
     RANKS,
     SERVERS,
     assert_bitwise_equal,
-    bytes_on,
+    bytes_by_device,
     data_parallel,
     losses,
     parameters,
     served,
     train,
 )
+from tests.support.covering import covering
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
@@ -46,7 +47,7 @@ def assert_trains_as(ours, theirs, tolerance=1e-5, accumulation=1, steps=10):
 @pytest.mark.parametrize(
     ("servers", "accumulation", "more"),
     [
-        (2, 1, {}),
+        pytest.param(2, 1, {}, marks=pytest.mark.full),
         (3, 1, {"gradient_clipping": 0.1}),
         (1, 2, {"parallel": {"remat": "full"}}),
         pytest.param(
@@ -117,10 +118,12 @@ def test_gradients_travel_in_the_dtype_that_the_config_says():
 # -- who holds what, and what crosses --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, id="fp32", marks=pytest.mark.full), pytest.param(BF16, id="bf16")]
+)
 def test_workers_hold_no_optimizer_bytes_and_servers_no_activations(more):
     """After a step, by what is alive on each device."""
-    before = {device: bytes_on(device) for device in jax.devices()}
+    before = bytes_by_device()
     engine = served(**more)
     train(engine, 2)
     jax.block_until_ready(engine.state)
@@ -128,15 +131,17 @@ def test_workers_hold_no_optimizer_bytes_and_servers_no_activations(more):
     here = 2 if more else 4
     workers, servers = engine.program.worker_devices, list(engine.program.mesh.devices.flat)
     assert len(workers) == RANKS and len(servers) == SERVERS and not set(workers) & set(servers)
+    made = bytes_by_device()
+    made.subtract(before)
     for device in workers:
         # Parameters as layers read them, a loss scale, and the model's own keys and counters.
-        assert size * here <= bytes_on(device) - before[device] <= size * here + 64, device
-    state = jax.tree.leaves(engine.state)
+        assert size * here <= made[device] <= size * here + 64, device
+    state = bytes_by_device(jax.tree.leaves(engine.state))
     for device in servers:
-        own = bytes_on(device, state)
+        own = state[device]
         assert own <= 1.1 * 3 * size * 4 / SERVERS + 64  # a master and two moments, cut
         # Beside the state: the metrics, and what was published of these parameters.
-        rest = bytes_on(device) - before[device] - own
+        rest = made[device] - own
         assert rest <= size * here / SERVERS + 128, device
 
 
@@ -168,7 +173,9 @@ def crossing(monkeypatch):
     return moved
 
 
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.full)]
+)
 def test_a_step_sends_each_workers_gradients_up_and_parameters_down_once(monkeypatch, more):
     engine = served(model=tiny.PAIR, **more)  # whose sizes two servers divide
     train(engine, 1)
@@ -281,7 +288,7 @@ class Normed(nnx.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("model", [tiny.Listed, Dropping])
+@pytest.mark.parametrize("model", covering([tiny.Listed, Dropping], [Dropping]))
 def test_check_agrees_with_one_device(model):
     """With random numbers too: each worker's are those of its micro-batches on one device."""
     engine = served(model=model, accumulation=2)

@@ -391,7 +391,18 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 POINTS = [(2, 3), (4, 0), (2, 0), (4, 3)]  # (pipe, stage)
 # All that these have, others have too.
-IN_FULL = {"a list", "linen", "packed gpt2"}
+IN_FULL = {
+    "a list",
+    "a list that drops",
+    "recomputed calls",
+    "a table that all read",
+    "a price that travels",
+    "the other of two lists",
+    "linen",
+    "linen that drops, recomputed",
+    "a pair",
+    "packed gpt2",
+}
 SCHEDULES = ("interleaved", "1f1b", "gpipe")
 RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
 

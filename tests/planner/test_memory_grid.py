@@ -15,24 +15,18 @@ POINTS = {point.name: point for point in points()}
 OF_PLATFORM = {"tpu": "tpu", "gpu": "cuda"}
 QUICK: list[tuple[Platform, str]] = [
     ("tpu", "llama: stage 0"),
-    ("tpu", "llama: stage 1"),
     ("tpu", "llama: stage 3, 8 devices, full"),
     ("tpu", "llama: tensor 2, sequence parallel, stage 3"),
-    ("tpu", "llama: dots"),
     ("tpu", "llama: host optimizer"),
     ("tpu", "llama: host optimizer and parameters, stage 3"),
-    ("tpu", "llama: 4 micro-batches"),
     ("tpu", "gpt2: tensor 4"),
     ("tpu", "gpt2: pipe 2, stage 3"),
     ("tpu", "gpt2: budget"),
     ("tpu", "gpt2: host activations"),
-    ("tpu", "gpt2: fp32, stage 3"),
     ("tpu", "mixer: stage 3"),
-    ("tpu", "mixer: full"),
     ("gpu", "llama: stage 3, 8 devices, full"),
     ("gpu", "gpt2: pipe 2, stage 3"),
     ("gpu", "llama: tensor 2, stage 1"),
-    ("gpu", "mixer: stage 3"),
     ("gpu", "mixer: full"),
 ]
 ALL: list[tuple[Platform, str]] = [

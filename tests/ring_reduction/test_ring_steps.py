@@ -1,5 +1,7 @@
 """The ring: what it adds up, in which order, in how many steps, and what a link carries."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from tests.ring_reduction.rings import (
     numbers,
     program,
 )
+from tests.support.covering import covering
 
 EPS = {np.dtype(t): float(jnp.finfo(t).eps) for t in (np.float32, np.float16, jnp.bfloat16)}
 
@@ -33,7 +36,7 @@ def sample(seed):
     return int(rng.integers(2, 9)), ["one", "both"][seed // 3 % 2], dtype, shape
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", covering(range(50), range(16)))
 def test_a_ring_sums_as_psum_does_whatever_the_shape(seed):
     """Fifty shapes, of which most are not divided by N, in three dtypes and both forms."""
     size, directions, dtype, shape = sample(seed)
@@ -110,9 +113,13 @@ def sent(levels, length, function, dtype=np.float32):
     return found
 
 
-@pytest.mark.parametrize("unrolled", [True, False])
-@pytest.mark.parametrize("directions", ["one", "both"])
-@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize(
+    ("size", "directions", "unrolled"),
+    covering(
+        itertools.product([2, 5, 8], ["one", "both"], [True, False]),
+        [(2, "one", True), (5, "both", False), (8, "both", True), (8, "one", False)],
+    ),
+)
 def test_a_device_sends_twice_the_array_less_a_chunk_in_twice_n_steps(size, directions, unrolled):
     """2 (N-1)/N of the bytes, in 2 (N-1) steps; of both directions each carries half a step."""
     levels, length = levels_of(1, size, directions, unrolled=unrolled), 60

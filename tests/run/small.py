@@ -52,9 +52,10 @@ def write(folder: Path, **changes: dict[str, Any]) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """For a child that chooses its own devices."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    return {**kept, "NO_COLOR": "1", "COLUMNS": "80"}
+    """For a child that chooses its own devices; what shortens compilation is kept."""
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    return {**kept, "XLA_FLAGS": " ".join(flags), "NO_COLOR": "1", "COLUMNS": "80"}
 
 
 def command(*words: str | Path) -> list[str]:

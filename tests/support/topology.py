@@ -1,9 +1,11 @@
 """Compile for a TPU that is not here: libtpu in a child process, compile-only devices.
 
 libtpu makes plain CPU runs print warnings, and one process at a time would hold its lock, so it
-never enters the process of the tests.
+never enters the process of the tests. One child serves all calls of a test session: it starts JAX
+once, and compiles a program that two tests ask for once (`tests.system.measured`).
 """
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -11,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,25 @@ def run_on_topology(target: str, topology: str, **kwargs: Any) -> Any:
 
 @functools.cache
 def _run_once(target: str, topology: str, kwargs: str) -> str:
+    child = _child()
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        child.stdin.write(json.dumps([target, topology, kwargs]) + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    if not answer:
+        _child.cache_clear()  # the next call starts another
+        pytest.fail(f"{target} on {topology}: the child ended with code {child.wait()}")
+    found = json.loads(answer)
+    if "failed" in found:
+        pytest.fail(f"{target} on {topology} failed:\n{found['failed']}")
+    return json.dumps(found["value"])
+
+
+@functools.cache
+def _child() -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -51,32 +72,39 @@ def _run_once(target: str, topology: str, kwargs: str) -> str:
         ),
     }
     environment.pop("XLA_FLAGS", None)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        child = subprocess.run(
-            [sys.executable, __file__, target, topology, kwargs, str(result)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if child.returncode != 0 or not result.exists():
-            pytest.fail(f"{target} on {topology} failed:\n{child.stdout}\n{child.stderr}")
-        return result.read_text()
+    child = subprocess.Popen(
+        [sys.executable, __file__],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,  # its stderr is among what pytest captured
+        text=True,
+    )
+    atexit.register(child.communicate)  # the end of its input ends it
+    return child
 
 
-def _main(target: str, topology: str, kwargs: str, result: str) -> None:
+def _serve() -> None:
+    """One call a line of stdin, one answer a line of stdout; what is printed goes to stderr."""
     from jax.experimental import topologies
 
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    module, function = target.split(":")
-    value = getattr(importlib.import_module(module), function)(
-        description.devices, **json.loads(kwargs)
+    devices = functools.cache(
+        lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     )
-    Path(result).write_text(json.dumps(value))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        target, topology, kwargs = json.loads(line)
+        module, function = target.split(":")
+        try:
+            called = getattr(importlib.import_module(module), function)
+            answer = {"value": called(devices(topology), **json.loads(kwargs))}
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
     # Running a file puts its folder first on the path: `tests/support` would hide real packages.
     sys.path[0] = str(ROOT)
-    _main(*sys.argv[1:])
+    _serve()

@@ -107,8 +107,20 @@ def lookup_program(devices: Sequence[jax.Device], rows: int, micro: int) -> tupl
     return program, batch
 
 
+_COMPILED: dict[tuple[str, str], jax.stages.Compiled] = {}
+
+
+def _compiled(program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiled once, however many tests of this process ask for the same program."""
+    key = (str(program.devices), lowered.as_text())
+    if key not in _COMPILED:
+        _COMPILED[key] = lowered.compile()
+    return _COMPILED[key]
+
+
 def compile_step(program: Program, batch: Any) -> jax.stages.Compiled:
-    return program.step.lower(program.state, program.abstract_batch(batch)).compile()
+    lowered = program.step.lower(program.state, program.abstract_batch(batch))
+    return _compiled(program, lowered)
 
 
 def compile_gradients(program: Program, batch: Any) -> jax.stages.Compiled:
@@ -119,7 +131,8 @@ def compile_gradients(program: Program, batch: Any) -> jax.stages.Compiled:
         return program.gradients(sources, {}, batch, zero, one)[0].grads
 
     sources = program.state.sources(program.table)
-    return jax.jit(gradients).lower(sources, program.abstract_batch(batch)).compile()
+    lowered = jax.jit(gradients).lower(sources, program.abstract_batch(batch))
+    return _compiled(program, lowered)
 
 
 def measure(

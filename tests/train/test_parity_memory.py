@@ -4,7 +4,8 @@ Recomputation by every policy, kept activations in host memory or cut over tenso
 and parameters in host memory, with ZeRO 0 to 3, tensor 2 and pipe 2: ten steps of SGD with momentum
 in fp32 equal plain JAX on one device. Dropout is on in all of GPT-2 and ViT, so that a pass that is
 made again draws what it drew. The points hold every pair of settings that go together, as a test of
-its own says; a few always run, the others with `full`.
+its own says; a few always run, which hold every setting of each field but `remat`; the others with
+`full`.
 """
 
 import functools
@@ -145,7 +146,7 @@ COVERING = [
     Point("none", "device", "cores", "host", 2, "all", "vit", 4),
     Point("every", "cut", "cores", "host", 3, "tensor", "vit", 4),
 ]
-ALWAYS = {COVERING[i] for i in (1, 12, 16, 20, 23, 28, 29, 31, 36)}
+ALWAYS = {COVERING[i] for i in (0, 15, 28, 34, 40)}
 
 
 def optimizer(case):
@@ -228,5 +229,5 @@ def pairs(points):
 
 def test_the_covering_points_hold_every_pair():
     assert pairs(COVERING) == pairs(settings())
-    for field in Point._fields:
+    for field in (field for field in Point._fields if field != "remat"):
         assert {getattr(p, field) for p in ALWAYS} == {getattr(p, field) for p in COVERING}

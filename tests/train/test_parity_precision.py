@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.covering import covering
 from tests.support.reference import DynamicScale, NnxReference, train
 from tests.train.cases import CASES, RANKS, Case
 from tests.train.parity import (
@@ -93,7 +94,7 @@ class Doubled:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("vit", "unlike blocks") else pytest.mark.full)
+        pytest.param(name, marks=() if name == "unlike blocks" else pytest.mark.full)
         for name, case in CASES.items()
         if case.zero
     ],
@@ -166,7 +167,7 @@ def test_fp16_finds_its_scale_within_two_skipped_steps(name, stage):
     assert_loss_fell(ours)
 
 
-@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("precision", covering(HALF, ["bf16"]))
 def test_16_bits_are_not_fp32(precision):
     """The reference in 16 bits is no fp32 reference: the difference that the claim rests on."""
     u, dtype, _ = HALF[precision]

@@ -532,20 +532,36 @@ OVERWRITING: dict[str, tuple[Spec, Settings]] = {
     "in each micro-batch": (Spec((Part(OVERWRITTEN),), weighted=True), Settings(0, 4)),
 }
 # One failure is made as simple as it can be; more of them would take minutes each.
-SHORT = settings(max_examples=8, report_multiple_bugs=False)
+SHORT = settings(max_examples=4, report_multiple_bugs=False)
 LONG = settings(SHORT, max_examples=200)
 MODULES = specs(NNX_KINDS, linen=False)
 LINEN_MODULES = specs(KINDS, linen=True)
 
 
-# These go the way of another that always runs.
+# These go the way of another that always runs, or of one in test_frozen_normalisation.py,
+# test_complex_parameters.py and test_written_by_the_loss.py.
 FULL_NNX = (
+    "real parameters",
+    "complex parameters, cut",
+    "frozen norms",
+    "a norm on its statistics",
+    "a norm in evaluation mode",
+    "all in evaluation mode",
+    "sown into a tuple",
+    "sown and captured",
+    "trained by a function",
+    "a frozen parameter that the loss writes",
     "complex parameters",
     "sown into a sum",
     "norms that are frozen in part",
     "weights cut over a tensor axis",
 )
 FULL_LINEN = (
+    "frozen norms",
+    "frozen parameters",
+    "random draws",
+    "sown into a tuple",
+    "state",
     "a norm on its statistics",
     "real parameters",
     "complex parameters, cut",
