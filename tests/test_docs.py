@@ -5,10 +5,11 @@ Every command of a shell block, and of an output block, is in exactly one of the
 """
 
 import re
+import shlex
 
 import pytest
 
-from jaxspeed.cli.main import COMMANDS
+from jaxspeed.cli.main import COMMANDS, main
 from jaxspeed.metrics import NAMES
 from jaxspeed.objective.loss import OWN_METRICS
 from tests.support import doc_checks as checks
@@ -18,6 +19,7 @@ from tests.support.documents import (
     Block,
     blocks,
     masked,
+    prepare,
     printed,
     shell_commands,
     shown_outputs,
@@ -167,8 +169,10 @@ def test_every_command_is_in_one_of_the_lists():
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_a_quick_command_runs(command, tmp_path):
-    assert printed(command, "", tmp_path)
+def test_a_quick_command_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(prepare(tmp_path))
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
 
 
 @pytest.mark.full

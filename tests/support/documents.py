@@ -83,20 +83,25 @@ def shown_outputs(page: Path) -> list[Shown]:
     return found
 
 
-def printed(command: str, program: str, folder: Path) -> str:
-    """What a command or a program prints, in a folder with the configs of this repository."""
+def prepare(folder: Path) -> Path:
+    """A folder with the configs of this repository, and with a config of the reader's own."""
     if not (folder / "configs").exists():
         (folder / "configs").symlink_to(ROOT / "configs")
         config = next(b.text for b in blocks(PAGES[0].read_text()) if b.language == "json")
-        for name in ("ds_config.json", "config.json", "config.yaml"):  # the reader's own
+        for name in ("ds_config.json", "config.json", "config.yaml"):
             (folder / name).write_text(config)
+    return folder
+
+
+def printed(command: str, program: str, folder: Path) -> str:
+    """What a command or a program prints in a folder."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_P", "XLA_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     child = subprocess.run(
         ["bash", "-c", command] if command else [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=prepare(folder),
         env={**kept, "COLUMNS": "100", "PATH": path, "XDG_CACHE_HOME": str(folder)},
     )
     if child.returncode and "2>&1" not in command:  # that one shows an error
@@ -105,10 +110,14 @@ def printed(command: str, program: str, folder: Path) -> str:
 
 
 def masked(output: str) -> list[str]:
-    """The lines of an output without numbers, paths and order, which are the machine's."""
+    """The lines of an output without numbers, paths and order, which are the machine's.
+
+    Nor with the compile time, which is not printed where a cache has the program.
+    """
     numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", output)
     paths = re.sub(r"\w+(?:/[\w#]+)+", "PATH", numbers)
-    return sorted({" ".join(line.split()) for line in paths.splitlines() if line.strip()})
+    lines = {" ".join(line.split()) for line in paths.splitlines() if line.strip()}
+    return sorted(line for line in lines if not line.startswith("compile time"))
 
 
 def main(pages: list[Path]) -> None:
