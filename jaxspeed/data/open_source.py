@@ -11,7 +11,7 @@ from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import Facts
 from jaxspeed.data.packing import Spans, Stream, add_counts
-from jaxspeed.data.samples import Chain, Rows, Samples, Subset, Windows
+from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import Texts, import_iterable, text_source
 from jaxspeed.data.synthetic import Blots, Counting
 from jaxspeed.errors import DataError
@@ -141,7 +141,7 @@ def _windows(stream: Stream, packing: Packing, *, pad_last: bool) -> Windows:
 
 def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> OpenSource:
     """Split rows of arrays into training and held-out."""
-    rows = Rows(found)
+    rows = ArrayRows(found)
     shapes = ", ".join(f"{key} {list(array.shape[1:])}" for key, array in found.items())
     summary = f"{name}: {len(rows):,} samples of {shapes}"
     return _split(rows, held_out, array_sources.digest(found), None, summary)

@@ -55,7 +55,7 @@ class Windows:
         return batch
 
 
-class Rows:
+class ArrayRows:
     """Rows of arrays by name; uint8 images become floats from -1 to 1."""
 
     tokens_each: int | None = None

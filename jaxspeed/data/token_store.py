@@ -80,18 +80,18 @@ def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Toke
     """Write documents one at a time into a new folder, which appears when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"data tokenize: {str(out)!r} already exists; name a new folder")
-    beside = out.with_name(out.name + ".partial")
+    temporary = out.with_name(out.name + ".partial")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _write_files(beside, name, documents, tokenizer)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_files(temporary, name, documents, tokenizer)
         if out.exists():
             out.rmdir()
-        beside.rename(out)
+        temporary.rename(out)
     except OSError as error:
         raise DataError(f"data tokenize: {str(out)!r} cannot be written: {error}") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return read(out)
 
 

@@ -185,7 +185,7 @@ def _fits(plain: Program) -> None:
         )
 
 
-class Seen(NamedTuple):
+class StepValues(NamedTuple):
     """The values of a step that are compared."""
 
     loss: Any
@@ -235,21 +235,21 @@ def reduced_by_one(program: Program) -> Reduced:
     return compiled
 
 
-def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], Seen]:
-    """(state, batch) -> Seen; the state is not donated."""
-    seen = jax.jit(program.in_mesh(_seen(program)))
+def _probe(program: Program, reduced: Reduced) -> Callable[[TrainState, Any], StepValues]:
+    """(state, batch) -> StepValues; the state is not donated."""
+    seen = jax.jit(program.in_mesh(_step_values(program)))
 
-    def probe(state: TrainState, batch: Any) -> Seen:
-        found: Seen = seen(state, *reduced(state, batch))
+    def probe(state: TrainState, batch: Any) -> StepValues:
+        found: StepValues = seen(state, *reduced(state, batch))
         return found
 
     return probe
 
 
-def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
-    """(state, gradients, variables) -> Seen: the update, and the values to compare."""
+def _step_values(program: Program) -> Callable[[TrainState, Sums, Any], StepValues]:
+    """(state, gradients, variables) -> StepValues: the update, and the values to compare."""
 
-    def seen(state: TrainState, sums: Sums, variables: Any) -> Seen:
+    def seen(state: TrainState, sums: Sums, variables: Any) -> StepValues:
         scale = state.loss_scale.scale
         after, metrics = program.update(state, sums, variables)
         trained = [row for row in program.table if row.leaf.trainable]
@@ -263,7 +263,7 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
             for r in trained
         }
         carried = {path: x for path, x in after.variables.items() if not is_key(x)}
-        return Seen(
+        return StepValues(
             metrics["loss"], grads, logical(on_device(state)), logical(on_device(after)), carried
         )
 
@@ -271,7 +271,7 @@ def _seen(program: Program) -> Callable[[TrainState, Sums, Any], Seen]:
 
 
 def _at_a_scale_without_overflow(
-    program: Program, probe: Callable[[TrainState, Any], Seen], state: TrainState, batch: Any
+    program: Program, probe: Callable[[TrainState, Any], StepValues], state: TrainState, batch: Any
 ) -> tuple[TrainState, Any]:
     """The probe's result, and the state that it belongs to, at a loss scale without overflow.
 
@@ -316,7 +316,9 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
     return jax.device_put(gathered, plain.shardings)
 
 
-def _compare(program: Program, ours: Seen, theirs: Seen, by_flax: PlainGradients) -> CheckReport:
+def _compare(
+    program: Program, ours: StepValues, theirs: StepValues, by_flax: PlainGradients
+) -> CheckReport:
     floor = 1e-3 * math.sqrt(sum(_norm(g) ** 2 for g in theirs.grads.values()))
 
     def gradient(path: str) -> float:
@@ -340,7 +342,7 @@ def _compare(program: Program, ours: Seen, theirs: Seen, by_flax: PlainGradients
 
 
 def _faults(
-    program: Program, ours: Seen, by_flax: PlainGradients, tolerance: float
+    program: Program, ours: StepValues, by_flax: PlainGradients, tolerance: float
 ) -> Iterator[str]:
     """Parameters and state that are not trained or carried as by plain JAX and Flax."""
     for path, grad in by_flax.grads.items():

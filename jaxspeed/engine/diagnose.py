@@ -38,19 +38,19 @@ class Diagnosis:
     def __str__(self) -> str:
         if self.finite:
             return "all values are finite: batch, parameters, outputs of all layers, gradients"
-        said = []
+        findings = []
         if self.batch:
-            said.append(f"the batch is not finite: {self.batch}")
+            findings.append(f"the batch is not finite: {self.batch}")
         if self.parameter:
-            said.append(f"the first parameter that is not finite: {self.parameter}")
+            findings.append(f"the first parameter that is not finite: {self.parameter}")
         if self.layer:
-            said.append(f"the first layer whose output is not finite: {self.layer}")
+            findings.append(f"the first layer whose output is not finite: {self.layer}")
         if self.gradients:
             count = len(self.gradients)
-            said.append(
+            findings.append(
                 f"{count} gradients are not finite, the one nearest the loss: {self.gradients[-1]}"
             )
-        return "; ".join(said)
+        return "; ".join(findings)
 
 
 def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:

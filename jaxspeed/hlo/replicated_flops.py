@@ -32,7 +32,7 @@ from jaxspeed.placement.specs import spec_axes
 
 Axes = frozenset[str]
 Known = tuple[tuple[int, ...], ...]  # the elements of a small integer array, for every device
-Tree = Any  # a Value, or a tuple of trees for a tuple
+Tree = Any  # a VaryingValue, or a tuple of trees for a tuple
 
 MOST_KNOWN = 1 << 16  # limit on the evaluated elements of all devices
 _ALIKE = ("all-reduce", "all-gather", "collective-broadcast", "ragged-all-gather")
@@ -51,7 +51,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Value:
+class VaryingValue:
     """Knowledge of one array: the axes along which it may vary, and its elements if few."""
 
     axes: Axes
@@ -104,7 +104,7 @@ class _Flow:
     def _value(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         opcode = instruction.opcode
         if opcode == "parameter":
-            return Value(self._sharded_over(instruction))
+            return VaryingValue(self._sharded_over(instruction))
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
@@ -122,11 +122,11 @@ class _Flow:
         kind = opcode.removesuffix("-start")
         axes = frozenset().union(*map(_axes, operands))
         if kind in _ALIKE or kind in _APART:
-            return Value(self._communicated(instruction, kind, axes))
+            return VaryingValue(self._communicated(instruction, kind, axes))
         known = self._known(instruction, operands)
         if known is not None:
-            return Value(self._varies(known), known)
-        return Value(self._all if opcode in _OF_A_DEVICE else axes)
+            return VaryingValue(self._varies(known), known)
+        return VaryingValue(self._all if opcode in _OF_A_DEVICE else axes)
 
     @cached_property
     def _all(self) -> Axes:
@@ -145,7 +145,7 @@ class _Flow:
     def _branches(self, instruction: Instruction, operands: list[Tree]) -> Tree:
         keys = ("branch_computations", "true_computation", "false_computation")
         names = [name for key in keys for name in instruction.called(key)]
-        made: Tree = Value(_axes(operands[0]))
+        made: Tree = VaryingValue(_axes(operands[0]))
         for name, operand in zip(names, operands[1:], strict=True):
             made = _join(made, self.visit(self.module.computations[name], [operand]))
         return made
@@ -186,7 +186,7 @@ class _Flow:
             return tuple((device,) for device in range(devices))
         if opcode == "constant":
             return self._constant(instruction)
-        given = [value.known for value in operands if isinstance(value, Value)]
+        given = [value.known for value in operands if isinstance(value, VaryingValue)]
         if len(given) != len(operands) or not given or any(rows is None for rows in given):
             return None
         arrays = [np.asarray(rows) for rows in given]
@@ -213,10 +213,10 @@ def _rows(array: np.ndarray) -> Known:
     return tuple(tuple(map(int, row)) for row in array)
 
 
-def _leaves(tree: Tree) -> Iterator[Value]:
+def _leaves(tree: Tree) -> Iterator[VaryingValue]:
     for part in tree if isinstance(tree, tuple) else ():
         yield from _leaves(part)
-    if isinstance(tree, Value):
+    if isinstance(tree, VaryingValue):
         yield tree
 
 
@@ -229,6 +229,6 @@ def _join(a: Tree, b: Tree) -> Tree:
     """The knowledge common to both."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return tuple(map(_join, a, b))
-    if isinstance(a, Value) and a == b:
+    if isinstance(a, VaryingValue) and a == b:
         return a
-    return Value(_axes(a) | _axes(b))
+    return VaryingValue(_axes(a) | _axes(b))

@@ -4,7 +4,7 @@ Plain records in, files and lines out; independent of the engine.
 """
 
 from jaxspeed.metrics.format import sparkline
-from jaxspeed.metrics.ledger import PHASES, Ledger
+from jaxspeed.metrics.ledger import PHASES, TimeLedger
 from jaxspeed.metrics.loss_curve import draw_loss
 from jaxspeed.metrics.metric_names import NAMES
 from jaxspeed.metrics.mfu import ModelFlops, language_flops, traced_flops, utilisation
@@ -26,11 +26,11 @@ __all__ = [
     "RECORDS",
     "CsvSink",
     "JsonlSink",
-    "Ledger",
     "ModelFlops",
     "Progress",
     "Sink",
     "TensorBoardSink",
+    "TimeLedger",
     "WandbSink",
     "draw_loss",
     "from_json",

@@ -84,9 +84,9 @@ class Canvas:
     def write_png(self, path: str | Path) -> None:
         """Write to a temporary file and rename it: no reader sees a partial picture."""
         path = Path(path)
-        beside = path.with_name(f".{path.name}.part")
-        beside.write_bytes(png(np.clip(self._pixels + 0.5, 0, 255).astype(np.uint8)))
-        os.replace(beside, path)
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_bytes(png(np.clip(self._pixels + 0.5, 0, 255).astype(np.uint8)))
+        os.replace(temporary, path)
 
 
 def png(pixels: np.ndarray) -> bytes:

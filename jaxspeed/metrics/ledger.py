@@ -13,7 +13,7 @@ PHASES = ("compile", "data", "compute", "checkpoint", "evaluate", "restart", "ot
 _BAR = 24  # columns of the longest bar
 
 
-class Ledger:
+class TimeLedger:
     """Attributes every second to one phase; the rest is `other`, so the phases sum to wall time.
 
         with ledger.phase("data"):

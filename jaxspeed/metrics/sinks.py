@@ -233,14 +233,14 @@ def trim(path: Path, step_of: Callable[[str], int | None], resume_from_step: int
         # The file of a long run is large: it is read twice instead of held in memory.
         if all(stays for stays, _ in _judged(path, step_of, resume_from_step)):
             return
-        beside = path.with_name(f".{path.name}.trimmed")
-        with beside.open("wb") as out:
+        temporary = path.with_name(f".{path.name}.trimmed")
+        with temporary.open("wb") as out:
             for stays, line in _judged(path, step_of, resume_from_step, warn=True):
                 if stays:
                     out.write(line)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 

@@ -110,11 +110,11 @@ class RunFolder:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    beside = path.with_name(path.name + PART)
+    temporary = path.with_name(path.name + PART)
     try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
         raise

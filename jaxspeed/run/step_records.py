@@ -13,10 +13,10 @@ from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
 from jaxspeed.errors import RunError
 from jaxspeed.metrics import (
-    Ledger,
     ModelFlops,
     Progress,
     Sink,
+    TimeLedger,
     language_flops,
     sinks_of,
     traced_flops,
@@ -33,7 +33,7 @@ class Recorder:
     engine: Engine
     sinks: list[Sink]
     progress: Progress
-    ledger: Ledger
+    ledger: TimeLedger
     flops: ModelFlops | None
     opened: Callable[[int], list[Sink]]  # the sinks of a run that resumes after a step
     _compiled: bool = False
@@ -151,7 +151,7 @@ def recorder_of(
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
     flops = _flops(engine, corpus)
-    return Recorder(engine, opened(step), progress, Ledger(seconds), flops, opened)
+    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)
 
 
 def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:

@@ -28,7 +28,7 @@ from jaxspeed.ring_reduction import OF_DEVICES, Reduction, rings_of
 from jaxspeed.tensor_parallel import Style, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.optimizer import Optimizer, optimizer_of
-from jaxspeed.train.program import Program, Source
+from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
 from jaxspeed.train.tensor_names import with_tensor_names
 from jaxspeed.train.update import Update
@@ -109,7 +109,7 @@ def build_program(
             _pipeline_of(config, objective),
         ),
         update,
-        Source(build_program, model, optimizer, example_batch, trainable),
+        BuildInputs(build_program, model, optimizer, example_batch, trainable),
         proposal,
     )
 

@@ -38,7 +38,7 @@ Metrics = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Source:
+class BuildInputs:
     """What a program was built from, so that it can be built again in another way."""
 
     build: Callable[..., "Program"]  # (config, model, loss_fn, **these below, devices)
@@ -67,7 +67,7 @@ class Program:
     objective: Objective
     gradients: Gradients
     update: Update
-    source: Source
+    source: BuildInputs
     proposal: Proposal | None = None  # of what the tensor axis cuts, where it was inferred
 
     @property

@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.data import Feeder, placer
-from jaxspeed.data.samples import Rows
+from jaxspeed.data.samples import ArrayRows
 from jaxspeed.data.split import Split
 
 BATCH, STEPS, START = 16, 6, 2
 
 
-class Remembering(Rows):
+class Remembering(ArrayRows):
     def __init__(self):
         super().__init__({"x": np.arange(45, dtype=np.int32)})
         self.seen = []

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.data import Feeder, placer
-from jaxspeed.data.samples import Rows
+from jaxspeed.data.samples import ArrayRows
 from jaxspeed.data.split import Split
 from jaxspeed.errors import DataError
 from tests.data.corpora import opened
@@ -21,7 +21,7 @@ from tests.data.corpora import opened
 BATCH = 16
 
 
-class Numbered(Rows):
+class Numbered(ArrayRows):
     """Samples that hold their own number, and remember which were read."""
 
     def __init__(self, n=50, fails_at=None, wait=0.0):
@@ -149,9 +149,9 @@ def test_fewer_samples_than_a_batch_are_refused():
 INTERRUPTED = """
 import signal, threading, numpy as np
 from jaxspeed.data import Feeder
-from jaxspeed.data.samples import Rows
+from jaxspeed.data.samples import ArrayRows
 from jaxspeed.data.split import Split
-feeder = Feeder(Split([Rows({"x": np.arange(64)})], seed=0, shuffle=True), 4,
+feeder = Feeder(Split([ArrayRows({"x": np.arange(64)})], seed=0, shuffle=True), 4,
                 lambda read: threading.Event().wait())
 # Where the tests run in the background, a shell may have them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

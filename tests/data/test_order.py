@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspeed.data.samples import Rows
+from jaxspeed.data.samples import ArrayRows
 from jaxspeed.data.split import Split
 
 BATCH = 8
@@ -13,7 +13,7 @@ BATCH = 8
 
 def numbered(n, first=0):
     """Samples that hold their own number."""
-    return Rows({"x": np.arange(first, first + n, dtype=np.int32)})
+    return ArrayRows({"x": np.arange(first, first + n, dtype=np.int32)})
 
 
 def split(n=37, seed=0, shuffle=True):

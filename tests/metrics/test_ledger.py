@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspeed.metrics import NAMES, PHASES, Ledger
+from jaxspeed.metrics import NAMES, PHASES, TimeLedger
 from jaxspeed.placement.show import as_text
 
 
@@ -28,7 +28,7 @@ def booked(ledger):
 
 
 def test_seconds_are_booked_to_the_phase_in_which_they_pass(clock):
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     clock.now += 1
     for _ in range(3):
         with ledger.phase("data"):
@@ -39,7 +39,7 @@ def test_seconds_are_booked_to_the_phase_in_which_they_pass(clock):
 
 
 def test_a_phase_within_a_phase_is_booked_once(clock):
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     with ledger.phase("evaluate"):
         clock.now += 1
         with ledger.phase("compile"):
@@ -49,7 +49,7 @@ def test_a_phase_within_a_phase_is_booked_once(clock):
 
 
 def test_a_phase_ends_when_it_raises(clock):
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     with pytest.raises(KeyboardInterrupt), ledger.phase("compute"):
         clock.now += 4
         raise KeyboardInterrupt
@@ -58,7 +58,7 @@ def test_a_phase_ends_when_it_raises(clock):
 
 
 def test_a_phase_that_goes_on_is_told_up_to_now(clock):
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     with ledger.phase("checkpoint"):
         clock.now += 3
         assert booked(ledger) == {"checkpoint": 3}
@@ -67,11 +67,11 @@ def test_a_phase_that_goes_on_is_told_up_to_now(clock):
 
 
 def test_after_a_restart_the_seconds_go_on(clock):
-    first = Ledger(clock=clock)
+    first = TimeLedger(clock=clock)
     with first.phase("compute"):
         clock.now += 50
     clock.now += 999  # no process was there
-    second = Ledger(carried=first.as_record() | {"wall/other": 0.0}, clock=clock)
+    second = TimeLedger(carried=first.as_record() | {"wall/other": 0.0}, clock=clock)
     with second.phase("restart"):
         clock.now += 5
     assert booked(second) == {"compute": 50, "restart": 5}
@@ -81,7 +81,7 @@ def test_after_a_restart_the_seconds_go_on(clock):
 @given(st.lists(st.tuples(st.sampled_from(PHASES), st.floats(0, 1e6)), max_size=30))
 def test_the_phases_sum_to_the_wall_time(visits):
     clock = Clock()
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     for name, seconds in visits:
         with ledger.phase(name):
             clock.now += seconds
@@ -91,7 +91,7 @@ def test_the_phases_sum_to_the_wall_time(visits):
 
 
 def test_real_time_is_booked():
-    ledger, start = Ledger(), time.perf_counter()
+    ledger, start = TimeLedger(), time.perf_counter()
     with ledger.phase("data"):
         time.sleep(0.05)
     seconds = ledger.seconds()
@@ -100,15 +100,15 @@ def test_real_time_is_booked():
 
 def test_an_unknown_phase_is_refused():
     with pytest.raises(ValueError, match="unknown phase 'compiling': known are compile, data"):
-        Ledger().phase("compiling").__enter__()
+        TimeLedger().phase("compiling").__enter__()
 
 
 def test_its_record_is_among_the_named_metrics():
-    assert set(Ledger().as_record()) <= set(NAMES)
+    assert set(TimeLedger().as_record()) <= set(NAMES)
 
 
 def test_people_see_the_longest_first_and_each_share(clock):
-    ledger = Ledger(clock=clock)
+    ledger = TimeLedger(clock=clock)
     with ledger.phase("compile"):
         clock.now += 25
     with ledger.phase("compute"):
