@@ -11,10 +11,9 @@
 
 from collections.abc import Callable, Iterable
 
-from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.primitives import PRODUCTS, REDUCTIONS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.liveness import Held
-from jaxspeed.planner.memory.materialization import SUMS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
@@ -41,7 +40,7 @@ class Kinds:
         self.of_state = set(scope.ins[:state])
         _reach(scope, self.of_state, lambda op: any(v in self.of_state for v in op.values))
         tables = set(vocabularies)
-        ends = {*_ENDS, *SUMS}
+        ends = {*_ENDS, *REDUCTIONS}
         _reach(scope, tables, lambda op: op.name not in ends and _table(op, tables))
         self.logits: set[Value] = set()
         _reach(scope, self.logits, self._makes_logits(tables))
@@ -133,7 +132,7 @@ def _made_of(op: Op, out: Value) -> list[Value]:
     if op.name in PAIRWISE:
         source = op.ins[op.outs.index(out)]
         return [source] if source is not None else []
-    if op.name in SUMS:  # over ranks, whose parts a region has stacked, and over nothing else
+    if op.name in REDUCTIONS:  # over ranks, whose parts a region has stacked, and over nothing else
         return [v for v in op.values if v.cut and len(v.cut) == len(out.cut) + 1 and v.cut[0]]
     if op.name in _PARTS:
         return [v for v in op.values if v.shape]

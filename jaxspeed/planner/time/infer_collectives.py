@@ -14,9 +14,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxspeed.jaxpr.primitives import REDUCTIONS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.materialization import SUMS
 from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import (
@@ -114,7 +114,7 @@ class _Walk:
                 self._lie(v, cut, op)
         partial = {a for a in partial if self.mesh[a] > 1}
         if partial:
-            if op.name in SUMS and op.name not in ("reduce", "reduce_sum"):
+            if op.name in REDUCTIONS and op.name not in ("reduce", "reduce_sum"):
                 self._send("all-reduce", partial, out, op, before=False)
             else:
                 self.pending[out] = (partial, out)
@@ -123,7 +123,7 @@ class _Walk:
         """Dims that the devices of some axes may each sum over their part of."""
         if op.name == "dot_general":
             yield from self._contracted(op)
-        elif op.name in SUMS:
+        elif op.name in REDUCTIONS:
             for v in op.values:
                 for d in op.params.get("axes", op.params.get("dimensions", ())):
                     yield v, int(d), set(v.cut[int(d)])
