@@ -1,6 +1,6 @@
-"""Primitives by class, named as they are in a jaxpr.
+"""Primitives by class, under the names that a traced program gives them.
 
-A class holds what the operations are, not what a reader makes of them: readers compose their own
+A class says what the operations are, not what a reader makes of them: readers compose their own
 sets from these.
 """
 
@@ -18,15 +18,21 @@ CONTROL = (*LOOPS, "cond")
 
 KERNELS = ("pallas_call", "tpu_custom_call")
 CUDNN_ATTENTION = "dot_product_attention"  # with these letters the names of its passes begin
-PRODUCTS = ("dot_general", "conv_general_dilated")
-REDUCTIONS = (
-    "reduce", "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
-    "reduce_xor",
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+REDUCTIONS = frozenset(
+    {
+        "reduce", "reduce_sum", "reduce_prod", "reduce_max", "reduce_min",
+        "reduce_and", "reduce_or", "reduce_xor",
+    }
 )  # fmt: skip
-ARG_REDUCTIONS = ("argmax", "argmin")
-CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-WINDOWED = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
-SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+ARG_REDUCTIONS = frozenset({"argmax", "argmin"})
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+WINDOWED = frozenset(
+    {"reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"}
+)
+SCATTERS = frozenset(
+    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+)
 # Each element of the result is made of the operands' elements at its own index.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
@@ -35,27 +41,35 @@ ELEMENTWISE = frozenset(
     pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan
     tanh xor""".split()  # noqa: SIM905
 )
-RANDOM_BITS = ("random_bits", "threefry2x32", "rng_bit_generator")
-RANDOM = (*RANDOM_BITS, "rng_uniform", "random_gamma")
+RANDOM_BITS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+RANDOM = RANDOM_BITS | {"rng_uniform", "random_gamma"}
 
 # -- what only moves -------------------------------------------------------------------------------
 
-RESHAPES = ("reshape", "squeeze", "expand_dims")  # the same elements in the same order
-SLICES = ("slice", "dynamic_slice", "dynamic_update_slice")
-CASTS = ("convert_element_type", "copy")
-IDENTITIES = ("name", "copy", "stop_gradient")  # the operand, as it is
-PAIRWISE = ("optimization_barrier", "device_put")  # each result is the operand of its place
+# Parts of an array, or arrays of parts.
+SLICES = frozenset({"slice", "dynamic_slice", "dynamic_update_slice"})
+JOINS = frozenset({"concatenate", "split", "pad"})
+# The same elements in the same order, under another shape.
+RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+# The operand itself, as far as its elements go.
+IDENTITIES = frozenset({"copy", "name", "stop_gradient"})
+CASTS = frozenset({"convert_element_type", "copy"})
+# Each result is the operand of its place.
+PAIRWISE = frozenset({"optimization_barrier", "device_put"})
 CONSTRAINT = "sharding_constraint"
 
 # -- what devices send each other, in a region that is manual over mesh axes -----------------------
 
-ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "pbroadcast")
-ALL_GATHERS = ("all_gather", "all_gather_invariant")
-REDUCE_SCATTERS = ("reduce_scatter", "psum_scatter")
-COLLECTIVES = (*ALL_REDUCES, *ALL_GATHERS, *REDUCE_SCATTERS, "all_to_all", "ppermute")
+COLLECTIVES = frozenset(
+    {
+        "psum", "psum2", "psum_invariant", "pmax", "pmin", "pbroadcast", "all_gather",
+        "all_gather_invariant", "reduce_scatter", "psum_scatter", "all_to_all", "ppermute",
+    }
+)  # fmt: skip
 
-# -- what no dim goes through, though operands and results may be of equal shape -------------------
+# -- what no dim goes through ----------------------------------------------------------------------
 
+# Operands and results may be of equal shape, and yet no dim of them goes through.
 OPAQUE_TO_DIMS = frozenset(
     {
         "fft", "cholesky", "triangular_solve", "eigh", "lu", "qr", "svd", "schur", "hessenberg",

@@ -3,7 +3,7 @@
 What differs between versions of jax in how an equation holds a program is known here alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ def sliceable_bodies(eqn: Any) -> list[Body]:
     return bodies(eqn) if eqn.primitive.name in names else []
 
 
-def runs(eqn: Any, names: Sequence[str]) -> bool:
+def runs(eqn: Any, names: Container[str]) -> bool:
     """Whether an equation, or one anywhere within it, is of one of these primitives."""
     return eqn.primitive.name in names or any(
         runs(e, names) for jaxpr in _all_programs(eqn) for e in jaxpr.eqns

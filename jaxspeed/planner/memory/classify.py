@@ -11,10 +11,9 @@
 
 from collections.abc import Callable, Iterable
 
-from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.primitives import PRODUCTS, REDUCTIONS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.liveness import Held
-from jaxspeed.planner.memory.materialization import REDUCTIONS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"

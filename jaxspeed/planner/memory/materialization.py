@@ -29,25 +29,17 @@ from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
 VIEWS = {
-    *RESHAPES,
-    "transpose",
-    *IDENTITIES,
-    "optimization_barrier",
-    "bitcast_convert_type",
-    ENTER,
-    LEAVE,
-}
+    *RESHAPES, *IDENTITIES, "transpose", "optimization_barrier", "bitcast_convert_type",
+    ENTER, LEAVE,
+}  # fmt: skip
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
 WHOLE = {
     *PRODUCTS, *REDUCTIONS, *CONTROL, *KERNELS, *CUMULATIVE, *ARG_REDUCTIONS, *COLLECTIVES,
-    *RANDOM_BITS, "gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice",
-    "compute_on",
+    *RANDOM_BITS,
+    "gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice", "compute_on",
 }  # fmt: skip
-READS_ANYTHING = {
-    *PRODUCTS,
-    *REDUCTIONS,
-    "dynamic_update_slice",
-}  # what they read may be computed there
+# What they read may be computed there.
+READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}
 # Whether a value has memory hangs on what it is made of (before it) and on who reads it (after it):
 # found again from what was found, until all know of each other.
 ROUNDS = 3

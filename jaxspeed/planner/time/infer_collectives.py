@@ -14,9 +14,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from jaxspeed.jaxpr.primitives import REDUCTIONS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.materialization import REDUCTIONS
 from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import (
