@@ -1,7 +1,7 @@
-"""Key and value heads for devices that share the query heads: each has those that its queries read.
+"""Key and value heads for sharded query heads: repeated, so that each device has those it reads.
 
-Where there are fewer key heads than devices, or a number that they do not divide, all devices
-compute all of them, and some key heads are read on several devices.
+With fewer key heads than devices, or a number that they do not divide, all devices compute all key
+heads, and some are read on several devices.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxspeed.ops.free_axes import tensor_parts
 
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:
-    """How often each key head is there where `parts` devices share all heads; 0: they cannot."""
+    """Copies of each key head for heads sharded over `parts` devices; 0: impossible."""
     copies = parts // math.gcd(parts, kv_heads)
     return copies if heads % (kv_heads * copies) == 0 else 0
 
 
-def shared_by_devices(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
-    """Keys and values with as many heads as the devices that share those of q can cut."""
+def repeated_for_sharding(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys and values with heads repeated so that they can be sharded as those of q."""
     copies = copies_of(q.shape[2], keys[0].shape[2], tensor_parts()) or 1
     return tuple(repeated(x, copies) for x in keys)
 
@@ -29,9 +29,9 @@ def shared_by_devices(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
 def repeated(x: jax.Array, copies: int) -> jax.Array:
     """Keys or values [batch, seq, kv_heads, head_dim] with each head `copies` times in a row.
 
-    As a lookup, whose result the compiler cuts over devices: each picks its own heads of x, and the
-    gradient of x is one all-reduce. Of a plain `jnp.repeat`, which is a broadcast and a reshape, it
-    would cut the heads of x as finely as they go, and gather them for the copies.
+    A gather, whose result the compiler shards: each device selects its heads of x, and the gradient
+    of x is one all-reduce. With `jnp.repeat`, a broadcast and a reshape, it would shard the heads
+    of x as far as possible, and all-gather them for the copies.
     """
     if copies == 1:
         return x

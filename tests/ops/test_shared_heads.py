@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops import attention
 from jaxspeed.ops.attention import plain
-from jaxspeed.ops.key_heads import copies_of, shared_by_devices
+from jaxspeed.ops.key_heads import copies_of, repeated_for_sharding
 from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.per_device import over_batch_and_heads
 from tests.ops.attention_reference import attention_and_gradients, seen
@@ -25,7 +25,7 @@ HEAD_DIM, SEQ, BATCH = 4, 6, 4
 
 def as_a_kernel(q, k, v):
     """The plain form, run as the kernels are."""
-    k, v = shared_by_devices(q, k, v)
+    k, v = repeated_for_sharding(q, k, v)
     return over_batch_and_heads(plain, q, k, v, None, mask=Mask(True, None), scale=0.5)
 
 
@@ -90,7 +90,7 @@ def test_each_device_has_the_key_heads_that_its_query_heads_read(kv_heads):
     with jax.set_mesh(simulated_mesh(data=2, tensor=parts)):
 
         def run(q, k):
-            return over_batch_and_heads(spy, q, *shared_by_devices(q, k, k), None)
+            return over_batch_and_heads(spy, q, *repeated_for_sharding(q, k, k), None)
 
         read = jax.jit(run)(jnp.zeros((4, 2, heads, 8)), number)
     own = kv_heads * copies_of(heads, kv_heads, parts) // parts
