@@ -1,4 +1,4 @@
-"""LAMB's trust ratio, one for each weight matrix (You et al., arXiv:1904.00962)."""
+"""LAMB's trust ratio per weight matrix (You et al., arXiv:1904.00962)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ def scale_by_lamb_coefficient(
     """`clip(||p|| / ||u||, min_coeff, max_coeff) u`, the ratio being 1 where a norm is 0.
 
     As DeepSpeed's FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu). Optax's `scale_by_trust_ratio`
-    does not clip, and takes one norm of a leaf that holds many layers.
+    does not clip, and takes one norm over all layers of a stacked leaf.
 
     Args:
-      min_coeff: the least that an update is scaled by.
-      max_coeff: the most.
-      stacked: how many leading dims of the leaf at a path number its layers; each layer is a
-        matrix with norms of its own.
+      min_coeff: the smallest ratio.
+      max_coeff: the largest ratio.
+      stacked: number of leading dims that index layers, by path; each layer is a matrix with
+        separate norms.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -107,8 +107,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_member_that_is_other_than_its_neighbours_ends_the_run",
     ),
     (
-        "turn = i // K * v * K + i % K",
-        "turn = i // K * v * K + i",
+        "round_start = i // K * v * K + i % K",
+        "round_start = i // K * v * K + i",
         "test_gpipe_runs_all_forwards_first",
     ),
     (
