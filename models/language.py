@@ -7,7 +7,7 @@ A batch is a mapping:
 | tokens | [batch, seq + 1] | each token but the last predicts the next one |
 | targets | [batch, seq] | optional: the predicted tokens; then tokens is [batch, seq] |
 | segment_ids | as tokens | optional, packed documents: no attention and no prediction across them |
-| positions | as tokens | optional, by default 0, 1, 2, ... along the whole sequence |
+| positions | as tokens | optional, by default 0, 1, 2, ... along the sequence |
 | mask | as the targets, or as tokens | optional: targets where it is 0 are ignored |
 
 Targets of -100 are ignored too.

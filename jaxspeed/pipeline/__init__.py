@@ -10,7 +10,7 @@ from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.phases import Phase, Repeat, phases
 from jaxspeed.pipeline.pipeline import Pipeline, micro_batches
 from jaxspeed.pipeline.report import PipelineReport
-from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, Work, forward_only, schedule
+from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
 from jaxspeed.pipeline.training import Sums
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Repeat",
     "Schedule",
     "Sums",
-    "Work",
+    "WorkTable",
     "forward_only",
     "gantt",
     "micro_batches",

@@ -171,7 +171,7 @@ SAID = {
 @pytest.mark.parametrize("said", SAID)
 def test_what_a_compiler_says_of_memory_is_read(said):
     refused = out_of_memory(said)
-    assert refused.needed == SAID[said] and refused.said == said
+    assert refused.needed == SAID[said] and refused.message == said
 
 
 def test_another_error_is_not_taken_for_one_of_memory():
@@ -222,7 +222,7 @@ def test_an_answer_is_plain_data():
         "fits": False,
         "device_bytes": 600 * GIB,
         "host_bytes": 0,
-        "refused": refused.said,
+        "refused": refused.message,
         "seconds": 2.0,
         "kept": None,
     }
