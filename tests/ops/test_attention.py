@@ -137,7 +137,7 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
 
 
 def test_cudnns_passes_fit_each_other_as_traced(monkeypatch):
-    """What its forward pass gives is what its derivative keeps; without a GPU to run it."""
+    """The forward pass returns the residuals of the derivative; traced without a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
@@ -219,7 +219,7 @@ def test_each_device_attends_to_its_own_part_alone():
     assert shapes == [((1, 16, 2, 32), (1, 16, 1, 32), (1, 16))]
 
 
-def test_inside_a_checked_shard_map_attention_is_plain_and_says_so():
+def test_inside_a_checked_shard_map_attention_is_plain_with_a_warning():
     q, k, v, d_out = inputs(seq=128)
     f = functools.partial(with_gradients, attention)
     cut = P("data")

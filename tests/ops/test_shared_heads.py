@@ -43,7 +43,7 @@ FORMS = {"plain": functools.partial(attention, scale=0.5), "kernel": as_a_kernel
 def test_attention_with_any_heads_on_any_devices_equals_the_formula(
     form, parts, kv_heads, more, even
 ):
-    """`even`: the devices divide the query heads, so that they are cut."""
+    """`even`: the devices divide the query heads, so that they are sharded."""
     heads = more * (math.lcm(kv_heads, parts) if even else kv_heads)
     rng = np.random.default_rng(heads)
     shapes = [(BATCH, SEQ, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]

@@ -379,7 +379,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "old = [info.tag for info in numbered[: complete[-keep]]]",
         "old = [info.tag for info in numbered[: complete[-1]]]",
-        "test_the_newest_and_those_at_intervals_are_kept",
+        "test_the_newest_and_those_at_intervals_are_retained",
     ),
     (
         ("if now > units_free:\n                        idle.append((units_free, now))"),
