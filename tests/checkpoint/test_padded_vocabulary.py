@@ -1,4 +1,4 @@
-"""A vocabulary padded for sharding over tensor is saved without padding and restored on any mesh."""
+"""A vocabulary padded for sharding over tensor is saved without padding, for any other mesh."""
 
 import numpy as np
 import pytest
