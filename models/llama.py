@@ -201,7 +201,7 @@ class Llama(language.Decoder):
 
 
 def residual_init(config: Config) -> Initializer:
-    """As in GPT-2, where 2 L branches add up. Meta did not publish Llama's initialization."""
+    """Output weights of branches, scaled as in GPT-2: Meta did not publish Llama's scheme."""
     return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
 
 

@@ -36,7 +36,7 @@ class WorkTable(NamedTuple):
 
     @property
     def busy(self) -> np.ndarray:
-        """Where there is work, bool [ticks, stages]."""
+        """Mask of the cells that are not idle, bool [ticks, stages]."""
         return self.micro >= 0
 
 

@@ -100,7 +100,7 @@ class Stage:
         return (work.chunk * self.split.stages + number) * self.split.layout.rows
 
     def active(self, trained: list[str]) -> list[bool]:
-        """Which arguments have gradients."""
+        """Mask of the arguments that have gradients."""
         parts = self.split.parts
         context = [i in self.shared for i in parts.context_reads]
         weights = [name in trained for name in self.names]
