@@ -1,8 +1,7 @@
-"""Reference models: plain Flax calling `jaxspeed.ops`, one file a family.
+"""Reference models in Flax NNX that call `jaxspeed.ops`, one file per family.
 
 A family's module has `Config` (a frozen dataclass of sizes), `PRESETS` (configs by name),
-`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. None is imported before it is asked
-for.
+`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. Families are imported on demand.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FAMILIES: dict[str, str] = {
 
 
 class Built(NamedTuple):
-    """A family with its sizes chosen."""
+    """Factory, loss and config of a model."""
 
     factory: Callable[[nnx.Rngs], nnx.Module]
     loss: Callable[..., Any]
@@ -42,7 +41,8 @@ def build(
 ) -> Built:
     """A family's factory, loss and config: a preset, or the family's defaults, with `overrides`.
 
-    Raises ValueError for an unknown family, preset or field, with what it may have been meant for.
+    Raises:
+      ValueError: unknown family, preset or field, with the closest known name.
     """
     module = family(name)
     config = module.Config() if preset is None else _lookup("preset", preset, module.PRESETS)

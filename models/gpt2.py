@@ -1,8 +1,8 @@
-"""GPT-2 (Radford et al., 2019), and GPT-3 (arXiv:2005.14165), which has its shape.
+"""GPT-2 (Radford et al., 2019), and GPT-3 (arXiv:2005.14165), which has its architecture.
 
 Learned positions, LayerNorm before each branch, gelu in its tanh form, a head tied to the
-embedding. Dropout is on the embedding and on each branch; not on attention's shares, which fused
-kernels never write down.
+embedding. Dropout is on the embedding and on each branch; not on attention weights, which fused
+kernels do not materialize.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .layers import (
 
 @dataclass(frozen=True)
 class Config:
-    """GPT-2's sizes; the defaults are its smallest, of 124 million parameters."""
+    """GPT-2's sizes; the defaults are those of the smallest, with 124 million parameters."""
 
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None  # fewer than query heads: grouped; None: as many
+    num_key_value_heads: int | None = None  # for grouped-query attention; None: as query heads
     intermediate_size: int | None = None  # None: 4 * hidden_size
     vocab_size: int = 50257
     max_position_embeddings: int = 1024
@@ -46,7 +46,7 @@ class Config:
     dropout: float = 0.0
     tie_word_embeddings: bool = True
     unroll: int | bool = 1  # of the scan over layers
-    vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
+    vocab_chunk: int | None = None  # columns of the head per chunk in the loss; None: automatic
 
     def __post_init__(self) -> None:
         check_heads(self.hidden_size, self.num_attention_heads, self.num_key_value_heads)
@@ -153,7 +153,7 @@ class GPT2(language.Decoder):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens [batch, seq] to what the head reads, [batch, seq, embed]."""
+        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
         x = self.dropout(self.embed(tokens) + self.positions(positions))
@@ -162,7 +162,7 @@ class GPT2(language.Decoder):
 
 
 def residual_init(config: Config) -> Initializer:
-    """Branches add up over 2 L layers, so their last weights start 1 / sqrt(2 L) smaller."""
+    """Output weights of branches, scaled by 1 / sqrt(2 L) since 2 L branches add up."""
     return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
 
 

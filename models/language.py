@@ -1,16 +1,16 @@
-"""What language models share: how a batch is read, the logits and the loss.
+"""Language models' batch format, logits and next-token loss.
 
 A batch is a mapping:
 
 | key | shape | meaning |
 |---|---|---|
 | tokens | [batch, seq + 1] | each token but the last predicts the next one |
-| targets | [batch, seq] | optional: then tokens is [batch, seq], and these are what they predict |
+| targets | [batch, seq] | optional: the predicted tokens; then tokens is [batch, seq] |
 | segment_ids | as tokens | optional, packed documents: no attention and no prediction across them |
-| positions | as tokens | optional, by default 0, 1, 2, ... along the whole sequence |
-| mask | as the targets, or as tokens | optional: a target counts where it is not 0 |
+| positions | as tokens | optional, by default 0, 1, 2, ... along the sequence |
+| mask | as the targets, or as tokens | optional: targets where it is 0 are ignored |
 
-A target of -100 does not count either.
+Targets of -100 are ignored too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LanguageBatch = Mapping[str, jax.Array]
 
 
 class LanguageModel(Protocol):
-    """A model whose loss can skip the logits: it gives hidden states and the head's weight."""
+    """Interface for a loss without full logits: hidden states and the head's weight."""
 
     def hidden(
         self,
@@ -50,14 +50,14 @@ class LanguageModel(Protocol):
 
 
 class Decoder(nnx.Module):
-    """What language families have in common: a head that may be tied, and logits through it.
+    """Base class of language models: a head that may be tied, and logits.
 
-    A family's own class makes the layers and has `hidden`.
+    A family's class creates the layers and defines `hidden`.
     """
 
     config: Any
     embed: Embedding
-    head: Embedding | None  # None: the embedding's table is the head's too
+    head: Embedding | None  # None: tied to the embedding
 
     @property
     def head_weight(self) -> jax.Array:
@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
 
 
 class Prediction(NamedTuple):
-    """A batch, taken apart."""
+    """The inputs and targets of a batch."""
 
     tokens: jax.Array  # [batch, seq]
     targets: jax.Array  # [batch, seq]
@@ -83,7 +83,7 @@ class Prediction(NamedTuple):
 
 
 def split_batch(batch: LanguageBatch) -> Prediction:
-    """What goes in and what should come out."""
+    """The inputs and targets of a batch in any of its forms."""
     tokens, segments, mask = batch["tokens"], batch.get("segment_ids"), batch.get("mask")
     positions = batch.get("positions")
     if "targets" in batch:

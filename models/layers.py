@@ -1,10 +1,10 @@
-"""What the families share: parameters with named dims, thin layers over `jaxspeed.ops`, the stack.
+"""Layers shared by the families: parameters with logical axis names, norms, the scan over blocks.
 
-Every parameter carries its logical axis names in Flax metadata, `logical_axes`, one name a dim:
+Every parameter carries its logical axis names in Flax metadata, `logical_axes`, one name per dim:
 `layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. Flax's own key for
-this, `out_sharding`, will not do: `nnx.eval_shape` under a mesh takes what it holds for mesh axes
-(flax 0.12.8 to 0.12.12), and these are names that the placement maps to a mesh. Parameters have no
-dtype of their own: JAX's default float, or what they are cast to, and layers compute in it.
+this, `out_sharding`, does not work: `nnx.eval_shape` under a mesh takes its values for mesh axes
+(flax 0.12.8 to 0.12.12), and these names are mapped to a mesh by the placement. Parameters have
+JAX's default float dtype, or the one that they are cast to, and layers compute in it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def normal(std: float) -> Initializer:
 
 
 def check_heads(hidden_size: int, heads: int, kv_heads: int | None = None) -> None:
-    """Refuses numbers of heads that do not divide what they cut."""
+    """Raise ValueError for numbers of heads that do not divide the sizes that they split."""
     if hidden_size % heads:
         raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden_size}")
     if kv_heads is not None and heads % kv_heads:
@@ -40,35 +40,35 @@ def check_heads(hidden_size: int, heads: int, kv_heads: int | None = None) -> No
 
 
 def truncated_normal(std: float) -> Initializer:
-    """Normal, cut at two standard deviations."""
+    """Normal, truncated at two standard deviations."""
     return nnx.initializers.truncated_normal(std)
 
 
 def param(
     rngs: nnx.Rngs, init: Initializer, dims: dict[str, int] | tuple[tuple[str, int], ...]
 ) -> nnx.Param:
-    """A parameter whose dims are (logical axis name, size), in order."""
+    """A parameter with dims of (logical axis name, size), in order."""
     named = tuple(dims.items()) if isinstance(dims, dict) else dims
     shape = tuple(size for _, size in named)
     return nnx.Param(init(rngs.params(), shape), logical_axes=tuple(name for name, _ in named))
 
 
 class Linear(nnx.Module):
-    """y = x W + b over the last dims of x, which may be several: (heads, head_dim), say."""
+    """y = x W + b over the last dims of x, which may be several, such as (heads, head_dim)."""
 
     def __init__(
         self,
-        takes: dict[str, int],
-        gives: dict[str, int],
+        inputs: dict[str, int],
+        outputs: dict[str, int],
         *,
         init: Initializer,
         bias: bool = True,
         rngs: nnx.Rngs,
     ):
         # Pairs, not a dict: a square layer has the same name on both sides.
-        self.kernel = param(rngs, init, (*takes.items(), *gives.items()))
-        self.bias = param(rngs, zeros, gives) if bias else None
-        self.contracted = len(takes)
+        self.kernel = param(rngs, init, (*inputs.items(), *outputs.items()))
+        self.bias = param(rngs, zeros, outputs) if bias else None
+        self.contracted = len(inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.kernel[...]
@@ -76,11 +76,11 @@ class Linear(nnx.Module):
         over = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         y = lax.dot_general(x, kernel, (over, ((), ())))
         y = y if self.bias is None else y + self.bias[...]
-        return y.astype(x.dtype)  # a kernel kept in fp32 does not widen what follows
+        return y.astype(x.dtype)  # an fp32 kernel does not promote later activations
 
 
 class Embedding(nnx.Module):
-    """A table of rows to look up, and a head when it is tied."""
+    """An embedding table, also used as the head when tied."""
 
     def __init__(
         self, rows: int, size: int, *, axis: str = "vocab", init: Initializer, rngs: nnx.Rngs
@@ -111,12 +111,12 @@ class RMSNorm(nnx.Module):
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Dropout that owns a stream of random numbers only if it will draw any."""
+    """Dropout, with a stream of random numbers only if rate > 0."""
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
 def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> Block:
-    """`length` blocks in one: each variable, random streams too, gains a first dim `layers`."""
+    """`length` blocks stacked: each variable, random streams too, gets a first dim `layers`."""
 
     new_dim = {nnx.PARTITION_NAME: "layers", "logical_axes": "layers"}
 
@@ -131,10 +131,11 @@ def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> B
 def scan_blocks(
     blocks: nnx.Module, x: jax.Array, *args: object, unroll: int | bool = 1
 ) -> jax.Array:
-    """x through every block of a stack, one after the other: `x = block(x, *args)`.
+    """Apply every block of a stack in order: `x = block(x, *args)`.
 
-    `lax.scan` compiles one block, whatever their number; `unroll` compiles that many side by side,
-    True all of them. Parameters only go in; what a block changed, dropout's counters, comes out.
+    `lax.scan` compiles one block, whatever their number; `unroll` is the number of blocks per
+    iteration, or True for all. Parameters are only read; other changed variables, such as dropout's
+    counters, are written back.
     """
     graphdef, *states = nnx.split(blocks, nnx.Param, ...)
     params, rest = states

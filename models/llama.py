@@ -28,9 +28,7 @@ class Config:
     num_key_value_heads: int = 8
     intermediate_size: int = 14336
     vocab_size: int = 128256
-    max_position_embeddings: int = (
-        8192  # what it was trained for; nothing in the model has this size
-    )
+    max_position_embeddings: int = 8192  # trained context length; no array has this size
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -40,7 +38,7 @@ class Config:
     dropout: float = 0.0
     tie_word_embeddings: bool = False
     unroll: int | bool = 1  # of the scan over layers
-    vocab_chunk: int | None = None  # columns of the head at a time in the loss; None: chosen
+    vocab_chunk: int | None = None  # columns of the head per chunk in the loss; None: automatic
 
     def __post_init__(self) -> None:
         width = self.size_of_head * self.num_attention_heads if self.head_dim else self.hidden_size
@@ -58,7 +56,7 @@ class Config:
 
 
 def _long(config: Config) -> Config:
-    """Llama 3.1: the same shape, trained on for 128 Ki tokens."""
+    """Llama 3.1: the same sizes, trained with a context of 128 Ki tokens."""
     return replace(config, max_position_embeddings=131072, rope_scaling=ops.RopeScaling())
 
 
@@ -191,7 +189,7 @@ class Llama(language.Decoder):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """tokens [batch, seq] to what the head reads, [batch, seq, embed]."""
+        """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         c = self.config
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
@@ -203,7 +201,7 @@ class Llama(language.Decoder):
 
 
 def residual_init(config: Config) -> Initializer:
-    """As GPT-2's: branches add up over 2 L layers. Meta did not publish Llama's own recipe."""
+    """Output weights of branches, scaled as in GPT-2: Meta did not publish Llama's scheme."""
     return normal(config.initializer_range / (2 * config.num_hidden_layers) ** 0.5)
 
 

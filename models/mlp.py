@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest model with a stack, for tests and first steps."""
+"""Multi-layer perceptron: the smallest model with stacked blocks, for tests and first steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, ...] to [batch, classes]; what follows the batch dim is flattened."""
+        """[batch, ...] to [batch, classes]; dims after the batch are flattened."""
         x = x.reshape(x.shape[0], -1).astype(self.input.kernel.dtype)
         x = scan_blocks(self.blocks, jax.nn.relu(self.input(x)), unroll=self.config.unroll)
         return self.head(x)

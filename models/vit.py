@@ -1,4 +1,4 @@
-"""The Vision Transformer (Dosovitskiy et al., arXiv:2010.11929), with DeiT's initial weights."""
+"""Vision Transformer (Dosovitskiy et al., arXiv:2010.11929), with DeiT's initialization."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ class ViT(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits [batch, classes] of images [batch, height, width, channels]."""
-        x = self.patches(cut_into_patches(images, self.config.patch_size, self.positions.dtype))
+        x = self.patches(split_into_patches(images, self.config.patch_size, self.positions.dtype))
         class_token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
         x = jnp.concatenate([class_token, x], axis=1) + self.positions[...]
         x = scan_blocks(self.blocks, self.dropout(x), unroll=self.config.unroll)
-        return self.head(self.norm(x[:, 0]))  # every row is normalised by itself
+        return self.head(self.norm(x[:, 0]))  # rows are normalized independently
 
 
-def cut_into_patches(images: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
+def split_into_patches(images: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
     """[batch, height, width, channels] to [batch, patches, size * size * channels], row by row."""
     batch, height, width, channels = images.shape
     x = images.astype(dtype).reshape(batch, height // size, size, width // size, size, channels)

@@ -1,4 +1,4 @@
-"""What models call: attention, losses, norms. They read the mesh from the trace's context."""
+"""Operations for models: attention, losses, norms. They read the mesh from the trace's context."""
 
 from jaxspeed.ops.attention import attention
 from jaxspeed.ops.cross_entropy import cross_entropy, linear_cross_entropy

@@ -1,18 +1,18 @@
-"""One attention for every model; the platform that the program is lowered for picks the kernel.
+"""Attention for all models, with the kernel of the platform that the program is lowered for.
 
     out = softmax(scale q k^T + mask) v
 
-| lowered for | kernel | takes |
+| lowered for | kernel | supports |
 |---|---|---|
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
-| CUDA | cuDNN, where this installation has it | bf16, fp16; no segments |
-| anything | `plain`, which holds the scores | everything |
+| CUDA | cuDNN, if installed | bf16, fp16; no segments |
+| any | `plain`, which materializes the scores | everything |
 
-The choice is `jax.lax.platform_dependent`'s: a program traced on a machine without accelerators and
-lowered for a TPU gets the TPU's kernel. What a kernel cannot take goes to `plain`.
+The choice is made by `jax.lax.platform_dependent`: a program traced on a machine without
+accelerators and lowered for a TPU gets the TPU's kernel. Unsupported inputs go to `plain`.
 
-Where the mesh has a tensor axis that divides the query heads, its devices share them, whatever the
-number of key heads (`key_heads.py`).
+A tensor axis of the mesh that divides the query heads shards them, whatever the number of key heads
+(`key_heads.py`).
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def attention(
         causal: query i sees keys j <= i.
         window: query i sees only keys with |i - j| < window, itself included.
         segment_ids: [batch, seq] integers; tokens see only their own segment.
-        kv_segment_ids: [batch, kv_seq]; by default those of the queries. A query whose mask leaves
-            it no key gives a finite value without meaning, which differs between kernels.
+        kv_segment_ids: [batch, kv_seq]; by default those of the queries. The output of a query
+            that sees no key is finite but undefined, and differs between kernels.
         scale: of the scores; 1 / sqrt(head_dim) by default.
         implementation: forces a kernel, for tests and comparisons.
 
     Returns:
-        [batch, seq, heads, head_dim] in the dtype of q, under the name "attention" for policies
-        that say what a backward pass keeps.
+        [batch, seq, heads, head_dim] in the dtype of q, with the checkpoint name "attention" for
+        rematerialization policies.
     """
     _check(q, k, v, window, segment_ids, kv_segment_ids)
     mask = Mask(causal, window)
@@ -77,7 +77,7 @@ def attention(
         segments = Segments(segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-    k, v = shared_by_devices(q, k, v)
+    k, v = repeated_for_sharding(q, k, v)
     by_plain = functools.partial(plain, mask=mask, scale=scale)
 
     if implementation is not None:
@@ -88,15 +88,15 @@ def attention(
         return _by_kernel(KERNELS[implementation], mask, scale)(q, k, v, segments)
 
     fast = {}
-    if splash.takes(q, k):
+    if splash.supports(q, k):
         fast["tpu"] = splash
-    if cudnn.takes(q, k, v, segments, mask):
+    if cudnn.supports(q, k, v, segments, mask):
         fast["cuda"] = cudnn
     if fast and jax.typeof(q).manual_axis_type.varying:
         # The kernels do not track which axes their results vary over: gradients would be wrong.
         warnings.warn(
-            "attention inside a shard_map with check_vma=True holds the scores on every platform; "
-            "with check_vma=False it takes the platform's kernel",
+            "attention inside a shard_map with check_vma=True materializes the scores on every "
+            "platform; with check_vma=False it uses the platform's kernel",
             stacklevel=2,
         )
         fast = {}
@@ -106,23 +106,23 @@ def attention(
 
 
 def _by_platform(kernels: Mapping[str, Any], mask: Mask, scale: float) -> Attend:
-    """Attention by the kernel of the platform; where that has none, by the plain way."""
+    """Attention by the platform's kernel, or by `plain` if it has none."""
     by_plain = functools.partial(plain, mask=mask, scale=scale)
 
     def plain_forward(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
         batch, seq, heads, _ = q.shape
-        # Nobody reads its sums: its backward pass makes the scores again.
+        # Its sums are not used: its backward pass recomputes the scores.
         return by_plain(q, k, v, segments), jnp.zeros((batch, heads, seq), jnp.float32)
 
     def plain_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d: Any) -> Any:
         return jax.vjp(lambda q, k, v: by_plain(q, k, v, segments), q, k, v)[1](d)
 
-    def choose(of_plain: Any, one_pass: str, gives: Any) -> Callable[..., Any]:
-        ways = {
-            platform: _on_devices(getattr(kernel, one_pass), gives, mask, scale)
+    def choose(of_plain: Any, one_pass: str, out_ranks: Any) -> Callable[..., Any]:
+        by_platform = {
+            platform: _on_devices(getattr(kernel, one_pass), out_ranks, mask, scale)
             for platform, kernel in kernels.items()
         }
-        return lambda *args: lax.platform_dependent(*args, default=of_plain, **ways)
+        return lambda *args: lax.platform_dependent(*args, default=of_plain, **by_platform)
 
     return in_two_passes(
         choose(plain_forward, "forward", (4, 3)), choose(plain_backward, "backward", (4, 4, 4))
@@ -136,9 +136,11 @@ def _by_kernel(kernel: Any, mask: Mask, scale: float) -> Attend:
     )
 
 
-def _on_devices(kernel: Any, gives: Any, mask: Mask, scale: float) -> Callable[..., Any]:
+def _on_devices(kernel: Any, out_ranks: Any, mask: Mask, scale: float) -> Callable[..., Any]:
     """One pass of a kernel, on each device's batch and heads."""
-    return functools.partial(over_batch_and_heads, kernel, gives=gives, mask=mask, scale=scale)
+    return functools.partial(
+        over_batch_and_heads, kernel, out_ranks=out_ranks, mask=mask, scale=scale
+    )
 
 
 def plain(
@@ -152,8 +154,8 @@ def plain(
 ) -> jax.Array:
     """Attention in XLA operations: scores and softmax in fp32, or fp64 for fp64 operands.
 
-    `jax.nn.dot_product_attention` does the same and is used where it can be: in fp16 it asks for
-    a matmul that does not lower on CPU, in fp64 it takes its softmax in fp32 (jax 0.10.2, 0.12.0).
+    `jax.nn.dot_product_attention` does the same and is used for fp32 and bf16: in fp16 it uses a
+    matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.10.2, 0.12.0).
     """
     same = None if segments is None else segments.same()[:, None]  # [batch, 1, seq, kv_seq]
     if q.dtype in (jnp.float32, jnp.bfloat16):
@@ -194,13 +196,13 @@ def _check(
     batch, seq, heads, head_dim = q.shape
     if k.shape[0] != batch or k.shape[3] != head_dim or heads % k.shape[2]:
         raise ModelError(
-            f"q {q.shape} and k {k.shape} do not fit: batch and head_dim must be equal, and the "
+            f"q {q.shape} and k {k.shape} do not match: batch and head_dim must be equal, and the "
             f"{k.shape[2]} key heads must divide the {heads} query heads"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ModelError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if window is not None and window < 1:
-        raise ModelError(f"window is {window}: it counts the keys a token sees, at least itself")
+        raise ModelError(f"window is {window}: it counts the visible keys, at least 1 (itself)")
     if segment_ids is None:
         if kv_segment_ids is not None:
             raise ModelError("kv_segment_ids was given without segment_ids")
@@ -225,13 +227,13 @@ def _check(
 
 
 def copies_of(heads: int, kv_heads: int, parts: int) -> int:
-    """How often each key head is there where `parts` devices share all heads; 0: they cannot."""
+    """Copies of each key head for heads sharded over `parts` devices; 0: impossible."""
     copies = parts // math.gcd(parts, kv_heads)
     return copies if heads % (kv_heads * copies) == 0 else 0
 
 
-def shared_by_devices(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
-    """Keys and values with as many heads as the devices that share those of q can cut."""
+def repeated_for_sharding(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys and values with heads repeated so that they can be sharded as those of q."""
     copies = copies_of(q.shape[2], keys[0].shape[2], tensor_parts()) or 1
     return tuple(repeated(x, copies) for x in keys)
 
@@ -239,9 +241,9 @@ def shared_by_devices(q: jax.Array, *keys: jax.Array) -> tuple[jax.Array, ...]:
 def repeated(x: jax.Array, copies: int) -> jax.Array:
     """Keys or values [batch, seq, kv_heads, head_dim] with each head `copies` times in a row.
 
-    As a lookup, whose result the compiler cuts over devices: each picks its own heads of x, and the
-    gradient of x is one all-reduce. Of a plain `jnp.repeat`, which is a broadcast and a reshape, it
-    would cut the heads of x as finely as they go, and gather them for the copies.
+    A gather, whose result the compiler shards: each device selects its heads of x, and the gradient
+    of x is one all-reduce. With `jnp.repeat`, a broadcast and a reshape, it would shard the heads
+    of x as far as possible, and all-gather them for the copies.
     """
     if copies == 1:
         return x

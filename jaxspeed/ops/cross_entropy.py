@@ -1,4 +1,4 @@
-"""Cross-entropy, plain for classes and in chunks over the vocabulary for language models.
+"""Cross-entropy of logits, and fused linear cross-entropy in chunks of the vocabulary.
 
 For one token with hidden state h, head W [vocab, embed] and target y, with l = W h + b:
 
@@ -6,8 +6,8 @@ For one token with hidden state h, head W [vocab, embed] and target y, with l = 
     loss = lse - (1 - eps) l_y - eps mean_v(l_v) + z lse^2
 
 eps is the label smoothing and z the weight of the z-loss (PaLM, arXiv:2204.02311, section 5). Both
-functions here return the *sum* over the tokens that count and their number, so that a mean over
-micro-batches and devices can be taken once, at the end, whatever the batch was cut into.
+functions return the *sum* over the tokens that count and their number, so that a mean over
+micro-batches and devices is taken once, at the end.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ def linear_cross_entropy(
     chunk: int | None = None,
     weight_layout: Literal["vocab_embed", "embed_vocab"] = "vocab_embed",
 ) -> tuple[jax.Array, jax.Array]:
-    """`cross_entropy(hidden @ weight.T + bias, targets)`, never holding all logits.
+    """`cross_entropy(hidden @ weight.T + bias, targets)`, without materializing all logits.
 
     The head is scanned in chunks of its vocabulary with an online log-sum-exp; the backward pass
     recomputes a chunk's logits, so that one chunk of logits, and under ZeRO 3 one chunk of the
-    head, is alive at a time in both directions, for one more matmul with the head. Logits are
-    accumulated in fp32, whatever the operands. Where the mesh has a tensor axis, each of its
-    devices has the logits of its own part of the vocabulary, and sums of tokens are exchanged.
+    head, is live at a time in both directions, for one more matmul with the head. Logits are
+    accumulated in fp32, whatever the operands. With a tensor axis in the mesh, each of its devices
+    computes the logits of its shard of the vocabulary, and sums per token are all-reduced.
 
     Args:
         hidden: [..., embed].
         weight: [vocab, embed], or [embed, vocab] with `weight_layout="embed_vocab"`.
-        targets: [...] integers; `ignore_index` marks tokens that do not count. Any other target
+        targets: [...] integers; tokens with `ignore_index` do not count. Any other target
             outside [0, vocab) makes the sum NaN: a program on a device cannot raise.
         bias: [vocab], added to the logits.
         z_loss: weight of lse^2.
-        label_smoothing: share of the target's probability that is spread over the vocabulary.
-        chunk: columns that a device takes at a time. By default about 8192, in a number that
-            divides its vocabulary where there is one, else with the last chunk padded.
+        label_smoothing: fraction of the target's probability spread over the vocabulary.
+        chunk: columns per chunk and device. By default about 8192, a divisor of the device's
+            vocabulary if there is one, else with the last chunk padded.
 
     Returns:
         (sum, weight) as `cross_entropy`.
@@ -92,11 +92,11 @@ def linear_cross_entropy(
     vocab, embed = weight.shape
     if hidden.shape != (*targets.shape, embed):
         raise ModelError(
-            f"hidden {hidden.shape} does not fit targets {targets.shape} and a head of "
+            f"hidden {hidden.shape} does not match targets {targets.shape} and a head of "
             f"{vocab} x {embed}: it should be {(*targets.shape, embed)}"
         )
     dtype, parts = _accumulator(hidden), vocabulary_parts()
-    if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # whole either way
+    if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # a single chunk
         logits = logits_of(hidden, weight, bias, dtype)
         return cross_entropy(
             logits,
@@ -128,7 +128,7 @@ def linear_cross_entropy(
 
 
 def _accumulator(x: jax.Array) -> jnp.dtype:
-    """fp32, or fp64 where the operands are."""
+    """fp32, or fp64 for fp64 operands."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -152,8 +152,8 @@ def _finish(
     counted = targets != ignore_index
     known = (targets >= 0) & (targets < vocab)
     loss = jnp.where(counted, jnp.where(known, loss, jnp.nan), 0)
-    # In one sum, because devices that share the tokens then exchange both at once. (Two exchanges
-    # that wait for nothing of each other can hang the simulated devices of XLA:CPU.)
+    # One sum, so that devices all-reduce both at once. (Two independent collectives can deadlock
+    # the simulated devices of XLA:CPU.)
     both = jnp.stack([loss, counted.astype(loss.dtype)])
     total, weight = jnp.sum(both, axis=range(1, both.ndim))
     return total, weight

@@ -11,16 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.ops.mask import Mask, Segments
-from jaxspeed.ops.two_passes import gradients_from, sums_kept
+from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
-ASSUMED = 91300  # the version in the CUDA wheels that jaxspeed[cuda] installs
+ASSUMED_VERSION = 91300  # in the CUDA wheels that jaxspeed[cuda] installs
 
 
-def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, mask: Mask) -> bool:
-    """Whether this installation's cuDNN works on these shapes, dtypes and masks.
+def supports(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, mask: Mask
+) -> bool:
+    """Whether the installed cuDNN supports these shapes, dtypes and masks.
 
-    Segments would have to become a bias of [batch, 1, seq, seq] whose gradient cuDNN computes as
-    well; they go to the plain kernel. The rest is asked of JAX, which knows its cuDNN.
+    Segments would need a bias of [batch, 1, seq, seq], whose gradient cuDNN computes too; they go
+    to the plain kernel. The rest is checked by JAX.
     """
     if q.dtype not in (jnp.bfloat16, jnp.float16) or segments is not None:
         return False
@@ -30,7 +32,7 @@ def takes(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, m
         attend = functools.partial(_attend, mask=mask, scale=1.0)
         jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[0], q, k, v)
     except (NotImplementedError, RuntimeError, ValueError):
-        return False  # no cuDNN here, or not for these shapes
+        return False  # no cuDNN, or unsupported shapes
     return True
 
 
@@ -46,7 +48,7 @@ def forward(
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]); no segments."""
     del segments
     # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
-    return sums_kept(functools.partial(_attend, mask=mask, scale=scale), (q, k, v))
+    return saved_sums(functools.partial(_attend, mask=mask, scale=scale), (q, k, v))
 
 
 def backward(
@@ -61,7 +63,7 @@ def backward(
     mask: Mask,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v, from what `forward` gave."""
+    """The gradients of q, k and v, from the results of `forward`."""
     del segments
     attend = functools.partial(_attend, mask=mask, scale=scale)
     return gradients_from(attend, (q, k, v), (out, sums), d_out)
@@ -81,40 +83,40 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) 
 
 @contextmanager
 def assumed() -> Iterator[None]:
-    """What is traced inside takes cuDNN's attention although no cuDNN is here.
+    """Context in which cuDNN's attention is traced although cuDNN is not installed.
 
-    JAX asks the installed cuDNN for its version, and the device for what it can, before it traces
-    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). Where that module has changed the
-    trace goes the plain way, and holds the scores.
+    JAX checks the installed cuDNN's version and the device's compute capability before it traces
+    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). If that module has changed, `plain`
+    is traced, which materializes the scores.
     """
-    asked = _asked()
-    if asked is None:
+    checks = _checks()
+    if checks is None:
         yield
         return
-    before = (asked.check_cudnn_version, asked.check_compute_capability)
-    asked.check_cudnn_version = _assumed_version
-    asked.check_compute_capability = lambda capability: True
+    before = (checks.check_cudnn_version, checks.check_compute_capability)
+    checks.check_cudnn_version = _assumed_version
+    checks.check_compute_capability = lambda capability: True
     try:
         yield
     finally:
-        asked.check_cudnn_version, asked.check_compute_capability = before
+        checks.check_cudnn_version, checks.check_compute_capability = before
 
 
 def is_assumed() -> bool:
-    """Whether this is inside of `assumed`: there the same attention is traced otherwise."""
-    asked = _asked()
-    return asked is not None and asked.check_cudnn_version is _assumed_version
+    """Whether `assumed` is active: the same attention is traced differently then."""
+    checks = _checks()
+    return checks is not None and checks.check_cudnn_version is _assumed_version
 
 
-def _asked() -> Any:
-    """The module of JAX that asks; None where it has changed."""
+def _checks() -> Any:
+    """JAX's module with the checks; None if it has changed."""
     try:
-        from jax._src.cudnn import fused_attention_stablehlo as asked
+        from jax._src.cudnn import fused_attention_stablehlo as checks
     except ImportError:
         return None
     names = ("check_cudnn_version", "check_compute_capability")
-    return asked if all(hasattr(asked, name) for name in names) else None
+    return checks if all(hasattr(checks, name) for name in names) else None
 
 
 def _assumed_version() -> int:
-    return ASSUMED
+    return ASSUMED_VERSION

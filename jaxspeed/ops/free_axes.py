@@ -1,4 +1,4 @@
-"""The axes of the mesh in the trace's context that an operation may cut its arrays over."""
+"""Mesh axes of the trace's context that are not manual: those an operation may shard over."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ TENSOR = "tensor"
 
 
 def free_axes(mesh: Any = None) -> dict[str, int]:
-    """{axis: size} without those that are manual already, inside a `shard_map`.
-
-    Of the mesh in the trace's context, if none is given.
-    """
+    """{axis: size} of a mesh (by default the context's), without manual axes of a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in kinds if kind is not AxisType.Manual}
 
 
 def tensor_parts() -> int:
-    """How many devices share the work on one sample; 1 where the context has no such axis."""
+    """The size of the tensor axis; 1 if the context has none."""
     return free_axes().get(TENSOR, 1)
 
 
 def vocabulary_axes() -> tuple[str, ...]:
-    """The axes whose devices share a vocabulary: the stages of a pipeline do too."""
+    """The axes that shard a vocabulary: tensor, and pipe, whose stages share the head."""
     free = free_axes()
     return tuple(axis for axis in ("pipe", TENSOR) if free.get(axis, 1) > 1)
 
 
 def vocabulary_parts() -> int:
-    """How many devices share a vocabulary."""
+    """The number of shards of a vocabulary."""
     free = free_axes()
     return math.prod(free[axis] for axis in vocabulary_axes())
 
 
 def over_vocabulary(ndim: int, dim: int) -> NamedSharding:
-    """One dim cut over the devices that share a vocabulary, the others as the compiler likes."""
+    """One dim sharded as a vocabulary, the others unconstrained."""
     entries: list[Any] = [P.UNCONSTRAINED] * ndim
     entries[dim] = vocabulary_axes() or None
     return NamedSharding(jax.sharding.get_abstract_mesh(), P(*entries))

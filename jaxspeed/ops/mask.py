@@ -1,4 +1,4 @@
-"""Which key a query may see, in the two parts that kernels tell apart: positions and segments."""
+"""Attention masks: the static part (causal, window) and the dynamic part (segments)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mask:
     window: int | None
 
     def sides(self) -> tuple[int, int] | None:
-        """How far a query sees to the (left, right), itself not counted; None without a window."""
+        """Visible keys to the (left, right) of a query, without itself; None without a window."""
         if self.window is None:
             return None
         return self.window - 1, 0 if self.causal else self.window - 1
@@ -31,7 +31,7 @@ class Mask:
         return seen if self.window is None else seen & (jnp.abs(distance) < self.window)
 
     def blocks(self, seq: int, kv_seq: int, block_q: int, block_kv: int) -> tuple[int, int]:
-        """(blocks of the scores in which any query sees a key, all blocks)."""
+        """(blocks of the scores with any visible key, all blocks)."""
         first = np.arange(0, seq, block_q)
         last = np.minimum(first + block_q, seq) - 1
         lowest, highest = np.zeros_like(first), np.full_like(last, kv_seq - 1)
@@ -44,27 +44,27 @@ class Mask:
         return int(seen.sum()), len(first) * -(-kv_seq // block_kv)
 
     def share(self, seq: int, kv_seq: int) -> float:
-        """The share of the scores that the mask leaves."""
+        """The unmasked fraction of the scores."""
         seen, every = self.blocks(seq, kv_seq, 1, 1)
         return seen / every
 
 
 def computes_blocks(count: int) -> Any:
-    """Inside, a kernel is traced that computes so many blocks of the last two dims of its grid.
+    """Scope for tracing a kernel that computes `count` blocks of the last two dims of its grid.
 
-    The grid does not tell: kernels skip blocks in it, and shrink it where a mask leaves few.
+    The number does not follow from the grid: kernels skip blocks, and shrink it for sparse masks.
     """
     return jax.named_scope(f"computes_{count}_blocks")
 
 
 def computed_blocks(scopes: str) -> int | None:
-    """What `computes_blocks` said, in the names of the scopes around a kernel."""
+    """The count of `computes_blocks` in the scope names around a kernel."""
     found = re.findall(r"computes_(\d+)_blocks", scopes)
     return int(found[-1]) if found else None
 
 
 class Segments(NamedTuple):
-    """The dynamic part: a query sees the keys of its own segment."""
+    """The dynamic part: a query sees only the keys of its segment."""
 
     q: jax.Array  # [batch, seq]
     kv: jax.Array  # [batch, kv_seq]

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, in fp32 whatever the operands, returned in the input's dtype."""
+"""LayerNorm and RMSNorm over the last dim, computed in fp32, returned in the input's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a kernel on each device's own batch and heads: XLA does not partition a kernel."""
+"""shard_map of a kernel over batch and heads, since XLA does not partition kernels."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def over_batch_and_heads(
     v: jax.Array,
     segments: Segments | None,
     *more: jax.Array,
-    gives: Any = 4,
+    out_ranks: Any = 4,
     **options: object,
 ) -> Any:
-    """`kernel(q, k, v, segments, *more, **options)` on each device of the mesh in the context.
+    """Run `kernel(q, k, v, segments, *more, **options)` on each device of the context's mesh.
 
-    The batch is cut over `BATCH_AXES` and the heads over `tensor`, as far as they divide;
-    everything else is whole on each device. Axes that are manual already, inside a `shard_map`, are
-    left alone: there the arrays are this device's part of them. `gives` has the ranks of the
-    results: as of `more`, of rank 4 [batch, seq, heads, head_dim], of rank 3 [batch, heads, seq].
+    The batch is sharded over `BATCH_AXES` and the heads over `tensor`, as far as they divide;
+    everything else is replicated. Axes that are already manual, inside a `shard_map`, are left
+    alone: there the arrays are shards already. Arrays of `more` and results, whose ranks are
+    `out_ranks`, are of rank 4 [batch, seq, heads, head_dim] or of rank 3 [batch, heads, seq].
     """
     kernel = functools.partial(kernel, **options)
     free = free_axes()
@@ -52,7 +52,7 @@ def over_batch_and_heads(
     return jax.shard_map(
         kernel,
         in_specs=(part, part, part, P(batch), *(specs[x.ndim] for x in more)),
-        out_specs=jax.tree.map(specs.get, gives),
+        out_specs=jax.tree.map(specs.get, out_ranks),
         axis_names=set(free),
-        check_vma=False,  # a Pallas call does not say over which axes its results vary
+        check_vma=False,  # a Pallas call does not declare over which axes its results vary
     )(q, k, v, segments, *more)

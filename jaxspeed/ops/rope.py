@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv:2104.09864), with Llama 3's scaling to longer contexts."""
+"""Rotary position embeddings (Su et al., arXiv:2104.09864), with Llama 3's context scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of slow rotations, under the names of its published configs."""
+    """Llama 3's scaling of low frequencies, with the names of its published configs."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -29,11 +29,11 @@ class Rotation(NamedTuple):
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """theta^(-2i / head_dim) for i in 0 ... head_dim / 2 - 1, in radians a token.
+    """theta^(-2i / head_dim) for i in 0 ... head_dim / 2 - 1, in radians per token.
 
     With scaling, a frequency whose wavelength 2 pi / f exceeds original / low_freq_factor is
-    divided by `factor`, one below original / high_freq_factor is kept, and between them the two
-    are mixed by s = (original / wavelength - low) / (high - low).
+    divided by `factor`, one below original / high_freq_factor is unchanged, and between them the
+    two are interpolated by s = (original / wavelength - low) / (high - low).
     """
     f = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -45,14 +45,14 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
 
 def rotation(positions: jax.Array, freqs: np.ndarray) -> Rotation:
-    """The rotation for `positions` [..., seq] at these frequencies, for every layer at once."""
+    """The rotation for `positions` [..., seq] at these frequencies, shared by all layers."""
     angles = positions[..., None, None] * jnp.asarray(freqs, jnp.float32)
     angles = angles.reshape(-1, *angles.shape[-3:])
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """x [batch, seq, heads, head_dim] with each pair (x_i, x_{i + head_dim/2}) turned, as Llama."""
+    """Rotate each pair (x_i, x_{i + head_dim/2}) of x [batch, seq, heads, head_dim], as Llama."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     a, b = jnp.split(wide, 2, axis=-1)
     turned = (a * by.cos - b * by.sin, b * by.cos + a * by.sin)

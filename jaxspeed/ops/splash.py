@@ -1,4 +1,4 @@
-"""Splash attention, the TPU kernel that ships with JAX: scores never leave the core's memory."""
+"""Splash attention, JAX's TPU kernel: scores stay in the core's VMEM."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxspeed.ops.mask import Mask, Segments, computes_blocks
 from jaxspeed.ops.two_passes import gradients_from
 
 LANES = 128  # the width of a TPU register: blocks are multiples of it
-_KEPT = "kept"  # the name of the kernel's result and sums, inside `backward`
+_SAVED = "saved"  # checkpoint name of the kernel's result and sums, inside `backward`
 BLOCKS = (512, 256, 128)  # larger ones reuse more of a block of keys; 512 fits every head_dim
 
 
-def takes(q: jax.Array, k: jax.Array) -> bool:
-    """Whether the kernel works on these shapes and dtypes."""
-    whole_blocks = q.shape[1] % LANES == 0 and k.shape[1] % LANES == 0
-    return whole_blocks and q.dtype in (jnp.float32, jnp.bfloat16)
+def supports(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the kernel supports these shapes and dtypes."""
+    full_blocks = q.shape[1] % LANES == 0 and k.shape[1] % LANES == 0
+    return full_blocks and q.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def forward(
@@ -31,9 +31,9 @@ def forward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's part.
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
-    Shapes as in `attention`. `interpret` runs it off a TPU, slowly.
+    Shapes as in `attention`. `interpret` runs it without a TPU, slowly.
     """
     kernel = _kernel(q, k, mask, interpret, save_residuals=True)
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
@@ -54,15 +54,15 @@ def backward(
     scale: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v, from what `forward` gave."""
+    """The gradients of q, k and v, from the results of `forward`."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        kernel = _kernel(q, k, mask, interpret, residual_checkpoint_name=_KEPT)
+        kernel = _kernel(q, k, mask, interpret, residual_checkpoint_name=_SAVED)
         return _over_batch(kernel, q, k, v, segments, scale)
 
-    kept = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
+    saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
-        return gradients_from(kept, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
+        return gradients_from(saving, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
 
 
 def _blocks(q: jax.Array, k: jax.Array) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def _blocks(q: jax.Array, k: jax.Array) -> tuple[int, int]:
 
 
 def _kernel(q: jax.Array, k: jax.Array, mask: Mask, interpret: bool, **options: Any) -> Any:
-    # Pallas is imported where it is used: on a CPU that takes 0.2 s and serves nobody.
+    # Import Pallas lazily: that takes 0.2 s, and on a CPU it is not used.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     seq, kv_seq, heads = q.shape[1], k.shape[1], q.shape[2]
@@ -105,7 +105,7 @@ def _over_batch(
     segments: Segments | None,
     scale: float,
 ) -> Any:
-    """The kernel has no scale and no batch dim, and wants heads before the sequence."""
+    """Adapt the kernel, which has no scale and no batch dim, and heads before the sequence."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     ids = None if segments is None else splash.SegmentIds(segments.q, segments.kv)

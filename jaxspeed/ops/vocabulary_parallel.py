@@ -1,15 +1,15 @@
-"""A head's sums over its vocabulary, a chunk of columns at a time, and shared by devices.
+"""Vocabulary-parallel, chunked log-sum-exp and target logits of a language model's head.
 
 The loss of a token with hidden state h needs of its logits l = W h + b only
 
     lse = log sum_v exp(l_v),   the target's l_y,   and for label smoothing  sum_v l_v
 
 The head is scanned in chunks with an online log-sum-exp; the backward pass recomputes a chunk's
-logits. Where the mesh has axes that share the vocabulary (tensor, and pipe, whose stages share the
-head), each of their T devices has a T-th of the rows of W and does this for them; the T maxima and
-sums of a token meet after the scan (Megatron-LM, arXiv:1909.08053, section 3). That is written as a
-batch over a leading dim T, which the mesh cuts, so that nothing crosses devices inside the scan,
-and its gradient of h is summed over the devices once.
+logits. Where mesh axes shard the vocabulary (tensor, and pipe, whose stages share the head), each
+of their T devices has a T-th of the rows of W and does this for them; the T maxima and sums of a
+token are combined after the scan (Megatron-LM, arXiv:1909.08053, section 3). That is written as a
+batch over a leading dim T, which is sharded, so that there is no communication inside the scan, and
+its gradient of h is all-reduced once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ AUTO_CHUNK = 8192
 LANES = 128  # a padded chunk is a multiple of this, the width of a TPU register
 
 
-class Sums(NamedTuple):
-    """Over the vocabulary, for each token."""
+class VocabularySums(NamedTuple):
+    """Sums over the vocabulary, for each token."""
 
     lse: jax.Array
     target_logit: jax.Array
-    logit_sum: jax.Array  # zero where it was not asked for
+    logit_sum: jax.Array  # zero if not requested
 
 
-class _Seen(NamedTuple):
-    """What has been seen of the vocabulary: sum_v exp(l_v) is exp(top) total."""
+class _Running(NamedTuple):
+    """The online log-sum-exp's carry: sum_v exp(l_v) is exp(top) total."""
 
     top: jax.Array
     total: jax.Array
@@ -48,14 +48,14 @@ class _Seen(NamedTuple):
 
 
 def chunks_of(vocab: int, chunk: int | None = None) -> tuple[int, int]:
-    """(how many chunks, columns of each) for a vocabulary; the last one may be padded.
+    """(number of chunks, columns of each) for a vocabulary; the last one may be padded.
 
-    Without a wish: the fewest chunks of at most `AUTO_CHUNK` columns, or up to twice as many if
-    that divides the vocabulary evenly, because padding copies the head once.
+    By default the fewest chunks of at most `AUTO_CHUNK` columns, or up to twice as many if that
+    divides the vocabulary evenly, because padding copies the head once.
     """
     if chunk is not None:
         if chunk < 1:
-            raise ModelError(f"chunk is {chunk}: it counts columns of the vocabulary, at least 1")
+            raise ModelError(f"chunk is {chunk}: it is a number of vocabulary columns, at least 1")
         chunk = min(chunk, vocab)
         return -(-vocab // chunk), chunk
     fewest = -(-vocab // AUTO_CHUNK)
@@ -77,14 +77,14 @@ def sums_over_vocabulary(
     chunk: int | None = None,
     with_logit_sum: bool = False,
     parts: int = 1,
-) -> Sums:
+) -> VocabularySums:
     """The sums for hidden [..., embed], weight [vocab, embed], bias [vocab] and targets [...].
 
-    `parts` is how many devices share the vocabulary, and `chunk` how many columns one of them takes
-    at a time. A target outside [0, vocab) has any logit.
+    `parts` is the number of shards of the vocabulary, and `chunk` the columns per chunk of a shard.
+    The logit of a target outside [0, vocab) is undefined.
     """
     vocab = weight.shape[0]
-    rows = -(-vocab // parts)  # of one part; the last ones may have fewer
+    rows = -(-vocab // parts)  # of one shard; the last ones may have fewer
     n_chunks, chunk = chunks_of(rows, chunk)
     padding = n_chunks * chunk * parts - vocab
     weights = _in_chunks(weight, parts, rows, n_chunks, chunk)
@@ -94,17 +94,17 @@ def sums_over_vocabulary(
     if parts > 1:  # from here on everything has a leading dim of parts
         first = rows * jnp.arange(parts).reshape(parts, *[1] * targets.ndim)
         real_rows = jnp.clip(vocab - first, 0, rows)[..., None]
-        targets = targets - first  # of another part: outside, or in padding, whose logits are 0
+        targets = targets - first  # of another shard: outside, or in padding, whose logits are 0
         hidden = jnp.broadcast_to(hidden, (parts, *hidden.shape))
         hidden = constrain(hidden, over_vocabulary(hidden.ndim, 0), "vocabulary.parts")
     operand_dtype = hidden.dtype
     # The gradient of `hidden` is a sum over chunks: as a fp32 loop constant it is summed in fp32.
     wide_hidden = hidden.astype(dtype)
 
-    def body(seen: _Seen, xs: tuple[jax.Array, jax.Array | None, jax.Array]):
+    def body(seen: _Running, xs: tuple[jax.Array, jax.Array | None, jax.Array]):
         chunk_weight, chunk_bias, start = xs
-        # XLA opens a loop of few chunks, and where the head's gradient goes to host memory at the
-        # end of the step it would hold the logits of all chunks until then (seen on TPU compiles).
+        # XLA unrolls a loop of few chunks, and with the head's gradient offloaded at the end of the
+        # step, the logits of all chunks would stay live until then (seen on TPU compiles).
         hidden, chunk_weight = gradients_together(wide_hidden, chunk_weight)
         logits = logits_of(hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
         here = (targets >= start) & (targets < start + chunk)
@@ -119,24 +119,24 @@ def sums_over_vocabulary(
         top = lax.stop_gradient(jnp.maximum(seen.top, jnp.max(logits, axis=-1)))
         total = seen.total * jnp.exp(seen.top - top)
         total += jnp.sum(jnp.exp(logits - top[..., None]), axis=-1)
-        return _Seen(top, total, target_logit, logit_sum), None
+        return _Running(top, total, target_logit, logit_sum), None
 
     zeros = jnp.zeros(targets.shape, dtype)
-    start = _Seen(jnp.full(targets.shape, lowest, dtype), zeros, zeros, zeros)
+    start = _Running(jnp.full(targets.shape, lowest, dtype), zeros, zeros, zeros)
     xs = (weights, biases, jnp.arange(n_chunks) * chunk)
-    if n_chunks == 1:  # nothing to scan, and no logits to compute twice
+    if n_chunks == 1:  # no scan, and no recomputation
         seen, _ = body(start, jax.tree.map(lambda x: x[0], xs))
     else:
         seen, _ = lax.scan(jax.checkpoint(body), start, xs)
     if parts > 1:
-        seen = _of_all_parts(seen)
-    return Sums(seen.top + jnp.log(seen.total), seen.target_logit, seen.logit_sum)
+        seen = _combined(seen)
+    return VocabularySums(seen.top + jnp.log(seen.total), seen.target_logit, seen.logit_sum)
 
 
 def _in_chunks(x: jax.Array, parts: int, rows: int, n_chunks: int, chunk: int) -> jax.Array:
-    """x [vocab, ...] as [n_chunks, chunk, ...] or [n_chunks, parts, chunk, ...], padded by zeros.
+    """x [vocab, ...] as [n_chunks, chunk, ...] or [n_chunks, parts, chunk, ...], zero-padded.
 
-    Each step leaves the rows of a part where they are, and under ZeRO 3 the array as it is stored.
+    No step moves rows between shards, or under ZeRO 3 changes the stored sharding.
     """
     if parts == 1:
         return _padded(x, 0, n_chunks * chunk).reshape(n_chunks, chunk, *x.shape[1:])
@@ -152,11 +152,11 @@ def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), behind)  # jnp.pad would hide it inside a jit
 
 
-def _of_all_parts(seen: _Seen) -> _Seen:
-    """What the parts have seen together."""
+def _combined(seen: _Running) -> _Running:
+    """Combine the shards, [parts, ...], of a log-sum-exp."""
     top = jnp.max(seen.top, axis=0)
     total = jnp.sum(seen.total * jnp.exp(seen.top - top), axis=0)
-    return _Seen(top, total, jnp.sum(seen.target_logit, axis=0), jnp.sum(seen.logit_sum, axis=0))
+    return _Running(top, total, jnp.sum(seen.target_logit, axis=0), jnp.sum(seen.logit_sum, axis=0))
 
 
 def logits_of(
@@ -164,7 +164,7 @@ def logits_of(
 ) -> jax.Array:
     """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.
 
-    Hidden [parts, ..., embed] and weight [parts, columns, embed] meet part by part.
+    Hidden [parts, ..., embed] and weight [parts, columns, embed] are batched over parts.
 
     The gradient of logits is fp32, and by default JAX widens the bf16 operand of the backward
     matmuls to match (jax issue 24047): half the speed on a GPU. Naming the algorithm narrows the
@@ -186,6 +186,6 @@ def logits_of(
 
 
 def pick(logits: jax.Array, index: jax.Array) -> jax.Array:
-    """logits[..., index], with an index outside taken as the nearest one inside."""
+    """logits[..., index], with the index clipped into range."""
     index = jnp.clip(index, 0, logits.shape[-1] - 1)
     return jnp.take_along_axis(logits, index[..., None], axis=-1, mode="clip")[..., 0]

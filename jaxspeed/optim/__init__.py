@@ -1,23 +1,23 @@
-"""Optimizers, schedules, loss scale, clipping: what happens to gradients once they are reduced.
+"""Optimizers, learning-rate schedules, loss scale and clipping, by DeepSpeed's names and formulas.
 
-Pure functions and Optax transformations on pytrees of any kind, in DeepSpeed's words and formulas.
-A leaf is known by its path; nothing here knows of meshes.
+Pure functions and Optax transformations on any pytree, independent of meshes. Leaves are identified
+by their paths.
 """
 
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.optim.clipping import clip_by_norm, clip_factor, global_norm
-from jaxspeed.optim.groups import Group, PathRules
+from jaxspeed.optim.groups import PathGroup, PathRules
 from jaxspeed.optim.loss_scale import LossScale
 from jaxspeed.optim.muon import uses_muon
 from jaxspeed.optim.norms_and_biases import is_norm_or_bias
 from jaxspeed.optim.optimizers import base_learning_rates, build_optimizer
-from jaxspeed.optim.schedules import Schedule, build_schedule
+from jaxspeed.optim.schedules import LRSchedule, build_schedule
 
 __all__ = [
-    "Group",
+    "LRSchedule",
     "LossScale",
+    "PathGroup",
     "PathRules",
-    "Schedule",
     "base_learning_rates",
     "build_optimizer",
     "build_schedule",

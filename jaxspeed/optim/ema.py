@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Exponential moving average of the weights."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import optax
 
 
 def init(params: Any) -> Any:
-    """The average before the first update: a copy, so that either can be donated alone.
+    """The average before the first update: a copy, so that each can be donated separately.
 
-    In float32 at least: a bf16 average would round each small step away.
+    In float32 at least: a bf16 average would round small updates to zero.
     """
     return jax.tree.map(
         lambda p: jnp.array(p, dtype=jnp.promote_types(p.dtype, jnp.float32), copy=True), params

@@ -1,4 +1,4 @@
-"""Parameter groups by path pattern: learning-rate factor, weight decay, frozen."""
+"""Parameter groups by path pattern: learning-rate factor, weight decay, frozen leaves."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Match = Callable[[str, str], bool]  # (pattern, path) -> whether it matches
 
 
 class GroupLike(Protocol):
-    """What a group must say; the config's own class does, and so does `Group`."""
+    """Interface of a parameter group: the config's class, and `PathGroup`."""
 
     @property
     def pattern(self) -> str: ...
@@ -23,18 +23,18 @@ class GroupLike(Protocol):
     def frozen(self) -> bool: ...
 
 
-class Group(NamedTuple):
-    """The leaves that a pattern names, and what is different about them."""
+class PathGroup(NamedTuple):
+    """The settings of the leaves that match a pattern."""
 
     pattern: str
     lr_factor: float = 1.0  # times the schedule's learning rate
-    weight_decay: float | None = None  # None: the optimizer's own
+    weight_decay: float | None = None  # None: the optimizer's
     frozen: bool = False
 
 
 @dataclass(frozen=True)
 class PathRules:
-    """What the optimizer does with a leaf, looked up by path. The first group that matches wins."""
+    """Per-leaf optimizer settings, looked up by path. The first group that matches wins."""
 
     groups: Sequence[GroupLike] = ()
     exclude_norms_and_biases: bool = False
@@ -45,26 +45,29 @@ class PathRules:
         return next((group for group in self.groups if self.match(group.pattern, path)), None)
 
     def lr_factor(self, path: str) -> float:
-        """What the learning rate of a leaf is multiplied with; a frozen leaf never moves."""
+        """The learning-rate factor of a leaf; 0 if frozen."""
         group = self.group(path)
         if group is None:
             return 1.0
         return 0.0 if group.frozen else group.lr_factor
 
     def weight_decay(self, path: str, default: float) -> float:
-        """The weight decay of a leaf. The exclusion of norms and biases is stronger than a group:
-        a group that names a whole layer does not mean the layer's biases."""
+        """The weight decay of a leaf.
+
+        The exclusion of norms and biases has priority over groups, since a group that matches a
+        layer is not meant to include the layer's biases.
+        """
         if self.exclude_norms_and_biases and is_norm_or_bias(path):
             return 0.0
         group = self.group(path)
         return default if group is None or group.weight_decay is None else group.weight_decay
 
     def frozen(self, path: str) -> bool:
-        """Whether a leaf is left as it was initialised."""
+        """Whether a leaf keeps its initial value."""
         group = self.group(path)
         return group is not None and group.frozen
 
     def unused_patterns(self, paths: Iterable[str]) -> list[str]:
-        """The patterns of groups that are no leaf's: misspelt, or shadowed by an earlier group."""
+        """Patterns of groups without leaves: misspelt, or shadowed by an earlier group."""
         used = {id(self.group(path)) for path in paths}
         return [group.pattern for group in self.groups if id(group) not in used]

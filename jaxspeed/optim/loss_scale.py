@@ -1,7 +1,7 @@
-"""Loss scaling for fp16: a static scale, or DeepSpeed's dynamic one to the letter.
+"""Loss scaling for fp16: a static scale, or exactly DeepSpeed's dynamic one.
 
 As `DynamicLossScaler.update_scale` in deepspeed/runtime/fp16/loss_scaler.py (0.19.6), which ZeRO
-uses; the optimizer that DeepSpeed has for stage 0 alone ignores hysteresis, and is not followed.
+uses. DeepSpeed's optimizer for stage 0 ignores hysteresis, unlike this one.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ _FACTOR = 2.0
 
 
 class LossScale(NamedTuple):
-    """What the step carries."""
+    """The loss scale's state."""
 
-    scale: jax.Array  # float32 [], what the loss is multiplied with
+    scale: jax.Array  # float32 [], factor of the loss
     good_steps: jax.Array  # int32 [], clean steps since the start or the last overflow
     hysteresis_left: jax.Array  # int32 [], overflows until the scale falls; 1: the next one
 
@@ -32,7 +32,7 @@ class StaticRule:
 
 @dataclass(frozen=True)
 class DynamicRule:
-    """Halve on overflow once the hysteresis is used up, double after a clean window."""
+    """Halve on overflow once the hysteresis is exhausted, double after a clean window."""
 
     initial_scale: float = 2.0**16
     window: int = 1000
@@ -53,10 +53,10 @@ def make_rule(
     consecutive_hysteresis: bool = False,
     min_loss_scale: float = 1,
 ) -> Rule:
-    """The rule of a config's `fp16` section, in its words; `loss_scale` 0 means dynamic.
+    """The rule for the keys of a config's `fp16` section; `loss_scale` 0 means dynamic.
 
     Raises:
-      ConfigError: a window or a hysteresis below 1, with which the scale could never change.
+      ConfigError: a window or a hysteresis below 1, with which the scale would never change.
     """
     if loss_scale != 0:
         return StaticRule(float(loss_scale))
@@ -88,13 +88,13 @@ def init(rule: Rule) -> LossScale:
 def update(state: LossScale, finite: jax.Array, rule: Rule) -> LossScale:
     """The state after a step whose gradients were all `finite`, or were not.
 
-    In DeepSpeed's words, with `good_steps` = `(cur_iter - last_overflow_iter) - 1`:
+    With `good_steps` = DeepSpeed's `(cur_iter - last_overflow_iter) - 1`:
 
     - overflow: with one hysteresis left, `scale = max(scale / 2, min_scale)`, else one less is
-      left; a fall does not fill the hysteresis up again.
+      left; halving does not reset the hysteresis.
     - clean: if `good_steps > 0 and good_steps % window == 0`, the scale doubles and the hysteresis
-      is full again (with `consecutive_hysteresis` it is full after every clean step). So the first
-      doubling is at clean step `window + 1`.
+      is reset (with `consecutive_hysteresis`, after every clean step). So the first doubling is at
+      clean step `window + 1`.
     """
     if isinstance(rule, StaticRule):
         return state
@@ -116,7 +116,7 @@ def update(state: LossScale, finite: jax.Array, rule: Rule) -> LossScale:
 
 
 def is_exhausted(state: LossScale, rule: Rule) -> jax.Array:
-    """Whether a further overflow could not lower the scale: where DeepSpeed ends the run."""
+    """Whether another overflow could not lower the scale: DeepSpeed ends the run then."""
     if isinstance(rule, StaticRule):
         return jnp.asarray(False)
     return (state.hysteresis_left == 1) & (state.scale == rule.min_scale)

@@ -1,8 +1,8 @@
-"""Muon: momentum, orthogonalised, for the hidden weight matrices (Jordan et al., 2024).
+"""Muon: orthogonalized momentum for the hidden weight matrices (Jordan et al., 2024).
 
 Follows DeepSpeed (deepspeed/runtime/zero/muon/original_muon.py and `set_optimizer_flags` in
 deepspeed/__init__.py). Optax's `scale_by_muon` corrects the momentum's bias, which changes the
-weights of momentum and gradient in the Nesterov sum, and knows no Gram iteration.
+weights of momentum and gradient in the Nesterov sum, and has no Gram iteration.
 """
 
 import math
@@ -19,22 +19,22 @@ NewtonSchulz = Literal["gram", "standard"]
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5
 _ITERATIONS = 5
-_RESTART = 2  # where the Gram iteration goes back to X, to stay stable
+_RESTART = 2  # iterations after which the Gram iteration restarts from X, for stability
 
 
 def uses_muon(path: str, ndim: int, inputs: int | None = None) -> bool:
-    """Whether Muon updates a leaf; all others go to its Adam.
+    """Whether Muon updates a leaf; all others are updated by its Adam.
 
-    DeepSpeed takes what has two dims or more and neither `embed` nor `lm_head` in its name. Here
-    also `wte`, `wpe` and a segment `head` or `classifier` are embeddings and heads, and norms and
-    biases never count, though a bias `[heads, head_dim]` has two dims.
+    DeepSpeed uses Muon for leaves with two dims or more and neither `embed` nor `lm_head` in the
+    name. Here `wte`, `wpe` and a segment `head` or `classifier` are embeddings and heads too, and
+    norms and biases are excluded, though a bias `[heads, head_dim]` has two dims.
 
     Args:
       path: of the leaf.
-      ndim: its number of dims without those that number stacked layers: 2, `[in, out]`, or 4, a
-        convolution `[height, width, in, out]`.
-      inputs: how many of these dims are inputs, where it is known: 1 for `[embed, heads,
-        head_dim]`, whose matrix is embed x (heads head_dim). Any ndim will do then.
+      ndim: number of dims without those of stacked layers: 2, `[in, out]`, or 4, a convolution
+        `[height, width, in, out]`.
+      inputs: number of these dims that are inputs, if known: 1 for `[embed, heads, head_dim]`,
+        whose matrix is embed x (heads head_dim). Any ndim is accepted then.
     """
     segments = path.lower().split("/")
     if any("embed" in segment or "lm_head" in segment for segment in segments):
@@ -56,15 +56,16 @@ def scale_by_muon(
     stacked: Callable[[str], int],
     inputs: Callable[[str], int | None] = lambda path: None,
 ) -> optax.GradientTransformation:
-    """`m = momentum m + (1 - momentum) g`, `u = scale orthogonalize((1 - momentum) g + momentum m)`
+    """Muon's direction `u = scale orthogonalize((1 - momentum) g + momentum m)`.
 
-    where scale is sqrt(max(1, out / in)), and sqrt(max(1, height / width)) for a convolution.
+    Here `m = momentum m + (1 - momentum) g`, and scale is sqrt(max(1, out / in)), or
+    sqrt(max(1, height / width)) for a convolution.
 
     Args:
       momentum: of the exponential average.
-      ns_method: which form of the Newton-Schulz iteration.
-      stacked: how many leading dims of the leaf at a path number its layers.
-      inputs: how many dims after those are inputs of its matrix; None where it is not known.
+      ns_method: form of the Newton-Schulz iteration.
+      stacked: number of leading dims that index layers, by path.
+      inputs: number of dims after those that are inputs of the matrix; None if unknown.
     """
 
     def init(params: Any) -> MuonState:
@@ -101,15 +102,15 @@ def _direction(
 
 
 def orthogonalize(x: jax.Array, ns_method: NewtonSchulz = "gram") -> jax.Array:
-    """Near to `U V^T` of the singular value decomposition `x = U S V^T`, for each `x  [..., m, n]`.
+    """Approximate `U V^T` of the singular value decomposition `x = U S V^T`, x  [..., m, n].
 
-    The products are of the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
-    DeepSpeed casts to bf16 or fp16; the sums stay in the dtype of x.
+    Matmuls have the platform's default precision (one bf16 pass on TPU, TF32 on GPU), where
+    DeepSpeed casts to bf16 or fp16; sums are in the dtype of x.
     """
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
-    # A square matrix gains nothing from its Gram matrix, which is as large.
+    # The Gram matrix of a square matrix is as large, without gain.
     use_gram = ns_method == "gram" and x.shape[-2] < x.shape[-1]
     x = _gram_newton_schulz(x) if use_gram else _newton_schulz(x, _ITERATIONS)
     return x.mT if transposed else x

@@ -1,4 +1,4 @@
-"""What a leaf's path says about it: whether it is a norm or a bias."""
+"""Detection of norm parameters and biases from a leaf's path."""
 
 import re
 from collections.abc import Callable
@@ -15,19 +15,19 @@ _VECTOR_NAMES = frozenset({"scale", "gamma", "beta"})
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` whose function is given the leaf's path first."""
+    """`jax.tree.map` with the leaf's path as the function's first argument."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: function(path_of(keys), *leaves), tree, *rest
     )
 
 
 def is_norm_or_bias(path: str) -> bool:
-    """Whether a leaf is a bias, or a parameter that a normalisation layer owns, by its path alone.
+    """Whether a leaf is a bias or a parameter of a normalization layer, from its path alone.
 
-    The number of dims would not tell: layers that are stacked for a scan give every bias a second
-    dim. The leaf's own name decides (`bias`, `scale`, `gamma`, `beta`, `q_bias`), or else the name
-    of the module that owns it (`norm1/weight`, `ln_f/weight`, `RMSNorm_0/kernel`). Modules further
-    up do not: in `norm1/linear/kernel` the kernel belongs to a linear layer.
+    The number of dims does not decide: a stacked bias has two. The leaf's name decides (`bias`,
+    `scale`, `gamma`, `beta`, `q_bias`), or else the name of its module (`norm1/weight`,
+    `ln_f/weight`, `RMSNorm_0/kernel`). Modules further up do not: in `norm1/linear/kernel` the
+    kernel belongs to a linear layer.
     """
     segments = [segment for segment in path.split("/") if not segment.isdigit()]
     if not segments:
@@ -39,7 +39,7 @@ def is_norm_or_bias(path: str) -> bool:
 
 
 def _names_a_norm(segment: str) -> bool:
-    # The first or the last word, so that `adaLN_modulation`, a linear layer, is none.
+    # The first or the last word, so that `adaLN_modulation`, a linear layer, does not match.
     words = _words(segment)
     return any(
         word.endswith(("norm", "norms")) or word in _NORM_ABBREVIATIONS

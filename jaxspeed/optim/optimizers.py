@@ -1,7 +1,8 @@
 """Optimizers by DeepSpeed's and torch's names, parameters and formulas, as Optax transformations.
 
-Each function below is one optimizer: a chain whose order is that of its formula. What Optax has in
-the same form is Optax's; `transforms.py`, `lamb.py` and `muon.py` say of the rest how it differs.
+Each function is one optimizer: a chain in the order of its formula. Optax's transformations are
+used where they are the same; `transforms.py`, `lamb.py` and `muon.py` document the differences of
+the others.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.optim.groups import GroupLike, Match, PathRules
 from jaxspeed.optim.muon import NewtonSchulz, scale_by_muon, uses_muon
 from jaxspeed.optim.norms_and_biases import map_with_path
-from jaxspeed.optim.schedules import Schedule
+from jaxspeed.optim.schedules import LRSchedule
 from jaxspeed.optim.transforms import (
     Step,
     add_weight_decay,
@@ -31,20 +32,20 @@ from jaxspeed.optim.transforms import (
     with_scheduled_betas,
 )
 
-# How torch and DeepSpeed run an update, which is XLA's business here: the formula is the same.
+# Implementation choices of torch and DeepSpeed that do not change the formula.
 _IMPLEMENTATION_HINTS = frozenset(
     {"torch_adam", "set_grad_none", "fused", "foreach", "capturable", "differentiable"}
     | {"fp32_optimizer_states"}
 )
-# Which would change the formula. The config refuses them, and may pass on that they are off.
+# Unsupported variants of the formula. The config refuses them, and may pass them switched off.
 _NOT_BUILT = frozenset({"amsgrad", "maximize", "max_grad_norm"})
 
 
 @dataclass(frozen=True)
 class OptimizerInputs:
-    """What all optimizers share: what depends on the step, and what depends on the path."""
+    """Inputs of all optimizers: schedule, and settings and layouts by path."""
 
-    schedule: Schedule
+    schedule: LRSchedule
     rules: PathRules
     stacked: Callable[[str], int]
     inputs: Callable[[str], int | None]
@@ -60,7 +61,7 @@ class OptimizerInputs:
         make: Callable[[Any, Any], optax.GradientTransformation],
         betas: tuple[float, float],
     ) -> optax.GradientTransformation:
-        """`make(b1, b2)` with the betas of the schedule, where it has any."""
+        """`make(b1, b2)` with the schedule's betas, if it has any."""
         if self.schedule.betas is None:
             return make(*betas)
         return with_scheduled_betas(make, self.schedule.betas)
@@ -69,7 +70,7 @@ class OptimizerInputs:
 def build_optimizer(
     type: str,
     params: Mapping[str, Any],
-    schedule: Schedule | None = None,
+    schedule: LRSchedule | None = None,
     *,
     groups: Sequence[GroupLike] = (),
     exclude_norms_and_biases: bool = False,
@@ -78,34 +79,36 @@ def build_optimizer(
     inputs: Callable[[str], int | None] = lambda path: None,
     moment_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
-    """The optimizer of a config's `optimizer` section. Its updates are to be *added* to parameters.
+    """The optimizer of a config's `optimizer` section. Its updates are *added* to parameters.
 
-    Parameters are any pytree; frozen leaves may come as `optax.MaskedNode()`. State counts
-    completed updates: on a skipped step, keep the old state.
+    Parameters are any pytree; frozen leaves may be `optax.MaskedNode()`. The state counts completed
+    updates: on a skipped step, keep the old state.
 
     Args:
       type: Adam, AdamW, SGD, Adagrad, Lamb, Lion or Muon, in any case.
-      params: its parameters, by DeepSpeed's names, as the config has checked them.
-      schedule: from `build_schedule`; None is the optimizer's own lr at every step.
+      params: its parameters by DeepSpeed's names, validated by the config.
+      schedule: from `build_schedule`; None is the optimizer's constant lr.
       groups: learning-rate factors and weight decays by path pattern; the first match wins.
       exclude_norms_and_biases: no weight decay on them.
-      match: how a pattern matches a path, `(pattern, path) -> bool`; the config's by default.
-      stacked: how many leading dims of the leaf at a path number stacked layers.
-      inputs: how many dims after those are inputs of a matrix of more than two dims (Muon).
-      moment_dtype: what moments are stored in; None is the dtype of their parameter.
+      match: whether a pattern matches a path, `(pattern, path) -> bool`; the config's by default.
+      stacked: number of leading dims that index stacked layers, by path.
+      inputs: number of dims after those that are inputs, of matrices with more than two dims.
+      moment_dtype: the stored dtype of moments; None is the dtype of their parameter.
 
     Raises:
       ConfigError: an unknown type.
     """
     optimizer, arguments = _call(type, params)
     rules = PathRules(groups, exclude_norms_and_biases, match)
-    parts = OptimizerInputs(schedule or Schedule(), rules, stacked, inputs)
+    parts = OptimizerInputs(schedule or LRSchedule(), rules, stacked, inputs)
     return in_float32(optimizer(parts, **arguments), moment_dtype)
 
 
 def base_learning_rates(type: str, params: Mapping[str, Any]) -> dict[str, float]:
-    """The optimizer's own learning rates, which `Schedule.lr(step, base_lr)` takes: `{"lr": ...}`,
-    and for Muon, which has two, `{"muon_lr": ..., "adam_lr": ...}`."""
+    """The optimizer's learning rates, for `LRSchedule.lr(step, base_lr)`.
+
+    `{"lr": ...}`, and for Muon, which has two, `{"muon_lr": ..., "adam_lr": ...}`.
+    """
     optimizer, arguments = _call(type, params)
     if optimizer is muon:
         return _muon_rates(*(arguments.get(name) for name in ("lr", "muon_lr", "adam_lr")))
@@ -124,7 +127,7 @@ def _call(
         for key, value in params.items()
         if key not in _IMPLEMENTATION_HINTS and (value or key not in _NOT_BUILT)
     }
-    if name == "adamw":  # the name decides, as in DeepSpeed's engine
+    if name == "adamw":  # the name has priority, as in DeepSpeed's engine
         arguments["adam_w_mode"] = True
     return _OPTIMIZERS[name], arguments
 
@@ -141,7 +144,8 @@ def adam(
 ) -> optax.GradientTransformation:
     """DeepSpeed's FusedAdam, torch.optim.AdamW; torch.optim.Adam where adam_w_mode is false.
 
-    AdamW: `p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)`; else weight_decay p joins g.
+    AdamW: `p - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)`; Adam: weight_decay p is added
+    to g.
     """
 
     def direction(b1: Any, b2: Any) -> optax.GradientTransformation:
@@ -165,8 +169,9 @@ def sgd(
     nesterov: bool = False,
     dampening: float = 0.0,
 ) -> optax.GradientTransformation:
-    """torch.optim.SGD: `p - lr b`, with Nesterov `p - lr (g + momentum b)`, where weight_decay p
-    has joined g and `b = momentum b + (1 - dampening) g`, the first b being g.
+    """torch.optim.SGD: `p - lr b`, with Nesterov `p - lr (g + momentum b)`.
+
+    weight_decay p is added to g, and `b = momentum b + (1 - dampening) g`, the first b being g.
     """
     if nesterov and (momentum == 0 or dampening != 0):
         raise ConfigError(
@@ -191,7 +196,7 @@ def adagrad(
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-10,
 ) -> optax.GradientTransformation:
-    """torch.optim.Adagrad; weight_decay p joins g."""
+    """torch.optim.Adagrad; weight_decay p is added to g."""
     direction = scale_by_adagrad(eps, lr_decay, initial_accumulator_value)
     return optax.chain(parts.decay(weight_decay), direction, parts.rate(lr))
 
@@ -208,11 +213,13 @@ def lamb(
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
 ) -> optax.GradientTransformation:
-    """DeepSpeed's FusedLamb: `u = m / (sqrt(v) + eps) + weight_decay p`, with raw moments, then
+    """DeepSpeed's FusedLamb: `u = m / (sqrt(v) + eps) + weight_decay p`, with raw moments.
+
+    The new parameter is
 
         p - lr sqrt(1 - b2^t) / (1 - b1^t) clip(||p|| / ||u||, min_coeff, max_coeff) u
 
-    so that the bias correction, unlike in the paper and in Optax, scales the decay too.
+    Unlike in the paper and in Optax, the bias correction scales the decay too.
     """
 
     def step_size(step: Step) -> jax.Array:
@@ -261,11 +268,11 @@ def muon(
     weight_decay: float = 0.0,
     ns_method: NewtonSchulz = "gram",
 ) -> optax.GradientTransformation:
-    """DeepSpeed's MuonWithAuxAdam: Muon for hidden (real) matrices, AdamW for everything else.
+    """DeepSpeed's MuonWithAuxAdam: Muon for hidden (real) matrices, AdamW for all other leaves.
 
-    `muon_lr` and `adam_lr` stand over `lr`; without any, 0.02 and 3e-4. A scheduler with an lr of
-    its own (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to the same,
-    and none changes the betas: DeepSpeed's class declares none.
+    `muon_lr` and `adam_lr` override `lr`; the defaults are 0.02 and 3e-4. A scheduler that sets an
+    absolute lr (all but WarmupCosineLR, and WarmupLR without `warmup_max_lr`) sets both to it, and
+    none changes the betas: DeepSpeed's class declares none.
     """
     rates = _muon_rates(lr, muon_lr, adam_lr)
 

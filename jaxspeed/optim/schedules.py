@@ -25,28 +25,28 @@ def _constant(step: Step, base_lr: float) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What changes with the step; without a scheduler, nothing does."""
+class LRSchedule:
+    """Learning rate and betas as functions of the step; constant without a scheduler."""
 
-    lr: Callable[[Step, float], jax.Array] = _constant  # (step, the optimizer's own lr) -> lr
-    betas: Callable[[Step], tuple[jax.Array, float]] | None = None  # None: the optimizer's own
+    lr: Callable[[Step, float], jax.Array] = _constant  # (step, the optimizer's lr) -> lr
+    betas: Callable[[Step], tuple[jax.Array, float]] | None = None  # None: the optimizer's
 
 
-def build_schedule(type: str | None, params: Mapping[str, Any]) -> Schedule:
+def build_schedule(type: str | None, params: Mapping[str, Any]) -> LRSchedule:
     """The schedule of a config's `scheduler`; `type` None is no scheduler.
 
     Args:
       type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest.
-      params: its parameters, by DeepSpeed's names, as the config has checked them.
+      params: its parameters by DeepSpeed's names, validated by the config.
 
     Raises:
       ConfigError: an unknown type.
     """
     if type is None:
-        return Schedule()
+        return LRSchedule()
     if type not in _SCHEDULES:
         raise ConfigError(f"scheduler.type: unknown {type!r}; known: {', '.join(_SCHEDULES)}")
-    # The only last_batch_iteration that the config accepts, -1, is the start.
+    # The config accepts only last_batch_iteration -1, the start.
     given = {name: value for name, value in params.items() if name != "last_batch_iteration"}
     return _SCHEDULES[type](**given)
 
@@ -57,8 +57,10 @@ def warmup_lr(
     warmup_max_lr: float | None = None,
     warmup_num_steps: int = 1000,
     warmup_type: WarmupType = "log",
-) -> Schedule:
-    """From min to max over W steps, then max: `min + (max - min) gamma(k)`, with
+) -> LRSchedule:
+    """WarmupLR: from min to max over W steps, then max: `min + (max - min) gamma(k)`.
+
+    Here
 
         gamma(k) = log(k + 1) / log(W)   or   k / W        for k < W, then 1
 
@@ -70,7 +72,7 @@ def warmup_lr(
         highest = base_lr if warmup_max_lr is None else warmup_max_lr
         return warmup_min_lr + (highest - warmup_min_lr) * gamma(step, jnp.ones_like)
 
-    return Schedule(lr)
+    return LRSchedule(lr)
 
 
 def warmup_decay_lr(
@@ -80,10 +82,10 @@ def warmup_decay_lr(
     warmup_max_lr: float = 0.001,
     warmup_num_steps: int = 1000,
     warmup_type: WarmupType = "log",
-) -> Schedule:
-    """As `warmup_lr`, then linearly to *zero*: for k >= W of T steps in all
+) -> LRSchedule:
+    """WarmupDecayLR: as `warmup_lr`, then linearly to *zero*.
 
-    gamma(k) = max(0, (T - k) / max(1, T - W))
+    For k >= W of T steps in all, gamma(k) = max(0, (T - k) / max(1, T - W)).
     """
     gamma = _warmup(warmup_num_steps, warmup_type)
     decay_steps = max(1, total_num_steps - max(2, warmup_num_steps))
@@ -94,7 +96,7 @@ def warmup_decay_lr(
     def lr(step: Step, base_lr: float) -> jax.Array:
         return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma(step, decay)
 
-    return Schedule(lr)
+    return LRSchedule(lr)
 
 
 def warmup_cosine_lr(
@@ -104,8 +106,10 @@ def warmup_cosine_lr(
     warmup_num_steps: int = 1000,
     cos_min_ratio: float = 0.0001,
     warmup_type: WarmupType = "log",
-) -> Schedule:
-    """The optimizer's lr times a ratio: 0 for the first update, then for k < W
+) -> LRSchedule:
+    """WarmupCosineLR: the optimizer's lr times a ratio.
+
+    The ratio is 0 for the first update, then for k < W
 
         ratio(k) = min_ratio + (1 - min_ratio) gamma(k)
 
@@ -126,7 +130,7 @@ def warmup_cosine_lr(
         ratio = jnp.where(k < warmup_num_steps, rise, jnp.maximum(0, fall))
         return base_lr * jnp.where(k < 0, 0, ratio)
 
-    return Schedule(lr)
+    return LRSchedule(lr)
 
 
 def _warmup(
@@ -152,8 +156,8 @@ def lr_range_test(
     lr_range_test_step_size: int = 2000,
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
-) -> Schedule:
-    """`min_lr (1 + rate (k + 1) / step_size)`, the quotient rounded down for a staircase."""
+) -> LRSchedule:
+    """LRRangeTest: `min_lr (1 + rate (k + 1) / step_size)`, rounded down for a staircase."""
 
     def lr(step: Step, base_lr: float) -> jax.Array:
         if lr_range_test_staircase:
@@ -162,7 +166,7 @@ def lr_range_test(
             interval = _float(step) / lr_range_test_step_size
         return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
 
-    return Schedule(lr)
+    return LRSchedule(lr)
 
 
 def one_cycle(
@@ -179,18 +183,17 @@ def one_cycle(
     cycle_min_mom: float = 0.8,
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
-) -> Schedule:
-    """Up for F steps, down for S, then a decay; momentum goes the other way (arXiv:1803.09820).
+) -> LRSchedule:
+    """OneCycle: up for F steps, down for S, then a decay; momentum inversely (arXiv:1803.09820).
 
-    With s the height in the cycle, 0 to 1 and back to 0 (in stairs where there is a count), and for
-    step > F + S with d = (step - F - S) / decay_step_size, or 0 where decay_step_size is 0:
+    With s the height in the cycle, 0 to 1 and back to 0 (in stairs if a count is set), and for
+    step > F + S with d = (step - F - S) / decay_step_size, or 0 if decay_step_size is 0:
 
         lr = min_lr + (max_lr - min_lr) s        then   min_lr / (1 + decay_lr_rate d)
         b1 = max_mom - (max_mom - min_mom) s     then   max_mom (1 + decay_mom_rate d)
 
-    DeepSpeed's code, followed here, uses `cycle_min_mom` for the very first update, and with
-    `cycle_momentum` sets b2 to 0.99, whatever the optimizer's betas say; optimizers without betas
-    keep their momentum.
+    As DeepSpeed's code, this uses `cycle_min_mom` for the first update, and with `cycle_momentum`
+    sets b2 to 0.99, whatever the optimizer's betas; optimizers without betas keep their momentum.
     """
     first = int(cycle_first_step_size)  # JSON may write 2e3
     second = first if cycle_second_step_size is None else int(cycle_second_step_size)
@@ -220,7 +223,7 @@ def one_cycle(
         b1 = jnp.where(step <= total, cycle, cycle_max_mom * decay(step, decay_mom_rate))
         return jnp.where(step == 0, cycle_min_mom, b1), 0.99
 
-    return Schedule(lr, betas if cycle_momentum else None)
+    return LRSchedule(lr, betas if cycle_momentum else None)
 
 
 def _stairs(position: jax.Array, size: int, count: int) -> jax.Array:
@@ -235,7 +238,7 @@ def _float(step: Step) -> jax.Array:
     return jnp.asarray(step).astype(float)
 
 
-_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+_SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
     "WarmupLR": warmup_lr,
     "WarmupDecayLR": warmup_decay_lr,
     "WarmupCosineLR": warmup_cosine_lr,

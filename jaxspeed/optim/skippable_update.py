@@ -1,10 +1,10 @@
-"""An optimizer's update that leaves everything as it was when the step is to be skipped.
+"""Optimizer update that can be skipped (on fp16 overflow) without a copy of the state.
 
-Selecting after the update would make XLA keep old and new moments side by side: the new parameter
-is computed from new moments, so they are computed twice, and the old ones copied before they are
-overwritten. Here each leaf of the optimizer's state is selected where it is computed, and what
-follows reads the selected value, so the update stays one pass in place. Where the step is skipped,
-what follows is meaningless and is itself not selected.
+Selecting after the update would make XLA hold old and new moments at once: the new parameter is
+computed from new moments, so they are computed twice, and the old ones copied before they are
+overwritten. Here each leaf of the optimizer's state is selected where it is computed, and later
+equations read the selected value, so the update stays one pass in place. In a skipped step, values
+computed from it are meaningless and are not selected.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jaxspeed.placement.memory_kinds import moved_like
 def guarded_update(
     optimizer: optax.GradientTransformation, grads: Any, opt: Any, params: Any, keep: jax.Array
 ) -> tuple[Any, Any]:
-    """(new parameters, new state) of one update where `keep` is true, the old ones where not."""
+    """(parameters, state) after one update where `keep` is true, else unchanged."""
 
     def update(grads: Any, opt: Any, params: Any) -> tuple[Any, Any]:
         updates, after = optimizer.update(grads, opt, params)
@@ -43,20 +43,20 @@ def guarded(
     params: Sequence[Any],
     keep: jax.Array,
 ) -> list[Any]:
-    """What a traced update gives, (new states, new parameters), where `keep` is true.
+    """Results of a traced update, (new states, new parameters), selected by `keep`.
 
-    `states` and `params` are the old ones; `keep` may be an array that spreads over all of them.
+    `states` and `params` are the old ones; `keep` is broadcast against each.
     """
     state_vars = zip(jaxpr.outvars, states)
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
     def select(var: Any, value: Any) -> Any:
-        value = moved_like(value, keep)  # what an operation makes of nothing is on the device
+        value = moved_like(value, keep)  # an operation without inputs has its result on the device
         return jnp.where(keep, value, selected[var]) if var in selected else value
 
     values = evaluate(jaxpr, consts, args, select)
-    return [  # what was selected already is not selected again
+    return [  # values that are selected already are not selected again
         value
         if is_var(v) and selected.get(v) is before
         else jnp.where(keep, value, before).astype(before.dtype)

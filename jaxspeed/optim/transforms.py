@@ -1,7 +1,7 @@
-"""The pieces of an update that Optax does not have in the form that DeepSpeed and torch define.
+"""Optax transformations for DeepSpeed's and torch's update formulas that Optax lacks.
 
-Each is an `optax.GradientTransformation`, to be chained with Optax's own. `p` is a parameter, `g`
-its gradient, `u` the update so far, `t` the number of the update, from 1.
+Each is an `optax.GradientTransformation`, to be chained with Optax's. `p` is a parameter, `g` its
+gradient, `u` the update so far, `t` the number of the update, from 1.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ Step = jax.typing.ArrayLike  # the number of optimizer updates that were complet
 def in_float32(
     inner: optax.GradientTransformation, moment_dtype: jax.typing.DTypeLike | None
 ) -> optax.GradientTransformation:
-    """Keep moments in `moment_dtype` (None: the parameter's), and compute in float32 at least.
+    """Store moments in `moment_dtype` (None: the parameter's), and compute in float32 at least.
 
-    As DeepSpeed's fused kernels do: they load a bf16 moment, do the arithmetic in float32, and
-    round once, on storing. (Optax's `mu_dtype` covers the first moment alone and multiplies in it.)
-    Where everything is float32 or float64 already, this adds no operation.
+    As DeepSpeed's fused kernels do: they load a bf16 moment, compute in float32, and round once
+    when storing. (Optax's `mu_dtype` covers only the first moment and multiplies in it.) If
+    everything is float32 or float64 already, this adds no operation.
     """
 
     def widen(tree: Any) -> Any:
@@ -48,12 +48,12 @@ def in_float32(
 
 
 def _floating(x: Any) -> bool:
-    # A leaf without a dtype is the stand-in that `optax.tree.map_params` initialises with.
+    # A leaf without a dtype is a placeholder of `optax.tree.map_params`.
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def add_weight_decay(weight_decay: Callable[[str], float]) -> optax.GradientTransformation:
-    """`u + weight_decay(path) p`: before the moments it is L2, after them it is decoupled.
+    """`u + weight_decay(path) p`: L2 before the moments, decoupled after them.
 
     Optax's `add_decayed_weights` has one value for all leaves of a mask.
     """
@@ -71,7 +71,7 @@ def add_weight_decay(weight_decay: Callable[[str], float]) -> optax.GradientTran
 def scale_by_rate(
     lr: Callable[[Step], jax.typing.ArrayLike], factor: Callable[[str], float]
 ) -> optax.GradientTransformation:
-    """`-lr(step) factor(path) u`, the last link of every chain.
+    """`-lr(step) factor(path) u`, the last transformation of every chain.
 
     Optax's `scale_by_schedule` with a factor for each leaf.
     """
@@ -91,9 +91,9 @@ def with_scheduled_betas(
     make: Callable[[Any, Any], optax.GradientTransformation],
     betas: Callable[[Step], tuple[Any, Any]],
 ) -> optax.GradientTransformation:
-    """`make(*betas(step))`, made anew at each step; the state must count updates as `count`.
+    """Update by `make(*betas(step))`; the state must count updates as `count`.
 
-    (`optax.inject_hyperparams` would keep the values and a second count in the state.)
+    (`optax.inject_hyperparams` would store the values and a second count in the state.)
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -195,15 +195,14 @@ def scale_by_lamb_coefficient(
 ) -> optax.GradientTransformation:
     """`clip(||p|| / ||u||, min_coeff, max_coeff) u`, the ratio being 1 where a norm is 0.
 
-    LAMB's trust ratio, one for each weight matrix (You et al., arXiv:1904.00962), as DeepSpeed's
-    FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu). Optax's `scale_by_trust_ratio` does not clip,
-    and takes one norm of a leaf that holds many layers.
+    As DeepSpeed's FusedLamb (csrc/lamb/fused_lamb_cuda_kernel.cu). Optax's `scale_by_trust_ratio`
+    does not clip, and takes one norm over all layers of a stacked leaf.
 
     Args:
-      min_coeff: the least that an update is scaled by.
-      max_coeff: the most.
-      stacked: how many leading dims of the leaf at a path number its layers; each layer is a
-        matrix with norms of its own.
+      min_coeff: the smallest ratio.
+      max_coeff: the largest ratio.
+      stacked: number of leading dims that index layers, by path; each layer is a matrix with
+        separate norms.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

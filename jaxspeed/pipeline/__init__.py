@@ -9,7 +9,7 @@ ticks that share one compiled loop body. The traced loss is split at its blocks 
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.report import PipelineReport
-from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, Work, forward_only, schedule
+from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
 from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "PipelineReport",
     "Repeat",
     "Schedule",
-    "Work",
+    "WorkTable",
     "forward_only",
     "gantt",
     "phases",

@@ -42,8 +42,8 @@ def gathers_ordered_after(split: SplitStep, first: Any, micro: jax.Array) -> Arr
     """The parameters outside of the blocks, with their gathers ordered after `first`."""
     outer, table = split.outer, split.table
     paths = [path for path in outer if table[path].gathered]
-    waiting = all_ordered_after(split, [outer[path] for path in paths], first, micro)
-    return outer | dict(zip(paths, waiting, strict=True))
+    ordered = all_ordered_after(split, [outer[path] for path in paths], first, micro)
+    return outer | dict(zip(paths, ordered, strict=True))
 
 
 def entering(split: SplitStep, micro: jax.Array, ahead: Values) -> tuple[jax.Array, Arrays]:

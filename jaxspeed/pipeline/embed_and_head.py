@@ -23,13 +23,13 @@ from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
 from jaxspeed.zero3 import Way, run_sliced
 
 
-def before(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
+def embed(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
     """The first block's input for one micro-batch: the embedding."""
     outs = _run(split, split.parts.before, micro, outer, [], split.objective.style)
     return [_at_stage_boundary(split, x) for x in outs]
 
 
-def after(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry: Values) -> Loss:
+def head_and_loss(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry: Values) -> Loss:
     """The loss of one micro-batch, from the last block's output."""
     carry = [_at_stage_boundary(split, x) for x in carry]
     # The head reads unsharded activations, even with sequence parallelism.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspeed.objective.accumulate import accumulate
 from jaxspeed.objective.loss import Loss
 from jaxspeed.pipeline.cpu_ordering import all_ordered_after, entering
-from jaxspeed.pipeline.embed_and_head import after, before
+from jaxspeed.pipeline.embed_and_head import embed, head_and_loss
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.stage_shard_map import broadcast_from, on_stages, send_to_stage
@@ -24,20 +24,20 @@ def evaluate(split: SplitStep, stage: Stage, schedule: Schedule) -> Loss:
 
     def tick(phase: Phase, state: State, row: Tick) -> State:
         ahead, seen = state
-        entry = before(split, *entering(split, row.entering, ahead))
+        entry = embed(split, *entering(split, row.entering, ahead))
 
         def stage_body(number: Any, own: Any, every: Any) -> Any:
-            now, weights, ahead = own
+            work, weights, ahead = own
             entry, context = every
-            x = stage.entered(number, now, entry, ahead)
-            y = stage.run(stage.arguments(number, now, weights, context, x))
+            x = stage.entered(number, work, entry, ahead)
+            y = stage.run(stage.arguments(number, work, weights, context, x))
             end = broadcast_from(y, number == stages - 1) if phase.head else []
             return send_to_stage(y, stages, 1), end
 
         own = (row.forward, stage.weights, ahead)
         ahead, end = on_stages(stage_body, stages, own, (entry, stage.context))
         if phase.head:
-            seen, _ = accumulate(seen, after(split, row.leaving, outer, end))
+            seen, _ = accumulate(seen, head_and_loss(split, row.leaving, outer, end))
         return ahead, seen
 
     ahead = all_ordered_after(split, stage.messages(), stage.weights, split.step)
@@ -49,6 +49,6 @@ def no_loss(split: SplitStep) -> Loss:
 
     def one() -> Loss:
         carry = [jnp.zeros(c.shape, c.dtype) for c in split.parts.carry]
-        return after(split, jnp.zeros((), jnp.int32), split.outer, carry)
+        return head_and_loss(split, jnp.zeros((), jnp.int32), split.outer, carry)
 
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one))

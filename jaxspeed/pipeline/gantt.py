@@ -14,7 +14,7 @@ direction, the tick's program omits it and the chart is blank: the dots are the 
 from collections.abc import Sequence
 from string import ascii_letters
 
-from jaxspeed.pipeline.schedule import Schedule, Work
+from jaxspeed.pipeline.schedule import Schedule, WorkTable
 
 _IDLE = "·"
 _GAP = " ... "
@@ -68,7 +68,7 @@ def _ruler(part: range, cell: int) -> str:
     return text.ljust(len(part) * cell)
 
 
-def _cells(schedule: Schedule, work: Work, stage: int, part: range, cell: int) -> str:
+def _cells(schedule: Schedule, work: WorkTable, stage: int, part: range, cell: int) -> str:
     """A stage's row for one direction; a chunk's mark stands before its first micro-batch."""
     anywhere = work.micro.max(axis=1) >= 0
     text = ""

@@ -38,7 +38,7 @@ def merge_programs(programs: Sequence[Any]) -> tuple[Any, list[Atoms]]:
 
 
 def _merge(programs: Sequence[Any], places: list[dict[Any, Any]]) -> tuple[Any, list[Atoms]]:
-    """As `merge_programs`; variables of equal `places` are the same. New inputs come last."""
+    """Merge, where variables of equal `places` are the same; new inputs come last."""
     programs = _inline_different_calls([_without_no_op_casts(p) for p in programs])
     first = programs[0]
     _require_equal((len(p.eqns), len(p.outvars)) for p in programs)

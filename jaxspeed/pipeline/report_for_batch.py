@@ -83,23 +83,23 @@ class _LayerBytes:
         self.first = 1 if table.stack.stacked else 0  # the first dim of a layer's slice
 
     def read(self, row: Row, dtype: Any = None) -> int:
-        """As the layer reads it, or in another dtype; padded as gathered arrays are."""
+        """Bytes as the layer reads it, or in another dtype; padded as gathered arrays are."""
         shape = row.source_shape if row.gathered else row.leaf.shape
         return self._size(shape, row.read, dtype or row.read.dtype)
 
     def gathered(self, row: Row) -> int:
-        """Gathered by ZeRO 3."""
+        """Bytes gathered by ZeRO 3."""
         return self.read(row) if "data" in _added(row, row.source) else 0
 
     def reduced(self, row: Row) -> int:
-        """Gradients reduce-scattered by ZeRO 2 and 3."""
+        """Bytes of gradients reduce-scattered by ZeRO 2 and 3."""
         if row.grad is None or "data" not in _added(row, row.grad):
             return 0
         in_layers = row.read.dtype if self.gathered(row) else row.grad.dtype
         return self.read(row, self.wire or in_layers)
 
     def exchanged(self, row: Row) -> int:
-        """Exchanged by the stage layout's all-to-alls: weights as read, and gradients."""
+        """Bytes of the stage layout's all-to-alls: weights as read, and gradients."""
         parts = [(row.source, row.read.dtype)]
         parts += [(row.opt, row.grad.dtype)] if row.opt and row.grad else []
         return sum(

@@ -27,7 +27,7 @@ from jaxspeed.errors import ConfigError
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
-class Work(NamedTuple):
+class WorkTable(NamedTuple):
     """One direction's work of each tick and stage; all three are int32 [ticks, stages]."""
 
     micro: np.ndarray  # the micro-batch, -1 where the stage is idle
@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
     @property
     def busy(self) -> np.ndarray:
-        """Where there is work, bool [ticks, stages]."""
+        """Mask of the cells that are not idle, bool [ticks, stages]."""
         return self.micro >= 0
 
 
@@ -52,8 +52,8 @@ class Schedule:
     stages: int
     chunks: int  # of each stage
     micro_batches: int
-    forward: Work
-    backward: Work
+    forward: WorkTable
+    backward: WorkTable
     slots: int  # the most inputs that a stage saves at once
 
     @property
@@ -133,7 +133,7 @@ class Schedule:
     def _trains(self) -> bool:
         return self.backward_units > 0
 
-    def _messages(self, work: Work) -> int:
+    def _messages(self, work: WorkTable) -> int:
         if self.stages == 1 or not work.busy.any():
             return 0
         return int(work.busy.sum()) - self.micro_batches
@@ -180,13 +180,13 @@ def _ticks(name: str, K: int, M: int, v: int) -> tuple[np.ndarray, np.ndarray]:
     return forward, v * K - 1 + round_start + (v - 1 - c) * K + (K - 1 - s)
 
 
-def _idle(ticks: int, stages: int) -> Work:
+def _idle(ticks: int, stages: int) -> WorkTable:
     micro, chunk, slot = np.zeros((3, ticks, stages), np.int32)
     micro[:] = -1
-    return Work(micro, chunk, slot)
+    return WorkTable(micro, chunk, slot)
 
 
-def _work(tick: np.ndarray, ticks: int) -> Work:
+def _work(tick: np.ndarray, ticks: int) -> WorkTable:
     """The table [ticks, stages] of the ticks [micro-batch, chunk, stage]; slots are still 0."""
     work = _idle(ticks, stages=tick.shape[2])
     i, c, s = np.indices(tick.shape)
@@ -195,14 +195,14 @@ def _work(tick: np.ndarray, ticks: int) -> Work:
     return work
 
 
-def _live(forward: Work, backward: Work) -> np.ndarray:
+def _live(forward: WorkTable, backward: WorkTable) -> np.ndarray:
     """The inputs that each stage has saved while each tick runs, [ticks, stages]."""
     written = np.cumsum(forward.busy, axis=0)
     read_before = np.cumsum(backward.busy, axis=0) - backward.busy
     return written - read_before
 
 
-def _fill_slots(forward: Work, backward: Work) -> int:
+def _fill_slots(forward: WorkTable, backward: WorkTable) -> int:
     """Assign each input a slot from its forward tick to its backward tick; return their number.
 
     Each stage has a stack of free slots. A backward's slot is freed after its tick, so that no
@@ -241,13 +241,13 @@ def _runs(micro: np.ndarray, chunk: np.ndarray) -> list[list[int]]:
     return runs
 
 
-def _micro_at(work: Work, chunk: int, stage: int) -> np.ndarray:
+def _micro_at(work: WorkTable, chunk: int, stage: int) -> np.ndarray:
     here = work.busy[:, stage] & (work.chunk[:, stage] == chunk)
     return np.where(here, work.micro[:, stage], np.int32(-1))
 
 
 def _read_only(
-    name: str, shape: tuple[int, ...], forward: Work, backward: Work, slots: int
+    name: str, shape: tuple[int, ...], forward: WorkTable, backward: WorkTable, slots: int
 ) -> Schedule:
     """The schedule with read-only tables, since they are shared."""
     for table in (*forward, *backward):

@@ -216,10 +216,10 @@ class StageLayout:
         row = self.row(name)
         shape = (self.rows, *row.leaf.shape[self._layer_dims :])
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
-        waits = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
+        memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))
-        cut = NamedSharding(mesh, spec, memory_kind=waits)
-        return ShardedParam(shape, row.read.dtype, gathered, cut, wire, row.leaf.trainable)
+        shards = NamedSharding(mesh, spec, memory_kind=memory_kind)
+        return ShardedParam(shape, row.read.dtype, gathered, shards, wire, row.leaf.trainable)
 
 
 class OrderedExchanges:

@@ -82,39 +82,39 @@ class Stage:
         return {i: path for i, path in paths.items() if split.table[path].leaf.trainable}
 
     def arguments(
-        self, number: Any, now: StageWork, weights: Values, context: Any, carry: Values
+        self, number: Any, work: StageWork, weights: Values, context: Any, carry: Values
     ) -> Values:
         """The arguments of `run`: weights, context, first layer, carry."""
         own, batch = context
-        micro = jnp.maximum(now.micro, 0)
+        micro = jnp.maximum(work.micro, 0)
         cast = self.split.objective.cast
         given = own | {i: cast(at(x, micro)) for i, x in batch.items()} | {self._micro: micro}
         reads = [given[i] for i in self.split.parts.context_reads]
-        return [*self.chunk(weights, now), *reads, self.first_layer(number, now), *carry]
+        return [*self.chunk(weights, work), *reads, self.first_layer(number, work), *carry]
 
-    def chunk(self, weights: Values, now: StageWork) -> Values:
+    def chunk(self, weights: Values, work: StageWork) -> Values:
         """A stage's weights of one chunk, [layers, ...] each."""
         # With one chunk nothing is indexed, so that offloaded weights stay in host memory.
-        return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, now.chunk) for w in weights]
+        return [lax.squeeze(w, (0,)) if self.chunks == 1 else at(w, work.chunk) for w in weights]
 
-    def first_layer(self, number: Any, now: StageWork) -> Any:
-        return (now.chunk * self.split.stages + number) * self.split.layout.rows
+    def first_layer(self, number: Any, work: StageWork) -> Any:
+        return (work.chunk * self.split.stages + number) * self.split.layout.rows
 
     def active(self, trained: list[str]) -> list[bool]:
-        """Which arguments have gradients."""
+        """Mask of the arguments that have gradients."""
         parts = self.split.parts
         context = [i in self.shared for i in parts.context_reads]
         weights = [name in trained for name in self.names]
         return [*weights, *context, False, *map(inexact, parts.carry)]
 
-    def entered(self, number: Any, now: StageWork, entry: Values, ahead: Values) -> Values:
+    def entered(self, number: Any, work: StageWork, entry: Values, ahead: Values) -> Values:
         """A chunk's input: the embedding's output, or the message of the stage before."""
-        first = (number == 0) & (now.chunk == 0)
+        first = (number == 0) & (work.chunk == 0)
         return [jnp.where(first, a, b) for a, b in zip(entry, ahead, strict=True)]
 
-    def ends(self, number: Any, now: StageWork) -> Any:
+    def ends(self, number: Any, work: StageWork) -> Any:
         """Whether this is the last chunk, where the backward pass starts."""
-        return (number == self.split.stages - 1) & (now.chunk == self.chunks - 1)
+        return (number == self.split.stages - 1) & (work.chunk == self.chunks - 1)
 
     def messages(self) -> Values:
         """Blank messages before the first tick, one per stage."""

@@ -24,7 +24,7 @@ from jaxspeed.pipeline.cpu_ordering import (
     gathers_ordered_after,
     ordered_after,
 )
-from jaxspeed.pipeline.embed_and_head import after, before, trained_inputs
+from jaxspeed.pipeline.embed_and_head import embed, head_and_loss, trained_inputs
 from jaxspeed.pipeline.evaluation import no_loss
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.pipeline.stage_program import Stage, in_context
@@ -105,14 +105,14 @@ class Training:
         )
 
     def _zero_gradient(self, name: str) -> jax.Array:
-        own = self.split.layout
-        grad = own.row(name).grad
+        layout = self.split.layout
+        grad = layout.row(name).grad
         assert grad is not None
-        shape = (own.stages, own.chunks, own.rows, *own.gradient_shape(name))
+        shape = (layout.stages, layout.chunks, layout.rows, *layout.gradient_shape(name))
         zero = jnp.zeros(shape, grad.dtype)
         if not self.placed:
             return zero
-        spec = PartitionSpec(PIPE, None, None, *own.spec(name, grad))
+        spec = PartitionSpec(PIPE, None, None, *layout.spec(name, grad))
         return constrain(zero, in_context(spec), "pipeline.gradients")
 
     def _zero_shared_gradient(self, path: str) -> jax.Array:
@@ -139,8 +139,8 @@ class Training:
             none = StageWork(*jnp.zeros((3, stages), jnp.int32))
 
             def stage_body(number: Any, own: Any, context: Any) -> Any:
-                now, weights, x = own
-                return self._forward(self.stage.arguments(number, now, weights, context, x)), ()
+                work, weights, x = own
+                return self._forward(self.stage.arguments(number, work, weights, context, x)), ()
 
             own = (none, self.stage.weights, self.stage.messages())
             return on_stages(stage_body, stages, own, self.stage.context)[0]
@@ -160,19 +160,19 @@ class Training:
         """Each stage runs a chunk on its message, saves the input, and sends the output on."""
         stage, stages = self.stage, self.split.stages
         number, outer = entering(self.split, row.entering, state.ahead)
-        entry = before(self.split, number, outer)
+        entry = embed(self.split, number, outer)
 
         def stage_body(number: Any, own: Any, every: Any) -> Any:
-            now, weights, saved, ahead = own
+            work, weights, saved, ahead = own
             entry, context = every
-            x = stage.entered(number, now, entry, ahead)
-            args = stage.arguments(number, now, weights, context, x)
+            x = stage.entered(number, work, entry, ahead)
+            args = stage.arguments(number, work, weights, context, x)
             if self.saves:
                 y, residuals = self._forward(args)
                 x = [*y, *residuals]
             else:
                 y = stage.run(args)
-            saved = write_slot(saved, now.slot, x, now.micro >= 0)
+            saved = write_slot(saved, work.slot, x, work.micro >= 0)
             return (saved, send_to_stage(y, stages, 1)), ()
 
         own = (row.forward, stage.weights, state.saved, state.ahead)
@@ -192,13 +192,13 @@ class Training:
         stage, stages, carried = self.stage, self.split.stages, len(self.split.parts.carry)
 
         def recompute(number: Any, own: Any, context: Any) -> Any:
-            now, weights, saved, ahead = own
-            x = read_slot(saved, now.slot)
+            work, weights, saved, ahead = own
+            x = read_slot(saved, work.slot)
             if self.saves:
                 y, residuals = x[:carried], x[carried:]
             else:
-                x = ordered_after(self.split, x, ahead, now.micro)
-                y, residuals = self._forward(stage.arguments(number, now, weights, context, x))
+                x = ordered_after(self.split, x, ahead, work.micro)
+                y, residuals = self._forward(stage.arguments(number, work, weights, context, x))
             return residuals, broadcast_from(y, number == stages - 1) if phase.head else []
 
         to_read = (row.backward, stage.weights, state.saved, state.ahead)
@@ -208,21 +208,21 @@ class Training:
             state, start = self._head_backward(state, row.leaving, end)
 
         def stage_body(number: Any, own: Any, every: Any) -> Any:
-            now, weights, residuals, ahead, back, blocks, shared = own
+            work, weights, residuals, ahead, back, blocks, shared = own
             start, share = every
-            ends = stage.ends(number, now)
+            ends = stage.ends(number, work)
             cotangents = [jnp.where(ends, a, b) for a, b in zip(start, back, strict=True)]
             received = [x for x in ahead if inexact(x)]
-            cotangents = ordered_after(self.split, cotangents, received, now.micro)
-            grads = iter(self.passes.backward(stage.chunk(weights, now), residuals, cotangents))
-            factor = share[jnp.maximum(now.micro, 0)]
+            cotangents = ordered_after(self.split, cotangents, received, work.micro)
+            grads = iter(self.passes.backward(stage.chunk(weights, work), residuals, cotangents))
+            factor = share[jnp.maximum(work.micro, 0)]
             blocks = [
-                self._add_to_chunk(name, total, next(grads), number, now, factor)
+                self._add_to_chunk(name, total, next(grads), number, work, factor)
                 for name, total in zip(self._trained, blocks, strict=True)
             ]
-            shared = [_add(total, next(grads), factor, now.micro >= 0) for total in shared]
+            shared = [_add(total, next(grads), factor, work.micro >= 0) for total in shared]
             dx = list(grads)
-            returned = broadcast_from(dx, (number == 0) & (now.chunk == 0))
+            returned = broadcast_from(dx, (number == 0) & (work.chunk == 0))
             return (send_to_stage(dx, stages, -1), blocks, shared), returned
 
         share = state.weights / jnp.where(state.unit > 0, state.unit, 1)
@@ -233,23 +233,23 @@ class Training:
         return self._embedding_backward(state, row.returning, returned, share)
 
     def _add_to_chunk(
-        self, name: str, total: Any, grad: Any, number: Any, now: StageWork, factor: Any
+        self, name: str, total: Any, grad: Any, number: Any, work: StageWork, factor: Any
     ) -> jax.Array:
         """Add a chunk's gradient to those of the stage, [chunks, layers, ...]."""
-        own = self.split.layout
-        placement, busy = own.row(name).grad, now.micro >= 0
+        layout = self.split.layout
+        placement, busy = layout.row(name).grad, work.micro >= 0
         assert placement is not None
         grad = on_device(grad)
         grad = pad(grad.astype(total.dtype), total.shape[1:])
         if self.placed:
-            spec = PartitionSpec(None, *own.spec(name, placement))
+            spec = PartitionSpec(None, *layout.spec(name, placement))
             grad = constrain(grad, in_context(spec), "pipeline.accumulate")
-        if own.padded:
-            real = self.stage.first_layer(number, now) + jnp.arange(own.rows) < own.layers
+        if layout.padded:
+            real = self.stage.first_layer(number, work) + jnp.arange(layout.rows) < layout.layers
             busy = busy & real.reshape(-1, *[1] * (grad.ndim - 1))
-        old = jax.lax.dynamic_index_in_dim(total, now.chunk, 0, False)
+        old = jax.lax.dynamic_index_in_dim(total, work.chunk, 0, False)
         return jax.lax.dynamic_update_index_in_dim(
-            total, _add(old, grad, factor, busy), now.chunk, 0
+            total, _add(old, grad, factor, busy), work.chunk, 0
         )
 
     # -- embedding and head -----------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Training:
             outputs = list(end)
             for i, x in zip(moving, carry, strict=True):
                 outputs[i] = x
-            loss = after(split, micro, {**outer, **active}, outputs)
+            loss = head_and_loss(split, micro, {**outer, **active}, outputs)
             share = per_weight(self.scale, loss.weight)
             return loss.total * share.astype(loss.total.dtype), loss
 
@@ -294,7 +294,7 @@ class Training:
         (number,) = all_ordered_after(split, [jnp.maximum(micro, 0)], returned, micro)
 
         def entry(active: Arrays) -> Values:
-            return [x for x in before(split, number, {**outer, **active}) if inexact(x)]
+            return [x for x in embed(split, number, {**outer, **active}) if inexact(x)]
 
         _, pull = jax.vjp(entry, {path: outer[path] for path in paths})
         (grads,) = pull(returned)

@@ -178,7 +178,7 @@ class Plan:
         took = f"compiled for {self.target} in {outcome.seconds:.0f} s"
         if not outcome.fits_device(self.target):
             what = f"{show.bytes_text(needed)}, and there are" if needed else "more than the"
-            error = [f"the compiler reported: {outcome.refused.said}"] if outcome.refused else []
+            error = [f"the compiler reported: {outcome.refused.message}"] if outcome.refused else []
             advice = self.advice.lines() if self.advice else []
             return [f"does not fit: it needs {what} {has}; {took}", *advice, *error]
         assert needed is not None

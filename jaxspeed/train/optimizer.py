@@ -12,7 +12,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.optim import (
-    Schedule,
+    LRSchedule,
     base_learning_rates,
     build_optimizer,
     build_schedule,
@@ -66,7 +66,7 @@ def optimizer_of(
             "initialize(optimizer=<an Optax transformation>)"
         )
     scheduler = config.scheduler
-    schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else Schedule()
+    schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
     transform = build_optimizer(
         section.type,
         section.params,

@@ -19,7 +19,7 @@ from tests.engine import tiny
 
 
 def gathered(engine: Any) -> dict[str, np.ndarray]:
-    """As states.held, of arrays that no process has whole."""
+    """As states.held, for arrays that are sharded over processes."""
     state, program = engine.state, engine.program
     shapes = {path: place[0] for path, place in program.layout.places.items()}
     whole = {

@@ -87,7 +87,7 @@ def averages(engine: Any) -> dict[str, Any]:
 
 
 def here(tree: Any) -> Any:
-    """The tree with what waits in host memory on the devices."""
+    """The tree with offloaded arrays on the devices."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree))
 
 

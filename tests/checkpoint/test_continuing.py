@@ -35,7 +35,7 @@ def test_a_restored_run_is_bitwise_the_unbroken_one(tmp_path, kind):
     states.assert_same(states.held(restored), states.held(unbroken))
 
 
-def test_a_save_keeps_the_state_of_its_call_whatever_steps_follow(tmp_path):
+def test_a_save_writes_the_state_of_its_call_whatever_steps_follow(tmp_path):
     engine = states.engine(stage=0)
     saver = Checkpointer(tmp_path)
     expected = {}
@@ -60,7 +60,7 @@ def test_client_state_and_files_come_back_as_they_were(tmp_path):
     assert (restored.step, restored.notes) == (0, [])
 
 
-def test_loading_from_an_empty_folder_says_that_there_is_nothing(tmp_path):
+def test_loading_from_an_empty_folder_returns_none(tmp_path):
     engine = states.engine()
     before = states.held(engine)
     assert engine.load_checkpoint(tmp_path) == (None, {})
@@ -81,7 +81,7 @@ def test_saving_twice_under_one_tag_keeps_the_second(tmp_path):
     assert int(engine.state.step) == 1
 
 
-def test_another_loss_scale_rule_begins_its_scale_anew_and_says_so(tmp_path):
+def test_another_loss_scale_rule_reinitializes_its_scale_with_a_note(tmp_path):
     engine = states.engine(fp16={"enabled": True, "loss_scale": 64})
     states.steps(engine, 0, 1)
     engine.save_checkpoint(tmp_path)
@@ -92,7 +92,7 @@ def test_another_loss_scale_rule_begins_its_scale_anew_and_says_so(tmp_path):
     assert len(restored.notes) == 1 and "loss scale is reinitialized" in restored.notes[0]
 
 
-def test_what_a_16_bit_run_updates_directly_is_rounded_and_said(tmp_path):
+def test_parameters_without_fp32_masters_are_rounded_with_a_note(tmp_path):
     engine = states.engine()
     engine.save_checkpoint(tmp_path)
     engine.wait()

@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint whose arrays are padded, cut by rows and by columns."""
+    """A checkpoint whose arrays are padded, sharded by rows and by columns."""
     folder = tmp_path_factory.mktemp("saved")
     engine = states.engine(stage=3, bf16={"enabled": True}, mesh={"data": 4, "tensor": 2})
     states.steps(engine, 0, 2)
@@ -49,7 +49,7 @@ def test_an_export_holds_the_parameters_as_they_are_updated(saved, tmp_path):
     states.assert_same(read(tmp_path / "model.safetensors"), parameters)
 
 
-def test_pieces_of_a_tensor_join_to_the_whole(saved, tmp_path, monkeypatch):
+def test_blocks_of_a_tensor_are_joined(saved, tmp_path, monkeypatch):
     folder, parameters = saved
     monkeypatch.setattr("jaxspeed.checkpoint.exporting._BLOCK_BYTES", 100)
     export(folder, tmp_path)

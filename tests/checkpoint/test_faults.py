@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_made_is_one_error_before_anything_is_written(en
             ask()
 
 
-def test_a_disk_without_room_is_said_with_the_bytes_that_are_missing(engine, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_the_missing_bytes(engine, tmp_path, monkeypatch):
     nbytes = sum(x.nbytes for x in states.held(engine).values())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
@@ -164,7 +164,7 @@ def test_killed_within_a_save_the_checkpoints_before_are_sound(tmp_path):
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".writing")]
 
 
-def test_killed_between_the_two_renames_of_a_tag_it_is_whole_again(engine, tmp_path):
+def test_killed_between_the_two_renames_of_a_tag_it_is_recovered(engine, tmp_path):
     """The old folder was moved away, the new one not yet in its place."""
     engine.save_checkpoint(tmp_path, "last")
     engine.wait()

@@ -27,14 +27,14 @@ def tags(folder):
     return [info.tag for info in Checkpointer(folder).list()]
 
 
-def test_the_newest_and_those_at_intervals_are_kept(engine, tmp_path):
+def test_the_newest_and_those_at_intervals_are_retained(engine, tmp_path):
     save_steps(engine, Checkpointer(tmp_path, keep=2, keep_every=3), 8)
     steps = [info.step for info in Checkpointer(tmp_path).list()]
     assert steps == [3, 6, 7, 8]
     assert verify(tmp_path) == []
 
 
-def test_without_a_count_all_are_kept(engine, tmp_path):
+def test_without_a_count_all_are_retained(engine, tmp_path):
     save_steps(engine, Checkpointer(tmp_path), 3)
     assert tags(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
 
@@ -46,7 +46,7 @@ def test_checkpoints_with_tags_of_their_own_stay(engine, tmp_path):
     assert tags(tmp_path) == ["best", "step-00000003"]
 
 
-def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(engine, tmp_path):
+def test_a_damaged_checkpoint_does_not_count_as_retained(engine, tmp_path):
     save_steps(engine, Checkpointer(tmp_path), 2)
     (tmp_path / "step-00000002" / "checkpoint.json").unlink()
     saver = Checkpointer(tmp_path, keep=2)
@@ -65,7 +65,7 @@ def test_the_newest_is_the_one_that_was_saved_last(engine, tmp_path):
     assert saver.latest() == "branch"
 
 
-def test_what_is_said_of_a_checkpoint_is_what_was_saved(engine, tmp_path):
+def test_a_checkpoints_info_is_what_was_saved(engine, tmp_path):
     save_steps(engine, Checkpointer(tmp_path), 1, client_state={"a": 1}, files={"f": b"x"})
     info = show(tmp_path)
     assert (info.tag, info.step, info.ok, info.stage) == ("step-00000001", 1, True, 1)
@@ -87,7 +87,7 @@ def test_folders_that_are_no_checkpoints_are_left_alone(engine, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["logs", "step-00000002"]
 
 
-def test_a_missing_tag_is_answered_with_those_that_are_there(engine, tmp_path):
+def test_a_missing_tag_is_reported_with_the_existing_ones(engine, tmp_path):
     save_steps(engine, Checkpointer(tmp_path), 1)
     for ask in (
         lambda: engine.load_checkpoint(tmp_path, "step-7"),

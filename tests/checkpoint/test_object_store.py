@@ -1,4 +1,4 @@
-"""Buckets cannot rename: there a checkpoint is whole when its manifest is there, the last file."""
+"""Buckets cannot rename: there a checkpoint is complete once its manifest, written last, exists."""
 
 import pytest
 from etils import epath

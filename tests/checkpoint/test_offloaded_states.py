@@ -45,7 +45,7 @@ def test_offloaded_to_resident_and_back(tmp_path, stage, other, precision):
     np.testing.assert_allclose(losses[2], losses[0], rtol=0, atol=1e-5)
 
 
-def test_a_save_holds_what_was_there_though_the_next_steps_use_it_up(tmp_path):
+def test_a_save_is_not_changed_by_steps_that_donate_its_state(tmp_path):
     ours = engine(1, True)
     states.steps(ours, 0, 1)
     at_the_save = states.held(ours)

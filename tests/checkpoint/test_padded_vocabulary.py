@@ -1,5 +1,4 @@
-"""A vocabulary that is padded to be cut over tensor is kept without its padding, and any mesh takes
-it."""
+"""A vocabulary padded for sharding over tensor is saved without padding, for any other mesh."""
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ def saved(tmp_path_factory):
     return folder, at_the_save, states.held(first), losses
 
 
-def test_the_stored_arrays_are_padded_and_the_kept_ones_are_not(saved):
+def test_the_stored_arrays_are_padded_and_the_saved_ones_are_not(saved):
     first = engine(stage=1, mesh=TENSOR_2)
     assert first.state.params["narrow/kernel"].shape == (12, 8)
     assert first.state.params["head/kernel"].shape == (8, 1)
@@ -54,7 +53,7 @@ def test_the_stored_arrays_are_padded_and_the_kept_ones_are_not(saved):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_another_mesh_takes_every_number_and_goes_on_with_it(saved, name):
+def test_another_mesh_restores_every_number_and_continues(saved, name):
     other = engine(**MESHES[name])
     other.load_checkpoint(saved[0])
     states.assert_same(states.held(other), saved[1])

@@ -48,7 +48,7 @@ def test_every_number_is_what_was_saved(restored, saved):
 
 
 def test_each_device_holds_what_a_fresh_state_would(restored):
-    """As many bytes, in the same cuts: nothing is replicated that should be cut."""
+    """As many bytes, in the same shards: nothing is replicated that should be sharded."""
     state, fresh = restored.state, restored.program.init(1)
     assert states.bytes_per_device(state) == states.bytes_per_device(fresh)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):

@@ -1,4 +1,4 @@
-"""A checkpoint knows nothing of stages: blocks are stored anew for any number of them."""
+"""Checkpoints do not depend on pipeline stages: blocks are restored for any number of them."""
 
 from dataclasses import replace
 
@@ -70,7 +70,7 @@ def saved(request, form, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_number_is_what_was_saved_and_in_its_own_cut(saved, mesh):
+def test_every_number_is_restored_with_its_sharding(saved, mesh):
     form, folder, held = saved
     restored = engine(form, **MESHES[mesh])
     fresh = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), restored.state)

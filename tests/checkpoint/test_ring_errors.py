@@ -16,7 +16,7 @@ def errors_of(run):
 
 
 def loaded(folder, **settings):
-    """An engine that went on from the folder, and what it was told."""
+    """An engine that continued from the folder, and the notes."""
     run = engine(**settings)
     run.load_checkpoint(folder)
     return run
@@ -62,7 +62,7 @@ def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, cap
 @pytest.mark.parametrize(
     ("before", "after"), [(BY_XLA, PACKED), (PACKED, BY_XLA), (AROUND, BY_XLA)]
 )
-def test_every_reduction_goes_on_from_every_other(tmp_path, before, after):
+def test_every_reduction_continues_from_every_other(tmp_path, before, after):
     first = engine(3 if before == AROUND else 1, parallel=before)
     steps(first, 0, 2)
     first.save_checkpoint(tmp_path)
@@ -72,7 +72,7 @@ def test_every_reduction_goes_on_from_every_other(tmp_path, before, after):
     assert all(np.isfinite(steps(second, 2, 1)))
 
 
-def test_the_table_counts_what_each_device_keeps():
+def test_the_table_counts_the_ring_errors_of_each_device():
     packed, plain = engine(1, parallel=PACKED), engine(1, parallel=AROUND)
     kept = sum(x.addressable_shards[0].data.nbytes for x in packed.state.ring_errors.values())
     assert packed.program.table.bytes_by_role()["other"][1] == kept > 0

@@ -91,7 +91,7 @@ def test_two_processes_pass_over_a_damaged_checkpoint_together(two_processes, tm
     together("damaged", tmp_path)
 
 
-def test_processes_that_fail_or_disagree_are_told_alike(tmp_path):
+def test_processes_that_fail_or_disagree_raise_the_same_error(tmp_path):
     said = together("disagree", tmp_path)
     assert all("different tags: ['tag-0', 'tag-1']" in out for out in said)
     assert all("process 1" in out or "injected" in out for out in said), said

@@ -41,7 +41,7 @@ def trained(tmp_path_factory):
     return folder, engine
 
 
-def test_a_new_optimizer_begins_anew_on_the_weights_of_the_old(trained, tmp_path):
+def test_a_new_optimizer_starts_from_the_restored_weights(trained, tmp_path):
     folder, old = trained
     new = states.engine(stage=1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     assert new.load_checkpoint(folder, weights_only=True)[0] == "step-00000003"
@@ -52,7 +52,7 @@ def test_a_new_optimizer_begins_anew_on_the_weights_of_the_old(trained, tmp_path
     assert not any(np.asarray(x).any() for x in moments)
 
 
-def test_what_an_optimizer_copies_of_the_parameters_begins_from_the_restored(trained):
+def test_an_optimizers_copies_of_parameters_are_the_restored_ones(trained):
     """Schedule-free and averaging transformations hold copies from their first step on."""
     folder, old = trained
     copying = optax.GradientTransformation(
@@ -66,7 +66,7 @@ def test_what_an_optimizer_copies_of_the_parameters_begins_from_the_restored(tra
         np.testing.assert_array_equal(value, old.parameters[path])
 
 
-def test_renames_move_whole_folders_and_the_rest_is_listed(trained):
+def test_renames_apply_to_modules_and_the_rest_is_listed(trained):
     folder, old = trained
     new = states.engine(stage=3, model=Renamed)
     fresh = {path: np.asarray(value) for path, value in new.parameters.items()}

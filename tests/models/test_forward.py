@@ -1,4 +1,4 @@
-"""Each family computes what its paper says."""
+"""Each family computes the formula of its paper."""
 
 import jax
 import jax.numpy as jnp

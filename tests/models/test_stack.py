@@ -116,7 +116,7 @@ def test_reseeding_the_stacked_keys_reseeds_every_layer():
         assert loss_with(old.at[layer].set(fresh[layer])) != loss_with(old)
 
 
-def test_dropout_under_jit_hands_its_counters_out():
+def test_dropout_under_jit_returns_its_counters():
     built = models.build("gpt2", "tiny", {"dropout": 0.3})
     model = built.factory(nnx.Rngs(0))
     step = nnx.jit(lambda m: built.loss(m, BATCHES["gpt2"])[0])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
 from jaxspeed.ops import attention, cudnn, splash
-from jaxspeed.ops.attention import plain, shared_by_devices
+from jaxspeed.ops.attention import plain, repeated_for_sharding
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import in_two_passes
@@ -140,13 +140,13 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
 
 
 def test_cudnns_passes_fit_each_other_as_traced(monkeypatch):
-    """What its forward pass gives is what its derivative keeps; without a GPU to run it."""
+    """The forward pass returns the residuals of the derivative; traced without a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
     monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda *version: False)
     args = inputs(seq=256, head_dim=64, dtype="bfloat16")
-    assert cudnn.takes(*args[:3], None, Mask(True, None))
+    assert cudnn.supports(*args[:3], None, Mask(True, None))
     gradients = jax.jit(lambda q, k, v, d: jax.vjp(attention, q, k, v)[1](d))
     lowered = gradients.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "fmhaSoftmaxBackward" in lowered
@@ -181,7 +181,7 @@ def test_a_kernel_on_a_mesh_equals_the_plain_one(name, inside):
 
     def local(q, k, v, d_out, ids):
         def f(q, k, v):
-            k, v = shared_by_devices(q, k, v)
+            k, v = repeated_for_sharding(q, k, v)
             return over_batch_and_heads(plain, q, k, v, Segments(ids, ids), **options)
 
         return with_gradients(f, q, k, v, d_out)
@@ -216,13 +216,13 @@ def test_each_device_attends_to_its_own_part_alone():
     with jax.set_mesh(simulated_mesh(replica=2, data=2, tensor=2)):
 
         def run(q, k, v):
-            return over_batch_and_heads(spy, q, *shared_by_devices(q, k, v), Segments(ids, ids))
+            return over_batch_and_heads(spy, q, *repeated_for_sharding(q, k, v), Segments(ids, ids))
 
         jax.jit(run)(q, k, v)
     assert shapes == [((1, 16, 2, 32), (1, 16, 1, 32), (1, 16))]
 
 
-def test_inside_a_checked_shard_map_attention_is_plain_and_says_so():
+def test_inside_a_checked_shard_map_attention_is_plain_with_a_warning():
     q, k, v, d_out = inputs(seq=128)
     f = functools.partial(with_gradients, attention)
     cut = P("data")

@@ -154,7 +154,7 @@ def test_chunks_cover_the_vocabulary_with_little_padding(vocab):
     assert count * size - vocab < 128 * count
 
 
-def test_published_vocabularies_are_cut_well():
+def test_published_vocabularies_have_even_chunks():
     assert chunks_of(128256) == (16, 8016)  # Llama 3
     assert chunks_of(50304) == (8, 6288)  # GPT-2, as often padded
     assert chunks_of(50257) == (7, 7296)  # GPT-2: 29 x 1733 divides, but too finely

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops import attention
-from jaxspeed.ops.attention import copies_of, plain, shared_by_devices
+from jaxspeed.ops.attention import copies_of, plain, repeated_for_sharding
 from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.per_device import over_batch_and_heads
 from tests.ops.attention_reference import attention_and_gradients, seen
@@ -24,7 +24,7 @@ HEAD_DIM, SEQ, BATCH = 4, 6, 4
 
 def as_a_kernel(q, k, v):
     """The plain form, run as the kernels are."""
-    k, v = shared_by_devices(q, k, v)
+    k, v = repeated_for_sharding(q, k, v)
     return over_batch_and_heads(plain, q, k, v, None, mask=Mask(True, None), scale=0.5)
 
 
@@ -42,7 +42,7 @@ FORMS = {"plain": functools.partial(attention, scale=0.5), "kernel": as_a_kernel
 def test_attention_with_any_heads_on_any_devices_equals_the_formula(
     form, parts, kv_heads, more, even
 ):
-    """`even`: the devices divide the query heads, so that they are cut."""
+    """`even`: the devices divide the query heads, so that they are sharded."""
     heads = more * (math.lcm(kv_heads, parts) if even else kv_heads)
     rng = np.random.default_rng(heads)
     shapes = [(BATCH, SEQ, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
@@ -89,7 +89,7 @@ def test_each_device_has_the_key_heads_that_its_query_heads_read(kv_heads):
     with jax.set_mesh(simulated_mesh(data=2, tensor=parts)):
 
         def run(q, k):
-            return over_batch_and_heads(spy, q, *shared_by_devices(q, k, k), None)
+            return over_batch_and_heads(spy, q, *repeated_for_sharding(q, k, k), None)
 
         read = jax.jit(run)(jnp.zeros((4, 2, heads, 8)), number)
     own = kv_heads * copies_of(heads, kv_heads, parts) // parts

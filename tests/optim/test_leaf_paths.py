@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspeed.optim import Group, PathRules, build_optimizer, is_norm_or_bias
+from jaxspeed.optim import PathGroup, PathRules, build_optimizer, is_norm_or_bias
 from jaxspeed.optim.norms_and_biases import map_with_path
 
 
@@ -136,9 +136,9 @@ def test_without_being_asked_all_leaves_decay():
 
 
 GROUPS = [
-    Group("blocks/*bias", lr_factor=2.0),
-    Group("blocks/*", lr_factor=3.0, weight_decay=0.2),
-    Group("embed/*", frozen=True),
+    PathGroup("blocks/*bias", lr_factor=2.0),
+    PathGroup("blocks/*", lr_factor=3.0, weight_decay=0.2),
+    PathGroup("embed/*", frozen=True),
 ]
 
 
@@ -185,15 +185,15 @@ def test_masked_leaves_are_passed_over(type_):
 
 
 def test_rules_tell_what_is_frozen_and_which_patterns_name_nothing():
-    shadowed = Group("blocks/mlp/bias", lr_factor=5.0)
-    rules = PathRules([*GROUPS, shadowed, Group("decoder/*")], match=fnmatch_path)
+    shadowed = PathGroup("blocks/mlp/bias", lr_factor=5.0)
+    rules = PathRules([*GROUPS, shadowed, PathGroup("decoder/*")], match=fnmatch_path)
     assert rules.frozen("embed/embedding") and not rules.frozen("head/kernel")
     paths = ["blocks/mlp/kernel", "blocks/mlp/bias", "embed/embedding"]
     assert rules.unused_patterns(paths) == ["blocks/mlp/bias", "decoder/*"]
 
 
 def test_groups_use_the_configs_patterns_by_default():
-    optimizer = build_optimizer("SGD", {"lr": 0.1}, groups=[Group("bias", lr_factor=0.5)])
+    optimizer = build_optimizer("SGD", {"lr": 0.1}, groups=[PathGroup("bias", lr_factor=0.5)])
     updates, _ = optimizer.update(ones(), optimizer.init(ones()), ones())
     np.testing.assert_allclose(updates["blocks"]["mlp"]["bias"], -0.05)
     np.testing.assert_allclose(updates["blocks"]["mlp"]["kernel"], -0.1)

@@ -110,7 +110,7 @@ def test_consecutive_hysteresis_forgives_overflows_that_are_apart():
     assert scales(apart)[-1] == 2.0**13
 
 
-def test_the_scale_stops_at_its_minimum_and_says_so():
+def test_the_scale_stops_at_its_minimum_and_reports_it():
     rule = loss_scale.make_rule(initial_scale_power=1, hysteresis=1, min_loss_scale=1)
     state = loss_scale.init(rule)
     assert not loss_scale.is_exhausted(state, rule)

@@ -183,7 +183,7 @@ def test_one_cycle(name, decay):
     assert float(b2) == pytest.approx(0.99)
 
 
-def test_one_cycle_leaves_the_betas_alone_when_told_to():
+def test_one_cycle_without_cycle_momentum_leaves_the_betas():
     params = {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_momentum": False}
     assert build_schedule("OneCycle", params).betas is None
 

@@ -33,7 +33,7 @@ def assert_equal(a, b) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_kept_update_is_the_optimizers_own(name: str) -> None:
+def test_an_update_that_is_not_skipped_is_the_optimizers(name: str) -> None:
     tx = OPTIMIZERS[name]
     params, grads = trees()
     ours = theirs = (params, tx.init(params))

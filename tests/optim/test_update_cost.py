@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspeed.optim import Group, build_optimizer, build_schedule, clip_by_norm, global_norm
+from jaxspeed.optim import PathGroup, build_optimizer, build_schedule, clip_by_norm, global_norm
 
 SHAPES = {"kernel": (256, 512), "head": {"kernel": (512, 256)}, "bias": (512,)}
 LR, DECAY = 1e-3, 0.1
@@ -56,7 +56,7 @@ def test_clipped_adamw_touches_no_more_bytes_than_optaxs_own():
 
 def test_groups_masks_and_moment_dtypes_add_no_pass():
     plain = cost(step_with(plain_adamw(), handwritten_clip))
-    grouped = adamw(groups=[Group("head", 0.1, 0.2)], exclude_norms_and_biases=True)
+    grouped = adamw(groups=[PathGroup("head", 0.1, 0.2)], exclude_norms_and_biases=True)
     assert cost(step_with(grouped, clip))[0] <= 1.001 * plain[0]
     # No less either: XLA:CPU copies old moments that two of its single-output fusions read.
     half = adamw(moment_dtype=jnp.bfloat16)

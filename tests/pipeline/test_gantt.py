@@ -27,7 +27,7 @@ def rows(text: str) -> list[str]:
     return [re.sub(r"^(stage +\d+)? *[FB] ", "", line) for line in chart(text)[1:]]
 
 
-def test_1f1b_drawn_whole() -> None:
+def test_1f1b_drawn_in_full() -> None:
     assert gantt(schedule("1f1b", stages=3, micro_batches=5)) == "\n".join(
         [
             "1f1b: 3 stages, 5 micro-batches, 9 ticks, bubble 28.6%, 5 live inputs",
@@ -62,7 +62,7 @@ def test_an_interleaved_row_says_where_a_chunk_begins() -> None:
     )
 
 
-def test_the_middle_of_a_long_schedule_is_left_out_and_counted() -> None:
+def test_the_middle_of_a_long_schedule_is_omitted_and_counted() -> None:
     assert gantt(schedule("1f1b", stages=2, micro_batches=100), width=40) == "\n".join(
         [
             "1f1b: 2 stages, 100 micro-batches,",
@@ -100,7 +100,7 @@ def test_no_line_is_wider_than_asked(table: Schedule, width: int) -> None:
 
 
 @given(drawn())
-def test_the_dots_of_a_whole_chart_are_the_bubble(table: Schedule) -> None:
+def test_the_dots_of_a_full_chart_are_the_bubble(table: Schedule) -> None:
     cells = "".join(rows(gantt(table, width=10_000)))
     idle = cells.count("·")
     busy = len(re.findall(r"\d+", cells))
@@ -118,7 +118,7 @@ def test_a_number_on_the_ruler_ends_above_its_tick(table: Schedule) -> None:
 
 
 @given(st.integers(1, 9), st.integers(100, 300), st.integers(1, 3), st.integers(40, 130))
-def test_shown_and_left_out_ticks_are_all_ticks(
+def test_shown_and_omitted_ticks_are_all_ticks(
     stages: int, micro_batches: int, chunks: int, width: int
 ) -> None:
     table = forward_only(stages, micro_batches, chunks)

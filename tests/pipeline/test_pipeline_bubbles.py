@@ -178,11 +178,11 @@ def test_blocks_know_which_layer_they_are(monkeypatch):
 
 @pytest.mark.full
 def test_micro_batches_are_weighed(monkeypatch):
-    real = training.Training._leave
+    real = training.Training._head_backward
 
-    def unweighed(self, flow, micro, end):
-        flow, back = real(self, flow, micro, end)
-        return flow._replace(weights=jnp.ones_like(flow.weights)), back
+    def unweighed(self, state, micro, end):
+        state, start = real(self, state, micro, end)
+        return state._replace(weights=jnp.ones_like(state.weights)), start
 
-    monkeypatch.setattr(training.Training, "_leave", unweighed)
+    monkeypatch.setattr(training.Training, "_head_backward", unweighed)
     assert differs("1f1b")

@@ -118,7 +118,7 @@ class SharedTableAndHead(SharedTable):
 
 
 class PricedBlock(Block):
-    """Hands on a price of all samples beside its activations, as routed experts do."""
+    """Passes a price of all samples in addition to its activations, as routed experts do."""
 
     def __call__(self, x, price, share=0.1):
         y = super().__call__(x)
@@ -141,7 +141,7 @@ def priced_error(model, batch):
 
 
 class WeighingBlock(Block):
-    """Hands on a penalty of each sample, before its activations."""
+    """Passes a penalty of each sample, before its activations."""
 
     def __call__(self, penalty, x):
         y = super().__call__(x)
@@ -177,7 +177,7 @@ def penalized_error(model, batch):
 
 
 class TwoLists(nnx.Module):
-    """Of two lists of one size a pattern says which is cut; without one it is the first."""
+    """Of two lists of one size a pattern selects the blocks; without one it is the first."""
 
     def __init__(self, rngs):
         self.encoder = nnx.List([Block(rngs, 0.1) for _ in range(4)])
@@ -336,7 +336,7 @@ def layers_case(module, loss, sample, rates=(1e-2, 0.1)):
 
 
 def packed(rng, samples):
-    """Two documents a sequence, with positions of their own."""
+    """Two documents per sequence, each with positions from 0."""
     length = 9
     cut = rng.integers(2, length - 2, (samples, 1))
     at = np.arange(length)[None]
@@ -441,7 +441,7 @@ def test_it_trains_as_plain_jax(name, pipe, stage, words):
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
-def test_a_pattern_says_which_list_is_cut():
+def test_a_pattern_selects_the_list_of_blocks():
     stacks = {
         str(parallel): run(
             CASES["the other of two lists"][0],

@@ -1,4 +1,4 @@
-"""What a pipeline's report says before anything is compiled is what the compiled step then does."""
+"""A pipeline's report, made before anything is compiled, agrees with the compiled step."""
 
 import json
 from functools import cache
@@ -117,7 +117,7 @@ def test_gradients_of_the_stack_are_reduced_in_each_backward_tick() -> None:
     assert sum(map(ring_bytes, reduced)) == 2 * report.reduced_sent
 
 
-def test_the_compiled_report_tells_of_the_pipeline() -> None:
+def test_the_compiled_report_includes_the_pipeline() -> None:
     text = str(compiled())
     for line in ("bubble", "live inputs", "messages"):
         assert f" {line} " in text
@@ -135,13 +135,13 @@ def test_live_inputs_are_those_of_one_rank() -> None:
     assert told().live_bytes == min(2 * STAGES - 1, MICRO) * MESSAGE
 
 
-def test_a_16_bit_model_hands_on_16_bits() -> None:
+def test_a_16_bit_model_sends_16_bit_messages() -> None:
     report = told(bf16={"enabled": True})
     assert report.forward_bytes == report.backward_bytes == MESSAGE // 2
     assert report.gathered_bytes == LAYER // 2
 
 
-def test_a_sequence_cut_over_tensor_is_handed_on_cut() -> None:
+def test_a_sequence_sharded_over_tensor_is_sent_sharded() -> None:
     mesh = {"pipe": 2, "data": 2, "tensor": 2}
     cut = {"sequence_parallel_activations": True}
     assert told(mesh=mesh).forward_bytes == MESSAGE
@@ -154,7 +154,7 @@ def test_a_stage_holds_its_layers_and_their_padding() -> None:
     assert report.weight_bytes == 2 * LAYER
 
 
-def test_gathering_once_a_step_holds_a_whole_stage() -> None:
+def test_gathering_once_a_step_holds_all_weights_of_a_stage() -> None:
     tick, step = (told().gatherings[name] for name in ("tick", "step"))
     assert (tick.at_once, step.at_once) == (LAYER, 2 * LAYER)
     assert step.sent == (DATA - 1) / DATA * 2 * LAYER
@@ -203,7 +203,7 @@ def reports(draw: st.DrawFn) -> PipelineReport:
 
 
 @given(reports())
-def test_whole_numbers_go_on_and_do_not_come_back(report) -> None:
+def test_integers_are_sent_forward_and_have_no_gradient(report) -> None:
     floats = 2 * 8 * 16 * 2
     assert (report.forward_bytes, report.backward_bytes) == (floats + 2 * 8 * 4, floats)
 

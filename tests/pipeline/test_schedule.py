@@ -1,4 +1,4 @@
-"""Pipeline schedules: what a table must keep so that lockstep stages can follow it."""
+"""Pipeline schedules: invariants of a table for lockstep stages."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.errors import ConfigError
-from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, Work, forward_only, schedule
+from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
 
 
 @st.composite
@@ -31,13 +31,13 @@ evaluating = st.builds(
 )
 
 
-def units(work: Work) -> Iterator[tuple[int, int, int, int]]:
+def units(work: WorkTable) -> Iterator[tuple[int, int, int, int]]:
     """(tick, stage, micro-batch, chunk) of every cell that is not idle, in order of ticks."""
     for tick, stage in np.argwhere(work.micro >= 0).tolist():
         yield tick, stage, int(work.micro[tick, stage]), int(work.chunk[tick, stage])
 
 
-def tick_of(table: Schedule, work: Work) -> dict[tuple[int, int], int]:
+def tick_of(table: Schedule, work: WorkTable) -> dict[tuple[int, int], int]:
     """The tick of each micro-batch in each global chunk of the model."""
     return {
         (micro, chunk * table.stages + stage): tick for tick, stage, micro, chunk in units(work)
@@ -92,7 +92,7 @@ def test_gpipe_runs_all_forwards_first(table: Schedule) -> None:
 
 
 @given(training())
-def test_a_kept_input_is_there_until_its_backward_has_read_it(table: Schedule) -> None:
+def test_a_saved_input_is_not_overwritten_before_its_backward(table: Schedule) -> None:
     buffers: list[dict[int, tuple[int, int]]] = [{} for _ in range(table.stages)]
     most = 0
     for tick, stage in product(range(table.ticks), range(table.stages)):
@@ -111,7 +111,7 @@ def test_a_kept_input_is_there_until_its_backward_has_read_it(table: Schedule) -
 
 
 @given(training(("1f1b", "interleaved")))
-def test_1f1b_keeps_no_more_inputs_however_many_micro_batches(table: Schedule) -> None:
+def test_1f1b_saves_no_more_inputs_with_more_micro_batches(table: Schedule) -> None:
     bound = table.chunks * table.stages + table.stages - 1
     assert table.live_inputs <= bound
     if table.micro_batches >= 2 * table.stages:
@@ -119,7 +119,7 @@ def test_1f1b_keeps_no_more_inputs_however_many_micro_batches(table: Schedule) -
 
 
 @given(training(("gpipe",)))
-def test_gpipe_keeps_the_inputs_of_all_micro_batches(table: Schedule) -> None:
+def test_gpipe_saves_the_inputs_of_all_micro_batches(table: Schedule) -> None:
     assert table.live_inputs == table.micro_batches
 
 

@@ -1,4 +1,4 @@
-"""The phases of a schedule: its ticks as few loops, each with no more than what happens in it."""
+"""Phases of a schedule: its ticks in few loops, each with only the work of its ticks."""
 
 from itertools import pairwise
 
@@ -39,7 +39,7 @@ def in_order(repeats: tuple[Repeat, ...]) -> list[Phase]:
 
 
 @given(any_schedule())
-def test_phases_say_of_each_tick_what_happens_in_it(table: Schedule) -> None:
+def test_phases_have_the_kinds_of_work_of_each_tick(table: Schedule) -> None:
     said = [phase[:3] for phase in in_order(phases(table)) for _ in range(phase.length)]
     happens = [
         (bool((f >= 0).any()), bool((b >= 0).any()), bool(leaving >= 0))

@@ -164,7 +164,7 @@ def does_not_read(w, x):
         (does_not_read, "does not read the stacked blocks"),
     ],
 )
-def test_a_scan_that_cannot_be_cut_is_refused_with_the_reason(loss, reason):
+def test_a_scan_that_cannot_be_split_is_refused_with_the_reason(loss, reason):
     with pytest.raises(ModelError, match=reason):
         blocks_of_scan(loss, X)
 
@@ -371,7 +371,7 @@ def all_at_once(layers, x):
         (all_at_once, "reads the parameters of several blocks at once"),
     ],
 )
-def test_a_list_that_cannot_be_cut_is_refused_with_the_reason(loss, reason):
+def test_a_list_that_cannot_be_split_is_refused_with_the_reason(loss, reason):
     with pytest.raises(ModelError, match=f"^mesh.pipe: .*{reason}"):
         blocks_of_list(loss, X)
 

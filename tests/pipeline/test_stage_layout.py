@@ -1,4 +1,4 @@
-"""A stack's weights come to the stages that run them, and their gradients go back."""
+"""Weights of a stack are sent to the stages that run them, and their gradients back."""
 
 import math
 from collections import Counter
@@ -67,7 +67,7 @@ class Model:
 
 
 def sources_of(model: Model, layout: StageLayout) -> dict[str, jax.Array]:
-    """What a state stores of the model's values."""
+    """The model's values as a state stores them."""
     table = layout.table
     stored = {"head": np.ones((6, 4), np.float32)}
     for name, values in model.values().items():
@@ -88,8 +88,7 @@ def padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def as_stages(values: np.ndarray, stages: int, chunks: int) -> np.ndarray:
-    """[stages, chunks, rows, ...], one layer after the other: a run of `rows` to each stage in
-    turn, and from the first one again for the next chunk."""
+    """[stages, chunks, rows, ...]: `rows` consecutive layers to each stage, chunk by chunk."""
     rows = math.ceil(len(values) / (stages * chunks))
     out = np.zeros((stages, chunks, rows, *values.shape[1:]), values.dtype)
     for layer, value in enumerate(values):
@@ -134,7 +133,7 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     weights = arranged[name]
     in_place = model.stacked and chunks == 1
     assert weights.dtype == (row.source.dtype if in_place else row.read.dtype)
-    exchanged = "pipe" in str(row.source.spec)  # a scalar is whole on every stage
+    exchanged = "pipe" in str(row.source.spec)  # a scalar is replicated over the stages
     if exchanged:
         assert {x.data.shape[0] for x in weights.addressable_shards} == {1}
     shape = (*expected.shape[:3], *own.source_shape(name))
@@ -157,7 +156,7 @@ def test_each_stage_gets_its_layers_and_gradients_come_back_to_them(drawn):
     assert back.keys() == {"head"}
 
 
-# -- what crosses ---------------------------------------------------------------------------------
+# -- communication --------------------------------------------------------------------------------
 
 SHAPES = {"kernel": (16, 32), "bias": (32,)}
 NAMES = {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
@@ -165,7 +164,7 @@ FORMS = {"chunks": (True, 2), "list": (False, 1), "list in chunks": (False, 2)}
 MESH = {"pipe": 2, "data": 2, "tensor": 2}
 
 
-def crossings(function, own: StageLayout, args: dict[str, jax.ShapeDtypeStruct]):
+def communication(function, own: StageLayout, args: dict[str, jax.ShapeDtypeStruct]):
     step = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = jax.jit(function).lower(args, step).compile()
     return collectives(compiled.as_text(), own.table.mesh)
@@ -185,10 +184,10 @@ def model(request):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_weights_cross_once_and_nothing_is_gathered(model, stage):
+def test_weights_are_exchanged_once_and_nothing_is_gathered(model, stage):
     model, chunks = model
     own = model.layout(MESH, chunks, stage)
-    found = crossings(own.by_stage, own, abstract(model, own))
+    found = communication(own.by_stage, own, abstract(model, own))
     assert Counter(c.kind for c in found) == {"all-to-all": len(SHAPES)}
     cut = MESH["pipe"] * MESH["tensor"] * (MESH["data"] if stage == 3 else 1)
     sizes = sorted(8 * math.prod(shape) // cut for shape in SHAPES.values())
@@ -196,8 +195,8 @@ def test_weights_cross_once_and_nothing_is_gathered(model, stage):
     assert {c.axis for c in found} == {("pipe",)}
 
 
-def test_weights_cross_as_layers_read_them(model):
-    """In bf16, from fp32 masters. (XLA:CPU widens it again: this is what it is asked for.)"""
+def test_weights_are_exchanged_in_the_dtype_that_layers_read(model):
+    """In bf16, from fp32 masters. (XLA:CPU widens it: the lowered program is compared.)"""
     model, chunks = model
     own = model.layout(MESH, chunks, stage=3)
     asked = jax.jit(own.by_stage).lower(abstract(model, own), 0).as_text().splitlines()
@@ -207,7 +206,7 @@ def test_weights_cross_as_layers_read_them(model):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_gradients_cross_once_and_nothing_is_gathered(model, stage):
+def test_gradients_are_exchanged_once_and_nothing_is_gathered(model, stage):
     model, chunks = model
     own = model.layout(MESH, chunks, stage)
 
@@ -217,14 +216,14 @@ def test_gradients_cross_once_and_nothing_is_gathered(model, stage):
         at = jax.sharding.NamedSharding(own.table.mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at)
 
-    found = crossings(own.by_path, own, {name: arranged(name) for name in own.names()})
+    found = communication(own.by_path, own, {name: arranged(name) for name in own.names()})
     assert Counter(c.kind for c in found) == {"all-to-all": len(SHAPES)}
     cut = MESH["pipe"] * MESH["tensor"] * (MESH["data"] if stage else 1)
     sizes = sorted(8 * math.prod(shape) // cut for shape in SHAPES.values())
     assert sorted(c.elements for c in found) == sizes
 
 
-def test_a_stack_that_lies_on_its_stages_crosses_nothing():
+def test_a_stack_stored_by_stage_needs_no_communication():
     model = Model(8, SHAPES, NAMES, stacked=True)
     own = model.layout(MESH, 1, 3)
-    assert not crossings(own.by_stage, own, abstract(model, own))
+    assert not communication(own.by_stage, own, abstract(model, own))

@@ -1,4 +1,4 @@
-"""A traced loss, cut into before, stages and after, computes what the whole one does."""
+"""A traced loss, split into before, stages and after, computes what the unsplit one does."""
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,8 @@ def values(layers):
     return [rng.normal(size=s).astype(np.float32) for s in shapes]
 
 
-def cut(form, layers):
-    """(parts, the values of their inputs, the weights of all layers, the whole's loss)."""
+def split(form, layers):
+    """(parts, the values of their inputs, the weights of all layers, the unsplit loss)."""
     ws, *rest = values(layers)
     given = (ws, *rest) if form is scanned else (list(ws), *rest)
     closed = jax.make_jaxpr(form)(*given)
@@ -65,16 +65,16 @@ def composed(parts, inputs, ws, chunk):
 
 @settings(max_examples=12)
 @given(st.sampled_from([scanned, listed]), st.integers(2, 6), st.integers(1, 6))
-def test_the_parts_one_after_the_other_are_the_whole(form, layers, chunk):
-    parts, inputs, ws, whole = cut(form, layers)
+def test_the_parts_in_order_compute_the_loss(form, layers, chunk):
+    parts, inputs, ws, loss = split(form, layers)
     assert (parts.layers, parts.names, len(parts.carry)) == (layers, ["w"], 1)
-    np.testing.assert_allclose(composed(parts, inputs, ws, chunk), whole, rtol=1e-5)
+    np.testing.assert_allclose(composed(parts, inputs, ws, chunk), loss, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", [scanned, listed])
 def test_a_padded_layer_has_no_gradient_and_lets_all_others_through(form):
-    """Be its weights NaN: what the carry's gradient meets there is selected away."""
-    parts, inputs, ws, _ = cut(form, 3)
+    """Even with NaN weights: gradients through a padding layer are selected away."""
+    parts, inputs, ws, _ = split(form, 3)
     context = [inputs[i] for i in parts.context_reads]
     ws = np.concatenate([ws, np.full((1, WIDTH, WIDTH), np.nan, np.float32)])
     carry = as_function(parts.before)(*inputs)
@@ -90,7 +90,7 @@ def test_a_padded_layer_has_no_gradient_and_lets_all_others_through(form):
 
 
 def test_each_part_reads_only_what_it_needs():
-    parts, inputs, _, _ = cut(scanned, 3)
+    parts, inputs, _, _ = split(scanned, 3)
     from_start = as_function(parts.before)
     only_x = [x if i == len(inputs) - 2 else np.full_like(x, np.nan) for i, x in enumerate(inputs)]
     np.testing.assert_array_equal(from_start(*only_x)[0], 2 * inputs[-2])

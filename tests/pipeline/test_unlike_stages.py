@@ -29,7 +29,7 @@ def test_branches_of_unlike_stages_hold_exchanges_with_the_devices_of_other_bran
 
         return run
 
-    def lane(stage, flat, x):
+    def stage_body(stage, flat, x):
         def loss(flat):
             return lax.switch(stage[0], [branch(w) for w in WIDTHS], flat[0], x[0]).sum()
 
@@ -38,7 +38,7 @@ def test_branches_of_unlike_stages_hold_exchanges_with_the_devices_of_other_bran
 
     by_stage = P("pipe")
     step = jax.shard_map(
-        lane,
+        stage_body,
         mesh=mesh,
         in_specs=(by_stage, by_stage, by_stage),
         out_specs=by_stage,

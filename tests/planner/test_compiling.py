@@ -78,12 +78,12 @@ def test_a_mistake_that_the_other_process_finds_is_raised_here():
         compile_for(CPU, jobs.refused)
 
 
-def test_a_process_that_ends_is_told_with_its_last_words():
+def test_a_process_that_ends_is_reported_with_its_last_output():
     with pytest.raises(RunError, match=r"cpu:2: the compile failed \(exit code 3\):\nits last"):
         compile_for(CPU, jobs.dies)
 
 
-def test_a_process_that_is_killed_is_told_to_have_been_so():
+def test_a_killed_process_is_reported_as_killed():
     with pytest.raises(RunError, match="probably because this machine ran out of memory"):
         compile_for(CPU, jobs.killed)
 
@@ -131,7 +131,7 @@ MISSING = {"v5p:2x2x1": "pip install jaxspeed[tpu]", "h100:8": "pip install jaxs
 
 
 @pytest.mark.parametrize("written", MISSING)
-def test_a_compiler_that_is_not_installed_is_told_with_its_pip_install(monkeypatch, written):
+def test_a_missing_compiler_is_reported_with_its_pip_install(monkeypatch, written):
     monkeypatch.setattr(in_child.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as told:
         compile_for(target_of(written), jobs.small)
@@ -143,12 +143,12 @@ def test_a_chip_that_no_compiler_takes_is_for_the_estimate_alone():
         compile_for(target_of("v100-32g:8"), jobs.small)
 
 
-def test_a_model_that_cannot_be_sent_is_told_so():
+def test_a_model_that_cannot_be_pickled_is_refused():
     with pytest.raises(ModelError, match="functions of a module"):
         compile_for(CPU, lambda devices: None)
 
 
-def test_a_model_of_the_script_that_runs_is_told_so(monkeypatch):
+def test_a_model_of_the_running_script_is_refused(monkeypatch):
     def job(devices): ...
 
     job.__module__, job.__qualname__ = "__main__", "job"
@@ -169,9 +169,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("said", SAID)
-def test_what_a_compiler_says_of_memory_is_read(said):
+def test_a_compilers_out_of_memory_message_is_parsed(said):
     refused = out_of_memory(said)
-    assert refused.needed == SAID[said] and refused.said == said
+    assert refused.needed == SAID[said] and refused.message == said
 
 
 def test_another_error_is_not_taken_for_one_of_memory():
@@ -198,7 +198,7 @@ def test_a_step_has_to_fit_the_device_and_its_host():
     assert outcome_of(temp=device, host=host + 1).fits_device(target)
 
 
-def test_a_gpu_is_told_to_its_compiler_with_the_table_s_figures():
+def test_a_gpus_target_config_has_the_tables_figures():
     told = target_config(target_of("h200:8"))
     assert "device_memory_size: 151397597184" in told and "core_count: 132" in told
     assert told.count("{") == told.count("}")
@@ -222,7 +222,7 @@ def test_an_answer_is_plain_data():
         "fits": False,
         "device_bytes": 600 * GIB,
         "host_bytes": 0,
-        "refused": refused.said,
+        "refused": refused.message,
         "seconds": 2.0,
         "kept": None,
     }

@@ -99,7 +99,7 @@ def test_two_changes_are_found_where_one_is_not_enough():
     assert advice.figures()["cheapest"]["slower"] == pytest.approx(0.5)
 
 
-def test_where_nothing_helps_that_is_said():
+def test_where_nothing_helps_that_is_reported():
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
     estimate, cost = made_of(lambda at: 3 * LIMIT, lambda at: 1.0)
     advice = adviser(space, estimate, cost).advise()

@@ -56,7 +56,7 @@ def test_the_table_fits_80_columns_and_has_the_config_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["out.yaml", "out.json"])
-def test_the_written_config_says_what_was_chosen(tmp_path, name):
+def test_the_written_config_sets_the_choice(tmp_path, name):
     made = found()
     best = made.winner
     write_config(tmp_path / name, WRITTEN, made, "mine.yaml")
@@ -67,7 +67,7 @@ def test_the_written_config_says_what_was_chosen(tmp_path, name):
     assert {key: loaded.given[key] for key in kept} == kept
 
 
-def test_a_yaml_says_at_its_top_what_chose_it(tmp_path):
+def test_a_yaml_starts_with_a_comment_on_the_search(tmp_path):
     made = found()
     write_config(tmp_path / "out.yaml", WRITTEN, made, "mine.yaml")
     head = [x for x in (tmp_path / "out.yaml").read_text().splitlines() if x.startswith("#")]
@@ -115,12 +115,12 @@ ROOMY = Estimate(N // 2, 0, N, N, "fits", 2.0, 1.0, 0.5, {"compute": 1.5, "pipel
         (Estimate(refused="mesh.tensor: 25 heads"), "mesh.tensor: 25 heads"),
     ],
 )
-def test_why_one_lost_is_said_in_words(lost, said):
+def test_the_reason_why_a_candidate_lost(lost, said):
     assert why_lost(lost, ROOMY) == said
 
 
 def compiled(needed):
-    """What a compiler says of a step that needs so many bytes."""
+    """A compile outcome of a step that needs this many bytes."""
     if needed is None:
         return Outcome(None, Refusal(2 * N, "out of memory"), 1.0)
     sizes = dict.fromkeys(CompiledReport.__dataclass_fields__, 0)
@@ -128,7 +128,7 @@ def compiled(needed):
     return Outcome(report, None, 1.0)
 
 
-def test_where_the_compiler_says_no_the_next_is_the_best():
+def test_if_the_best_does_not_fit_when_compiled_the_next_is_the_best():
     made = found()
     first = made.best
     second = next(
@@ -142,7 +142,7 @@ def test_where_the_compiler_says_no_the_next_is_the_best():
     assert rows[second]["compiled"] == {"device_bytes": N // 2, "host_bytes": 0, "fits": True}
 
 
-def test_where_the_compiler_takes_none_there_is_no_best():
+def test_if_none_fits_when_compiled_there_is_no_best():
     made = found()
     proved = with_outcomes(made, [(made.best, compiled(None))])
     assert proved.best is None and proved.proved is False

@@ -1,4 +1,4 @@
-"""What a search chooses from: every choice is a config, and says the batch that the user said."""
+"""The space of a search: every choice is a valid config with the user's batch."""
 
 import random
 from dataclasses import replace
@@ -59,7 +59,7 @@ def is_valid(written):
 
 @settings(max_examples=40, deadline=None)
 @given(BATCHES, ALIASES, st.randoms(use_true_random=False))
-def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, words, chance):
+def test_every_choice_is_a_valid_config_with_the_same_batch(batch, words, chance):
     written = {**batch, **dict(words)}
     if not is_valid(written):
         return
@@ -78,8 +78,8 @@ def test_every_choice_is_a_valid_config_that_says_it_and_keeps_the_batch(batch, 
 PLAIN = {"train_batch_size": 64}
 
 
-def test_what_no_longer_waits_in_host_memory_is_still_made_again():
-    """`cpu_checkpointing` alone says `full`, which must not go with it."""
+def test_activations_that_are_no_longer_offloaded_are_still_recomputed():
+    """`cpu_checkpointing` alone implies `full`, which must stay without it."""
     written = {**PLAIN, "activation_checkpointing": {"cpu_checkpointing": True}}
     space = space_of(written, 8)
     stays = replace(space.base, offload_activations=False)
@@ -141,12 +141,12 @@ def test_fast_mode_changes_the_stage_and_the_micro_batch_alone():
     assert len(list(space.all())) == 16
 
 
-def test_micro_batches_keep_to_their_bounds():
+def test_micro_batches_are_within_their_bounds():
     found = {c.micro for c in space_of(PLAIN, 8, micro=(2, 4), changing=FAST).all()}
     assert found == {2, 4, 8}  # 8 is what the config has
 
 
-def test_where_host_memory_cannot_be_used_nothing_waits_there():
+def test_without_host_memory_nothing_is_offloaded():
     choices = space_of(PLAIN, 8, offload=False).all()
     assert not any(
         c.offload_optimizer or c.offload_parameters or c.offload_activations for c in choices

@@ -50,7 +50,7 @@ def test_the_config_as_it_is_is_always_estimated_and_never_beats_the_best(seed):
     assert all(order_of(walk.done[walk.best]) <= order_of(found) for found in walk.done.values())
 
 
-def test_no_more_are_estimated_than_was_said():
+def test_no_more_than_the_limit_are_estimated():
     space = space_of(WRITTEN, 8, changing=FEW)
     estimate, costs = made_up(space, 1)
     assert len(walked(space, estimate, costs, trials=7).done) == 7
@@ -92,7 +92,7 @@ def test_two_are_estimated_at_a_time_and_never_more():
     assert max(most) == 2
 
 
-def test_a_choice_that_there_cannot_be_is_no_best_and_no_place_to_go_on_from():
+def test_a_refused_choice_is_neither_best_nor_climbed_from():
     space = space_of(WRITTEN, 8, changing=FEW)
     estimate, costs = made_up(space, 5)
     no = Estimate(refused="mesh.tensor: heads do not divide")

@@ -49,7 +49,7 @@ def test_questions_are_answered_by_other_processes_and_mistakes_raised_here():
     assert gone(pids)
 
 
-def test_a_process_that_ends_is_told_of():
+def test_a_process_that_ends_is_reported():
     with started(1) as workers, pytest.raises(RunError, match=r"ended \(exit code 3\)"):
         workers.submit("die").result(60)
 
@@ -89,7 +89,7 @@ def test_they_end_with_the_process_that_asked_however_it_ends(how):
     assert gone(pids)
 
 
-def test_in_this_process_answers_and_mistakes_are_alike():
+def test_in_process_results_and_errors_are_the_same():
     with Inline(Doubling()()) as here:
         assert here.submit(4).result()[0] == 8
         with pytest.raises(ValueError, match="no"):

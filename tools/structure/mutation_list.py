@@ -107,8 +107,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_member_that_is_other_than_its_neighbours_ends_the_run",
     ),
     (
-        "turn = i // K * v * K + i % K",
-        "turn = i // K * v * K + i",
+        "round_start = i // K * v * K + i % K",
+        "round_start = i // K * v * K + i",
         "test_gpipe_runs_all_forwards_first",
     ),
     (
@@ -379,7 +379,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "old = [info.tag for info in numbered[: complete[-keep]]]",
         "old = [info.tag for info in numbered[: complete[-1]]]",
-        "test_the_newest_and_those_at_intervals_are_kept",
+        "test_the_newest_and_those_at_intervals_are_retained",
     ),
     (
         ("if now > units_free:\n                        idle.append((units_free, now))"),

@@ -36,11 +36,11 @@ class Refusal:
     """A compiler's out-of-memory error."""
 
     needed: int | None  # bytes needed per device, if reported
-    said: str
+    message: str
 
     def __str__(self) -> str:
         needs = f" needs {bytes_text(self.needed)} per device" if self.needed else ""
-        return f"according to the compiler the step{needs or ' does not fit'}: {self.said}"
+        return f"according to the compiler the step{needs or ' does not fit'}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Outcome:
             "fits": self.fits(target),
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
-            "refused": self.refused.said if self.refused else None,
+            "refused": self.refused.message if self.refused else None,
             "seconds": self.seconds,
             "kept": self.kept,
         }
@@ -92,12 +92,12 @@ class Failure:
     error: JaxspeedError
 
 
-def out_of_memory(said: str) -> Refusal | None:
+def out_of_memory(message: str) -> Refusal | None:
     """The Refusal of a compiler's error text, if it reports exhausted memory."""
-    if "RESOURCE_EXHAUSTED" not in said and "out of memory" not in said.lower():
+    if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
         return None
     for form in _NEEDED:
-        if found := form.search(said):
+        if found := form.search(message):
             needed = int(float(found[1]) * 1024 ** _POWERS[found[2]])
-            return Refusal(needed, said.strip().splitlines()[0])
-    return Refusal(None, said.strip().splitlines()[0])
+            return Refusal(needed, message.strip().splitlines()[0])
+    return Refusal(None, message.strip().splitlines()[0])

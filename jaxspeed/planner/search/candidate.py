@@ -98,7 +98,7 @@ class Choice:
         return samples // (self.ranks * self.micro)
 
     def name(self, samples: int) -> str:
-        """`pipe 4, data 16, tensor 8; stage 1; interleaved x2; full; micro 2 x 16`."""
+        """`pipe 4, tensor 8; stage 1; interleaved x2, stage; recompute full; micro 2 x 16`."""
         axes = [f"{axis} {size}" for axis, size in zip(MESH, self.mesh) if size > 1]
         parts = [", ".join(axes) or "one device", f"stage {self.stage}"]
         if self.pipe > 1:

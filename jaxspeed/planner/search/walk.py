@@ -228,14 +228,14 @@ class SearchLoop:
 
         Estimates in flight are waited for, so that none is lost.
         """
-        waiting = iter(dict.fromkeys(c for c in choices if c not in self.done))
+        pending = iter(dict.fromkeys(c for c in choices if c not in self.done))
         under_way: dict[Future[Estimate], Choice] = {}
         found: Choice | None = None
         while True:
             while (
                 found is None and len(under_way) < self.limits.workers and not self._full(under_way)
             ):
-                choice = next(waiting, None)
+                choice = next(pending, None)
                 if choice is None:
                     break
                 under_way[self.submit(choice)] = choice
