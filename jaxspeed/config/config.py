@@ -11,7 +11,7 @@ from jaxspeed.config.batch import Batch, said_of, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.equivalent_keys import stages_of
 from jaxspeed.config.json_schema import json_schema
-from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_words
+from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_keys
 from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.remat import Recompute, recompute_of
@@ -94,7 +94,7 @@ class Config(Settings):
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """Which weights are cut over tensor and how; the first that covers one counts."""
-        return layer_specs_from_words(self)[0]
+        return layer_specs_from_keys(self)[0]
 
     @property
     def tensor_overlap(self) -> Literal["auto", "none", "ring", "ring_both_ways"]:

@@ -10,12 +10,12 @@ from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
 
 
-def mesh_from_words(settings: Settings) -> tuple[Mesh, list[Problem]]:
-    """The mesh that all words together describe, and where they disagree.
+def mesh_from_keys(settings: Settings) -> tuple[Mesh, list[Problem]]:
+    """The mesh that all keys together describe, and where they disagree.
 
     `tensor_parallel.autotp_size` is the tensor axis, `data_parallel_size` the product of replica
     and data, `mics_shard_size` the data axis with copies on replica. An axis of -1 takes the
-    devices that remain; without a word about it that is data.
+    devices that remain; where no key says which, that is data.
     """
     said: dict[str, int] = {axis: getattr(settings.mesh, axis) for axis in _set_in(settings.mesh)}
     problems: list[Problem] = []
@@ -80,12 +80,12 @@ def _set_in(mesh: Mesh) -> list[str]:
 
 # -- offload ---------------------------------------------------------------------------------------
 
-# DeepSpeed's old words for sections of today.
+# DeepSpeed's old keys for sections of today.
 _OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 def with_one_offload(settings: Settings) -> Settings:
-    """With the sections by DeepSpeed's old words for them, where those alone are said.
+    """With the sections that DeepSpeed's old keys stand for, where those alone are set.
 
     Where both are and disagree, `offload_problems` tells.
     """
@@ -99,7 +99,7 @@ def with_one_offload(settings: Settings) -> Settings:
 
 
 def offload_problems(settings: Settings) -> Iterator[Problem]:
-    """Words for offload that do not go together, and what has no such device."""
+    """Keys of offload that contradict each other, and what has no such device."""
     zero = settings.zero_optimization
     for old, new in _OLD.items():
         said, device = getattr(zero, old), getattr(zero, new).device
@@ -125,7 +125,7 @@ def stages_of(settings: Settings, count: int) -> Stages:
 
 
 def with_one_recompute(settings: Settings) -> Settings:
-    """With `parallel.pipeline_recompute` by DeepSpeed's word for it, where that alone is said.
+    """With `parallel.pipeline_recompute` by DeepSpeed's key for it, where that alone is set.
 
     Where both are and disagree, `pipeline_problems` tells.
     """
@@ -138,7 +138,7 @@ def with_one_recompute(settings: Settings) -> Settings:
 
 
 def pipeline_problems(settings: Settings) -> Iterator[Problem]:
-    """Words for a pipeline that do not go together."""
+    """Keys of a pipeline that contradict each other."""
     parallel, interval = settings.parallel, settings.pipeline.activation_checkpoint_interval
     if interval and parallel.pipeline_recompute != "layers":
         found = f"{interval}, while {_RECOMPUTE} is {shown(parallel.pipeline_recompute)}"

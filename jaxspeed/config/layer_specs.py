@@ -1,4 +1,4 @@
-"""Which weights the tensor axis cuts how: every word of a config for it, as one list."""
+"""How the tensor axis shards which weights: every key of a config for it, as one list."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -90,6 +90,8 @@ def canonical_preset(name: str) -> str | None:
     return plain if plain in PRESETS else None
 
 
+# -- layer specs -----------------------------------------------------------------------------------
+
 SPECS = "tensor_parallel.partition_config.layer_specs"
 PRESET = "tensor_parallel.preset_model"
 FROM_TORCH = {"column": "column", "row": "row", "skip": "replicated"}
@@ -126,7 +128,7 @@ class LayerSpec:
         return self.key == PRESET
 
 
-def layer_specs_from_words(settings: Settings) -> tuple[tuple[LayerSpec, ...], list[Problem]]:
+def layer_specs_from_keys(settings: Settings) -> tuple[tuple[LayerSpec, ...], list[Problem]]:
     """The specs in the order in which they win, and what is wrong with the words for them.
 
     As in DeepSpeed: those of partition_config first, then the preset's, unless use_default_specs

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from jaxspeed.config.auto import resolve_autos
 from jaxspeed.config.cross_checks import check
-from jaxspeed.config.equivalent_keys import mesh_from_words, with_one_offload, with_one_recompute
-from jaxspeed.config.layer_specs import layer_specs_from_words
+from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, with_one_recompute
+from jaxspeed.config.layer_specs import layer_specs_from_keys
 from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
@@ -48,11 +48,11 @@ def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
     settings, wrong = complete(settings)
     problems += wrong
     problems += _refused(tree, settings)
-    mesh, wrong = mesh_from_words(settings)
+    mesh, wrong = mesh_from_keys(settings)
     if mesh != settings.mesh and not wrong:
         settings = settings.model_copy(update={"mesh": mesh})
     settings = with_one_offload(with_one_recompute(settings))
-    problems += layer_specs_from_words(settings)[1]
+    problems += layer_specs_from_keys(settings)[1]
     problems += _no_echoes([*wrong, *check(settings)], problems)
     return Examined(given, settings, tuple(_once_each(problems)), autos, origin)
 
