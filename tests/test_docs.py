@@ -3,9 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from jaxspeed.cli.main import COMMANDS
 from jaxspeed.metrics import NAMES
 from jaxspeed.objective.loss import OWN_METRICS
+
+pytestmark = pytest.mark.fast
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
