@@ -12,7 +12,7 @@ The choice is made by `jax.lax.platform_dependent`: a program traced on a machin
 accelerators and lowered for a TPU gets the TPU's kernel. Unsupported inputs go to `plain`.
 
 A tensor axis of the mesh that divides the query heads shards them, whatever the number of key heads
-(`key_heads.py`).
+(`repeated_for_sharding`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ import pytest
 from jaxspeed.config import Config, explain_config
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 # As DeepSpeed's tutorial of its autotuner has it.
 TUTORIAL = {
     "enabled": True,

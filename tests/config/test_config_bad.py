@@ -5,6 +5,8 @@ import pytest
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
 
 

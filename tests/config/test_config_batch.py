@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from jaxspeed.config import Batch, Config, load_config
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 SIZE = st.integers(1, 24)
 MAYBE = st.none() | SIZE
 

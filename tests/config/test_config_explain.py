@@ -1,7 +1,11 @@
 """`explain_config`: one row a key, good or bad."""
 
+import pytest
+
 from jaxspeed.config import Config, explain_config
 from jaxspeed.config.tree import given_leaves
+
+pytestmark = pytest.mark.fast
 
 
 def rows_of(config, **keywords):

@@ -10,6 +10,8 @@ from jaxspeed.config import Config, match
 from jaxspeed.config.layer_specs import PRESETS
 from jaxspeed.config.torch_names import path_patterns
 
+pytestmark = pytest.mark.fast
+
 
 def specs(words, **section):
     config = Config(

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from jaxspeed.config import match
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("pattern", "path", "covered"),

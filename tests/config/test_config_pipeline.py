@@ -11,6 +11,8 @@ from jaxspeed.config import Batch, Config, explain_config, load_config
 from jaxspeed.config.parallelism import AXES
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 

@@ -7,6 +7,8 @@ import pytest
 from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 GOOD = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 
 

@@ -7,6 +7,8 @@ import pytest
 from jaxspeed.config import Config, explain_config, load_config
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 SAMPLES = {
     "getting started": {
         "train_batch_size": 16,

@@ -19,6 +19,8 @@ from jaxspeed.config.verdicts import judge
 from jaxspeed.config.vocabulary import VOCABULARY
 from jaxspeed.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 # DeepSpeed's vocabulary with its defaults, written out by hand: what no default is known of is ...
 DEEPSPEED = {
     "train_batch_size": None,

@@ -7,6 +7,8 @@ from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import AXES
 
+pytestmark = pytest.mark.fast
+
 
 def mesh(**tree):
     built = load_config(tree).mesh

@@ -14,6 +14,8 @@ from jaxspeed.data.sources import stdlib
 from jaxspeed.errors import DataError
 from tests.data.corpora import json_lines, opened, sentences, text_files
 
+pytestmark = pytest.mark.fast
+
 TEXTS = sentences(6)
 
 

@@ -13,6 +13,8 @@ from jaxspeed.data.bpe import find_words, learn_merges
 from jaxspeed.errors import DataError
 from tests.data.corpora import sentences
 
+pytestmark = pytest.mark.fast
+
 TEXTS = sentences(30)
 text_ = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
 

@@ -8,6 +8,8 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware import chip_of_kind, read_chips
 from jaxspeed.hardware.chip import amount
 
+pytestmark = pytest.mark.fast
+
 CHIPS = read_chips()
 FIGURES = ("memory", "flops", "bandwidth", "link", "outside", "host_link", "host_memory")
 GIB = 1024**3

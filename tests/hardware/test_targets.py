@@ -11,6 +11,8 @@ from jaxspeed.hardware.known_chips import chips_of, speeds_table
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.placement.show import as_text
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("written", "count", "topology", "slices", "node"),

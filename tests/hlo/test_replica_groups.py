@@ -10,6 +10,8 @@ from jax.sharding import AbstractMesh
 
 from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs
 
+pytestmark = pytest.mark.fast
+
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 

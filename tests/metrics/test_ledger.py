@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jaxspeed.metrics import NAMES, PHASES, TimeLedger
 from jaxspeed.placement.show import as_text
 
+pytestmark = pytest.mark.fast
+
 
 class Clock:
     def __init__(self):

@@ -15,6 +15,8 @@ from jaxspeed.metrics.canvas import Canvas
 from jaxspeed.metrics.format import clock_text, count_text, duration_text, loss_text
 from jaxspeed.metrics.stroke_font import text_strokes, text_width
 
+pytestmark = pytest.mark.fast
+
 
 def pixels_of(path):
     """A PNG taken apart by its specification: [height, width, 3]."""

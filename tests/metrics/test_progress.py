@@ -10,6 +10,8 @@ from rich.console import Console
 from jaxspeed.metrics import Progress
 from tests.metrics.screen import Screen
 
+pytestmark = pytest.mark.fast
+
 
 class Clock:
     def __init__(self):

@@ -22,6 +22,8 @@ from jaxspeed.config.run_sections import FileMonitor, Wandb
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.metrics import CsvSink, JsonlSink, TensorBoardSink, read_records, sinks_of
 
+pytestmark = pytest.mark.fast
+
 
 def loss(step):
     return 5.0 / step

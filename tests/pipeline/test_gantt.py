@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
+
+pytestmark = pytest.mark.fast
 
 
 @st.composite

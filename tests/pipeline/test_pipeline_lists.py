@@ -397,10 +397,12 @@ IN_FULL = {
     "recomputed calls",
     "a table that all read",
     "a price that travels",
+    "penalties that travel",
     "the other of two lists",
     "linen",
     "linen that drops, recomputed",
     "a pair",
+    "layers that take turns",
     "packed gpt2",
 }
 SCHEDULES = ("interleaved", "1f1b", "gpipe")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jaxspeed.errors import ConfigError
 from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
 
+pytestmark = pytest.mark.fast
+
 
 @st.composite
 def training(draw: st.DrawFn, names: tuple[str, ...] = SCHEDULES) -> Schedule:

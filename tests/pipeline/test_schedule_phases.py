@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
 from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 
+pytestmark = pytest.mark.fast
+
 F = (True, False, False)
 F_HEAD = (True, False, True)
 BOTH = (True, True, False)

@@ -15,6 +15,8 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 
+pytestmark = pytest.mark.fast
+
 
 def leaf(path, *shape, names=()):
     return Leaf(path, shape, jnp.float32, names)

@@ -6,6 +6,8 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf
 from jaxspeed.placement.rules import check_patterns, with_names
 
+pytestmark = pytest.mark.fast
+
 LEAVES = (
     Leaf("blocks/0/up/kernel", (8, 32), "float32"),
     Leaf("blocks/0/up/bias", (32,), "float32"),

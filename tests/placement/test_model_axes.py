@@ -14,6 +14,8 @@ from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import model_cut
 
+pytestmark = pytest.mark.fast
+
 TENSOR_NAMES = ("vocab", "heads", "kv_heads", "mlp", "tensor")
 
 

@@ -14,6 +14,8 @@ from jaxspeed.placement.rows import ROLES, Leaf, Precision
 from jaxspeed.placement.stacks import find_stack, with_stages
 from jaxspeed.placement.table import PlacementTable, build_table
 
+pytestmark = pytest.mark.fast
+
 MIXED = Precision(compute=jnp.bfloat16)
 SHAPES = {"kernel": (16, 64), "bias": (64,), "scale": ()}
 NAMES = {"kernel": ("embed", "mlp"), "bias": ("mlp",), "scale": ()}

@@ -14,6 +14,8 @@ from jaxspeed.placement.mesh import AXES, build_mesh, resolve_sizes
 from jaxspeed.placement.table import Leaf, Precision, build_table
 from jaxspeed.placement.zero import cut_leaf, window_dims
 
+pytestmark = pytest.mark.fast
+
 NAMES = (None, "embed", "mlp", "heads", "head_dim", "vocab", "layers")
 COUNTS = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 

@@ -10,6 +10,8 @@ from jaxspeed.errors import PlacementError
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 
+pytestmark = pytest.mark.fast
+
 
 def leaf(path: str, *shape: int, names: tuple[str | None, ...] = (), **more) -> Leaf:
     return Leaf(path, shape, jnp.float32, names, **more)

@@ -13,6 +13,8 @@ from jaxspeed.planner.page.forms import FORMS
 from jaxspeed.planner.time.torus import layout_of
 from tests.planner import page_figures, page_read
 
+pytestmark = pytest.mark.fast
+
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 
 

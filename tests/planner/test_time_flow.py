@@ -6,6 +6,8 @@ import pytest
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 from jaxspeed.planner.time.overlap import UNITS, Task, flow
 
+pytestmark = pytest.mark.fast
+
 
 def value():
     return Value(jax.ShapeDtypeStruct((8,), "float32"))

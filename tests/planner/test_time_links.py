@@ -9,6 +9,8 @@ from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 from jaxspeed.planner.time.collective_op import Moved
 from jaxspeed.planner.time.links import Links
 
+pytestmark = pytest.mark.fast
+
 GB = 1_000_000_000
 NOTHING = Op("op", {}, [], [])
 VALUE = Value(jax.ShapeDtypeStruct((8,), "float32"))

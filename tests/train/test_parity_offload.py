@@ -101,7 +101,8 @@ def test_offload_trains_as_the_resident_state_does(name, stage):
     assert counts[0] == counts[1] and set(counts[0]) == {5}
 
 
-@pytest.mark.parametrize("name", covering(["adamw", "lamb", "lion"], ["lamb"]))
+@pytest.mark.full  # test_parity_memory.py has a point that is updated there
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lion"])
 def test_the_hosts_cores_update_as_the_device_does(name):
     case, stage = CASES["gpt2"], {"adamw": 3, "lamb": 0, "lion": 1}[name]
     more = {
@@ -123,7 +124,7 @@ def test_the_hosts_cores_update_as_the_device_does(name):
 
 @pytest.mark.parametrize(
     ("precision", "stage"),
-    covering(itertools.product(["bf16", "fp16"], [0, 3]), [("bf16", 3), ("fp16", 0)]),
+    covering(itertools.product(["bf16", "fp16"], [0, 3]), [("fp16", 3)]),
 )
 def test_16_bits_with_masters_in_host_memory(precision, stage):
     """fp16 begins at a scale that overflows, so that its first steps are skipped."""
