@@ -110,14 +110,13 @@ def printed(command: str, program: str, folder: Path) -> str:
 
 
 def masked(output: str) -> list[str]:
-    """The lines of an output without numbers, paths and order, which are the machine's.
+    """The words of an output without numbers, paths, order and line breaks: the machine's.
 
     Nor with the compile time, which is not printed where a cache has the program.
     """
-    numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", output)
-    paths = re.sub(r"\w+(?:/[\w#]+)+", "PATH", numbers)
-    lines = {" ".join(line.split()) for line in paths.splitlines() if line.strip()}
-    return sorted(line for line in lines if not line.startswith("compile time"))
+    lines = [line for line in output.splitlines() if not line.startswith(" compile time")]
+    numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", "\n".join(lines))
+    return sorted(re.sub(r"\w+(?:/[\w#]+)+", "PATH", numbers).split())
 
 
 def main(pages: list[Path]) -> None:
