@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import is_var
+from jaxspeed.jaxpr.primitives import RESHAPES
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 from jaxspeed.tensor_parallel.dim_propagation import (
     Followed,
@@ -20,7 +21,7 @@ from jaxspeed.tensor_parallel.dim_propagation import (
 
 LOOPS = ("scan", "while")
 # The same numbers: what several weights multiply is one array, however it was cast or transposed.
-VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy", "name")
+VIEWS = {*RESHAPES, "transpose", "convert_element_type", "copy", "name"}
 
 
 @dataclass(frozen=True)

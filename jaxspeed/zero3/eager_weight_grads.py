@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, is_var, part
+from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.placement.grad_barrier import gradients_together
 
 
@@ -47,7 +48,7 @@ def _products(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]
         origins = {origin.get(v) for v in read}
         if len(origins) == 1 and None not in origins:
             origin.update(dict.fromkeys(eqn.outvars, *origins))
-        elif eqn.primitive.name in ("dot_general", "conv_general_dilated") and None in origins:
+        elif eqn.primitive.name in PRODUCTS and None in origins:
             moving = next(v for v in read if v not in origin)
             weight = next((origin[v] for v in read if v in origin), None)
             if weight is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.placement.zero import ways
 from jaxspeed.zero3.sharded_param import ShardedParam
 
@@ -95,20 +96,13 @@ def _places(
     if math.prod(old) != math.prod(new):
         return None
     dims: list[int | None] = [None] * len(new)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first, place, a, b = i, j, old[i], new[j]
-        i, j = i + 1, j + 1
-        while a != b:  # the smallest groups of dims that hold equally many
-            if a < b:
-                a, i = a * old[i], i + 1
-            else:
-                b, j = b * new[j], j + 1
-        outer, *inner = parts[first:i]
-        if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:
+    for (first, *inner), (place, *_) in reshape_groups(old, new):
+        outer = parts[first]
+        if any(parts[d] > 1 for d in inner) or old[first] % outer or new[place] % outer:
             return None
         dims[place] = first if outer > 1 else None
-    return dims
+    taken = sum(dim is not None for dim in dims)
+    return dims if taken == sum(n > 1 for n in parts) else None
 
 
 def _same_dims(stored: ShardedParam, eqn: Any) -> ShardedParam:

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.planner.memory.materialization import PRODUCTS, VIEWS
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.planner.memory.materialization import VIEWS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, consts_and_carry
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits

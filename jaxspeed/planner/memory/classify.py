@@ -11,8 +11,8 @@
 
 from collections.abc import Callable, Iterable
 
+from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.planner.memory.liveness import Held
-from jaxspeed.planner.memory.materialization import PRODUCTS, SUMS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, consts_and_carry
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
@@ -20,7 +20,6 @@ SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
 KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
 Rule = Callable[[Op], bool]
-_PARTS = {"dynamic_slice", "dynamic_update_slice", "slice", "concatenate", "pad", "split"}
 _ENDS = {*PRODUCTS, "pallas_call", "gather"}
 
 
@@ -39,7 +38,7 @@ class Kinds:
         self.of_state = set(scope.ins[:state])
         _reach(scope, self.of_state, lambda op: any(v in self.of_state for v in op.values))
         tables = set(vocabularies)
-        ends = {*_ENDS, *SUMS}
+        ends = {*_ENDS, *REDUCTIONS}
         _reach(scope, tables, lambda op: op.name not in ends and _table(op, tables))
         self.logits: set[Value] = set()
         _reach(scope, self.logits, self._makes_logits(tables))
@@ -126,13 +125,13 @@ def _carried(op: Op, body: Scope) -> list[Value]:
 def _made_of(op: Op, out: Value) -> list[Value]:
     if op.name in _ENDS:
         return []
-    if op.name.startswith("scatter"):
+    if op.name in SCATTERS:
         return [op.ins[0]] if op.ins[0] is not None else []
     if op.name in PAIRWISE:
         source = op.ins[op.outs.index(out)]
         return [source] if source is not None else []
-    if op.name in SUMS:  # over ranks, whose parts a region has stacked, and over nothing else
+    if op.name in REDUCTIONS:  # over ranks, whose parts a region has stacked, and over nothing else
         return [v for v in op.values if v.cut and len(v.cut) == len(out.cut) + 1 and v.cut[0]]
-    if op.name in _PARTS:
+    if op.name in (*SLICES, *JOINS):
         return [v for v in op.values if v.shape]
     return [v for v in op.values if v.size == out.size]

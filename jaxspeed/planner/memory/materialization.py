@@ -12,27 +12,33 @@ A reshape, a transpose or a constraint that changes nothing is another view of i
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxspeed.jaxpr.evaluate import RANDOM
+from jaxspeed.jaxpr.primitives import (
+    ARGUMENTS,
+    COLLECTIVES,
+    CUMULATIVE,
+    IDENTITIES,
+    PRODUCTS,
+    REDUCTIONS,
+    RESHAPES,
+    SCATTERS,
+)
 from jaxspeed.planner.memory.partitioning import CONSTRAINT
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
 VIEWS = {
-    "reshape", "squeeze", "expand_dims", "transpose", "name", "stop_gradient",
-    "optimization_barrier", "bitcast_convert_type", "copy", ENTER, LEAVE,
+    *RESHAPES, *IDENTITIES, "transpose", "optimization_barrier", "bitcast_convert_type",
+    ENTER, LEAVE,
 }  # fmt: skip
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
-SUMS = {
-    "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-}  # fmt: skip
-PRODUCTS = {"dot_general", "conv_general_dilated"}
 WHOLE = {
-    *PRODUCTS, *SUMS,
-    "scan", "while", "cond", "pallas_call", "gather", "scatter", "scatter-add", "sort", "cumsum",
-    "cumlogsumexp", "cummax", "cumprod", "argmax", "argmin", "top_k", "psum", "ppermute",
-    "all_gather", "all_to_all", "reduce_scatter", "psum_scatter", "psum2", "psum_invariant",
-    "dynamic_update_slice", "random_bits", "threefry2x32", "rng_bit_generator", "compute_on",
+    *PRODUCTS, *REDUCTIONS, *ARGUMENTS, *CUMULATIVE, *SCATTERS, *COLLECTIVES, *RANDOM,
+    "scan", "while", "cond", "pallas_call", "compute_on", "gather", "dynamic_update_slice",
+    "sort", "top_k",
 }  # fmt: skip
-READS_ANYTHING = {*PRODUCTS, *SUMS, "dynamic_update_slice"}  # what they read may be computed there
+# What they read may be computed there.
+READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}
 # Whether a value has memory hangs on what it is made of (before it) and on who reads it (after it):
 # found again from what was found, until all know of each other.
 ROUNDS = 3
@@ -91,7 +97,7 @@ class ScopeAnalysis:
             source = op.ins[op.outs.index(out)]
             finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
             return not finer or (source is not None and source.host != out.host)
-        scatters = op.name.startswith("scatter") and not self.sizes.library
+        scatters = op.name in SCATTERS and not self.sizes.library
         if scatters and op.ins[0] is not None and op.ins[2] is not None:
             # A few numbers among zeros: a comparison of indices, where the result is read.
             into, updates = self.root(op.ins[0]), op.ins[2]

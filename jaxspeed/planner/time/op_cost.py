@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxspeed.hardware.known_chips import Chip
+from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traced_flops import forward_flops
 from jaxspeed.ops.mask import Mask, computed_blocks
-from jaxspeed.planner.memory.materialization import OUT, PRODUCTS, VIEWS, ScopeAnalysis
+from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Value
 
