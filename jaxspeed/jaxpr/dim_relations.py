@@ -38,8 +38,9 @@ Rule = Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Shape]], "DimRelat
 class DimRelations:
     """The factors of an operation's dims; None where a dim's index is no other dim's.
 
-    Dims of one factor have one size, but where a reshape folds or splits them: of those the
-    outermost have the factor, so that equal contiguous parts of one are such parts of the other.
+    Dims of one factor have one size, with two exceptions where equal contiguous parts of one are
+    such parts of the other: the outermost of dims that a reshape folds or splits, and the features
+    of a grouped convolution.
 
     Attributes:
       operands: of each operand.

@@ -23,7 +23,13 @@ from typing import Any, Literal
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.tensor_parallel.array_roles import Reading
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, is_elementwise, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import (
+    Followed,
+    Frame,
+    is_elementwise,
+    relations_of,
+    shape_of,
+)
 from jaxspeed.tensor_parallel.matmuls import Product
 
 PIECES = ("slice", "dynamic_slice", "split", "gather")
@@ -118,7 +124,8 @@ def _of_ends(
     """Dims that do not go on from an operand, or that are only in the result."""
     name, of = eqn.primitive.name, followed.classes.of
     results = sum(math.prod(shape_of(v)) for v in eqn.outvars)
-    indexed = _indexed(eqn) if name == "gather" else ()
+    lookup = relations_of(eqn) if name == "gather" else None
+    indexed = lookup.reduced(0) if lookup else ()  # the product with its rows sums over them
     for i, dim in frame.ended.get(position, ()):
         atom = eqn.invars[i]
         node = frame.of(atom)[dim]
@@ -146,12 +153,6 @@ def _of_ends(
         else:
             size = math.prod(shape_of(eqn.outvars[i]))
             counting.add(of(node), Message("all-gather", True, size, frame.times, name))
-
-
-def _indexed(eqn: Any) -> tuple[int, ...]:
-    """The dims of a lookup's table that its product sums over."""
-    sizes = eqn.params["slice_sizes"]
-    return tuple(d for d in eqn.params["dimension_numbers"].start_index_map if sizes[d] == 1)
 
 
 def _of_broadcasts(counting: _Counting, reading: Reading, frame: Frame, eqn: Any) -> None:

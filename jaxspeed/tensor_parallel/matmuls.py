@@ -11,9 +11,10 @@ from typing import Any, Literal
 from jaxspeed.placement.apply_layer_specs import Use
 from jaxspeed.tensor_parallel.array_roles import Array, Reading
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, relations_of, shape_of
 
 Dims = tuple[int, ...]
+Kind = Literal["dot", "convolution", "lookup"]
 Role = Literal["contracted", "shared", "free"]
 
 
@@ -27,12 +28,13 @@ class Product:
       contracted: for each operand, its dims that are summed over.
       shared: dims of both operands and of the result: batch dims, the channels of a depthwise
         convolution.
-      free: dims of one operand and of the result.
+      free: dims of one operand and of the result. The windows of a convolution, along which it
+        mixes, have no role: they are not cut.
       result: the result's shape.
       times: how often it runs in one pass.
     """
 
-    kind: Literal["dot", "convolution", "lookup"]
+    kind: Kind
     operands: tuple[Array, Array]
     contracted: tuple[Dims, Dims]
     shared: tuple[Dims, Dims]
@@ -58,7 +60,7 @@ def products(followed: Followed, reading: Reading | None = None) -> list[Product
         product
         for frame in followed.frames()
         for eqn in frame.jaxpr.eqns
-        if (rule := _RULES.get(eqn.primitive.name)) and (product := rule(reading, frame, eqn))
+        if eqn.primitive.name in _KINDS and (product := _product(reading, frame, eqn))
     ]
 
 
@@ -95,61 +97,24 @@ def _but(dims: Dims, told: set[int]) -> Dims:
     return tuple(d for d in dims if d not in told)
 
 
-def _others(rank: int, *taken: Sequence[int]) -> Dims:
-    gone = {d for dims in taken for d in dims}
-    return tuple(d for d in range(rank) if d not in gone)
-
-
-def _dot(reading: Reading, frame: Frame, eqn: Any) -> Product:
+def _product(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
+    """None of a gradient's convolution by groups of samples, which no loss has; and of a lookup
+    whose ids are constants: a table of positions is read as a whole, by every step."""
+    kind, found = _KINDS[eqn.primitive.name], relations_of(eqn)
+    if eqn.params.get("batch_group_count", 1) != 1 or found is None:
+        return None
+    if kind == "lookup" and frame.is_weight(eqn.invars[1]):
+        return None
     lhs, rhs = (reading.array(frame, v) for v in eqn.invars)
-    contracted, shared = eqn.params["dimension_numbers"]
-    result = shape_of(eqn.outvars[0])
-    return Product(
-        "dot",
-        (lhs, rhs),
-        (tuple(contracted[0]), tuple(contracted[1])),
-        (tuple(shared[0]), tuple(shared[1])),
-        (
-            _others(len(lhs.shape), contracted[0], shared[0]),
-            _others(len(rhs.shape), contracted[1], shared[1]),
-        ),
-        result,
-        frame.times,
+    contracted, shared, free = (
+        (role(0), role(1)) for role in (found.reduced, found.shared, found.free)
     )
-
-
-def _convolution(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
-    """Windows are neither contracted nor free: they are not cut."""
-    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-    if eqn.params["batch_group_count"] != 1:
-        return None
-    image, kernel = (reading.array(frame, v) for v in eqn.invars)
-    samples, features = numbers.lhs_spec[:2]
-    outputs, inputs = numbers.rhs_spec[:2]
     result = shape_of(eqn.outvars[0])
-    sides: tuple[Dims, Dims] = ((features,), (inputs if groups == 1 else outputs,))
-    none: tuple[Dims, Dims] = ((), ())
-    contracted, shared = (sides, none) if groups == 1 else (none, sides)
-    free: tuple[Dims, Dims] = ((samples,), (outputs,) if groups == 1 else ())
-    return Product("convolution", (image, kernel), contracted, shared, free, result, frame.times)
+    return Product(kind, (lhs, rhs), contracted, shared, free, result, frame.times)
 
 
-def _lookup(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
-    """None where the ids are constants: a table of positions is read as a whole, by every step."""
-    if frame.is_weight(eqn.invars[1]):
-        return None
-    table, ids = (reading.array(frame, v) for v in eqn.invars)
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shared = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    indexed = tuple(d for d in numbers.start_index_map if sizes[d] == 1)
-    whole = tuple(
-        d
-        for d in _others(len(table.shape), shared[0], indexed)
-        if sizes[d] == table.shape[d] and d not in numbers.collapsed_slice_dims
-    )
-    free = whole, _others(len(ids.shape) - 1, shared[1])
-    result = shape_of(eqn.outvars[0])
-    return Product("lookup", (table, ids), (indexed, ()), shared, free, result, frame.times)
-
-
-_RULES = {"dot_general": _dot, "conv_general_dilated": _convolution, "gather": _lookup}
+_KINDS: dict[str, Kind] = {
+    "dot_general": "dot",
+    "conv_general_dilated": "convolution",
+    "gather": "lookup",
+}

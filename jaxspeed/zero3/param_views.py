@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxspeed.jaxpr.dim_relations import reshape_groups
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.sharded_param import ShardedParam
 
@@ -89,30 +90,23 @@ def _reshape(eqn: Any, stored: ShardedParam, real: tuple[int, ...], sharded: int
 
 
 def _source_dims(
-    old: Sequence[int], new: Sequence[int], num_shards: Sequence[int]
+    old: Sequence[int], new: Sequence[int], parts: Sequence[int]
 ) -> list[int | None] | None:
     """For each dim of a reshaped array the old dim whose sharding it inherits, or None.
 
-    `num_shards` is of each old dim. Dims that are split or merged keep their sharding if only the
+    `parts` is the number of shards of each old dim. Dims that are split or merged keep their sharding if only the
     outermost of them is sharded. None in place of the list if the sharding has no image.
     """
     if math.prod(old) != math.prod(new):
         return None
     dims: list[int | None] = [None] * len(new)
-    i = j = 0
-    while i < len(old) and j < len(new):
-        first, place, a, b = i, j, old[i], new[j]
-        i, j = i + 1, j + 1
-        while a != b:  # the smallest groups of dims of equal size
-            if a < b:
-                a, i = a * old[i], i + 1
-            else:
-                b, j = b * new[j], j + 1
-        outer, *inner = num_shards[first:i]
-        if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:
+    for (first, *inner), (place, *_) in reshape_groups(old, new):
+        outer = parts[first]
+        if any(parts[d] > 1 for d in inner) or old[first] % outer or new[place] % outer:
             return None
         dims[place] = first if outer > 1 else None
-    return dims
+    taken = sum(dim is not None for dim in dims)
+    return dims if taken == sum(n > 1 for n in parts) else None
 
 
 def _same_dims(stored: ShardedParam, eqn: Any) -> ShardedParam:

@@ -11,7 +11,7 @@
 
 from collections.abc import Callable, Iterable
 
-from jaxspeed.jaxpr.primitives import PRODUCTS, REDUCTIONS
+from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.liveness import Held
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
@@ -21,7 +21,6 @@ SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
 KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
 Rule = Callable[[Op], bool]
-_PARTS = {"dynamic_slice", "dynamic_update_slice", "slice", "concatenate", "pad", "split"}
 _ENDS = {*PRODUCTS, "pallas_call", "gather"}
 
 
@@ -127,13 +126,13 @@ def _carried(op: Op, body: Scope) -> list[Value]:
 def _made_of(op: Op, out: Value) -> list[Value]:
     if op.name in _ENDS:
         return []
-    if op.name.startswith("scatter"):
+    if op.name in SCATTERS:
         return [op.ins[0]] if op.ins[0] is not None else []
     if op.name in PAIRWISE:
         source = op.ins[op.outs.index(out)]
         return [source] if source is not None else []
     if op.name in REDUCTIONS:  # over ranks, whose parts a region has stacked, and over nothing else
         return [v for v in op.values if v.cut and len(v.cut) == len(out.cut) + 1 and v.cut[0]]
-    if op.name in _PARTS:
+    if op.name in (*SLICES, *JOINS):
         return [v for v in op.values if v.shape]
     return [v for v in op.values if v.size == out.size]

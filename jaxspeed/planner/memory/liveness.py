@@ -6,7 +6,7 @@ What a loop hands from trip to trip is updated where it lies, as is an argument 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxspeed.jaxpr.primitives import LOOPS
+from jaxspeed.jaxpr.primitives import LOOPS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import MOVES, OUT, WHOLE
 from jaxspeed.planner.memory.op_order import Ordered
@@ -204,7 +204,7 @@ class _Lives(Ordered):
         if op.name == "scan":
             consts, carry = consts_and_carry(op)
             pairs = list(zip(op.ins[consts : consts + carry], op.outs, strict=False))
-        elif op.name in ("while", "dynamic_update_slice", "scatter", "scatter-add"):
+        elif op.name in ("while", "dynamic_update_slice", *SCATTERS):
             pairs = list(zip(op.ins[-len(op.outs) :] if op.name == "while" else op.ins, op.outs))
         elif op.name in WHOLE or op.name in MOVES:
             return found

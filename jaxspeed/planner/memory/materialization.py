@@ -24,6 +24,7 @@ from jaxspeed.jaxpr.primitives import (
     RANDOM_BITS,
     REDUCTIONS,
     RESHAPES,
+    SCATTERS,
 )
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
@@ -35,8 +36,7 @@ VIEWS = {
 MOVES = {CONSTRAINT, PLACED, "device_put"}  # views where nothing moves
 WHOLE = {
     *PRODUCTS, *REDUCTIONS, *CONTROL, *KERNELS, *CUMULATIVE, *ARG_REDUCTIONS, *COLLECTIVES,
-    *RANDOM_BITS,
-    "gather", "scatter", "scatter-add", "sort", "top_k", "dynamic_update_slice", "compute_on",
+    *RANDOM_BITS, *SCATTERS, "gather", "sort", "top_k", "dynamic_update_slice", "compute_on",
 }  # fmt: skip
 # What they read may be computed there.
 READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}
@@ -98,7 +98,7 @@ class ScopeAnalysis:
             source = op.ins[op.outs.index(out)]
             finer = source is not None and self.sizes.of(out) < self.sizes.of(source)
             return not finer or (source is not None and source.host != out.host)
-        scatters = op.name.startswith("scatter") and not self.sizes.library
+        scatters = op.name in SCATTERS and not self.sizes.library
         if scatters and op.ins[0] is not None and op.ins[2] is not None:
             # A few numbers among zeros: a comparison of indices, where the result is read.
             into, updates = self.root(op.ins[0]), op.ins[2]

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxspeed.jaxpr.primitives import REDUCTIONS
+from jaxspeed.jaxpr.primitives import REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
@@ -30,7 +30,7 @@ from jaxspeed.planner.memory.trace_ir import (
 from jaxspeed.planner.time.collective_op import Moved
 
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
-_PASS = {CONSTRAINT, "convert_element_type", "name", "reshape", "transpose", "squeeze", "neg"}
+_PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}
 _SAID = {  # by a manual region: its primitive, and what it is
     "psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce",
     "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
@@ -133,7 +133,7 @@ class _Walk:
             for d, size in enumerate(sizes):
                 if size != table.shape[d] and d not in batching:
                     yield table, d, set(table.cut[d])
-        elif op.name.startswith("scatter"):
+        elif op.name in SCATTERS:
             yield from self._scattered(op)
 
     def _contracted(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
@@ -354,7 +354,7 @@ def _filled(op: Op) -> Iterator[tuple[Value, int]]:
 
 def _batching(op: Op) -> Iterator[tuple[Value, int]]:
     """Dims of a lookup along which tables and indices go together."""
-    if op.name != "gather" and not op.name.startswith("scatter"):
+    if op.name != "gather" and op.name not in SCATTERS:
         return
     numbers = op.params["dimension_numbers"]
     batching = getattr(numbers, "operand_batching_dims", ())
