@@ -16,6 +16,7 @@ pytestmark = pytest.mark.fast
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "errors.py",
+    "communication.py",
     "config",
     "hardware",
     "jaxpr",

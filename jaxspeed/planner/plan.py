@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.planner.compile.outcome import Outcome
@@ -34,7 +34,7 @@ class Plan:
     program: Program
     pipeline: PipelineReport | None  # if the mesh has stages
     compiled: CompiledReport | None  # if it was compiled
-    transfer: Transfer | None = None  # if anything is offloaded
+    transfer: TransferReport | None = None  # if anything is offloaded
     kept: ResidualReport | None = None  # residuals, if the config sets a policy
     target: Target | None = None  # if it is for absent devices
     outcome: Outcome | None = None  # of compiling for the target
@@ -213,8 +213,8 @@ def _server(program: Program) -> dict[str, Any] | None:
     return {
         "servers": program.serving.servers,
         "workers": program.ranks,
-        "bytes_down": program.serving.bytes_down,
-        "bytes_up": program.serving.bytes_up,
+        "bytes_down": program.serving.pull.bytes,
+        "bytes_up": program.serving.push.bytes,
     }
 
 

@@ -30,7 +30,7 @@ class Product:
         convolution.
       free: dims of one operand and of the result. The windows of a convolution, along which it
         mixes, have no role: they are not cut.
-      result: the result's shape.
+      result, dtype: the result's shape, and the dtype of its elements.
       times: how often it runs in one pass.
     """
 
@@ -40,6 +40,7 @@ class Product:
     shared: tuple[Dims, Dims]
     free: tuple[Dims, Dims]
     result: tuple[int, ...]
+    dtype: Any
     times: int
 
     def classes(self, role: Role, operand: int) -> frozenset[Node]:
@@ -109,8 +110,9 @@ def _product(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
     contracted, shared, free = (
         (role(0), role(1)) for role in (found.reduced, found.shared, found.free)
     )
-    result = shape_of(eqn.outvars[0])
-    return Product(kind, (lhs, rhs), contracted, shared, free, result, frame.times)
+    (out,) = eqn.outvars
+    roles = contracted, shared, free
+    return Product(kind, (lhs, rhs), *roles, shape_of(out), out.aval.dtype, frame.times)
 
 
 _KINDS: dict[str, Kind] = {

@@ -94,8 +94,9 @@ def _source_dims(
 ) -> list[int | None] | None:
     """For each dim of a reshaped array the old dim whose sharding it inherits, or None.
 
-    `parts` is the number of shards of each old dim. Dims that are split or merged keep their sharding if only the
-    outermost of them is sharded. None in place of the list if the sharding has no image.
+    `parts` is the number of shards of each old dim. Dims that are split or merged keep their
+    sharding if only the outermost of them is sharded. None in place of the list if the sharding has
+    no image.
     """
     if math.prod(old) != math.prod(new):
         return None
