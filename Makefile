@@ -53,7 +53,7 @@ test-for: $(INSTALLED)  ## the tests that execute one file: make test-for F=jaxs
 test-map: $(INSTALLED)  ## record which test executes which file, for test-for (slower than `make test`)
 	mkdir -p $(dir $(TEST_MAP))
 	rm -f $(TEST_MAP) $(TEST_MAP).*
-	COVERAGE_PROCESS_START=pyproject.toml COVERAGE_FILE=$(TEST_MAP) $(PYTEST) -m 'not full' $(TESTS)
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/$(TEST_MAP) $(PYTEST) -m 'not full' $(TESTS)
 	$(BIN)/coverage combine --data-file=$(TEST_MAP)
 
 test-full: $(INSTALLED)  ## every combination that is promised (long)

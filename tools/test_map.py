@@ -3,6 +3,7 @@
 A helper that is cached counts for the test that called it first.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,10 @@ def tests_of(file: Path, recorded: Path) -> list[str]:
     data = CoverageData(str(recorded))
     data.read()
     found = data.contexts_by_lineno(str(file.resolve())).values()
-    return sorted({name for names in found for name in names if name})
+    # Of a child it is PYTEST_CURRENT_TEST: "file::test (call)".
+    return sorted(
+        {re.sub(r" \((setup|call|teardown)\)$", "", n) for names in found for n in names if n}
+    )
 
 
 def main(file: str, recorded: str) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,6 @@ from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.planner import jobs
 from tests.planner.test_compiling import needs_libtpu
-from tests.run import small
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -47,12 +47,9 @@ CONFIG = {
 
 def process(*words, **more):
     """Python in a process of its own, which chooses its own devices."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**small.environment(), **more},
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env={**kept, **more}
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

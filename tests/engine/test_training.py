@@ -132,8 +132,17 @@ def test_state_and_step_are_a_pure_function_of_their_own(engine):
         np.testing.assert_array_equal(value, engine.state.params[path])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("model", [Listed, Linen(), PAIR], ids=["nnx", "linen", "pair"])
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        pytest.param(Listed, 3, id="nnx-3"),
+        pytest.param(Linen(), 0, id="linen-0"),
+        pytest.param(PAIR, 3, id="pair-3"),
+        pytest.param(Listed, 0, id="nnx-0", marks=pytest.mark.full),
+        pytest.param(Linen(), 3, id="linen-3", marks=pytest.mark.full),
+        pytest.param(PAIR, 0, id="pair-0", marks=pytest.mark.full),
+    ],
+)
 def test_module_is_the_live_model_of_now(model, stage):
     engine = tiny.engine(model, stage=stage)
     batch = tiny.batch()

@@ -1,5 +1,6 @@
 """What is written into a traced program where it enters and leaves the cut, and that it is all."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.placement.mesh import DATA_AXES, build_mesh
 from jaxspeed.tensor_parallel import Style, with_crossings
+from tests.support.covering import covering
 
 SAMPLES, SEQ, EMBED, MLP = 4, 8, 16, 32
 SPECS = {"up": P(None, "tensor"), "down": P("tensor", None), "scale": P(None)}
@@ -89,8 +91,15 @@ def written(loss: Any, style: Style, mesh: Any) -> tuple[Any, Any]:
     return jex.ClosedJaxpr(jaxpr, closed.consts), [*(values[n] for n in names), x]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("loss", PROGRAMS)
+# Every program is written in a style of its own, the first in all.
+@pytest.mark.parametrize(
+    ("loss", "style"),
+    covering(
+        itertools.product(PROGRAMS, STYLES),
+        [(plain, style) for style in STYLES]
+        + [(loss, [*STYLES][i % len(STYLES)]) for i, loss in enumerate(PROGRAMS) if i],
+    ),
+)
 def test_what_is_written_changes_no_number(loss, style):
     mesh = build_mesh({"data": 2, "tensor": 4})
 
