@@ -77,7 +77,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class Attention(nnx.Module):
+class GPT2Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
         return self.o_proj(ops.attention(q, k, v, segment_ids=segment_ids))
 
 
-class MLP(nnx.Module):
+class GPT2MLP(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -112,13 +112,13 @@ class MLP(nnx.Module):
         return self.down(checkpoint_name(jax.nn.gelu(up, approximate=True), "mlp_hidden"))
 
 
-class Block(nnx.Module):
+class GPT2Block(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.layer_norm_epsilon
         self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
+        self.attn = GPT2Attention(config, rngs=rngs)
         self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = GPT2MLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
@@ -138,7 +138,7 @@ class GPT2(language.Decoder):
             c.max_position_embeddings, c.hidden_size, axis="pos", init=init, rngs=rngs
         )
         self.dropout = dropout(c.dropout, rngs)
-        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.blocks = stacked(lambda rngs: GPT2Block(c, rngs=rngs), c.num_hidden_layers, rngs)
         self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_epsilon, rngs=rngs)
         self.head = (
             None

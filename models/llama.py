@@ -110,7 +110,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class Attention(nnx.Module):
+class LlamaAttention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -134,7 +134,7 @@ class Attention(nnx.Module):
         )
 
 
-class MLP(nnx.Module):
+class LlamaMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -150,13 +150,13 @@ class MLP(nnx.Module):
         return self.down(checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden"))
 
 
-class Block(nnx.Module):
+class LlamaBlock(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.attn_norm = RMSNorm(size, eps=eps, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
+        self.attn = LlamaAttention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(size, eps=eps, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = LlamaMLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(
@@ -174,7 +174,7 @@ class Llama(language.Decoder):
         self.config = config
         init = normal(c.initializer_range)
         self.embed = Embedding(c.vocab_size, c.hidden_size, init=init, rngs=rngs)
-        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.blocks = stacked(lambda rngs: LlamaBlock(c, rngs=rngs), c.num_hidden_layers, rngs)
         self.norm = RMSNorm(c.hidden_size, eps=c.rms_norm_eps, rngs=rngs)
         self.head = (
             None

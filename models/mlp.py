@@ -33,7 +33,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class Block(nnx.Module):
+class MLPBlock(nnx.Module):
     """x + relu(W x + b)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -51,7 +51,7 @@ class MLP(nnx.Module):
         self.config = config
         embed = {"embed": c.hidden_size}
         self.input = Linear({"input": c.input_size}, embed, init=he(c.input_size), rngs=rngs)
-        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.blocks = stacked(lambda rngs: MLPBlock(c, rngs=rngs), c.num_hidden_layers, rngs)
         self.head = Linear(
             embed, {"classes": c.num_classes}, init=normal(c.hidden_size**-0.5), rngs=rngs
         )

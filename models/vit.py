@@ -78,7 +78,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class Attention(nnx.Module):
+class ViTAttention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         return self.o_proj(ops.attention(q, k, v, causal=False))
 
 
-class MLP(nnx.Module):
+class ViTMLP(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -110,13 +110,13 @@ class MLP(nnx.Module):
         return self.down(checkpoint_name(jax.nn.gelu(up, approximate=False), "mlp_hidden"))
 
 
-class Block(nnx.Module):
+class ViTBlock(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.layer_norm_eps
         self.attn_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.attn = Attention(config, rngs=rngs)
+        self.attn = ViTAttention(config, rngs=rngs)
         self.mlp_norm = LayerNorm(size, eps=eps, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = ViTMLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -137,7 +137,7 @@ class ViT(nnx.Module):
         self.class_token = param(rngs, zeros, embed)
         self.positions = param(rngs, init, {"pos": 1 + c.num_patches} | embed)
         self.dropout = dropout(c.dropout, rngs)
-        self.blocks = stacked(lambda rngs: Block(c, rngs=rngs), c.num_hidden_layers, rngs)
+        self.blocks = stacked(lambda rngs: ViTBlock(c, rngs=rngs), c.num_hidden_layers, rngs)
         self.norm = LayerNorm(c.hidden_size, eps=c.layer_norm_eps, rngs=rngs)
         self.head = Linear(embed, {"classes": c.num_classes}, init=init, rngs=rngs)
 

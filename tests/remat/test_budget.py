@@ -29,11 +29,11 @@ FAMILIES = ("gpt2", "llama", "vit")
 def block_of(family):
     rngs = nnx.Rngs(0)
     if family == "gpt2":
-        return gpt2.Block(gpt2.Config(**SIZES), rngs=rngs)
+        return gpt2.GPT2Block(gpt2.Config(**SIZES), rngs=rngs)
     if family == "vit":
-        return vit.Block(vit.Config(**SIZES), rngs=rngs)
+        return vit.ViTBlock(vit.Config(**SIZES), rngs=rngs)
     sizes = {"num_key_value_heads": 2, "intermediate_size": 640}
-    return llama.Block(llama.Config(**SIZES, **sizes), rngs=rngs)
+    return llama.LlamaBlock(llama.Config(**SIZES, **sizes), rngs=rngs)
 
 
 @functools.cache
