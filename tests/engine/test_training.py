@@ -134,7 +134,7 @@ def test_state_and_step_are_a_pure_function_of_their_own(engine):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("model", [Listed, Linen(), PAIR], ids=["nnx", "linen", "pair"])
-def test_module_is_the_live_model_of_now(model, stage):
+def test_module_is_the_current_model(model, stage):
     engine = tiny.engine(model, stage=stage)
     batch = tiny.batch()
     first = engine.module
