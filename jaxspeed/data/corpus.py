@@ -16,10 +16,10 @@ from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
 from jaxspeed.data.model_limits import Facts, Kind
 from jaxspeed.data.open_source import (
-    Made,
     Opened,
     OpenSource,
     Packing,
+    SyntheticSource,
     arrays_part,
     documents_part,
     made_part,
@@ -155,7 +155,7 @@ def _part(
         if facts.sample == "tokens":
             raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
         return arrays_part(opened, data.held_out, source.path or str(source.source))
-    if isinstance(opened, Made):
+    if isinstance(opened, SyntheticSource):
         packing = None if facts.sample != "tokens" else _packing(data, facts)
         return made_part(opened, facts, packing, data.held_out)
     if facts.sample == "images":

@@ -21,14 +21,14 @@ SYNTHETIC_SAMPLES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Made:
+class SyntheticSource:
     """A synthetic source."""
 
     samples: int
 
 
 # The contents of a source, before there is a tokenizer.
-Opened = Texts | list[token_store.Documents] | array_sources.Arrays | Made
+Opened = Texts | list[token_store.Documents] | array_sources.Arrays | SyntheticSource
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def open_source(source: Source, facts: Facts) -> Opened:
     if kind == "images":
         return array_sources.read_images(given, facts)
     if kind == "synthetic":
-        return Made(source.samples or SYNTHETIC_SAMPLES)
+        return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
-    return _own(kind, source)
+    return _user_iterable(kind, source)
 
 
 def _token_paths(given: Sequence[str]) -> list[Path]:
@@ -76,7 +76,7 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
     return found
 
 
-def _own(path: str, source: Source) -> Opened:
+def _user_iterable(path: str, source: Source) -> Opened:
     """A user's iterable of texts, records with a text, token documents or samples."""
     begin = import_iterable(path, source.samples)
     first = next(begin(), None)
@@ -147,7 +147,9 @@ def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> Open
     return _split(rows, held_out, array_sources.digest(found), None, summary)
 
 
-def made_part(made: Made, facts: Facts, packing: Packing | None, held_out: float) -> OpenSource:
+def made_part(
+    made: SyntheticSource, facts: Facts, packing: Packing | None, held_out: float
+) -> OpenSource:
     """Synthetic samples of the kind that the model reads."""
     if facts.sample == "images" and facts.image_shape:
         images = Blots(made.samples, facts.image_shape, facts.classes or 2)

@@ -1,4 +1,4 @@
-"""OOM report: stored bytes from the placement table, and the config changes that free most."""
+"""Out-of-memory (OOM) report: stored bytes by role, and the config changes that free most."""
 
 from dataclasses import replace
 

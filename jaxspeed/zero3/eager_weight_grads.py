@@ -1,4 +1,4 @@
-"""Weight gradients computed as early as possible, not at the end of their unit.
+"""Early weight gradients: computed right after the matmul that follows, not at a unit's end.
 
 Only the end of a unit's backward pass needs its weight gradients. By default XLA computes all of
 them there (seen on TPU compiles), and until then holds their operands: for a llama block four

@@ -1,4 +1,4 @@
-"""A sharded parameter: how it is stored, gathered for the layers, and its gradient scattered.
+"""A sharded parameter (ZeRO 3): its stored shards, all-gather, and gradient reduce-scatter.
 
 Forward, a stored parameter (sharded over the data axes, perhaps padded, in its master dtype) is
 cast and all-gathered. Backward, its gradient is constrained to the stored sharding: XLA makes a

@@ -162,7 +162,7 @@ def test_config_gives_a_verdict_to_each_key_and_the_schema(tmp_path):
     assert "zero_optimization" in schema["properties"]
 
 
-def test_report_tells_of_devices_and_extras():
+def test_report_shows_devices_and_extras():
     found = json.loads(jaxspeed("report", "--json", "--devices", "cpu:8").stdout)
     assert found["devices"]["count"] == 8
     assert "pinned_host" in found["devices"]["memory kinds"]
@@ -218,7 +218,7 @@ def test_devices_that_are_not_here_are_a_mistake(trained):
     assert "run.devices: gpu, which JAX cannot start" in done.stderr
 
 
-def test_output_that_is_cut_off_is_no_error(trained):
+def test_a_closed_output_pipe_is_no_error(trained):
     config, _, _ = trained
     line = " ".join(small.command("config", config)) + " | head -1"
     done = subprocess.run(

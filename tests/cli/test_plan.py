@@ -47,14 +47,14 @@ OFFLOAD = (
 )
 
 
-def test_what_waits_in_host_memory_has_a_column_and_what_crosses_a_table(config):
+def test_offloaded_arrays_have_a_column_and_host_transfers_a_table(config):
     said = plan(config, *OFFLOAD).stdout
-    assert "in host memory" in said and "in its host's memory (from the table)" in said
+    assert "in host memory (from the table)" in said
     assert "over the link to host memory, per device and step" in said
     assert "expected at best, as of an A100: of this device none is known" in said
 
 
-def test_what_crosses_is_there_as_data(config):
+def test_host_transfers_are_there_as_data(config):
     found = json.loads(plan(config, "--json", *OFFLOAD).stdout)
     waiting = {role: row["host_bytes_per_device"] for role, row in found["state"].items()}
     moved = sum(size for role, size in waiting.items() if role in ("master", "opt"))
@@ -70,14 +70,14 @@ def test_what_moves_nothing_has_no_such_table(planned):
     assert {row["host_bytes_per_device"] for row in planned["state"].values()} == {0}
 
 
-def test_it_says_where_it_looked(planned):
+def test_devices_mesh_and_batch_are_in_the_data(planned):
     assert planned["devices"]["count"] == 8 and planned["devices"]["simulated"]
     assert {axis: n for axis, n in planned["mesh"].items() if n > 1} == {"pipe": 2, "data": 4}
     assert planned["batch"] == {"train": 16, "micro": 2, "accumulation": 2}
 
 
-def test_the_compiled_step_is_given_the_state_that_the_table_tells_of(planned):
-    """But for the accumulated gradients, which live inside of it, and with the batch."""
+def test_the_compiled_steps_arguments_are_the_tables_state(planned):
+    """Without the accumulated gradients, which are inside of it, and with the batch."""
     state = {role: found["bytes_per_device"] for role, found in planned["state"].items()}
     batch = 2 * (16 // 4) * 17 * 4  # tokens and segment_ids of a data rank
     given = sum(state.values()) - state["grad"] + batch
@@ -219,7 +219,7 @@ def test_a_mistake_is_one_message_and_no_traceback(config, name):
     assert "Traceback" not in done.stderr and done.stderr.count("error:") == 1
 
 
-def test_a_target_is_told_with_its_devices_and_its_n(config):
+def test_the_plan_of_a_target_has_its_devices_and_their_memory(config):
     said = plan(config, "--target", "h100:8", "--json")
     assert said.returncode == 0, said.stderr
     found = json.loads(said.stdout)
@@ -235,7 +235,7 @@ def test_a_target_is_told_with_its_devices_and_its_n(config):
     assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "available: 84.9 GB per device" in text
 
 
-def test_a_target_is_told_what_a_step_needs_by_component(config):
+def test_the_plan_of_a_target_has_memory_by_component(config):
     found = json.loads(plan_once(config, "--target", "v5e:2x4", "--json").stdout)
     memory = found["memory"]
     assert memory["verdict"] == "fits"

@@ -203,7 +203,7 @@ def test_plain_npy_files_hold_tokens(tmp_path):
     assert every >= set(range(384))
 
 
-def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
+def test_a_folder_is_written_completely_or_not_at_all(folder, tmp_path):
     (folder.parent / "bad").mkdir(exist_ok=True)
     bad = text_files(tmp_path / "bad", TEXTS[:3])
     (bad / "9.txt").write_bytes(b"\xff")

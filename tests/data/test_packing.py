@@ -132,7 +132,7 @@ def test_each_token_is_either_trained_on_or_held_out(lengths, share):
     assert abs(held.lengths.sum() - wanted) <= max(wanted / 4, 1)
 
 
-def test_whole_documents_are_held_out_and_from_all_over_the_corpus():
+def test_complete_documents_from_all_over_the_corpus_are_held_out():
     offsets = np.arange(0, 10_001, 10)
     _, held = hold_out_documents(offsets, 0.1)
     assert set(held.lengths) == {10} and len(held.starts) == 100

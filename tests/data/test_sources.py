@@ -65,7 +65,7 @@ def test_an_own_iterable_gives_texts_or_records_and_may_have_no_end(monkeypatch)
     assert read(source="users_data:endless", samples=3) == ["again"] * 3
 
 
-def test_an_iterator_that_can_be_read_once_is_kept(monkeypatch):
+def test_an_iterator_that_can_be_read_once_is_stored(monkeypatch):
     module(monkeypatch, once=iter(TEXTS))
     texts = open_source(Source(source="users_data:once"), Facts())
     assert list(texts) == list(texts) == TEXTS
@@ -207,7 +207,7 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, match):
     wrong(rf"a\.jsonl, {match}", source="jsonl", path=str(tmp_path / "a.jsonl"))
 
 
-def test_a_cut_off_gzip_file_is_named(tmp_path):
+def test_a_truncated_gzip_file_is_named(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-20])
     wrong(r"a\.jsonl\.gz' cannot be read", source="jsonl", path=str(tmp_path))
 

@@ -55,7 +55,7 @@ def test_merges_are_those_of_the_definition(words, merges):
     assert learn_merges(words.items(), merges) == learned_plainly(list(words.items()), merges)
 
 
-def test_a_word_that_was_not_seen_is_cut_by_the_same_merges():
+def test_an_unseen_word_is_encoded_by_the_same_merges():
     """What training made of its own words and what encoding makes of them is one thing."""
     trained = BPETokenizer.train(TEXTS, 400)
     loaded = load_tokenizer(trained.to_bytes())
@@ -92,7 +92,7 @@ def test_training_does_not_depend_on_the_order_of_the_texts():
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), TRAINED], ids=["bytes", "bpe"])
-def test_a_tokenizer_comes_back_from_what_is_kept(tokenizer, tmp_path):
+def test_a_tokenizer_is_restored_from_its_bytes(tokenizer, tmp_path):
     again = load_tokenizer(tokenizer.to_bytes())
     assert type(again) is type(tokenizer) and again.name == tokenizer.name
     assert again.to_bytes() == tokenizer.to_bytes()
@@ -138,7 +138,7 @@ def test_a_foreign_tokenizer_names_the_extra_when_its_library_is_missing(monkeyp
 
 
 @given(text=text_)
-def test_the_library_reads_our_file_and_cuts_as_we_do(text):
+def test_the_library_reads_our_file_and_encodes_as_we_do(text):
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer.from_str(TRAINED.to_bytes().decode())
     text = text + " the of 12345 __init__(self)\n\n    "

@@ -60,14 +60,16 @@ def test_what_is_no_array_is_named_with_its_place(engine, call, case):
 
 @pytest.mark.parametrize("call", ["train_batch", "check", "compiled", "diagnose"])
 @pytest.mark.parametrize("samples", [0, 6, 16])
-def test_a_training_batch_of_another_size_says_the_equation(engine, call, samples):
+def test_the_error_of_a_wrong_batch_size_has_the_equation(engine, call, samples):
     message = rf"batch\['x'\] has {samples} samples.*8 = 1 a device x 1 micro-batches x 8 data"
     with pytest.raises(BatchError, match=message):
         getattr(engine, call)(tiny.batch(samples))
 
 
 @pytest.mark.parametrize(("samples", "would_do"), [(0, "8"), (6, "8"), (12, "8 or 16")])
-def test_an_evaluation_batch_that_cannot_be_shared_says_which_could(engine, samples, would_do):
+def test_the_error_of_an_indivisible_evaluation_batch_names_sizes_that_work(
+    engine, samples, would_do
+):
     with pytest.raises(BatchError, match=f"{samples} samples, .* evenly; {would_do} would do"):
         engine.eval_batch(tiny.batch(samples))
 

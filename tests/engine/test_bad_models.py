@@ -69,7 +69,7 @@ BAD_MODELS = {
 
 
 @pytest.mark.parametrize("case", BAD_MODELS)
-def test_a_bad_model_is_told_what_would_do(case):
+def test_the_error_of_a_bad_model_says_what_would_work(case):
     model, message = BAD_MODELS[case]
     with pytest.raises(ModelError, match=message):
         start(model)
@@ -122,7 +122,7 @@ BAD_LOSSES = {
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("case", BAD_LOSSES)
-def test_a_bad_loss_is_told_what_it_may_return(case, stage):
+def test_the_error_of_a_bad_loss_lists_what_it_may_return(case, stage):
     loss_fn, message = BAD_LOSSES[case]
     program = jaxspeed.train.build_program(
         jaxspeed.Config.load(tiny.config(stage)), Listed, loss_fn
@@ -228,7 +228,7 @@ BAD_MESHES = {
 
 
 @pytest.mark.parametrize("case", BAD_MESHES)
-def test_a_bad_mesh_is_told_what_would_fit(case):
+def test_the_error_of_a_bad_mesh_says_what_would_fit(case):
     mesh, kind, message = BAD_MESHES[case]
     with pytest.raises(kind, match=message):
         start(config={"mesh": mesh})

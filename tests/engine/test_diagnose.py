@@ -140,7 +140,7 @@ def test_an_entry_of_the_batch_is_named(entry, value):
     assert f"the batch is not finite: {entry}" in str(found)
 
 
-def test_all_is_finite_and_the_state_is_kept():
+def test_all_is_finite_and_the_state_is_unchanged():
     engine = tiny.engine(Listed, gradient_accumulation_steps=2)
     state = engine.state
     found = engine.diagnose(tiny.batch(16))
@@ -150,7 +150,7 @@ def test_all_is_finite_and_the_state_is_kept():
     engine.train_batch(tiny.batch(16))
 
 
-def test_a_loss_that_breaks_behind_finite_layers_is_told_apart():
+def test_a_non_finite_loss_after_finite_layers_is_named():
     def undefined(model, batch):
         return jnp.log(-jnp.square(model(batch["x"])).sum() - 1.0)
 

@@ -129,7 +129,9 @@ def test_another_step_is_known_to_be_another(kept, name):
     ],
     ids=["program", "flags", "options"],
 )
-def test_of_another_step_it_says_what_differs_and_compiles(kept, differs, config, more):
+def test_for_another_step_the_differences_are_logged_and_it_is_compiled(
+    kept, differs, config, more
+):
     found = started(config, kept, **more)
     (said,) = found["warned"]
     assert f"which is compiled now: {differs} (" in said

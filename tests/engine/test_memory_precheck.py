@@ -114,7 +114,7 @@ def test_a_model_of_ones_own_is_estimated_for_its_example_batch(limited, caplog)
     assert WORDS in said
 
 
-def test_an_array_may_be_the_whole_example(limited, caplog):
+def test_an_array_alone_may_be_the_example(limited, caplog):
     limited(100_000)
     config = {"train_batch_size": 4096, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     loss = lambda model, batch: jnp.mean(model(batch) ** 2)  # noqa: E731

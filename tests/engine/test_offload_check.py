@@ -57,7 +57,7 @@ def program_of(config, devices=4):
 
 
 @pytest.mark.parametrize("recompute", ["stage", "layers", "save"])
-def test_stages_move_what_the_config_says_too(recompute):
+def test_stages_offload_what_the_config_sets(recompute):
     config = {
         "mesh": {"pipe": 2, "data": 2},
         "gradient_accumulation_steps": 4,
@@ -111,7 +111,7 @@ def test_what_the_host_should_update_and_does_not_is_an_error():
         transfer_of(asked, traced)
 
 
-def test_what_stages_keep_waits_in_host_memory():
+def test_what_stages_save_is_offloaded():
     config = {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 4}
     _, found = moved(config | ON_HOST, devices=2)
     assert set(found.by_kind) == {ACTIVATIONS}
@@ -173,7 +173,7 @@ def test_an_activation_that_looks_like_a_weight_is_not_taken_for_its_gradient():
     assert found.by_kind[GRADIENTS][1] > 0
 
 
-def test_nothing_is_told_of_what_moves_nothing():
+def test_without_host_transfers_nothing_is_reported():
     assert moved(BF16 | {"parallel": {"remat": "full"}})[1] is None
     assert moved(BF16)[1] is None
 

@@ -294,7 +294,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(name):
+def test_a_model_that_cannot_be_split_is_refused_with_the_reason(name):
     model, kind, reason = REFUSED[name]
     with pytest.raises(kind, match=reason):
         engine("", "2", model=model, loss=cases.squared_error).train_batch(batch())

@@ -30,7 +30,7 @@ def test_the_check_draws_what_each_rank_drew(stage):
 @pytest.mark.parametrize(
     ("wire", "tolerance"), [("int8", 0.5), pytest.param("bf16", 5e-2, marks=pytest.mark.full)]
 )
-def test_the_check_allows_what_packing_loses_and_tells_how_much_it_was(wire, tolerance):
+def test_the_check_allows_quantization_errors_and_shows_them(wire, tolerance):
     run, batch = engine(1, ring_wire=wire)
     report = run.check(batch)
     assert report.ok and report.tolerance == tolerance
@@ -50,7 +50,7 @@ def test_a_diagnosis_finds_what_is_not_finite_in_a_ranks_part():
     assert "x" in str(run.diagnose(batch))
 
 
-def test_the_compiled_step_is_told_with_its_permutes():
+def test_the_report_of_the_compiled_step_has_its_permutes():
     run, batch = engine(1, CASES["pair"], 1)
     assert "collective-permute" in str(run.compiled(batch))
 

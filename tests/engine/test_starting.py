@@ -118,7 +118,7 @@ def test_a_subset_of_the_devices_may_be_used():
 # -- what compiled ------------------------------------------------------------------------------
 
 
-def test_what_compiled_is_told_without_running_anything():
+def test_the_compiled_step_is_reported_without_running_it():
     engine = tiny.engine(PAIR, stage=3, train_micro_batch_size_per_gpu=4)
     state, batch = engine.state, tiny.batch(32)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -195,7 +195,7 @@ def test_simulate_gives_the_devices_before_jax_has_started():
     assert out.strip() == "6"
 
 
-def test_simulate_says_that_it_comes_too_late():
+def test_simulate_after_the_start_of_jax_is_an_error():
     out = python(
         "import jaxspeed, jax\n"
         "jax.numpy.zeros(3)\n"

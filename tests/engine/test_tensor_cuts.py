@@ -74,7 +74,7 @@ def by_hand(model: foreign_models.Foreign) -> tuple[list[float], dict[str, Any]]
         pytest.param("plain stack", 8, 0, "cut", marks=pytest.mark.full),
     ],
 )
-def test_a_model_that_says_nothing_trains_as_on_one_device(name, tensor, stage, between):
+def test_a_model_without_names_trains_as_on_one_device(name, tensor, stage, between):
     model = MODELS[name]()
     engine = jaxspeed.initialize(
         model.model,
@@ -90,7 +90,7 @@ def test_a_model_that_says_nothing_trains_as_on_one_device(name, tensor, stage, 
         np.testing.assert_allclose(value, params[path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-def test_the_proposal_is_logged_and_kept_as_layer_specs_cuts_the_same(caplog):
+def test_the_logged_proposal_as_layer_specs_shards_the_same(caplog):
     model = foreign_models.encoder_decoder(shared=False)
     sections = config(model.batch, 4)
     with caplog.at_level("INFO", "jaxspeed"):
@@ -147,7 +147,7 @@ def test_layer_specs_need_no_example():
     assert engine.check(PAIR.batch).ok
 
 
-def test_without_names_specs_or_an_example_it_is_told_what_to_do():
+def test_without_names_specs_or_an_example_the_error_says_what_to_do():
     with pytest.raises(ConfigError, match=r"mesh.tensor is 4.*example_batch.*layer_specs"):
         jaxspeed.initialize(Pair, PAIR.loss, config(PAIR.batch, 4))
 
@@ -166,7 +166,7 @@ def test_what_does_not_divide_is_refused_with_the_degrees_that_work():
         )
 
 
-def test_a_proposal_for_what_does_not_divide_leaves_it_whole_and_says_so():
+def test_a_proposal_leaves_indivisible_dims_replicated_and_says_so():
     proposal = jaxspeed.propose_tensor_cuts(Pair, PAIR.loss, PAIR.batch, tensor=5)
     assert not proposal.cuts
     assert "left whole" in str(proposal) and "degrees that work" in str(proposal)
@@ -196,9 +196,7 @@ class Depthwise(nnx.Module):
     ],
 )
 @pytest.mark.parametrize("words", [{"up": "column", "down": "row"}, {"dw": "replicated"}])
-def test_the_gradient_of_a_depthwise_kernel_that_is_whole_is_right(
-    tensor, stage, accumulation, words
-):
+def test_the_gradient_of_a_replicated_depthwise_kernel_is_right(tensor, stage, accumulation, words):
     """XLA alone makes it as many times too large as the tensor axis has devices."""
     batch = {"x": foreign_models.numbers(4, 4, 16), "y": foreign_models.numbers(4, 4, 16)}
     engine = jaxspeed.initialize(
@@ -248,7 +246,7 @@ class Joined(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def test_samples_that_are_joined_stay_cut_over_the_data_axes():
+def test_concatenated_samples_stay_sharded_over_the_data_axes():
     batch = {"x": foreign_models.numbers(2, 16)}
     flops = {}
     for tensor in (1, 4):
@@ -263,7 +261,7 @@ def test_samples_that_are_joined_stay_cut_over_the_data_axes():
     assert flops[4] <= 1.05 * flops[1]
 
 
-def test_activations_without_a_sequence_are_told():
+def test_activations_without_a_sequence_are_logged():
     warn_that_nothing_is_a_sequence.cache_clear()
     parallel = {"sequence_parallel_activations": True}
     engine = jaxspeed.initialize(

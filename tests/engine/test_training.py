@@ -143,7 +143,7 @@ def test_state_and_step_are_a_pure_function_of_their_own(engine):
         pytest.param(PAIR, 0, id="pair-0", marks=pytest.mark.full),
     ],
 )
-def test_module_is_the_live_model_of_now(model, stage):
+def test_module_is_the_current_model(model, stage):
     engine = tiny.engine(model, stage=stage)
     batch = tiny.batch()
     first = engine.module

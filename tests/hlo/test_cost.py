@@ -184,7 +184,7 @@ KERNEL = (
 )
 
 
-def test_a_gpu_librarys_product_says_its_dims():
+def test_the_dims_of_a_gpu_librarys_matmul_are_in_its_config():
     config = (
         'custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":'
         '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
@@ -194,6 +194,6 @@ def test_a_gpu_librarys_product_says_its_dims():
     assert (counted.flops, counted.uncounted) == (2 * 8 * 6 * 4, ())
 
 
-def test_a_kernel_that_says_nothing_is_named():
+def test_a_kernel_of_unknown_flops_is_named():
     counted = cost(KERNEL.format(attributes='custom_call_target="tpu_custom_call"'))
     assert (counted.flops, counted.uncounted) == (0, ("tpu_custom_call",))

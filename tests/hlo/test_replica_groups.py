@@ -65,13 +65,13 @@ def test_mesh_axes_group_what_differs_along_them(data, shape):
 
 
 @given(before=st.integers(1, 3), part=st.integers(2, 4), after=st.integers(1, 3))
-def test_part_of_an_axis_is_the_axis_cut_into_three(before, part, after):
+def test_a_sub_axis_splits_the_axis_into_three(before, part, after):
     text = f"mesh['a'=2,'b'={before * part * after}] {{'b':({before}){part}}}"
     groups = replica_groups(text, 2 * before * part * after)
     assert as_sets(groups) == as_sets(groups_along((2, before, part, after), {2}))
 
 
-def test_two_parts_of_one_axis_are_the_whole_of_it():
+def test_two_sub_axes_of_one_axis_are_the_full_axis():
     text = "mesh['a'=2,'b'=4] {'b':(1)2,'b':(2)2}"
     assert as_sets(replica_groups(text, 8)) == {frozenset(range(4)), frozenset(range(4, 8))}
 

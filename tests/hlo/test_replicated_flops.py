@@ -42,7 +42,7 @@ def product(x, w):
     return jnp.tanh(x @ w)
 
 
-def test_a_product_of_what_is_whole_is_replicated(mesh):
+def test_a_matmul_of_replicated_operands_is_replicated(mesh):
     assert found(mesh, product, P(), P()) == (WHOLE, WHOLE)
 
 

@@ -90,7 +90,7 @@ def test_batched_products_cost_what_their_formula_says(texts):
     assert cost(texts["products"]).flops == 3 * one_product
 
 
-def test_host_bytes_are_told_from_device_bytes(texts):
+def test_host_bytes_are_separate_from_device_bytes(texts):
     report = texts["offloaded"]
     assert report["host_bytes"] == 512 * 512 * 4
     assert report["argument_bytes"] < 1024

@@ -59,7 +59,7 @@ def test_a_phase_ends_when_it_raises(clock):
     assert booked(ledger) == {"compute": 4, "other": 1}
 
 
-def test_a_phase_that_goes_on_is_told_up_to_now(clock):
+def test_an_open_phase_is_counted_up_to_now(clock):
     ledger = TimeLedger(clock=clock)
     with ledger.phase("checkpoint"):
         clock.now += 3

@@ -130,12 +130,12 @@ def test_any_losses_make_a_picture(tmp_path_factory, train, held_out):
         (0.0, 4_000_000.0, ["0", "500k", "1M", "1.5M", "2M", "2.5M", "3M", "3.5M", "4M"]),
     ],
 )
-def test_steps_are_whole_and_short(low, high, labels):
+def test_step_labels_are_integers_and_short(low, high, labels):
     assert [label for _, label in loss_curve._ticks(low, high, most=8, integer=True)] == labels
 
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e3))
-def test_ticks_are_round_even_and_told_apart(low, size):
+def test_ticks_are_round_evenly_spaced_and_distinct(low, size):
     ticks = loss_curve._ticks(low, low + size, most=7, integer=False)
     values = [value for value, _ in ticks]
     assert 2 <= len(ticks) <= 8

@@ -60,7 +60,7 @@ def test_a_terminal_has_one_line_with_step_loss_speed_and_time_left(screen, cloc
 
 
 @pytest.mark.parametrize("screen", [30, 40, 60, 80, 120, 200], indirect=True)
-def test_the_line_fits_and_tells_the_step_whatever_the_columns(screen, clock):
+def test_the_line_fits_and_shows_the_step_at_any_width(screen, clock):
     with screen, Progress(1_000_000, clock=clock) as progress:
         run(progress, clock, range(123_456, 123_459))
         progress.update({"step": 123_458, "eval_loss": 12.3456})
@@ -72,7 +72,7 @@ def test_the_line_fits_and_tells_the_step_whatever_the_columns(screen, clock):
     assert ("held-out" in line) == (screen.columns >= 120)
 
 
-def test_other_output_stands_above_the_line_and_whole(screen, clock):
+def test_other_output_appears_above_the_line_unbroken(screen, clock):
     logger = logging.getLogger("a library")
     with screen:
         handler = logging.StreamHandler(sys.stderr)  # it was made before the line moved
@@ -191,7 +191,7 @@ def test_a_dumb_terminal_gets_plain_lines(screen, clock, monkeypatch):
     assert [line.split("  ")[0] for line in screen.lines()] == ["step 1/2", "step 2/2"]
 
 
-def test_an_interrupted_run_tells_how_far_it_came(clock):
+def test_an_interrupted_run_shows_its_last_step(clock):
     progress, out = plain(100, clock)
     with pytest.raises(KeyboardInterrupt), progress:
         run(progress, clock, range(1, 5))
@@ -199,7 +199,7 @@ def test_an_interrupted_run_tells_how_far_it_came(clock):
     assert out.getvalue().splitlines()[-1].startswith("step   4/100")
 
 
-def test_samples_are_told_where_there_are_no_tokens(clock):
+def test_samples_per_second_are_shown_without_tokens(clock):
     progress, out = plain(10, clock)
     progress.update({"step": 1, "loss": 1.0, "samples_per_second": 2_000_000})
     assert out.getvalue() == "step  1/10  loss 1.000  2.00M samples/s\n"

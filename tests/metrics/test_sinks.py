@@ -96,7 +96,7 @@ def test_a_run_that_was_stopped_anywhere_reads_as_one(tmp_path_factory, stops):
     ]
 
 
-def test_a_writer_that_is_killed_leaves_whole_lines_and_at_most_one_torn(tmp_path):
+def test_a_killed_writer_leaves_complete_lines_and_at_most_one_truncated(tmp_path):
     path = tmp_path / "metrics.jsonl"
     code = (
         "import sys; from jaxspeed.metrics import JsonlSink\n"
@@ -113,7 +113,7 @@ def test_a_writer_that_is_killed_leaves_whole_lines_and_at_most_one_torn(tmp_pat
     assert [r["step"] for r in read_records(path)] == list(range(1, 120))
 
 
-def test_without_a_step_to_resume_from_all_is_kept(tmp_path):
+def test_without_a_step_to_resume_from_all_lines_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
     written(JsonlSink(path), [1, 2])
     before = path.stat().st_ino
@@ -122,7 +122,7 @@ def test_without_a_step_to_resume_from_all_is_kept(tmp_path):
     assert path.stat().st_ino == before  # nothing to drop: it was not written again
 
 
-def test_a_line_without_its_end_was_cut_short_and_is_dropped_whatever_it_looks_like(tmp_path):
+def test_a_truncated_last_line_is_dropped(tmp_path):
     written(JsonlSink(tmp_path / "metrics.jsonl"), [1, 2])
     written(CsvSink(tmp_path), [1, 2])
     for name, torn in (("metrics.jsonl", '{"step": 3}'), ("loss.csv", "3,1.6")):

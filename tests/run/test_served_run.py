@@ -30,7 +30,7 @@ def trained(config: Path) -> str:
     return told.stdout
 
 
-def test_a_run_is_told_of_and_continued(tmp_path):
+def test_a_run_is_reported_and_resumed(tmp_path):
     few = {"devices": "cpu:3", "sample_tokens": 2}
     shown = trained(written(tmp_path, 4, few, servers=1))
     assert "1 server, 2 workers in step; each worker pulls" in shown
@@ -54,7 +54,7 @@ def test_a_run_in_step_is_continued_as_if_it_had_not_stopped(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_at_its_own_pace_goes_on_and_tells_of_staleness(tmp_path):
+def test_an_asynchronous_run_is_resumed_and_reports_staleness(tmp_path):
     for steps in (4, 6):
         shown = trained(written(tmp_path, steps, max_staleness=2, on_stale="drop"))
     assert "at most 2 versions stale" in shown

@@ -117,7 +117,7 @@ def test_a_run_without_a_number_of_steps_is_refused(tmp_path):
         open_run(source_of(given))
 
 
-def test_the_checkpoints_that_are_kept_are_the_newest_and_the_multiples(tmp_path):
+def test_the_newest_checkpoints_and_the_multiples_are_kept(tmp_path):
     trainer = train(config(tmp_path, run={"checkpoint_every": 2, "keep": 2, "keep_every": 6}))
     steps = [info.step for info in trainer.checkpointer.list()]
     assert steps == [6, 12, 18, 20]

@@ -116,7 +116,7 @@ def test_only_the_head_gathers_the_table(read):
     assert [c.elements for c in moved] == [tokens * 64 // 8] * 2, "there and back"
 
 
-def test_a_table_cut_by_rows_is_gathered():
+def test_a_row_sharded_table_is_gathered():
     """Without names the longest dim is cut, the vocabulary: an id may be on any device.
 
     Once for the lookup, and in each pass for the product.

@@ -299,12 +299,12 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "if node < 1 or (count % node and count > node):",
         "if node < 1:",
-        "test_a_mistake_is_told_with_what_would_work[h100:64/7]",
+        "test_a_mistake_is_reported_with_what_would_work[h100:64/7]",
     ),
     (
         "within = math.prod(shape) <= 2 and all(size == 1 for size in shape[2:])",
         "within = True",
-        "test_a_mistake_is_told_with_what_would_work[v5p:4x4]",
+        "test_a_mistake_is_reported_with_what_would_work[v5p:4x4]",
     ),
     (
         "if any(n > 1 for n in inner) or old[first] % outer or new[place] % outer:",
