@@ -127,8 +127,8 @@ def build_table(
 ) -> PlacementTable:
     """The table for these leaves: what the ZeRO stage, the precision and offload mean for each.
 
-    Under stage 3 a leaf of fewer than `persistence_threshold` elements keeps a full `param` row, and
-    is placed as under stage 2 otherwise.
+    Under stage 3 a leaf of fewer than `persistence_threshold` elements keeps a full `param` row,
+    and is placed as under stage 2 otherwise.
     """
     leaves = list(leaves)
     refuse_misfits(leaves, mesh.shape)
