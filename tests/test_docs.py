@@ -100,6 +100,12 @@ def test_every_command_and_snippet_is_valid(page):
     assert {block.language for block in found} <= {"sh", "json", "yaml", "python", ""}
 
 
+def test_every_command_in_a_comment_of_a_config_is_valid():
+    for config in sorted((ROOT / "configs").glob("*.yaml")):
+        comment = "\n".join(re.findall(r"^#   (.*)$", config.read_text(), re.M))
+        assert not each(checks.command_problems, shell_commands(comment))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=TEXTS)
 def test_every_key_name_path_and_link_in_the_prose_is_there(page):
     written = spans(TEXTS[page.name])
