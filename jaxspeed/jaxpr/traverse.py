@@ -64,8 +64,8 @@ class Body:
     Attributes:
       jaxpr: the program, and `consts` the values of its constants.
       first: the place of the operand that its first input is.
-      operands: of the equation, one an input. Of a scan those after constants and carry are walked
-        along: each trip is given a slice, and so it is with the results after the carry.
+      operands: of the equation, one for each input. Of a scan those after constants and carry are
+        given to each trip slice by slice, and the results after the carry are stacked.
       trips: how often it runs; 1 where only the data tell.
       num_consts: of a loop: its first inputs, which all trips read.
       num_carry: ... and those that follow, which a trip hands on as its first results.
@@ -91,7 +91,8 @@ class Body:
 def bodies(eqn: Any) -> list[Body]:
     """The programs that an equation runs: several are branches, of which one runs.
 
-    A kernel's is none: what its inputs are the grid says. Of a `while` it is the body alone.
+    A kernel has none: its inputs are blocks of the operands. Of a `while` it is the body alone,
+    without the condition.
     """
     name, params = eqn.primitive.name, eqn.params
     holder = _holder(eqn)
@@ -114,13 +115,13 @@ def _manual_axes(params: Any) -> tuple[tuple[str, int], ...]:
 
 
 def transparent_bodies(eqn: Any) -> list[Body]:
-    """... but of regions that each device runs on its part: there, dims are others."""
+    """The bodies whose dims are the equation's: none of regions that a device runs on its part."""
     return bodies(eqn) if eqn.primitive.name in (*CALLS, *CONTROL) else []
 
 
 def sliceable_bodies(eqn: Any) -> list[Body]:
-    """... those that can be run in segments, and their equation around them: not what has a
-    derivative of its own, nor a loop of unknown length."""
+    """The bodies that can be run in segments: none of what has a derivative of its own, nor of a
+    loop of unknown length."""
     names = (*INLINED, *CHECKPOINTS, "scan", "cond")
     return bodies(eqn) if eqn.primitive.name in names else []
 
