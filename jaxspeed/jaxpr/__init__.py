@@ -1,1 +1,1 @@
-"""Tools for programs as JAX traces them: evaluation, inlining, module scopes, FLOPs."""
+"""Tools for programs as JAX traces them: evaluation, inlining, module scopes, dims, FLOPs."""
