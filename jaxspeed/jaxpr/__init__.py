@@ -1,6 +1,7 @@
-"""Tools for programs as JAX traces them.
+"""Traced programs: traversal, slicing, inlining, evaluation, FLOPs, dim relations, module scopes.
 
-`traverse` says what programs an equation runs, `slicing` and `inline_calls` cut and rewrite them,
-`evaluate` runs them, `flops` counts them; `primitives` are the operations by class, and
-`module_scopes` name the module calls that they come from.
+`traverse` lists the programs that an equation runs, `slicing` and `inline_calls` rewrite jaxprs,
+`evaluate` runs them, `flops` counts them; `primitives` has the operations by class,
+`dim_relations` relates the dims of their operands and results, and `module_scopes` tags equations
+with module calls.
 """

@@ -87,8 +87,9 @@ def _go(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -
 def ties_of(op: Op) -> Iterator[Tie]:
     """Dims along which an operation reads and writes the same index.
 
-    Also along which it mixes, and dims of one place and size where nothing is known of it: so a
-    partitioner goes on there.
+    Also along which it mixes, and dims of one place and size where nothing is known of it: a
+    partitioner goes on there. Constraints are such operations: what their user says of a result
+    also says how what is constrained is best made.
     """
     if op.name in _LOOPS_AND_BRANCHES:
         yield from _LOOPS_AND_BRANCHES[op.name](op)
