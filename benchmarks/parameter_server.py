@@ -72,9 +72,9 @@ def step_seconds(million: int, steps: int) -> dict[str, Any]:
     return {
         "parameter_bytes": 4 * million * WIDTH * WIDTH,
         "step_seconds": {name: statistics.median(each) for name, each in taken.items()},
-        "worker_sends": program.bytes_up,
-        "worker_gets": program.bytes_down,
-        "server_gets": RANKS * program.bytes_up // SERVERS,
+        "worker_sends": program.serving.push.bytes,
+        "worker_gets": program.serving.pull.bytes,
+        "server_gets": RANKS * program.serving.push.bytes // SERVERS,
     }
 
 

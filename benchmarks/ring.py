@@ -34,8 +34,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxspeed
 from jaxspeed import models
+from jaxspeed.communication import ring_bytes
 from jaxspeed.hlo import collectives
-from jaxspeed.hlo.collectives import ring_bytes
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, sum_of_all
 

@@ -12,6 +12,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "errors.py",
+    "communication.py",
     "config",
     "hardware",
     "jaxpr",

@@ -18,9 +18,9 @@ from jaxspeed.offload.host_transfers import (
     PARAMETERS,
     Argument,
     HostTransfers,
-    crossings,
+    transfers_in,
 )
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.train.program import Program
@@ -33,7 +33,7 @@ def asks(program: Program) -> bool:
     return bool(program.config.recompute or program.table.host_bytes_by_role())
 
 
-def transfer_of(program: Program, traced: Any) -> Transfer | None:
+def transfer_of(program: Program, traced: Any) -> TransferReport | None:
     """What a traced step moves; None where its config asks for nothing to wait or be made again.
 
     Raises:
@@ -41,13 +41,13 @@ def transfer_of(program: Program, traced: Any) -> Transfer | None:
     """
     if not asks(program):
         return None
-    found = _crossings(program, traced)
+    found = _transfers(program, traced)
     idle = list(_idle(program, found))
     if idle:
         raise JaxspeedError(_fault("the traced step", idle))
     if not found.bytes:
         return None
-    return Transfer(found, program.mesh.devices.flat[0].device_kind, found.flops)
+    return TransferReport(found, program.mesh.devices.flat[0].device_kind, found.flops)
 
 
 def check_moves(program: Program, state: Any, batch: Any) -> None:
@@ -89,7 +89,7 @@ def _fault(where: str, idle: list[str]) -> str:
     )
 
 
-def _crossings(program: Program, traced: Any) -> HostTransfers:
+def _transfers(program: Program, traced: Any) -> HostTransfers:
     def argument(path: Any, leaf: Any) -> Argument | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         kind = PARAMETERS if name.startswith("params/") else OPTIMIZER
@@ -98,7 +98,7 @@ def _crossings(program: Program, traced: Any) -> HostTransfers:
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
     arguments = [argument(path, leaf) for path, leaf in state]
     rest = len(traced.jaxpr.jaxpr.invars) - len(arguments)
-    return crossings(
+    return transfers_in(
         traced.jaxpr,
         [*arguments, *[None] * rest],
         list(_gradient_shapes(program)),

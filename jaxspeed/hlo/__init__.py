@@ -3,10 +3,7 @@
 from jaxspeed.hlo.buffers import Buffer, largest_buffers, loop_carry_bytes, loop_carry_shapes
 from jaxspeed.hlo.collectives import (
     ACCUMULATION_SCOPE,
-    Collective,
     collectives,
-    ring_bytes,
-    ring_elements,
     unknown_loops,
 )
 from jaxspeed.hlo.compiled_report import CompiledReport, report
@@ -15,7 +12,6 @@ from jaxspeed.hlo.cost import Cost, cost
 __all__ = [
     "ACCUMULATION_SCOPE",
     "Buffer",
-    "Collective",
     "CompiledReport",
     "Cost",
     "collectives",
@@ -24,7 +20,5 @@ __all__ = [
     "loop_carry_bytes",
     "loop_carry_shapes",
     "report",
-    "ring_bytes",
-    "ring_elements",
     "unknown_loops",
 ]

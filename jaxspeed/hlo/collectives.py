@@ -1,65 +1,28 @@
 """Every collective of a compiled program: kind, mesh axis, bytes, how often it runs, and where."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxspeed.communication import COLLECTIVES, Communication
 from jaxspeed.errors import PlacementError
 from jaxspeed.hlo.parser import Instruction, parse
 from jaxspeed.hlo.replica_groups import Groups, axes_of, replica_groups, source_target_pairs
 from jaxspeed.hlo.trip_counts import Site, is_loop_of, walk
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 ACCUMULATION_SCOPE = "micro_batches"  # the named scope around the step's loop over micro-batches
 _VIEWS = {"get-tuple-element", "bitcast", "reshape", "copy", "convert"}
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of the compiled program, as each device sees it.
-
-    Attributes:
-      kind: one of `KINDS`. A reduce-scatter that XLA:TPU fused into its all-reduce is one.
-      axis: the mesh axes that it goes along, in the mesh's order.
-      bytes: the payload of one run: what an all-gather gathered, what a reduce-scatter or an
-        all-to-all was given, the operand of the others.
-      elements: the payload's elements.
-      dtype: of the payload; `bf16+f32` where unlike arrays were combined.
-      leaves: the arrays that XLA combined into it.
-      group_size: the devices of one group; for a permute, those that send.
-      runs: how often it runs in one execution, the trip counts of all loops multiplied in.
-      in_accumulation: whether it is inside the loop over micro-batches.
-      op_name: JAX's path to the operation that it came from, or ''.
-    """
-
-    kind: str
-    axis: tuple[str, ...]
-    bytes: int
-    elements: int
-    dtype: str
-    leaves: int
-    group_size: int
-    runs: int
-    in_accumulation: bool
-    op_name: str
-
-
 def collectives(
     hlo_text: str, mesh: Mesh | AbstractMesh, scope: str = ACCUMULATION_SCOPE
-) -> list[Collective]:
+) -> list[Communication]:
     """The collectives of `compiled.as_text()`, which was compiled for `mesh`, in its order.
 
-    An asynchronous one counts once, at its start. One in a branch counts as if the branch were
-    taken; one in a loop whose length the program does not tell counts once (`unknown_loops` names
-    those). Groups of one device communicate nothing and are left out.
+    A reduce-scatter that XLA:TPU fused into its all-reduce is one. An asynchronous collective
+    counts once, at its start. One in a branch counts as if the branch were taken; one in a loop
+    whose length the program does not tell counts once (`unknown_loops` names those). Groups of one
+    device communicate nothing and are left out.
     """
     module = parse(hlo_text)
     if module.devices not in (1, mesh.size):
@@ -76,35 +39,12 @@ def unknown_loops(hlo_text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(loop.instruction.op_name or loop.instruction.name for loop in loops))
 
 
-def ring_elements(collective: Collective) -> float:
-    """Elements that a device sends, all runs together, when the group forms a ring of N.
-
-    all-reduce 2 (N-1)/N of the payload; reduce-scatter, all-gather and all-to-all (N-1)/N; a
-    permute and a broadcast all of it.
-    """
-    return collective.elements * collective.runs * _ring_factor(collective)
-
-
-def ring_bytes(collective: Collective) -> float:
-    """`ring_elements` in bytes."""
-    return collective.bytes * collective.runs * _ring_factor(collective)
-
-
-def _ring_factor(collective: Collective) -> float:
-    share = (collective.group_size - 1) / collective.group_size
-    return {
-        "all-reduce": 2 * share,
-        "collective-permute": 1.0,
-        "collective-broadcast": 1.0,
-    }.get(collective.kind, share)
-
-
 def _collective(
     site: Site, devices: int, mesh: Mesh | AbstractMesh, scope: str
-) -> Collective | None:
+) -> Communication | None:
     instruction = site.instruction
     kind = instruction.opcode.removesuffix("-start")
-    if kind not in KINDS or _continues(site):
+    if kind not in COLLECTIVES or _continues(site):
         return None
     groups = _groups(instruction, kind, devices)
     if not groups:
@@ -114,9 +54,9 @@ def _collective(
         kind = "reduce-scatter"
     size = len(groups) if kind == "collective-permute" else len(groups[0])
     copies = size if kind == "all-gather" else 1
-    return Collective(
+    return Communication(
         kind=kind,
-        axis=axes_of(groups, mesh),
+        axes=axes_of(groups, mesh),
         bytes=copies * sum(array.bytes for array in payload),
         elements=copies * sum(array.elements for array in payload),
         dtype="+".join(sorted({array.dtype for array in payload})),
@@ -124,8 +64,9 @@ def _collective(
         leaves=1 if kind == "all-to-all" else len(payload),
         group_size=size,
         runs=site.runs,
+        source="hlo",
         in_accumulation=any(is_loop_of(loop.instruction, scope) for loop in site.loops),
-        op_name=instruction.op_name or (site.fusion.op_name if site.fusion else ""),
+        site=instruction.op_name or (site.fusion.op_name if site.fusion else ""),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -12,11 +12,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.hlo.collectives import Collective, collectives, ring_bytes, unknown_loops
+from jaxspeed.hlo.collectives import collectives, unknown_loops
 from jaxspeed.hlo.cost import cost
 from jaxspeed.hlo.replicated_flops import replicated_flops
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement.show import as_text, bytes_text, scaled_text
 from jaxspeed.remat.residual_report import ResidualReport
@@ -65,7 +66,7 @@ class CompiledReport:
     peak_bytes: int
     flops: int | None
     bytes_accessed: int | None
-    collectives: tuple[Collective, ...] | None
+    collectives: tuple[Communication, ...] | None
     compile_seconds: float | None = None
     uncounted: tuple[str, ...] = ()
     unknown_loops: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class CompiledReport:
     host_argument_bytes: int = 0
     host_temp_bytes: int = 0
     host_output_bytes: int = 0
-    transfer: Transfer | None = None
+    transfer: TransferReport | None = None
     tells_host: bool = True
     waiting: Mapping[str, int] = field(default_factory=dict)
     untold: str | None = None
@@ -107,8 +108,23 @@ class CompiledReport:
         for name in ("pipeline", "transfer", "waiting", "kept"):  # are not of the compiler
             del own[name]
         found = self.collectives
-        told = None if found is None else [asdict(one) for one in found]
+        told = None if found is None else [_figures(one) for one in found]
         return {**own, "collectives": told}
+
+
+def _figures(one: Communication) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "axis": one.axes,
+        "bytes": one.bytes,
+        "elements": one.elements,
+        "dtype": one.dtype,
+        "leaves": one.leaves,
+        "group_size": one.group_size,
+        "runs": one.runs,
+        "in_accumulation": one.in_accumulation,
+        "op_name": one.site,
+    }
 
 
 def _arguments(compiled: jax.stages.Compiled) -> list[Any]:
@@ -124,7 +140,7 @@ def report(
     mesh: Mesh | AbstractMesh,
     compile_seconds: float | None = None,
     pipeline: PipelineReport | None = None,
-    transfer: Transfer | None = None,
+    transfer: TransferReport | None = None,
     waiting: Mapping[str, int] = MappingProxyType({}),
     kept: ResidualReport | None = None,
 ) -> CompiledReport:
@@ -220,16 +236,16 @@ def _summary(report: CompiledReport) -> Table:
     return table
 
 
-def _collective_table(found: Iterable[Collective], trip: str) -> Table:
+def _collective_table(found: Iterable[Communication], trip: str) -> Table:
     """Like collectives in one row: how many, how often they run, what a device sends in all.
 
     `trip` is what one trip of the loop over micro-batches is called. In 80 columns axes and trips
     are broken into lines before a number is cut off.
     """
-    rows: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
+    rows: dict[tuple[str, str, str, str], list[Communication]] = defaultdict(list)
     for one in found:
         where = trip if one.in_accumulation else "step"
-        rows[one.kind, " x ".join(one.axis), one.dtype, where].append(one)
+        rows[one.kind, " x ".join(one.axes), one.dtype, where].append(one)
     table = Table(title="collectives, per device and step", title_justify="left", box=None)
     for column, narrowest in (("kind", None), ("axis", 7), ("dtype", None), ("each", 6)):
         table.add_column(column, no_wrap=narrowest is None, min_width=narrowest, overflow="fold")
@@ -245,7 +261,7 @@ def _collective_table(found: Iterable[Collective], trip: str) -> Table:
             *key,
             str(len(alike)),
             str(sum(one.runs for one in alike)),
-            scaled_text(sum(one.bytes * one.runs for one in alike), "B"),
+            scaled_text(sum(one.payload for one in alike), "B"),
             scaled_text(sum(ring_bytes(one) for one in alike), "B"),
         )
     return table

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
 from jaxspeed.jaxpr.evaluate import is_var, open_jaxpr
 from jaxspeed.jaxpr.flops import flops_of, nbytes
 
@@ -46,29 +47,51 @@ class HostTransfers:
     """Of one step, a device.
 
     Attributes:
-      to_device: {kind: bytes that come to the device}.
-      to_host: {kind: bytes that leave it}.
-      fetched: {path of an argument in host memory: bytes of it that come to the device}.
-      stored: ... and that leave for it.
-      by_host: ... and with which the host's cores compute.
+      moves: what comes to the device and what leaves it; the purpose is one of the kinds above, the
+        site the path of an argument in host memory, where it is one's.
+      by_host: {path of an argument: bytes of it with which the host's cores compute}.
       regions: how many pieces of the backward pass are made again.
       flops: what a device computes, where devices share the work evenly; an estimate.
     """
 
-    to_device: Mapping[str, int]
-    to_host: Mapping[str, int]
-    fetched: Mapping[str, int]
-    stored: Mapping[str, int]
+    moves: Sequence[Communication]
     by_host: Mapping[str, int]
     regions: int
     flops: float
 
     @property
+    def to_device(self) -> dict[str, int]:
+        """{purpose: bytes that come to the device}."""
+        return _sums((one.purpose, one) for one in self.moves if one.kind == FROM_HOST)
+
+    @property
+    def to_host(self) -> dict[str, int]:
+        """{purpose: bytes that leave it}."""
+        return _sums((one.purpose, one) for one in self.moves if one.kind == TO_HOST)
+
+    @property
+    def fetched(self) -> dict[str, int]:
+        """{path of an argument: bytes of it that come to the device}."""
+        return _sums((one.site, one) for one in self.moves if one.kind == FROM_HOST and one.site)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """... and that leave for it."""
+        return _sums((one.site, one) for one in self.moves if one.kind == TO_HOST and one.site)
+
+    @property
     def bytes(self) -> int:
-        return sum(self.to_device.values()) + sum(self.to_host.values())
+        return sum(one.payload for one in self.moves)
 
 
-def crossings(
+def _sums(named: Iterable[tuple[str, Communication]]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for name, one in named:
+        found[name] += one.payload
+    return dict(found)
+
+
+def transfers_in(
     closed: Any,
     arguments: Sequence[Argument | None],
     gradients: Iterable[tuple[int, ...]],
@@ -102,11 +125,16 @@ def crossings(
 
 @dataclass
 class _Move:
-    to_device: bool
+    kind: str
     node: int  # the host value
-    bytes: int  # of all devices that `manual` axes do not cut
+    aval: Any  # what all devices that `manual` axes do not cut move in a run
+    runs: int
     axes: frozenset[str] | None  # that cut it, where the move says so
     manual: frozenset[str]
+
+    @property
+    def bytes(self) -> int:
+        return self.runs * nbytes(self.aval)
 
 
 @dataclass
@@ -184,8 +212,8 @@ class _Walk:
                 continue
             node = env[source] if _in_host(source) else env[made]
             axes = _axes(to.spec) if isinstance(to, NamedSharding) else self._said(source, makers)
-            size = trips * nbytes(made.aval)
-            self.moves.append(_Move(_in_host(source), node, size, axes, manual))
+            kind = FROM_HOST if _in_host(source) else TO_HOST
+            self.moves.append(_Move(kind, node, made.aval, trips, axes, manual))
 
     def _said(self, source: Any, makers: Mapping[Any, Any]) -> frozenset[str] | None:
         """The axes of a constraint on what is moved, beside those of any activation."""
@@ -207,7 +235,7 @@ class _Walk:
         """The host's cores: what they make is as many arrays as they return."""
         for v in eqn.invars:
             if is_var(v) and v in env:
-                self.works.append(_Move(False, env[v], trips * nbytes(v.aval), None, manual))
+                self.works.append(_Move(TO_HOST, env[v], v.aval, trips, None, manual))
                 self.handed |= {env[each] for each in _same_values(v, makers)}
         self.handed |= {env[v] for v in eqn.outvars if v in env}
 
@@ -270,41 +298,40 @@ class _Walk:
             root = self.root(move.node)
             if move.axes is not None:
                 axes[root] = move.axes
-                if move.to_device:
+                if move.kind == FROM_HOST:
                     walked.add(root)
         axes |= {root: _axes(argument.sharding.spec) for root, argument in owners.items()}
-        by_kind: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
-        by_path: list[dict[str, int]] = [defaultdict(int), defaultdict(int)]
-        by_host: dict[str, int] = defaultdict(int)
 
-        def size_of(move: _Move) -> int:
+        def sent(move: _Move, purpose: str, site: str = "") -> Communication:
             cut = axes.get(self.root(move.node), self.activation_axes) - move.manual
-            return move.bytes // math.prod(self.mesh[axis] for axis in cut)
+            shards = math.prod(self.mesh[axis] for axis in cut)
+            elements, size, runs = move.aval.size, nbytes(move.aval), move.runs
+            if size % shards:  # no whole number of bytes in a run: those of all runs together
+                elements, size, runs = elements * runs, size * runs, 1
+            return Communication(
+                move.kind,
+                (),
+                size // shards,
+                runs,
+                "trace",
+                dtypes_text([move.aval.dtype]),
+                elements // shards,
+                purpose=purpose,
+                site=site,
+            )
 
-        for move in self.moves:
+        def told(move: _Move) -> Communication:
             root = self.root(move.node)
-            argument = owners.get(root)
-            if argument:
-                kind = argument.kind
-                by_path[move.to_device][argument.path] += size_of(move)
-            elif move.node in self.handed:
-                kind = HOST_UPDATE
-            else:
-                kind = GRADIENTS if root in walked or shapes[root] & gradients else ACTIVATIONS
-            by_kind[move.to_device][kind] += size_of(move)
-        for work in self.works:
-            owner = owners.get(self.root(work.node))
-            if owner:
-                by_host[owner.path] += size_of(work)
-        return HostTransfers(
-            dict(by_kind[True]),
-            dict(by_kind[False]),
-            dict(by_path[True]),
-            dict(by_path[False]),
-            dict(by_host),
-            self.regions,
-            self.flops,
-        )
+            if argument := owners.get(root):
+                return sent(move, argument.kind, argument.path)
+            if move.node in self.handed:
+                return sent(move, HOST_UPDATE)
+            gradient = root in walked or shapes[root] & gradients
+            return sent(move, GRADIENTS if gradient else ACTIVATIONS)
+
+        read = ((owners.get(self.root(work.node)), work) for work in self.works)
+        by_host = _sums((owner.path, sent(work, HOST_UPDATE)) for owner, work in read if owner)
+        return HostTransfers(tuple(map(told, self.moves)), by_host, self.regions, self.flops)
 
 
 @dataclass(frozen=True)

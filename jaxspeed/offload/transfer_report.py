@@ -37,22 +37,22 @@ _HELP = {
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """What crosses in a step, a device, and how long that and computing take at best.
+class TransferReport:
+    """Host transfers of a step, a device, and how long these and computing take at best.
 
     Attributes:
-      crossings: the bytes, from the traced step.
+      transfers: from the traced step.
       device_kind: of the devices that run it.
       flops: what a device computes in a step.
       flops_from: who says so.
     """
 
-    crossings: HostTransfers
+    transfers: HostTransfers
     device_kind: str
     flops: float
     flops_from: str = ESTIMATED
 
-    def counted(self, flops: int | None) -> "Transfer":
+    def counted(self, flops: int | None) -> "TransferReport":
         """With the compiler's count of flops, where there is one."""
         if not flops:
             return self
@@ -81,7 +81,7 @@ class Transfer:
     @property
     def seconds(self) -> float:
         """Of moving: one way after the other, as within one layer or piece it is."""
-        return self.crossings.bytes / self.link
+        return self.transfers.bytes / self.link
 
     @property
     def compute_seconds(self) -> float:
@@ -90,7 +90,7 @@ class Transfer:
     @property
     def by_kind(self) -> Mapping[str, tuple[int, int]]:
         """{kind: (bytes to the device, bytes to the host)}."""
-        there, back = self.crossings.to_device, self.crossings.to_host
+        there, back = self.transfers.to_device, self.transfers.to_host
         return {kind: (there.get(kind, 0), back.get(kind, 0)) for kind in {**there, **back}}
 
     @property
@@ -99,7 +99,7 @@ class Transfer:
         if self.seconds <= self.compute_seconds:
             return None
         most = max(self.by_kind, key=lambda kind: sum(self.by_kind[kind]))
-        share = sum(self.by_kind[most]) / self.crossings.bytes
+        share = sum(self.by_kind[most]) / self.transfers.bytes
         return (
             f"offload: moving takes {_times(self.seconds / self.compute_seconds)} as long as "
             f"computing; {share:.0%} of what moves is {most}: {_HELP[most]}"
@@ -109,7 +109,7 @@ class Transfer:
         whose = self._rated if self.is_known else f"an {ASSUMED}: of this device none is known"
         return (
             f"expected at best, as of {whose}",
-            f"moving {_seconds(self.seconds)} = {bytes_text(self.crossings.bytes)} (traced step) / "
+            f"moving {_seconds(self.seconds)} = {bytes_text(self.transfers.bytes)} (traced step) / "
             f"{bytes_text(self.link)}/s",
             f"computing {_seconds(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
             f"({self.flops_from}) / {scaled_text(self.peak, 'flop')}/s",
@@ -136,8 +136,8 @@ class Transfer:
             table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
         whose, *times = self._lines()
         lines = [Text(f"{whose}:"), *(Text(f" {each}") for each in times)]
-        if self.crossings.by_host:
-            held = bytes_text(sum(self.crossings.by_host.values()))
+        if self.transfers.by_host:
+            held = bytes_text(sum(self.transfers.by_host.values()))
             lines.append(Text(f"the host's cores update {held} in place, which takes its own time"))
         if self.warning:
             lines.append(Text(self.warning, style="yellow"))
@@ -146,9 +146,9 @@ class Transfer:
     def figures(self) -> dict[str, Any]:
         """All of it as plain numbers and words."""
         return {
-            "to_device": dict(self.crossings.to_device),
-            "to_host": dict(self.crossings.to_host),
-            "by_host_cores": sum(self.crossings.by_host.values()),
+            "to_device": dict(self.transfers.to_device),
+            "to_host": dict(self.transfers.to_host),
+            "by_host_cores": sum(self.transfers.by_host.values()),
             "bytes_per_second": self.link,
             "seconds": self.seconds,
             "flops": self.flops,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspeed.communication import PULL, PUSH
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.programs import ServedProgram
 from jaxspeed.parameter_server.traffic import Traffic, one_copy
@@ -49,14 +50,14 @@ class Fleet:
         device = self.program.worker_devices[worker]
         pieces = {path: self._pieces(x, path) for path, x in published.items()}
         flat = [piece for each in pieces.values() for piece in each]
-        sent = iter(self.traffic.send("down", worker, "parameters", flat, [device] * len(flat)))
+        sent = iter(self.traffic.send(PULL, worker, "parameters", flat, [device] * len(flat)))
         self._pulled[worker] |= {path: [next(sent) for _ in each] for path, each in pieces.items()}
 
     def pull_scale(self, worker: int, state: TrainState) -> None:
         """What the loss is multiplied with, a number."""
         device = self.program.worker_devices[worker]
         scale = state.loss_scale.scale.addressable_shards[0].data
-        self._scale[worker] = self.traffic.send("down", worker, "scale", [scale], [device])[0]
+        self._scale[worker] = self.traffic.send(PULL, worker, "scale", [scale], [device])[0]
 
     def _pieces(self, x: jax.Array, path: str) -> list[jax.Array]:
         """Of a published array, on its servers."""
@@ -120,7 +121,7 @@ class Fleet:
             pieces: Any = sums.grads[path]
             flat += pieces if cuts[path].dim is not None else pieces * len(self._servers)
             to += self._servers
-        sent = iter(self.traffic.send("up", worker, "gradients", flat, to))
+        sent = iter(self.traffic.send(PUSH, worker, "gradients", flat, to))
         grads = {}
         for path in chosen:
             parts = [next(sent) for _ in self._servers]
@@ -132,7 +133,7 @@ class Fleet:
         leaves, tree = jax.tree.flatten(sums._replace(grads={}))
         count = len(self._servers)
         copies = [x for x in leaves for _ in self._servers]
-        sent = self.traffic.send("up", worker, "scalars", copies, self._servers * len(leaves))
+        sent = self.traffic.send(PUSH, worker, "scalars", copies, self._servers * len(leaves))
         whole = self.program.shardings.step
         made = [
             jax.make_array_from_single_device_arrays((), whole, sent[i * count : (i + 1) * count])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
 from jaxspeed.objective.train_state import Arrays, TrainState
@@ -25,6 +26,7 @@ from jaxspeed.parameter_server.worker_step import Worker, wire_of
 from jaxspeed.pipeline import Sums
 from jaxspeed.placement.mesh import apart, build_mesh
 from jaxspeed.placement.rows import Row, reduction_dtype
+from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
 from jaxspeed.train.program import Metrics, Program, Serving
@@ -71,23 +73,6 @@ class ServedProgram(Program):
 
         leaves, tree = jax.tree.flatten(placed)
         return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
-
-    @property
-    def bytes_down(self) -> int:
-        """What a worker pulls of each version: each trained parameter as layers read it."""
-        return sum(_bytes(row, row.read.dtype) for row in self.table if row.leaf.trainable)
-
-    @property
-    def bytes_up(self) -> int:
-        """What a worker pushes of each part: each gradient as it is made, or as it is sent."""
-
-        def dtype(row: Row) -> Any:
-            grad = self.of_worker.table[row.path].grad
-            assert grad is not None
-            made = grad.dtype if self.batch.accumulation > 1 else row.read.dtype
-            return reduction_dtype(made, wire_of(self.config))
-
-        return sum(_bytes(row, dtype(row)) for row in self.table if row.leaf.trainable)
 
     # -- what the servers run ---------------------------------------------------------------------
 
@@ -150,7 +135,11 @@ class ServedProgram(Program):
 
     @property
     def serving(self) -> Serving:
-        return Serving(self.mesh.size, self.rule.pace, self.bytes_down, self.bytes_up)
+        def stored(row: Row) -> int:
+            return math.prod(row.shape(row.source))
+
+        sends = pull_and_push(self, self.of_worker.table, stored)
+        return Serving(self.mesh.size, self.rule.pace, *sends)
 
     @property
     def ranks_draw_apart(self) -> bool:
@@ -175,8 +164,28 @@ class ServedProgram(Program):
         )
 
 
-def _bytes(row: Row, dtype: Any) -> int:
-    return math.prod(row.shape(row.source)) * jnp.dtype(dtype).itemsize
+def pull_and_push(
+    program: Program, of_worker: PlacementTable, elements: Callable[[Row], int]
+) -> tuple[Communication, Communication]:
+    """What a worker pulls of each version and pushes of each part.
+
+    Each trained parameter as layers read it; each gradient as it is made, or as it is sent.
+    """
+    trained = [row for row in program.table if row.leaf.trainable]
+    wire = wire_of(program.config)
+
+    def sent(row: Row) -> Any:
+        grad = of_worker[row.path].grad
+        assert grad is not None
+        made = grad.dtype if program.batch.accumulation > 1 else row.read.dtype
+        return jnp.dtype(reduction_dtype(made, wire))
+
+    def of(kind: str, purpose: str, dtype: Callable[[Row], Any]) -> Communication:
+        arrays = [(elements(row), dtype(row)) for row in trained]
+        return Communication.of_arrays(kind, (), arrays, 1, source="formula", purpose=purpose)
+
+    pull = of(PULL, "parameters", lambda row: row.read.dtype)
+    return pull, of(PUSH, "gradients", sent)
 
 
 def folded(seen: Sums, new: Sums) -> Sums:

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-Way = Literal["up", "down"]
+from jaxspeed.communication import PUSH, Communication
 
 
 @dataclass
@@ -16,19 +16,23 @@ class Traffic:
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
-    order: list[tuple[Way, int, str]] = field(default_factory=list)  # of the step of now
+    order: list[Communication] = field(default_factory=list)  # of the current step
 
     def send(
         self,
-        way: Way,
+        kind: str,
         worker: int,
-        what: str,
+        purpose: str,
         arrays: Sequence[jax.Array],
         to: Sequence[jax.Device],
     ) -> list[jax.Array]:
         """Each array to its device. Nothing waits for it."""
-        (self.up if way == "up" else self.down)[worker] += sum(x.nbytes for x in arrays)
-        self.order.append((way, worker, what))
+        sizes = [(x.size, x.dtype) for x in arrays]
+        one = Communication.of_arrays(
+            kind, (), sizes, 1, source="run", purpose=purpose, site=f"worker {worker}"
+        )
+        (self.up if kind == PUSH else self.down)[worker] += one.bytes
+        self.order.append(one)
         sent: list[jax.Array] = jax.device_put(list(arrays), list(to))
         return sent
 

@@ -5,10 +5,11 @@ program (`schedule.py`): in each tick all of them pay for what any of them does.
 weights of a chunk and the head's exchange are counted once a tick, busy or not.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.schedule import Schedule
 from jaxspeed.placement.show import as_text, bytes_text
@@ -42,10 +44,15 @@ class Chart(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """Weights gathered in one of two ways, bytes of a device."""
+    """Weights gathered in one of two ways, a device."""
 
-    at_once: int  # that are whole at a time
-    sent: float  # in a step, by the formula of a ring: (d-1)/d of what is gathered
+    at_once: int  # bytes that are whole at a time
+    communication: Communication  # of a step
+
+    @property
+    def sent(self) -> float:
+        """Bytes in a step, by the formula of a ring: (d-1)/d of what is gathered."""
+        return ring_bytes(self.communication)
 
 
 @dataclass(frozen=True)
@@ -96,15 +103,23 @@ class PipelineReport:
         return self.schedule.live_inputs * self.forward_bytes
 
     @property
+    def _between_stages(self) -> tuple[Communication, Communication]:
+        """Messages on and back: one each way in a tick that has that way at all."""
+        way = functools.partial(self._sends, "collective-permute", "pipe", "stages")
+        return (
+            way(self.forward_bytes, self.schedule.forward_units),
+            way(self.backward_bytes, self.schedule.backward_units, backward=True),
+        )
+
+    @property
     def messages(self) -> int:
-        """In a step: one each way in a tick that has that way at all."""
-        return self.schedule.forward_units + self.schedule.backward_units
+        """In a step."""
+        return sum(one.runs for one in self._between_stages)
 
     @property
     def message_bytes(self) -> int:
         """In a step."""
-        forward = self.schedule.forward_units * self.forward_bytes
-        return forward + self.schedule.backward_units * self.backward_bytes
+        return sum(one.payload for one in self._between_stages)
 
     # -- what the stages share ------------------------------------------------------------------
 
@@ -146,30 +161,48 @@ class PipelineReport:
         if not self.gathered_bytes:
             return {}
         plan, chunk = self.schedule, self.rows * self.gathered_bytes
-        stage, ring = plan.chunks * chunk, self._ring
+        stage = plan.chunks * chunk
         gathers = plan.forward_units + GATHERS[self.recompute] * plan.backward_units
+        way = functools.partial(self._sends, "all-gather", "data", "parameters")
         return {
-            "tick": Gathering(self.gathered_bytes, ring * gathers * chunk),
-            "step": Gathering(stage, ring * stage),
+            "tick": Gathering(self.gathered_bytes, way(chunk, gathers)),
+            "step": Gathering(stage, way(stage, 1)),
         }
 
     @property
     def reduced_sent(self) -> float:
         """In a step, for the gradients that each backward tick reduces to their parts."""
-        return self._ring * self.schedule.backward_units * self.rows * self.reduced_bytes
+        chunk, ticks = self.rows * self.reduced_bytes, self.schedule.backward_units
+        return ring_bytes(self._sends("reduce-scatter", "data", "gradients", chunk, ticks))
 
     @property
     def moved_sent(self) -> float:
         """In a step: all but a K-th of what an all-to-all is given."""
-        return self.moved_bytes * (self.schedule.stages - 1) / self.schedule.stages
+        return ring_bytes(self._sends("all-to-all", "pipe", "parameters", self.moved_bytes, 1))
+
+    def _sends(
+        self,
+        kind: str,
+        axis: Literal["pipe", "data"],
+        purpose: str,
+        payload: int,
+        runs: int,
+        backward: bool = False,
+    ) -> Communication:
+        return Communication(
+            kind,
+            (axis,),
+            payload,
+            runs,
+            "formula",
+            group_size=self.schedule.stages if axis == "pipe" else self.data,
+            purpose=purpose,
+            backward=backward,
+        )
 
     @property
     def _slots(self) -> int:
         return self.rows * self.schedule.stages * self.schedule.chunks
-
-    @property
-    def _ring(self) -> float:
-        return (self.data - 1) / self.data
 
     # -- telling --------------------------------------------------------------------------------
 
@@ -200,7 +233,10 @@ class PipelineReport:
             "recompute": self.recompute,
             "weight_bytes": self.weight_bytes,
             "gather": self.gather if self.gatherings else None,
-            "gatherings": {name: found._asdict() for name, found in self.gatherings.items()},
+            "gatherings": {
+                name: {"at_once": found.at_once, "sent": found.sent}
+                for name, found in self.gatherings.items()
+            },
             "reduced_sent": self.reduced_sent,
             "moved_sent": self.moved_sent,
             "work": self.schedule.runs(),

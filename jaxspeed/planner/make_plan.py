@@ -15,7 +15,7 @@ from jaxspeed.engine.offload_check import asks, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
@@ -120,7 +120,7 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
     )
 
 
-def _transfer(program: Program, batch: Mapping[str, Any]) -> Transfer | None:
+def _transfer(program: Program, batch: Mapping[str, Any]) -> TransferReport | None:
     """What goes between a device and its host, where anything waits there."""
     if not asks(program):
         return None

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
 from jaxspeed.placement import show
 from jaxspeed.planner.compile.outcome import Outcome
@@ -34,7 +34,7 @@ class Plan:
     program: Program
     pipeline: PipelineReport | None  # where the mesh has stages
     compiled: CompiledReport | None  # where it was compiled
-    transfer: Transfer | None = None  # where anything waits in host memory
+    transfer: TransferReport | None = None  # where anything waits in host memory
     kept: ResidualReport | None = None  # where the config says what units keep
     target: Target | None = None  # where it is for devices that need not be here
     outcome: Outcome | None = None  # of compiling for the target
@@ -213,8 +213,8 @@ def _server(program: Program) -> dict[str, Any] | None:
     return {
         "servers": program.serving.servers,
         "workers": program.ranks,
-        "bytes_down": program.serving.bytes_down,
-        "bytes_up": program.serving.bytes_up,
+        "bytes_down": program.serving.pull.bytes,
+        "bytes_up": program.serving.push.bytes,
     }
 
 

@@ -246,7 +246,8 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         fits = "does not fit"
     parts = {COMPUTE: spent.compute, MEMORY: spent.memory, PIPELINE: spent.bubble}
     for each in spent.exchanges:
-        name = f"{each.kind}s of {each.what}" if each.axes else f"moves {each.kind} of {each.what}"
+        what = f"{each.kind}s" if each.axes else f"moves {each.kind}"
+        name = f"{what} of {each.purpose}"
         parts[name] = parts.get(name, 0.0) + each.exposed
     return Estimate(
         memory.device,

@@ -51,7 +51,7 @@ def _server(program: Program) -> str:
     serving = program.serving
     if serving is None:
         return ""
-    down, up = bytes_text(serving.bytes_down), bytes_text(serving.bytes_up)
+    down, up = bytes_text(serving.pull.bytes), bytes_text(serving.push.bytes)
     servers = f"{serving.servers} server{'s' * (serving.servers > 1)}"
     return (
         f"\n[bold]{servers}, {program.ranks} workers[/] {serving.pace}; each worker pulls {down} "

@@ -24,7 +24,7 @@ class Array:
 
     Attributes:
       id: equal for one array and for views of it, wherever in the program it is read.
-      shape: its sizes.
+      shape, dtype: its sizes, and the dtype of its elements.
       classes: of its dims, each as the node that stands for the class; None where the size is 1.
       trained: whether it depends on a parameter, so that a gradient flows into it.
       parameters: those that it was made from, if from nothing else: then it is a weight.
@@ -33,6 +33,7 @@ class Array:
 
     id: int
     shape: tuple[int, ...]
+    dtype: Any
     classes: Nodes
     trained: bool
     parameters: frozenset[str]
@@ -84,6 +85,7 @@ class Reading:
         return Array(
             known.id,
             shape,
+            atom.aval.dtype,
             tuple(None if node is None else of(node) for node in frame.of(atom)),
             known.trained,
             frame.sources(atom),

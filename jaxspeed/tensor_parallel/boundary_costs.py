@@ -17,9 +17,10 @@ free.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
+from jaxspeed.communication import Communication, Sent, ring_passes
 from jaxspeed.tensor_parallel.array_roles import Reading, shape_of
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
@@ -28,61 +29,59 @@ from jaxspeed.tensor_parallel.matmuls import Product
 from jaxspeed.tensor_parallel.shard_boundaries import PRODUCTS
 
 PIECES = ("slice", "dynamic_slice", "split", "gather")
-
-
-@dataclass(frozen=True)
-class Message:
-    """What the devices of a tensor group tell each other in one place of the program.
-
-    Attributes:
-      kind: all-reduce or all-gather.
-      backward: whether it is in the backward pass.
-      elements: of the whole array.
-      times: how often in one pass.
-      why: row, column, vocabulary, or the operation's name.
-    """
-
-    kind: Literal["all-reduce", "all-gather"]
-    backward: bool
-    elements: int
-    times: int
-    why: str
-
-    @property
-    def sent(self) -> int:
-        """Elements that go over the wire, per (T - 1) / T: an all-reduce sends all of it twice."""
-        return self.elements * self.times * (2 if self.kind == "all-reduce" else 1)
+ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """By class: its messages, and into how many pieces what is computed along it is split."""
+    """By class: what it sends, of whole arrays, and into how many pieces activations are split."""
 
-    messages: dict[Node, list[Message]]
+    sends: dict[Node, list[Communication]]
     pieces: dict[Node, int]
 
     def sent(self, cls: Node) -> int:
-        return sum(message.sent for message in self.messages.get(cls, ()))
+        """Elements that go over the wire, per (T - 1) / T: an all-reduce sends all of it twice."""
+        return sum(
+            one.elements * one.runs * ring_passes(one.kind) for one in self.sends.get(cls, ())
+        )
 
 
 class _Counting:
-    def __init__(self) -> None:
-        self.messages: dict[Node, list[Message]] = {}
+    def __init__(self, tensor: int) -> None:
+        self.tensor = tensor
+        self.sends: dict[Node, list[Communication]] = {}
         self.pieces: dict[Node, int] = {}
         self._summed: set[tuple[Node, int]] = set()
 
-    def add(self, cls: Node, message: Message) -> None:
-        self.messages.setdefault(cls, []).append(message)
+    def add(self, cls: Node, one: Communication) -> None:
+        self.sends.setdefault(cls, []).append(one)
 
-    def add_gradient(self, cls: Node, array: int, message: Message) -> None:
+    def add_gradient(self, cls: Node, array: int, one: Communication) -> None:
         if (cls, array) not in self._summed:
             self._summed.add((cls, array))
-            self.add(cls, message)
+            self.add(cls, one)
+
+    def forward(self, kind: str, why: str, times: int, *sent: Sent) -> Communication:
+        """Of whole arrays; `why` is row, vocabulary or the operation's name."""
+        return Communication.of_arrays(
+            kind,
+            ("tensor",),
+            sent,
+            times,
+            source="trace",
+            group_size=self.tensor,
+            purpose="activations",
+            site=why,
+        )
+
+    def backward(self, kind: str, why: str, times: int, *sent: Sent) -> Communication:
+        """Of gradients; `why` is column, broadcast or the operation's name."""
+        return replace(self.forward(kind, why, times, *sent), backward=True)
 
 
-def costs(followed: Followed, reading: Reading, found: Sequence[Product]) -> Costs:
-    """The messages of every class, as if it alone were cut."""
-    counting = _Counting()
+def costs(followed: Followed, reading: Reading, found: Sequence[Product], tensor: int) -> Costs:
+    """What every class sends, as if it alone were cut."""
+    counting = _Counting(tensor)
     for product in found:
         _of_product(counting, product)
     for frame in followed.frames():
@@ -90,22 +89,23 @@ def costs(followed: Followed, reading: Reading, found: Sequence[Product]) -> Cos
             if position not in frame.inner and eqn.primitive.name not in PRODUCTS:
                 _of_ends(counting, followed, reading, frame, position, eqn)
                 _of_broadcasts(counting, reading, frame, eqn)
-    return Costs(counting.messages, counting.pieces)
+    return Costs(counting.sends, counting.pieces)
 
 
 def _of_product(counting: _Counting, product: Product) -> None:
-    size = math.prod(product.result)
+    result = (math.prod(product.result), product.dtype)
     contracted = product.classes("contracted", 0) | product.classes("contracted", 1)
     why = "vocabulary" if product.kind == "lookup" else "row"
     if any(x.trained for x in product.operands):
         for cls in contracted:
-            counting.add(cls, Message("all-reduce", False, size, product.times, why))
+            counting.add(cls, counting.forward(ALL_REDUCE, why, product.times, result))
     for side, other in ((0, 1), (1, 0)):
         array = product.operands[other]
         if array.trained:
-            message = Message("all-reduce", True, array.elements, product.times, "column")
+            sent = (array.elements, array.dtype)
+            one = counting.backward(ALL_REDUCE, "column", product.times, sent)
             for cls in product.classes("free", side) - contracted:
-                counting.add_gradient(cls, array.id, message)
+                counting.add_gradient(cls, array.id, one)
 
 
 def _of_ends(
@@ -117,8 +117,7 @@ def _of_ends(
     eqn: Any,
 ) -> None:
     """Dims that do not go on from an operand, or that are only in the result."""
-    name, of = eqn.primitive.name, followed.classes.of
-    results = sum(math.prod(shape_of(v)) for v in eqn.outvars)
+    name, of, times = eqn.primitive.name, followed.classes.of, frame.times
     indexed = _indexed(eqn) if name == "gather" else ()
     for i, dim in frame.ended.get(position, ()):
         atom = eqn.invars[i]
@@ -126,13 +125,12 @@ def _of_ends(
         if node is None or not reading.trained(frame, atom) or (i == 0 and dim in indexed):
             continue
         if name.startswith(("reduce_", "arg")) and not name.startswith("reduce_window"):
-            message = Message("all-reduce", False, results, frame.times, name)
+            one = counting.forward(ALL_REDUCE, name, times, *map(_whole, eqn.outvars))
         else:
-            size = math.prod(shape_of(atom))
-            message = Message("all-gather", False, size, frame.times, name)
+            one = counting.forward(ALL_GATHER, name, times, _whole(atom))
             if name in PIECES and not frame.is_weight(atom):
                 counting.pieces[of(node)] = counting.pieces.get(of(node), 0) + len(eqn.outvars)
-        counting.add(of(node), message)
+        counting.add(of(node), one)
     trained = [v for v in eqn.invars if reading.trained(frame, v)]
     if not trained or name == "gather":
         return
@@ -141,12 +139,11 @@ def _of_ends(
         if node is None:
             continue
         if name == "broadcast_in_dim":
-            size = math.prod(shape_of(trained[0]))
-            message = Message("all-reduce", True, size, frame.times, name)
-            counting.add_gradient(of(node), reading.id(frame, trained[0]), message)
+            one = counting.backward(ALL_REDUCE, name, times, _whole(trained[0]))
+            counting.add_gradient(of(node), reading.id(frame, trained[0]), one)
         else:
-            size = math.prod(shape_of(eqn.outvars[i]))
-            counting.add(of(node), Message("all-gather", True, size, frame.times, name))
+            result = _whole(eqn.outvars[i])
+            counting.add(of(node), counting.backward(ALL_GATHER, name, times, result))
 
 
 def _indexed(eqn: Any) -> tuple[int, ...]:
@@ -168,14 +165,18 @@ def _of_broadcasts(counting: _Counting, reading: Reading, frame: Frame, eqn: Any
             continue
         for size, node in zip(sizes, frame.of(result), strict=True):
             if size == 1 and node is not None:
-                message = Message("all-reduce", True, math.prod(sizes), frame.times, "broadcast")
-                counting.add_gradient(of(node), reading.id(frame, atom), message)
+                one = counting.backward(ALL_REDUCE, "broadcast", frame.times, _whole(atom))
+                counting.add_gradient(of(node), reading.id(frame, atom), one)
 
 
-def together(messages: Iterable[Message]) -> dict[tuple[str, bool], tuple[int, int]]:
+def _whole(atom: Any) -> Sent:
+    return math.prod(shape_of(atom)), atom.aval.dtype
+
+
+def together(sends: Iterable[Communication]) -> dict[tuple[str, bool], tuple[int, int]]:
     """{(kind, backward): (how many, elements)} in one pass."""
     found: dict[tuple[str, bool], tuple[int, int]] = {}
-    for m in messages:
-        count, elements = found.get((m.kind, m.backward), (0, 0))
-        found[m.kind, m.backward] = count + m.times, elements + m.elements * m.times
+    for one in sends:
+        count, elements = found.get((one.kind, one.backward), (0, 0))
+        found[one.kind, one.backward] = count + one.runs, elements + one.elements * one.runs
     return found

@@ -61,7 +61,7 @@ MOST_PADDING = 1 / 8  # of a vocabulary
 
 def propose(followed: Followed, leaves: Sequence[Leaf], tensor: int) -> Proposal:
     """The cuts of a program's parameters into `tensor` parts; `leaves` are all of them."""
-    program = _Program.of(followed, leaves)
+    program = _Program.of(followed, leaves, tensor)
     candidates = _candidates(program, tensor)
     open_ = {c.cls: c for c in candidates.values() if not c.refused}
     conflicts = _conflicts(followed, open_)
@@ -80,10 +80,10 @@ def propose(followed: Followed, leaves: Sequence[Leaf], tensor: int) -> Proposal
         for leaf in leaves
         if leaf.path in program.used and leaf.path not in cuts
     }
-    messages = [m for cls in open_ if cls in chosen for m in program.costs.messages.get(cls, ())]
+    sends = [one for cls in open_ if cls in chosen for one in program.costs.sends.get(cls, ())]
     uses = uses_of(followed, program.products)
     in_order = {leaf.path: cuts[leaf.path] for leaf in leaves if leaf.path in cuts}
-    return Proposal(tensor, tuple(leaves), in_order, whole, tuple(messages), uses)
+    return Proposal(tensor, tuple(leaves), in_order, whole, tuple(sends), uses)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Program:
     scores: frozenset[Node]  # classes that a product of two activations sums over
 
     @classmethod
-    def of(cls, followed: Followed, leaves: Sequence[Leaf]) -> "_Program":
+    def of(cls, followed: Followed, leaves: Sequence[Leaf], tensor: int) -> "_Program":
         reading = Reading(followed)
         found = products(followed, reading)
         dims = {
@@ -120,7 +120,7 @@ class _Program:
         return cls(
             followed,
             found,
-            costs(followed, reading, found),
+            costs(followed, reading, found, tensor),
             {leaf.path: leaf for leaf in leaves},
             frozenset(used),
             frozenset(dims),

@@ -28,7 +28,7 @@ class Product:
       shared: dims of both operands and of the result: batch dims, the channels of a depthwise
         convolution.
       free: dims of one operand and of the result.
-      result: the result's shape.
+      result, dtype: the result's shape, and the dtype of its elements.
       times: how often it runs in one pass.
     """
 
@@ -38,6 +38,7 @@ class Product:
     shared: tuple[Dims, Dims]
     free: tuple[Dims, Dims]
     result: tuple[int, ...]
+    dtype: Any
     times: int
 
     def classes(self, role: Role, operand: int) -> frozenset[Node]:
@@ -114,6 +115,7 @@ def _dot(reading: Reading, frame: Frame, eqn: Any) -> Product:
             _others(len(rhs.shape), contracted[1], shared[1]),
         ),
         result,
+        eqn.outvars[0].aval.dtype,
         frame.times,
     )
 
@@ -126,12 +128,13 @@ def _convolution(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
     image, kernel = (reading.array(frame, v) for v in eqn.invars)
     samples, features = numbers.lhs_spec[:2]
     outputs, inputs = numbers.rhs_spec[:2]
-    result = shape_of(eqn.outvars[0])
+    result, dtype = shape_of(eqn.outvars[0]), eqn.outvars[0].aval.dtype
     sides: tuple[Dims, Dims] = ((features,), (inputs if groups == 1 else outputs,))
     none: tuple[Dims, Dims] = ((), ())
     contracted, shared = (sides, none) if groups == 1 else (none, sides)
     free: tuple[Dims, Dims] = ((samples,), (outputs,) if groups == 1 else ())
-    return Product("convolution", (image, kernel), contracted, shared, free, result, frame.times)
+    both = (image, kernel)
+    return Product("convolution", both, contracted, shared, free, result, dtype, frame.times)
 
 
 def _lookup(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
@@ -148,8 +151,8 @@ def _lookup(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
         if sizes[d] == table.shape[d] and d not in numbers.collapsed_slice_dims
     )
     free = whole, _others(len(ids.shape) - 1, shared[1])
-    result = shape_of(eqn.outvars[0])
-    return Product("lookup", (table, ids), (indexed, ()), shared, free, result, frame.times)
+    result, dtype = shape_of(eqn.outvars[0]), eqn.outvars[0].aval.dtype
+    return Product("lookup", (table, ids), (indexed, ()), shared, free, result, dtype, frame.times)
 
 
 _RULES = {"dot_general": _dot, "conv_general_dilated": _convolution, "gather": _lookup}

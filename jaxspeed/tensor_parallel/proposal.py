@@ -11,12 +11,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import Communication
 from jaxspeed.config import match
 from jaxspeed.placement.apply_layer_specs import Use
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.show import as_text, scaled_text
 from jaxspeed.placement.show import together as under
-from jaxspeed.tensor_parallel.boundary_costs import Message, together
+from jaxspeed.tensor_parallel.boundary_costs import together
 from jaxspeed.tensor_parallel.proposed_patterns import ShardedDim, alike, as_layer_specs
 
 
@@ -29,7 +30,8 @@ class Proposal:
       leaves: all parameters of the model.
       cuts: by path, those that are cut.
       whole: by path, the weights of products that are not cut, and why.
-      messages: what the cuts make the devices send each other in one forward and backward pass.
+      sends: what the cuts make the devices send each other in one forward and backward pass, of
+        whole arrays.
       uses: how parameters stand in products.
     """
 
@@ -37,7 +39,7 @@ class Proposal:
     leaves: tuple[Leaf, ...]
     cuts: Mapping[str, ShardedDim]
     whole: Mapping[str, str]
-    messages: tuple[Message, ...]
+    sends: tuple[Communication, ...]
     uses: Mapping[str, Use]
 
     @property
@@ -104,7 +106,7 @@ class Proposal:
         return shown
 
     def _lines(self) -> Iterator[str]:
-        sums = together(self.messages)
+        sums = together(self.sends)
         for (kind, backward), (count, elements) in sorted(sums.items(), key=lambda kv: kv[0][1]):
             when = "backward" if backward else "forward"
             what = kind if count == 1 else f"{kind}s"

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.objective import Model
 from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
@@ -53,8 +54,8 @@ class Serving:
 
     servers: int
     pace: str  # how the workers follow each other, in words
-    bytes_down: int  # that a worker pulls of each version of the parameters
-    bytes_up: int  # ... and pushes for it
+    pull: Communication  # of a worker, of each version: each trained parameter as layers read it
+    push: Communication  # ... of each part: each gradient as it is made, or as it is sent
 
 
 @dataclass(frozen=True)

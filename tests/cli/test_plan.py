@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import jaxspeed
+from jaxspeed.communication import Communication
 from jaxspeed.config import load_config
-from jaxspeed.hlo import Collective, CompiledReport
+from jaxspeed.hlo import CompiledReport
 from jaxspeed.placement.show import as_text
 from jaxspeed.planner.make_plan import batch_shapes, plan_run
 from jaxspeed.run import source_of
@@ -127,7 +128,17 @@ def test_the_text_of_a_compiled_plan_fits_80_columns(config, planned):
 
 def test_a_collective_along_many_axes_fits_80_columns():
     axes = ("pipe", "replica", "data", "tensor")
-    along = Collective("collective-permute", axes, 8**6, 8**5, "bf16+f32", 1, 16, 999, True, "")
+    along = Communication(
+        "collective-permute",
+        axes,
+        8**6,
+        999,
+        "hlo",
+        "bf16+f32",
+        8**5,
+        group_size=16,
+        in_accumulation=True,
+    )
     report = CompiledReport(*[10**9] * 8, (along,))
     text = as_text(report, width=80)
     words = [*axes, "bf16+f32", "999", "262 MB", "(ring)"]

@@ -74,7 +74,7 @@ def test_what_the_host_updates_stays_there(stage, accumulation):
     config["zero_optimization"]["offload_optimizer"]["where"] = "host"
     program, found = moved(config)
     waiting = program.table.host_bytes_by_role()
-    assert sum(found.crossings.by_host.values()) == waiting["master"] + waiting["opt"]
+    assert sum(found.transfers.by_host.values()) == waiting["master"] + waiting["opt"]
     there, back = found.by_kind[HOST_UPDATE]
     # In bf16, or added up in fp32; with a learning rate and its like for each piece.
     grads = sum(each for _, each in _row_bytes(program, "opt")) // (2 if accumulation == 1 else 1)
@@ -253,8 +253,8 @@ def test_a_slow_link_is_warned_of_before_the_first_step(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "jaxspeed"):
         engine.train_batch(data)
     assert not [r for r in caplog.records if "offload" in r.message], "of a CPU nothing is known"
-    monkeypatch.setattr("jaxspeed.offload.transfer_report.Transfer.is_known", True)
-    monkeypatch.setattr("jaxspeed.offload.transfer_report.Transfer._rated", "TPU v5p")
+    monkeypatch.setattr("jaxspeed.offload.transfer_report.TransferReport.is_known", True)
+    monkeypatch.setattr("jaxspeed.offload.transfer_report.TransferReport._rated", "TPU v5p")
     engine, data = trained(offloaded(0, "optimizer"))
     with caplog.at_level(logging.WARNING, "jaxspeed"):
         engine.train_batch(data)

@@ -129,7 +129,7 @@ def test_what_compiled_is_told_without_running_anything():
     # way back through it is an outer product, which is none of the compiler's matrix products).
     assert report.flops == 4 * (2 * 8 * 8 * (3 + 3 + 2) + 2 * 8 * (1 + 1))
     gathers = [c for c in report.collectives if c.kind == "all-gather"]
-    assert gathers and all(c.axis == ("data",) and not c.in_accumulation for c in gathers)
+    assert gathers and all(c.axes == ("data",) and not c.in_accumulation for c in gathers)
     live = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     mine = sum(x.nbytes for x in batch.values()) // 8
     assert live <= report.argument_bytes <= live + mine + 256  # aligned

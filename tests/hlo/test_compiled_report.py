@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.hlo import largest_buffers, report
 from jaxspeed.offload.host_transfers import HostTransfers
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from tests.hlo.hlo_programs import array, constrain
 
 
@@ -65,10 +66,12 @@ def test_without_a_text_the_bytes_are_told_and_the_rest_is_unknown(mesh):
 
 
 def test_what_crosses_is_timed_against_the_compilers_flops(mesh):
-    crossed = HostTransfers(
-        {"optimizer": 16_000_000}, {"optimizer": 16_000_000}, {}, {}, {}, 0, 1.0
-    )
-    made = report(compile_step(mesh), mesh, transfer=Transfer(crossed, "TPU v5p", 1.0))
+    moves = [
+        Communication(kind, (), 16_000_000, 1, "trace", purpose="optimizer")
+        for kind in (TO_HOST, FROM_HOST)
+    ]
+    moved = TransferReport(HostTransfers(moves, {}, 0, 1.0), "TPU v5p", 1.0)
+    made = report(compile_step(mesh), mesh, transfer=moved)
     assert made.transfer and (made.transfer.flops, made.transfer.flops_from) == (
         made.flops,
         "as compiled",
@@ -86,7 +89,7 @@ def test_it_carries_costs_and_collectives(mesh):
     # Two products, each [64 / 4 samples, 256] with [256, 128 / tensor 2].
     assert made.flops == 2 * (2 * (64 // 4) * 256 * (128 // 2))
     assert made.bytes_accessed > made.argument_bytes
-    assert any(one.kind == "all-gather" and one.axis == ("data",) for one in made.collectives)
+    assert any(one.kind == "all-gather" and one.axes == ("data",) for one in made.collectives)
     assert made.compile_seconds == 1.5
     assert (made.uncounted, made.unknown_loops) == ((), ())
 
@@ -99,7 +102,7 @@ def test_it_prints_itself_with_a_row_for_like_collectives(mesh):
     assert "1.50 s" in text
     for one in made.collectives:
         assert one.kind in text
-        assert " x ".join(one.axis) in text
+        assert " x ".join(one.axes) in text
 
 
 def test_largest_buffers_show_what_was_gathered(mesh):

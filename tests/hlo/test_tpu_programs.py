@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxspeed.hlo import collectives, cost, loop_carry_shapes, ring_elements, unknown_loops
+from jaxspeed.communication import ring_elements
+from jaxspeed.hlo import collectives, cost, loop_carry_shapes, unknown_loops
 from tests.hlo.hlo_programs import AXES
 from tests.support.topology import run_on_topology
 
@@ -26,19 +27,19 @@ def test_fused_all_reduce_scatter_counts_as_reduce_scatter(texts):
     scatters = [
         one
         for one in collectives(texts["zero2"], MIXED)
-        if one.kind == "reduce-scatter" and one.axis == ("data",)
+        if one.kind == "reduce-scatter" and one.axes == ("data",)
     ]
     assert len(scatters) == 1
     (one,) = scatters
     assert (one.bytes, one.dtype, one.leaves) == (1024 * 1024 // 2 * 4, "f32", 1)
     assert one.in_accumulation
-    assert one.op_name.endswith("dot_general")  # the fusion's: what is fused has no name
+    assert one.site.endswith("dot_general")  # the fusion's: what is fused has no name
 
 
 def test_loops_without_annotation_are_multiplied_out(texts):
     assert "known_trip_count" not in texts["zero2"]
     assert unknown_loops(texts["zero2"]) == ()
-    (one,) = [c for c in collectives(texts["zero2"], MIXED) if c.axis == ("data",) and c.runs > 3]
+    (one,) = [c for c in collectives(texts["zero2"], MIXED) if c.axes == ("data",) and c.runs > 3]
     assert one.runs == 4 * 3  # layers x micro-batches
 
 
@@ -54,7 +55,7 @@ def test_gather_spread_over_a_chain_of_fusions_counts_once(texts):
 def test_unscanned_zero3_gathers_each_layer_twice_and_scatters_once(texts):
     found = collectives(texts["zero3_units"], DATA)
     assert Counter(one.kind for one in found) == {"all-gather": 12, "reduce-scatter": 6}
-    assert {one.axis for one in found} == {("data",)}
+    assert {one.axes for one in found} == {("data",)}
     assert {one.bytes for one in found} == {2048 * 2048 * 2}
     # 3 Psi (N-1)/N elements for Psi parameters: two gathers and one reduce-scatter.
     assert sum(map(ring_elements, found)) == 3 * 6 * 2048 * 2048 * 7 / 8

@@ -13,7 +13,7 @@ from jaxspeed.offload.host_transfers import (
     OPTIMIZER,
     PARAMETERS,
     Argument,
-    crossings,
+    transfers_in,
 )
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -40,7 +40,7 @@ def of(function, *args, kinds=(), gradients=()):
         Argument(f"argument {i}", kind, x.sharding) if kind else None
         for i, (kind, x) in enumerate(zip(kinds or [None] * len(args), args, strict=True))
     ]
-    return crossings(traced.jaxpr, named, gradients, ("data",), SIZES)
+    return transfers_in(traced.jaxpr, named, gradients, ("data",), SIZES)
 
 
 def test_a_loop_over_layers_moves_each_once_and_a_device_its_shard(mesh):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.offload.host_transfers import (
     ACTIVATIONS,
     GRADIENTS,
@@ -9,12 +10,17 @@ from jaxspeed.offload.host_transfers import (
     PARAMETERS,
     HostTransfers,
 )
-from jaxspeed.offload.transfer_report import Transfer
+from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.placement.show import as_text
 
 
 def transfer(to_device, to_host, flops, kind="TPU v5p"):
-    return Transfer(HostTransfers(to_device, to_host, {}, {}, {}, 0, 1.0), kind, flops)
+    moves = [
+        Communication(way, (), size, 1, "trace", purpose=purpose)
+        for way, sizes in ((FROM_HOST, to_device), (TO_HOST, to_host))
+        for purpose, size in sizes.items()
+    ]
+    return TransferReport(HostTransfers(moves, {}, 0, 1.0), kind, flops)
 
 
 def test_the_times_are_bytes_over_the_link_and_flops_over_the_peak():

@@ -132,7 +132,7 @@ def test_what_is_dropped_is_not_applied_and_its_gradients_are_not_sent():
     dropped = sum(n for age, n in engine.staleness.items() if age > 1)
     assert dropped >= 2 and int(state.step) == 8 * RANKS - dropped
     pushes = int(state.step)
-    each = engine.program.bytes_up
+    each = engine.program.serving.push.bytes
     assert each * pushes <= sum(engine.traffic.up.values()) < each * pushes + 16 * 8 * RANKS + 1
     assert sum(m["dropped"] for m in told) <= dropped
 

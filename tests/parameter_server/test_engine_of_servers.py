@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
+from jaxspeed.communication import PULL, PUSH
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.parameter_server import rounds
 from jaxspeed.parameter_server.programs import folded
@@ -217,8 +218,8 @@ FREE = {"bf16": {"enabled": True, "check_grad_overflow": False}}  # no step is s
 def test_the_first_pull_begins_before_the_last_push():
     engine = served(**FREE)
     train(engine, 2)
-    ways = [way for way, _, what in engine.traffic.order if what != "scalars"]
-    assert ways.index("down") < len(ways) - 1 - ways[::-1].index("up")
+    ways = [one.kind for one in engine.traffic.order if one.purpose != "scalars"]
+    assert ways.index(PULL) < len(ways) - 1 - ways[::-1].index(PUSH)
     assert len(engine.program.buckets.paths) >= 3
     assert sorted(sum(engine.program.buckets.paths, ())) == sorted(engine.parameters)
 

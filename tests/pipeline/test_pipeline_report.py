@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.config import load_config
 from jaxspeed.engine.engine import compiled_report
-from jaxspeed.hlo import Collective, ring_bytes
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.pipeline import PipelineReport, schedule
 from jaxspeed.train.build import build_program
@@ -66,7 +66,7 @@ def compiled():
 
 
 def found(kind: str, *axes: str):
-    return [c for c in compiled().collectives if c.kind == kind and c.axis == axes]
+    return [c for c in compiled().collectives if c.kind == kind and c.axes == axes]
 
 
 # -- against the compiled step ----------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_embedding_and_head_exchange_what_the_report_says() -> None:
 
 def test_zero_3_gathers_each_layer_three_times_a_forward_and_a_backward_tick() -> None:
     """The backward pass gathers no biases, and what is outside of the stack is gathered too."""
-    gathers = [c for c in found("all-gather", "data") if "shard_map/" in c.op_name]
+    gathers = [c for c in found("all-gather", "data") if "shard_map/" in c.site]
     sent = compiled().pipeline.gatherings["tick"].sent
     rows = 2  # of a stage: 5 layers are 8 with padding
     assert sent == (DATA - 1) / DATA * 3 * TICKS * rows * LAYER
@@ -107,7 +107,7 @@ def test_gradients_of_the_stack_are_reduced_in_each_backward_tick() -> None:
 
     jax 0.10 makes one of all weights of a layer, 0.12 three: those of one loop belong together.
     """
-    loops: dict[int, list[Collective]] = {}
+    loops: dict[int, list[Communication]] = {}
     for one in found("all-reduce", "data"):
         loops.setdefault(one.runs, []).append(one)
     of_layers = [loop for loop in loops.values() if sum(c.bytes for c in loop) == LAYER]

@@ -193,7 +193,7 @@ def test_weights_cross_once_and_nothing_is_gathered(model, stage):
     cut = MESH["pipe"] * MESH["tensor"] * (MESH["data"] if stage == 3 else 1)
     sizes = sorted(8 * math.prod(shape) // cut for shape in SHAPES.values())
     assert sorted(c.elements for c in found) == sizes
-    assert {c.axis for c in found} == {("pipe",)}
+    assert {c.axes for c in found} == {("pipe",)}
 
 
 def test_weights_cross_as_layers_read_them(model):

@@ -38,7 +38,7 @@ def test_the_step_is_the_one_that_would_run_here():
     here = compiled_report(program, batch)
     assert there.argument_bytes == here.argument_bytes > 0
     assert there.output_bytes == here.output_bytes and there.alias_bytes == here.alias_bytes
-    counted = [{(one.kind, one.axis) for one in found.collectives} for found in (there, here)]
+    counted = [{(one.kind, one.axes) for one in found.collectives} for found in (there, here)]
     assert counted[0] == counted[1] != set()
 
 

@@ -1,17 +1,13 @@
 """Over which links an exchange goes, and how long that takes, by the book's formulas."""
 
-import jax
 import pytest
 
+from jaxspeed.communication import TO_HOST, Communication
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.placement.mesh import AXES
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
-from jaxspeed.planner.time.collective_op import Moved
 from jaxspeed.planner.time.links import Links
 
 GB = 1_000_000_000
-NOTHING = Op("op", {}, [], [])
-VALUE = Value(jax.ShapeDtypeStruct((8,), "float32"))
 
 
 def links(target, **sizes):
@@ -19,7 +15,7 @@ def links(target, **sizes):
 
 
 def moved(kind, *axes, payload=GB):
-    return Moved(kind, axes, "activations", payload, VALUE, Scope([], [], []), NOTHING, True, 1)
+    return Communication(kind, axes, payload, 1, "trace")
 
 
 def test_an_axis_sends_both_ways_along_each_dim_of_the_torus_that_it_takes():
@@ -74,5 +70,5 @@ def test_slices_do_one_after_the_other():
 
 def test_what_crosses_to_the_host():
     found = links("h100:8", data=8)
-    assert found.link(moved("to host")) == "host"
-    assert found.seconds(moved("to host")) == pytest.approx(1 / (64 * 0.88))
+    assert found.link(moved(TO_HOST)) == "host"
+    assert found.seconds(moved(TO_HOST)) == pytest.approx(1 / (64 * 0.88))

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspeed.hlo.collectives import collectives, ring_bytes
+from jaxspeed.communication import ring_bytes
+from jaxspeed.hlo.collectives import collectives
 from jaxspeed.ring_reduction import Bucket, BucketLeaf, steps, sum_of_all, sum_of_chunk
 from tests.ring_reduction.rings import (
     both_ways,
@@ -134,7 +135,7 @@ def test_across_nodes_travels_a_chunk_and_no_array():
     levels, length = levels_of(2, 4), 60
     found = sent(levels, length, lambda *args: sum_of_all(*args)[0])
     by_axis = {
-        axis: sum(ring_bytes(c) for c in found if c.axis == (axis,)) for axis in ("data", "replica")
+        axis: sum(ring_bytes(c) for c in found if c.axes == (axis,)) for axis in ("data", "replica")
     }
     assert by_axis == {"data": 2 * 3 * length * 4, "replica": 2 * 1 / 2 * length * 4}
 

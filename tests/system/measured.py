@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxspeed.models import gpt2
 
 import jaxspeed
-from jaxspeed.hlo import Collective, collectives, largest_buffers, loop_carry_shapes
+from jaxspeed.communication import Communication
+from jaxspeed.hlo import collectives, largest_buffers, loop_carry_shapes
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.system import stacks
@@ -148,6 +149,6 @@ def measure_stacks(
     return {name: measure(*stack_program(devices, **case)) for name, case in cases.items()}
 
 
-def collectives_of(found: dict[str, Any]) -> list[Collective]:
+def collectives_of(found: dict[str, Any]) -> list[Communication]:
     """The collectives of what was measured, back from JSON."""
-    return [Collective(**{**c, "axis": tuple(c["axis"])}) for c in found["collectives"]]
+    return [Communication(**{**c, "axes": tuple(c["axes"])}) for c in found["collectives"]]

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspeed.hlo import Collective
+from jaxspeed.communication import Communication
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, WIDTH, collectives_of, measure, stack_program
 
@@ -37,12 +37,12 @@ def matrices(found: dict[str, Any], in_loop: bool, axis: str = "data") -> dict[s
     """{kind: matrices that it moves in a step}, of the collectives in the loop or outside it."""
     moved: dict[str, int] = {}
     for c in large(found):
-        if c.in_accumulation == in_loop and c.axis == (axis,):
+        if c.in_accumulation == in_loop and c.axes == (axis,):
             moved[c.kind] = moved.get(c.kind, 0) + c.elements // MATRIX * c.runs
     return moved
 
 
-def large(found: dict[str, Any]) -> list[Collective]:
+def large(found: dict[str, Any]) -> list[Communication]:
     return [c for c in collectives_of(found) if c.elements >= MATRIX / 8]
 
 
@@ -107,7 +107,7 @@ def test_replicas_reduce_their_shards_and_gather_nothing(programs):
         found = programs[f"replicas, stage {stage}"]
         inside = matrices(found, in_loop=True)
         assert inside["reduce-scatter"] == 4 * LAYERS
-        crossing = [c for c in large(found) if "replica" in c.axis]
+        crossing = [c for c in large(found) if "replica" in c.axes]
         assert {c.kind for c in crossing} == {"all-reduce"}
         assert sum(c.elements for c in crossing) // (MATRIX // 4) == LAYERS
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspeed.hlo import Collective
+from jaxspeed.communication import Communication
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, WIDTH, collectives_of
 from tests.system.stacks import FORMS
@@ -27,7 +27,7 @@ def every_form() -> dict[str, Any]:
     return run_on_topology("tests.system.tpu:forms", "v5e:2x4")
 
 
-def of_kind(found: dict[str, Any], kind: str, at_least: int) -> list[Collective]:
+def of_kind(found: dict[str, Any], kind: str, at_least: int) -> list[Communication]:
     return [c for c in collectives_of(found) if c.kind == kind and c.elements >= at_least]
 
 

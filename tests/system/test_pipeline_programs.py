@@ -111,7 +111,7 @@ def test_what_stages_exchange_is_messages_and_what_embedding_and_head_share(sche
     """Of activations; a token's loss takes three numbers besides: the largest logit, a sum of
     exponentials, the label's logit."""
     found, units = compiled(schedule), CHUNKS[schedule] * M + K - 1
-    inside = [c for c in collectives_of(found) if c.axis == ("pipe",) and c.in_accumulation]
+    inside = [c for c in collectives_of(found) if c.axes == ("pipe",) and c.in_accumulation]
     sent = sum(c.runs * c.bytes for c in inside if c.kind == "collective-permute")
     summed = sum(c.runs * c.bytes for c in inside if c.kind == "all-reduce")
     assert {c.kind for c in inside} == {"collective-permute", "all-reduce"}

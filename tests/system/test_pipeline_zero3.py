@@ -52,7 +52,7 @@ def of_stages(found: dict[str, Any], kind: str) -> int:
     return sum(
         c.bytes * c.runs
         for c in collectives_of(found)
-        if c.kind == kind and c.axis == ("data",) and "shard_map" in c.op_name
+        if c.kind == kind and c.axes == ("data",) and "shard_map" in c.site
     )
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspeed.hlo import Collective
-from jaxspeed.hlo.collectives import ring_bytes
+from jaxspeed.communication import Communication, ring_bytes
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, collectives_of, measure, stack_program
 from tests.system.measured import WIDTH as TPU_WIDTH
@@ -21,7 +20,7 @@ MODEL = LAYERS * WIDTH * WIDTH * 4  # bytes, without the shift
 SCALARS = 64  # bytes
 
 
-def sends(stage: int, ring: dict[str, Any] | None = None, **case: Any) -> list[Collective]:
+def sends(stage: int, ring: dict[str, Any] | None = None, **case: Any) -> list[Communication]:
     """The collectives of a step, in fp32."""
     parallel = {"data_reduction": "ring", **(ring or {})}
     program = stack_program(
@@ -30,7 +29,7 @@ def sends(stage: int, ring: dict[str, Any] | None = None, **case: Any) -> list[C
     return collectives_of(measure(*program))
 
 
-def volume(found: list[Collective], **where: Any) -> float:
+def volume(found: list[Communication], **where: Any) -> float:
     """In units of the model, of the collectives with these attributes."""
     chosen = [c for c in found if all(getattr(c, k) == v for k, v in where.items())]
     return sum(map(ring_bytes, chosen)) / MODEL
@@ -53,16 +52,16 @@ FORM = {3: "scanned"}
 def test_a_step_sends_its_phases_and_nothing_else(stage, accumulation):
     found = sends(stage, accumulation=accumulation, form=FORM.get(stage, "listed"))
     large = [c for c in found if c.bytes * c.runs > SCALARS]
-    assert {(c.kind, c.axis) for c in large} == {("collective-permute", ("data",))}
+    assert {(c.kind, c.axes) for c in large} == {("collective-permute", ("data",))}
     for in_loop, phases in zip((True, False), SCHEDULES[stage, accumulation], strict=True):
         moved = volume(large, in_accumulation=in_loop)
         assert phases * PHASE <= moved <= phases * PHASE * 1.01
 
 
-def on_tpu(**case: Any) -> list[Collective]:
+def on_tpu(**case: Any) -> list[Communication]:
     """The large collectives over data of a step in bf16."""
     found = collectives_of(run_on_topology("tests.system.tpu:rings", "v5e:2x4", **case))
-    return [c for c in found if c.axis == ("data",) and c.bytes * c.runs > 20 * SCALARS]
+    return [c for c in found if c.axes == ("data",) and c.bytes * c.runs > 20 * SCALARS]
 
 
 def test_a_layer_comes_and_goes_by_itself_under_stage_3():

@@ -31,7 +31,7 @@ def exchanged(found: dict[str, Any], axis: str, smallest: int = 1) -> Counter:
     """{(kind, elements): runs} of what crosses one axis."""
     runs: Counter = Counter()
     for c in collectives_of(found):
-        if c.axis == (axis,) and c.elements >= smallest:
+        if c.axes == (axis,) and c.elements >= smallest:
             runs[c.kind, c.elements] += c.runs
     return runs
 

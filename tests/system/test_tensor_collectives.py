@@ -66,16 +66,16 @@ def crossings(found: dict[str, Any], activation: int = ACTIVATION) -> Counter[An
     """
     counted: Counter[Any] = Counter()
     for c in collectives_of(found):
-        if "tensor" in c.axis and c.elements >= activation / 8:
-            way = "backward" if "transpose" in c.op_name else "forward"
-            is_one = c.axis == ("tensor",) and c.elements == activation
+        if "tensor" in c.axes and c.elements >= activation / 8:
+            way = "backward" if "transpose" in c.site else "forward"
+            is_one = c.axes == ("tensor",) and c.elements == activation
             counted[(c.kind, way) if is_one else (c.kind, way, c.elements)] += c.runs
     return counted
 
 
 def small(found: dict[str, Any]) -> list[Any]:
     """What else crosses the axis."""
-    return [c for c in collectives_of(found) if "tensor" in c.axis and c.elements < ACTIVATION / 8]
+    return [c for c in collectives_of(found) if "tensor" in c.axes and c.elements < ACTIVATION / 8]
 
 
 def expected(block: dict[Any, int], ends: dict[Any, int]) -> Counter[Any]:
@@ -95,7 +95,7 @@ def test_with_sequence_parallel_activations_they_are_gathers_and_scatters(name):
 
 @pytest.mark.full
 def test_a_vision_transformer_has_no_vocabulary_and_exchanges_in_its_blocks_alone():
-    found = [c for c in collectives_of(compiled("vit, whole")) if "tensor" in c.axis]
+    found = [c for c in collectives_of(compiled("vit, whole")) if "tensor" in c.axes]
     big = [c for c in found if c.elements > ACTIVATION / 8]
     assert sum(c.runs for c in big) == 4 * LAYERS
     assert {c.kind for c in big} == {"all-reduce"}
@@ -119,7 +119,7 @@ def test_a_ring_sends_chunks_and_gathers_nothing_in_a_block():
     # gathers for the weights' gradients going round as well.
     assert sum(c.runs for c in sent) == LAYERS * (4 + 4 + 2) * (ways - 1)
     assert {c.elements for c in sent} == {ACTIVATION // ways}
-    whole = [c for c in found if "tensor" in c.axis and c.elements >= ACTIVATION]
+    whole = [c for c in found if "tensor" in c.axes and c.elements >= ACTIVATION]
     assert sum(c.runs for c in whole) == sum(ENDS_CUT.values())
 
 

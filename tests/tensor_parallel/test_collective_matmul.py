@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.hlo import Collective, collectives
+from jaxspeed.communication import Communication
+from jaxspeed.hlo import collectives
 from jaxspeed.tensor_parallel import collective_matmul
 from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
 from tests.support.topology import run_on_topology
@@ -326,7 +327,7 @@ def test_a_row_is_added_up_in_the_order_that_it_says(both_ways):
 # -- what is communicated -------------------------------------------------------------------------
 
 
-def compiled_collectives(step: Callable[..., Any], mesh: Mesh) -> list[Collective]:
+def compiled_collectives(step: Callable[..., Any], mesh: Mesh) -> list[Communication]:
     with jax.set_mesh(mesh):
         lowered = jax.jit(step).lower(*placed(mesh, *example()))
         return collectives(lowered.compile().as_text() or "", mesh)
@@ -338,7 +339,7 @@ def test_the_forward_pass_holds_permutes_over_tensor_alone(both_ways):
     mesh = mesh_of(2, 4)
     found = compiled_collectives(lambda w, x: block(ring(both_ways), x, w), mesh)
     assert {c.kind for c in found} == {"collective-permute"}
-    assert {c.axis for c in found} == {("tensor",)}
+    assert {c.axes for c in found} == {("tensor",)}
     assert len(found) == 4 * 3 * (2 if both_ways else 1)
     chunk = 2 * (16 // 4) * EMBED * 4  # 2 samples a data rank
     assert sum(c.bytes for c in found) == 4 * 3 * chunk
@@ -353,13 +354,13 @@ def test_the_backward_pass_adds_the_sums_of_weight_gradients_over_data(both_ways
     mesh = mesh_of(2, 4)
     loss = loss_of(lambda w, x: block(ring(both_ways), x, w))
     found = compiled_collectives(jax.grad(loss, (0, 1)), mesh)
-    over_tensor = [c for c in found if c.axis == ("tensor",)]
+    over_tensor = [c for c in found if c.axes == ("tensor",)]
     assert {c.kind for c in over_tensor} == {"collective-permute"}
     chunk = 2 * (16 // 4) * EMBED * 4
     messages = 2 * 3 + 2 * 2  # of 2 columns and 2 rows; the last row's own product is not needed
     assert sum(c.bytes for c in over_tensor) == (messages * 3) * chunk
-    others = [c for c in found if c.axis != ("tensor",)]
-    assert {(c.kind, c.axis) for c in others} == {("all-reduce", ("data",))}
+    others = [c for c in found if c.axes != ("tensor",)]
+    assert {(c.kind, c.axes) for c in others} == {("all-reduce", ("data",))}
     shards = sum(int(np.prod(shape)) // 4 for shape, _ in SHAPES.values())
     assert sum(c.elements for c in others) == shards
 

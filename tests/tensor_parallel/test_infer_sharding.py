@@ -236,11 +236,11 @@ def test_cut_as_proposed_a_model_computes_the_same_and_sends_what_was_counted(pr
     )
     assert_close(loss_and_grads, reference)
     over_tensor = [
-        c for c in collectives(compiled.as_text(), mesh(data, tensor)) if "tensor" in c.axis
+        c for c in collectives(compiled.as_text(), mesh(data, tensor)) if "tensor" in c.axes
     ]
-    assert {c.kind for c in over_tensor} <= {m.kind for m in found.messages}
+    assert {c.kind for c in over_tensor} <= {m.kind for m in found.sends}
     again = 2 if name == "checkpointed" else 1  # what is computed again is sent again
-    counted = sum(m.times * (1 if m.backward else again) for m in found.messages)
+    counted = sum(m.runs * (1 if m.backward else again) for m in found.sends)
     assert sum(c.runs for c in over_tensor) <= counted
     sent = sum(c.runs * c.elements for c in over_tensor)
     assert sent <= most_elements(traced_model, found, again) / data
@@ -282,7 +282,7 @@ def most_elements(program, proposal, again):
     The compiler sums those of query, key and value one by one; it is the rewrite that adds them
     before they are sent.
     """
-    forward = sum(m.elements * m.times for m in proposal.messages if not m.backward)
+    forward = sum(m.elements * m.runs for m in proposal.sends if not m.backward)
     of = program.followed.classes.of
     classes = {of(program.followed.parameters[p][c.dim]) for p, c in proposal.cuts.items()}
     backward = 0
@@ -298,8 +298,8 @@ def test_a_pair_sends_one_all_reduce_each_way(program):
     found = proposal_of(program("jitted"))
     size = foreign_models.BATCH * (foreign_models.SEQ - 1) * foreign_models.WIDTH
     layers, pairs = 2, 2
-    rows = [m for m in found.messages if m.why == "row"]
-    columns = [m for m in found.messages if m.why == "column"]
+    rows = [m for m in found.sends if m.site == "row"]
+    columns = [m for m in found.sends if m.site == "column"]
     assert [m.elements for m in rows] == [size] * layers * pairs
     assert [m.elements for m in columns] == [size] * (layers * pairs + 1)  # and the head
     assert not any(m.backward for m in rows) and all(m.backward for m in columns)
@@ -309,7 +309,7 @@ def test_memory_that_all_decoder_layers_read_is_summed_once_for_keys_and_values(
     """Keys and values of one layer are of one array; queries are of another."""
     found = proposal_of(program("encoder-decoder"))
     encoded = foreign_models.BATCH * (foreign_models.SEQ - 2) * foreign_models.WIDTH
-    columns = [m.elements for m in found.messages if m.why == "column"]
+    columns = [m.elements for m in found.sends if m.site == "column"]
     encoder, cross = 2 * 2, 2
     assert columns.count(encoded) == encoder + cross
 
@@ -335,12 +335,12 @@ def test_casts_of_one_array_are_one_array_whose_gradient_is_summed_once():
     shapes = {"embed": (3, 16), "q": (16, 64), "k": (16, 64), "o": (64, 16)}
     found = propose(*of_function(loss, shapes, {"x": (8, 3)}), tensor=4)
     assert dims(found) == {"q": 1, "k": 1, "o": 0}
-    assert [m.elements for m in found.messages if m.why == "column"] == [8 * 16]
+    assert [m.elements for m in found.sends if m.site == "column"] == [8 * 16]
 
 
 def test_what_is_read_from_the_batch_has_no_gradient_to_sum(program):
     found = proposal_of(program("tower of 4"))
-    assert [m.elements for m in found.messages if m.backward] == [foreign_models.BATCH * 40]
+    assert [m.elements for m in found.sends if m.backward] == [foreign_models.BATCH * 40]
 
 
 def test_a_dim_of_samples_is_left_to_the_data_axis():

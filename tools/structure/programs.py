@@ -72,7 +72,7 @@ def _collectives(found: Any) -> list[str] | None:
     """Like collectives as one line with their number, sorted; None where there is no text."""
     if found is None:
         return None
-    alike = Counter((c.kind, " x ".join(c.axis), c.dtype, c.bytes, c.runs) for c in found)
+    alike = Counter((c.kind, " x ".join(c.axes), c.dtype, c.bytes, c.runs) for c in found)
     return [
         f"{count} {kind} over {axis}, {dtype}, {size} bytes, {runs} runs"
         for (kind, axis, dtype, size, runs), count in sorted(alike.items())

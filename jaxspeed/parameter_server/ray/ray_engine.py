@@ -24,6 +24,7 @@ from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.objective.train_state import TrainState
+from jaxspeed.parameter_server.programs import pull_and_push
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.cluster import Cluster, connected, ray_module
 from jaxspeed.parameter_server.ray.ownership import Pieces
@@ -34,8 +35,7 @@ from jaxspeed.parameter_server.ray.server_pool import Servers
 from jaxspeed.parameter_server.ray.state_transfer import put_together, taken_apart, variables_of
 from jaxspeed.parameter_server.ray.worker_pool import Crew
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import wire_of
-from jaxspeed.placement.rows import Row, reduction_dtype
+from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Metrics, Program, Serving
 
 
@@ -56,34 +56,15 @@ class RayProgram(Program):
 
     @property
     def serving(self) -> Serving:
-        return Serving(len(self.servers), self.rule.pace, self.bytes_down, self.bytes_up)
+        def logical(row: Row) -> int:
+            return math.prod(row.leaf.shape)
+
+        sends = pull_and_push(self, self.table, logical)
+        return Serving(len(self.servers), self.rule.pace, *sends)
 
     @property
     def in_this_process(self) -> bool:
         return False
-
-    @property
-    def bytes_down(self) -> int:
-        """What a worker pulls of each version: each trained parameter as layers read it."""
-        return sum(_elements(row) * row.read.dtype.itemsize for row in self._trained)
-
-    @property
-    def bytes_up(self) -> int:
-        """What a worker pushes of each part: each gradient as it is made, or as it is sent."""
-        wire = wire_of(self.config)
-
-        def made(row: Row) -> Any:
-            assert row.grad is not None
-            return row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
-
-        return sum(
-            _elements(row) * jnp.dtype(reduction_dtype(made(row), wire)).itemsize
-            for row in self._trained
-        )
-
-    @property
-    def _trained(self) -> list[Row]:
-        return [row for row in self.table if row.leaf.trainable]
 
     @property
     def step(self) -> Any:
@@ -288,10 +269,6 @@ def program_of(config: Config, staff: Staff, build: Build) -> RayProgram:
     given = {name: getattr(program, name) for name in Program.__dataclass_fields__}
     given |= {"config": config, "batch": staff.batch}
     return RayProgram(**given, workers=staff.workers, servers=tuple(servers), rule=staff.rule)
-
-
-def _elements(row: Row) -> int:
-    return math.prod(row.leaf.shape)
 
 
 def _as_arrays(metrics: Mapping[str, Any]) -> Metrics:

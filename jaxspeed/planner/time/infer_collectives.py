@@ -1,4 +1,4 @@
-"""The exchanges of a step, read from its opened program.
+"""The communications of a step, each at its place in the opened program.
 
 A partitioner exchanges where an operation wants an array to lie otherwise than it does:
 
@@ -13,7 +13,9 @@ A partitioner exchanges where an operation wants an array to lie otherwise than 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.materialization import SUMS
 from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
@@ -27,7 +29,6 @@ from jaxspeed.planner.memory.trace_ir import (
     Value,
     consts_and_carry,
 )
-from jaxspeed.planner.time.collective_op import Moved
 
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, "convert_element_type", "name", "reshape", "transpose", "squeeze", "neg"}
@@ -36,12 +37,31 @@ _SAID = {  # by a manual region: its primitive, and what it is
     "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ppermute": "permute", "pbroadcast": "all-reduce",
+    "all_to_all": "all-to-all", "ppermute": "collective-permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
 _NOWHERE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
 
 
-def traffic(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[Moved]:
+@dataclass(frozen=True, eq=False)
+class CollectiveOp:
+    """A communication at its place in the program.
+
+    Attributes:
+      communication: its purpose is "parameters", "gradients", "activations" or "stages".
+      value: what is sent.
+      scope: in which it runs.
+      op: of that scope, which waits for it or has made what is sent.
+      before: whether it runs before `op`, or after it.
+    """
+
+    communication: Communication
+    value: Value
+    scope: Scope
+    op: Op
+    before: bool
+
+
+def traffic(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[CollectiveOp]:
     """All that is sent, in the order of the program.
 
     Args:
@@ -68,9 +88,9 @@ class _Walk:
                 self.readers[given] += 1
         self.pending: dict[Value, tuple[set[str], Value]] = {}  # axes, and as what it was made
         self.gathered: set[tuple[Value, str]] = set()
-        self.found: list[Moved] = []
+        self.found: list[CollectiveOp] = []
 
-    def run(self) -> list[Moved]:
+    def run(self) -> list[CollectiveOp]:
         for op in self.scope.ops:
             self._settle(op)
             if op.name in _NOWHERE:
@@ -240,13 +260,36 @@ class _Walk:
             return
         own = self.sizes.plain(v) * _width(made or v) / max(_width(v), 1)
         payload = own * ways if kind in ("all-gather", "reduce-scatter") else own
-        what = self._what(v, kind, ordered)
-        self.found.append(
-            Moved(kind, ordered, what, int(payload), v, self.scope, op, before, self.runs)
-        )
+        self._add(kind, ordered, int(payload), v, op, made or v, before=before)
 
-    def _what(self, v: Value, kind: str, axes: tuple[str, ...]) -> str:
-        if "pipe" in axes and kind in ("permute", "all-reduce") and v not in self.kinds.gradients:
+    def _add(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        payload: int,
+        v: Value,
+        op: Op,
+        made: Value,
+        *,
+        before: bool = True,
+    ) -> None:
+        communication = Communication(
+            kind,
+            axes,
+            payload,
+            self.runs,
+            "trace",
+            dtypes_text([made.dtype]),
+            payload // _width(made),
+            group_size=math.prod(self.mesh[a] for a in axes),
+            purpose=self._purpose(v, kind, axes),
+            backward=op.backward,
+        )
+        self.found.append(CollectiveOp(communication, v, self.scope, op, before))
+
+    def _purpose(self, v: Value, kind: str, axes: tuple[str, ...]) -> str:
+        of_stages = "pipe" in axes and kind in ("collective-permute", "all-reduce")
+        if of_stages and v not in self.kinds.gradients:
             return "stages"
         of_batch = v in self.kinds.of_batch
         if v in self.kinds.gradients:
@@ -280,28 +323,15 @@ class _Walk:
             if v.host == out.host:
                 self._lie(v, out.cut, op)
                 continue
-            kind = "from host" if v.host else "to host"
             smaller = min(v, out, key=self.sizes.plain)
-            what = self._what(v, kind, ())
-            self.found.append(
-                Moved(
-                    kind,
-                    (),
-                    what,
-                    self.sizes.plain(smaller),
-                    smaller,
-                    self.scope,
-                    op,
-                    True,
-                    self.runs,
-                )
-            )
+            payload = self.sizes.plain(smaller)
+            self._add(FROM_HOST if v.host else TO_HOST, (), payload, smaller, op, smaller)
 
     # -- loops -----------------------------------------------------------------------------------
 
     def _loop(self, op: Op) -> None:
         """Of branches the one that sends most."""
-        best: list[Moved] = []
+        best: list[CollectiveOp] = []
         for body in op.bodies:
             within = _Walk(body, self.sizes, self.kinds, self.runs * max(op.trips, 1))
             if op.name == "scan":
@@ -378,8 +408,8 @@ def _cut_as(value: Value, cut: Sequence[tuple[str, ...]]) -> Value:
     return new
 
 
-def _sum(found: Sequence[Moved]) -> int:
-    return sum(m.payload * m.runs for m in found)
+def _sum(found: Sequence[CollectiveOp]) -> int:
+    return sum(one.communication.payload for one in found)
 
 
 def _width(v: Value) -> int:

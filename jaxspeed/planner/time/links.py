@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxspeed.communication import Communication, ring_passes, ring_share
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import AXES
-from jaxspeed.planner.time.collective_op import Moved, sent
 from jaxspeed.planner.time.torus import placed_on
 
 LINKS, NETWORK, HOST = "links", "network", "host"
@@ -47,35 +47,35 @@ class Links:
             self._routes[key] = self._find(key)
         return self._routes[key]
 
-    def link(self, moved: Moved) -> str:
+    def link(self, one: Communication) -> str:
         """What it is bound by."""
-        if not moved.axes:
+        if not one.axes:
             return HOST
-        return NETWORK if self.route(moved.axes).across > 1 else LINKS
+        return NETWORK if self.route(one.axes).across > 1 else LINKS
 
-    def seconds(self, moved: Moved, latency: bool = True) -> float:
+    def seconds(self, one: Communication, latency: bool = True) -> float:
         """Of one run; without `latency` it goes with another."""
         chip = self.target.chip
-        if not moved.axes:
-            return moved.payload / (chip.host_link * chip.reached["host"])
-        route = self.route(moved.axes)
-        if moved.kind == "permute":
-            return self._message(moved, route)
-        within = self._within(moved, route, latency)
+        if not one.axes:
+            return one.bytes / (chip.host_link * chip.reached["host"])
+        route = self.route(one.axes)
+        if one.kind == "collective-permute":
+            return self._message(one, route)
+        within = self._within(one, route, latency)
         if route.across == 1:
             return within
-        across = self._across(moved, route, latency)
+        across = self._across(one, route, latency)
         # NCCL's rings go through nodes and network at once; slices of TPUs do one after the other.
         return max(within, across) if chip.platform == "cuda" else within + across
 
-    def _within(self, moved: Moved, route: Route, latency: bool) -> float:
+    def _within(self, one: Communication, route: Route, latency: bool) -> float:
         chip = self.target.chip
         if route.inside == 1:
             return 0.0
         rate = chip.link * chip.reached["links"] * route.lanes
-        turns = (2 if moved.kind == "all-reduce" else 1) * latency
-        bytes_ = sent(moved, route.inside)
-        if moved.kind == "all-to-all" and chip.torus_dims:
+        turns = ring_passes(one.kind) * latency
+        bytes_ = ring_share(one.bytes, one.kind, route.inside)
+        if one.kind == "all-to-all" and chip.torus_dims:
             # Half of a ring's bytes cross its middle, over all hops on the way.
             bytes_ *= max(route.hops, 1) / 2
         return bytes_ / rate + turns * self._latency(route)
@@ -85,20 +85,20 @@ class Links:
         chip = self.target.chip
         return chip.hop["links"] * (route.hops if chip.torus_dims else 1)
 
-    def _across(self, moved: Moved, route: Route, latency: bool) -> float:
+    def _across(self, one: Communication, route: Route, latency: bool) -> float:
         """Each device sends its part of what its slice or node has to the others."""
         chip = self.target.chip
-        turns = (2 if moved.kind == "all-reduce" else 1) * latency
+        turns = ring_passes(one.kind) * latency
         steps = math.ceil(math.log2(route.across))
-        bytes_ = sent(moved, route.across) / route.inside
+        bytes_ = ring_share(one.bytes, one.kind, route.across) / route.inside
         rate = chip.outside * chip.reached["outside"]
         return bytes_ / rate + turns * steps * chip.hop["outside"]
 
-    def _message(self, moved: Moved, route: Route) -> float:
+    def _message(self, one: Communication, route: Route) -> float:
         chip = self.target.chip
         if route.across > 1:
-            return moved.payload / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
-        return moved.payload / (chip.link * chip.reached["links"]) + chip.hop["links"]
+            return one.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
+        return one.bytes / (chip.link * chip.reached["links"]) + chip.hop["links"]
 
     # -- where devices stand ---------------------------------------------------------------------
 

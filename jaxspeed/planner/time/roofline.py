@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
+from jaxspeed.communication import dtypes_text
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
 from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
-from jaxspeed.planner.memory.trace_ir import Scope, Value
+from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, read_step
-from jaxspeed.planner.time.collective_op import Moved, sent
-from jaxspeed.planner.time.infer_collectives import traffic
+from jaxspeed.planner.time.infer_collectives import CollectiveOp, traffic
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.op_cost import works
 from jaxspeed.planner.time.overlap import UNITS, Task, flow
@@ -45,7 +45,7 @@ class _Clock:
     def __init__(self, step: Step, target: Target) -> None:
         self.step, self.target = step, target
         self.links = Links(target, dict(step.program.mesh.shape))
-        self.at: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+        self.at: dict[tuple[int, int], list[CollectiveOp]] = defaultdict(list)
         found = traffic(step.scope, step.sizes, step.kinds, step.state)
         self.seconds = _alone(found, self.links)
         self.moved = found
@@ -67,7 +67,7 @@ class _Clock:
             at = self.at.get((id(scope), id(op)), [])
             sends = {True: [], False: []}  # type: ignore[var-annotated]
             for moved in at:
-                task = Task(self.links.link(moved), self.seconds[id(moved)])
+                task = Task(self.links.link(moved.communication), self.seconds[id(moved)])
                 sends[moved.before].append(task)
             if op.bodies:
                 share = busy * (1 - self._idle(op.bodies))
@@ -133,64 +133,58 @@ class _Clock:
         )
 
 
-def _alone(found: Sequence[Moved], links: Links) -> dict[int, float]:
+def _alone(found: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
     """Seconds of a run of each. Small ones go with the largest of a kind: compilers combine."""
-    largest: dict[Any, Moved] = {}
+    largest: dict[Any, CollectiveOp] = {}
+
+    def key(moved: CollectiveOp) -> Any:
+        return id(moved.scope), moved.communication.kind, moved.communication.axes
+
     for moved in found:
-        key = (id(moved.scope), moved.kind, moved.axes)
-        if key not in largest or moved.payload > largest[key].payload:
-            largest[key] = moved
+        most = largest.setdefault(key(moved), moved)
+        if moved.communication.bytes > most.communication.bytes:
+            largest[key(moved)] = moved
     seconds = {}
     for moved in found:
-        key = (id(moved.scope), moved.kind, moved.axes)
-        pays = moved is largest[key] or moved.payload >= COMBINED or moved.kind == "permute"
-        seconds[id(moved)] = links.seconds(moved, latency=pays)
+        one = moved.communication
+        alone = one.bytes >= COMBINED or one.kind == "collective-permute"
+        pays = alone or moved is largest[key(moved)]
+        seconds[id(moved)] = links.seconds(one, latency=pays)
     return seconds
 
 
 def _told(
-    found: Sequence[Moved],
+    found: Sequence[CollectiveOp],
     seconds: Mapping[int, float],
     exposed: Mapping[int, float],
     links: Links,
     step: Step,
 ) -> Iterable[Exchange]:
-    groups: dict[Any, list[Moved]] = defaultdict(list)
+    groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
     for moved in found:
-        groups[moved.kind, moved.axes, moved.what, links.link(moved)].append(moved)
-    mesh = step.sizes.mesh
-    for (kind, axes, what, link), group in groups.items():
-        ways = 1
-        for axis in axes:
-            ways *= mesh[axis]
+        one = moved.communication
+        groups[one.kind, one.axes, one.purpose, links.link(one)].append(moved)
+    for (*_, link), group in groups.items():
         yield Exchange(
-            kind,
-            axes,
-            what,
+            tuple(moved.communication for moved in group),
             link,
-            bytes=int(sum(sent(m, ways) * m.runs for m in group)),
-            runs=sum(m.runs for m in group),
-            seconds=sum(seconds[id(m)] * m.runs for m in group),
+            seconds=sum(seconds[id(m)] * m.communication.runs for m in group),
             exposed=sum(exposed.get(id(m), 0.0) for m in group),
-            formula=_formula(group, mesh),
+            formula=_formula(group, step.sizes.mesh),
         )
 
 
-def _formula(group: Sequence[Moved], mesh: Mapping[str, int]) -> str:
+def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:
     """`32 x bf16[4096,14336] + ...`: how often, and what a device has of it, the largest first."""
     terms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for m in group:
         shape = ",".join(map(str, local_shape(m.value, mesh)))
-        name = f"{_short(m.value)}[{shape}]"
-        terms[name][0] += m.runs
-        terms[name][1] += m.runs * m.payload
+        name = f"{dtypes_text([m.value.dtype])}[{shape}]"
+        terms[name][0] += m.communication.runs
+        terms[name][1] += m.communication.payload
     most = sorted(terms.items(), key=lambda item: -item[1][1])
     said = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
     return " + ".join([*said, *(["..."] if len(most) > 3 else [])])
-
-
-def _short(value: Value) -> str:
-    return str(value.dtype).replace("bfloat", "bf").replace("float", "f").replace("int", "s")
 
 
 def model_flops(step: Step) -> tuple[ModelFlops, int]:

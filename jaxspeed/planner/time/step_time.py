@@ -7,43 +7,68 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, ring_bytes
 from jaxspeed.placement.show import as_text, bytes_text
 
-# -- what a device sends in a step ----------------------------------------------------------------
-
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
-TO_HOST, FROM_HOST = "to host", "from host"
+WIDTH = 80
+HOUR = 3600
+SHOWN = {"collective-permute": "permute", TO_HOST: "to host", FROM_HOST: "from host"}
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind of exchange, over the same axes and for the same purpose, of a whole step.
+    """The communications of a step that are of one kind, over the same axes, for one purpose.
 
     Attributes:
-      kind: one of `KINDS`, "to host" or "from host".
-      axes: of the mesh; () of host transfers.
-      what: "parameters", "gradients", "activations", "stages", "optimizer" or "other state".
       link: "links" (ICI, NVLink), "network" (between nodes or slices) or "host".
-      bytes: that a device sends in a step, over all runs.
-      runs: how often in a step.
       seconds: of all runs, alone on its link.
       exposed: of these, what is not hidden behind compute.
       formula: its numbers in words, the largest first.
     """
 
-    kind: str
-    axes: tuple[str, ...]
-    what: str
+    communications: tuple[Communication, ...]
     link: str
-    bytes: int
-    runs: int
     seconds: float
     exposed: float
     formula: str
 
+    @property
+    def kind(self) -> str:
+        """As it is shown."""
+        kind = self.communications[0].kind
+        return SHOWN.get(kind, kind)
 
-WIDTH = 80
-HOUR = 3600
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Of the mesh; () of host transfers."""
+        return self.communications[0].axes
+
+    @property
+    def purpose(self) -> str:
+        return self.communications[0].purpose
+
+    @property
+    def bytes(self) -> int:
+        """That a device sends in a step, over all runs."""
+        return int(sum(map(ring_bytes, self.communications)))
+
+    @property
+    def runs(self) -> int:
+        """How often in a step."""
+        return sum(one.runs for one in self.communications)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "what": self.purpose,
+            "link": self.link,
+            "bytes": self.bytes,
+            "runs": self.runs,
+            "seconds": self.seconds,
+            "exposed": self.exposed,
+            "formula": self.formula,
+        }
 
 
 @dataclass(frozen=True)
@@ -99,7 +124,7 @@ class Time:
         more = ("model_flops", "formula", "peak", "exchanged", "tokens_per_second", "mfu")
         return {
             **{name: getattr(self, name) for name in (*plain, *more)},
-            "exchanges": [{**vars(e), "axes": list(e.axes)} for e in self.exchanges],
+            "exchanges": [e.figures() for e in self.exchanges],
         }
 
     def __rich__(self) -> Group:
@@ -136,7 +161,7 @@ class Time:
             along += " (network)" if e.link == "network" else ""
             table.add_row(
                 e.kind,
-                e.what,
+                e.purpose,
                 along,
                 str(e.runs),
                 bytes_text(e.bytes),

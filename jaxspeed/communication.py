@@ -1,0 +1,119 @@
+"""One record for what a step sends: between devices, to host memory and back, to and from servers.
+
+It is read from a compiled program (`hlo/collectives.py`) and from a traced one
+(`tensor_parallel/boundary_costs.py`, `offload/host_transfers.py`, `planner/time`), or follows from
+a formula (`pipeline/report.py`, `parameter_server/programs.py`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+COLLECTIVES = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+TO_HOST, FROM_HOST = "device-to-host", "host-to-device"
+PULL, PUSH = "pull", "push"  # parameters to a worker, and its gradients to the servers
+Sent = tuple[int, Any]  # an array's elements and dtype
+_AS_IT_IS = ("collective-permute", "collective-broadcast", TO_HOST, FROM_HOST, PULL, PUSH)
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One communication of a program, as each device sees it.
+
+    Attributes:
+      kind: one of `COLLECTIVES`, a host transfer (`TO_HOST`, `FROM_HOST`), or between a worker and
+        its servers (`PULL`, `PUSH`).
+      axes: the mesh axes that it goes along, in the mesh's order; () where it is no collective.
+      bytes: the payload of one run: what an all-gather gathered, what a reduce-scatter or an
+        all-to-all was given, the operand of the others.
+      runs: how often it runs in one execution, the trip counts of all loops multiplied in.
+      source: from what it is known; `run` is what was sent in a run.
+      dtype: of the payload, as in HLO; `bf16+f32` where unlike arrays were combined.
+      elements: the payload's elements.
+      leaves: the arrays that were combined into it.
+      group_size: the devices of one group; for a permute, those that send.
+      purpose: what it sends: parameters, gradients, activations, ...
+      site: where it stands: an op_name of HLO, a parameter's path, why a sharding needs it.
+      backward: whether it is in the backward pass; False where that is not known.
+      in_accumulation: whether it is inside the loop over micro-batches; read from HLO alone.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    runs: int
+    source: Literal["hlo", "trace", "formula", "run"]
+    dtype: str = ""
+    elements: int = 0
+    leaves: int = 1
+    group_size: int = 1
+    purpose: str = ""
+    site: str = ""
+    backward: bool = False
+    in_accumulation: bool = False
+
+    @classmethod
+    def of_arrays(
+        cls, kind: str, axes: tuple[str, ...], arrays: Iterable[Sent], runs: int, **rest: Any
+    ) -> "Communication":
+        """With the bytes, elements and dtype of arrays; keys of random numbers count as nothing."""
+        sent = list(arrays)
+        return cls(
+            kind,
+            axes,
+            sum(elements * getattr(dtype, "itemsize", 0) for elements, dtype in sent),
+            runs,
+            dtype=dtypes_text(dtype for _, dtype in sent),
+            elements=sum(elements for elements, _ in sent),
+            leaves=len(sent),
+            **rest,
+        )
+
+    @property
+    def payload(self) -> int:
+        """Bytes of all runs."""
+        return self.bytes * self.runs
+
+
+def ring_bytes(one: Communication) -> float:
+    """Bytes that a device sends, all runs together, when the group forms a ring."""
+    return ring_share(one.payload, one.kind, one.group_size)
+
+
+def ring_elements(one: Communication) -> float:
+    """`ring_bytes` in elements."""
+    return ring_share(one.elements * one.runs, one.kind, one.group_size)
+
+
+def ring_share(payload: int, kind: str, devices: int) -> float:
+    """Of a payload, what each of N devices sends when they form a ring.
+
+    all-reduce 2 (N-1)/N of the payload; reduce-scatter, all-gather and all-to-all (N-1)/N; a
+    permute, a broadcast and what is no collective all of it.
+    """
+    if kind in _AS_IT_IS:
+        return float(payload)
+    return payload * ring_passes(kind) * (devices - 1) / devices
+
+
+def ring_passes(kind: str) -> int:
+    """How often a payload goes round: an all-reduce is a reduce-scatter and an all-gather."""
+    return 2 if kind == "all-reduce" else 1
+
+
+def dtypes_text(dtypes: Iterable[Any]) -> str:
+    """`bf16+f32`, the names that HLO has for them."""
+    return "+".join(sorted({_dtype_name(str(dtype)) for dtype in dtypes}))
+
+
+def _dtype_name(name: str) -> str:
+    for numpy, hlo in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
+        name = name.replace(numpy, hlo)
+    return name.replace("bool", "pred").replace("complex", "c")
