@@ -109,11 +109,11 @@ def ring_passes(kind: str) -> int:
 
 
 def dtypes_text(dtypes: Iterable[Any]) -> str:
-    """`bf16+f32`, the names that HLO has for them."""
+    """`bf16+f32`: the names that HLO has for numbers."""
     return "+".join(sorted({_dtype_name(str(dtype)) for dtype in dtypes}))
 
 
 def _dtype_name(name: str) -> str:
     for numpy, hlo in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
         name = name.replace(numpy, hlo)
-    return name.replace("bool", "pred").replace("complex", "c")
+    return name
