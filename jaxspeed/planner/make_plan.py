@@ -20,7 +20,7 @@ from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
 from jaxspeed.planner.memory import memory_in, read_step
-from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
+from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.plan import Plan
 from jaxspeed.planner.search_run import Progress, advice_of, search_run
 from jaxspeed.planner.time import time_in

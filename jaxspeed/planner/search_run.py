@@ -20,7 +20,7 @@ from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.memory import Memory, memory_in, read_step
-from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
+from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.search import (
     FAST,
     Choice,

@@ -6,8 +6,8 @@ import pytest
 from jaxspeed.config import Config
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.memory import read_step
-from jaxspeed.planner.memory.platform_kernels import as_on, with_overlap
 from jaxspeed.planner.memory.trace_ir import all_ops
+from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
 from tests.planner.grid import GPT2
 

@@ -9,7 +9,7 @@ import pytest
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.pipeline.schedule import schedule
 from jaxspeed.planner.page import page_of
-from jaxspeed.planner.page.forms import FORMS
+from jaxspeed.planner.page.figures import FORMS
 from jaxspeed.planner.time.torus import layout_of
 from tests.planner import page_figures, page_read
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from jaxspeed.ops import attention
 from jaxspeed.ops.mask import Mask
-from jaxspeed.planner.memory.platform_kernels import as_on
 from jaxspeed.planner.memory.trace_ir import all_ops, open_program
+from jaxspeed.planner.memory.traced_step import as_on
 from jaxspeed.planner.time.op_cost import KERNELS, _kernel
 
 BATCH, HEADS, DIM = 2, 4, 64

@@ -1,19 +1,22 @@
 """The step of a program, traced and opened once: what estimates of memory and of time read."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 
+from jaxspeed.config import Config
+from jaxspeed.ops import cudnn
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.partitioning import cut_all
-from jaxspeed.planner.memory.platform_kernels import as_on
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Scope, Value, open_program
+from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.program import Program
 
 
@@ -80,3 +83,17 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
 def _platform(program: Program) -> str:
     name = program.mesh.devices.flat[0].platform
     return "cuda" if name == "gpu" else str(name)
+
+
+def as_on(platform: str) -> AbstractContextManager[None]:
+    """What is traced inside takes the attention kernel of a GPU although no cuDNN is here."""
+    return cudnn.assumed() if platform == "cuda" else nullcontext()
+
+
+def with_overlap(config: Config, platform: str) -> Config:
+    """The config with `parallel.tensor_overlap: auto` as it is on that platform."""
+    best = best_overlap({"cuda": "gpu"}.get(platform, platform))
+    if config.tensor_overlap != "auto" or not config.parallel.sequence_parallel_activations:
+        return config
+    parallel = config.parallel.model_copy(update={"tensor_overlap": best})
+    return config.model_copy(update={"parallel": parallel})

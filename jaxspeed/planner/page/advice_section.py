@@ -3,8 +3,7 @@
 from typing import Any
 
 from jaxspeed.planner.page.figures import Figures
-from jaxspeed.planner.page.markup import Children, Markup, tag
-from jaxspeed.planner.page.sections import section
+from jaxspeed.planner.page.markup import Children, Markup, section, tag
 
 TITLES = {"single": "The single change that frees most", "cheapest": "The cheapest set that fits"}
 

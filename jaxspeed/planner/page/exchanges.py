@@ -5,8 +5,7 @@ from typing import Any
 
 from jaxspeed.planner.page import looks
 from jaxspeed.planner.page.figures import Figures
-from jaxspeed.planner.page.markup import Children, Markup, tag
-from jaxspeed.planner.page.sections import folded, section, table
+from jaxspeed.planner.page.markup import Children, Markup, folded, section, table, tag
 
 SHOWN = 10  # rows; the rest is folded away
 

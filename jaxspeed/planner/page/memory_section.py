@@ -5,10 +5,8 @@ from typing import Any
 
 from jaxspeed.planner.page import looks
 from jaxspeed.planner.page.bars import Bar, Part, stacked
-from jaxspeed.planner.page.figures import Figures
-from jaxspeed.planner.page.forms import FORMS, percent_text
-from jaxspeed.planner.page.markup import Children, Markup, tag
-from jaxspeed.planner.page.sections import section, table
+from jaxspeed.planner.page.figures import FORMS, Figures, percent_text
+from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 
 THIN = 0.03  # of N: less is drawn to its own scale
 Numbered = tuple[int, Mapping[str, Any]]  # a component and its place in the figures

@@ -5,8 +5,7 @@ from string import ascii_letters
 from typing import Any
 
 from jaxspeed.planner.page.figures import Figures
-from jaxspeed.planner.page.markup import Children, Markup, tag
-from jaxspeed.planner.page.sections import section
+from jaxspeed.planner.page.markup import Children, Markup, section, tag
 
 MOST_STAGES = 32  # more are shown by their first and last
 SHOWN_ENDS = (12, 6)

@@ -1,11 +1,9 @@
 """The time of a step as one bar: what the device is busy with, and what it waits for."""
 
 from jaxspeed.planner.page.bars import Bar, Part, stacked
-from jaxspeed.planner.page.figures import Figures, Place
-from jaxspeed.planner.page.forms import FORMS, percent_text
+from jaxspeed.planner.page.figures import FORMS, Figures, Place, percent_text
 from jaxspeed.planner.page.looks import TIME
-from jaxspeed.planner.page.markup import Children, Markup, tag
-from jaxspeed.planner.page.sections import section, table
+from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 
 SAYS = {
     "compute": "products, at what the chip reaches",
