@@ -62,32 +62,32 @@ class HostTransfers:
     @property
     def to_device(self) -> dict[str, int]:
         """{purpose: bytes that come to the device}."""
-        return _sums((one.purpose, one) for one in self.moves if one.kind == FROM_HOST)
+        return _sums((m.purpose, m) for m in self.moves if m.kind == FROM_HOST)
 
     @property
     def to_host(self) -> dict[str, int]:
         """{purpose: bytes that leave it}."""
-        return _sums((one.purpose, one) for one in self.moves if one.kind == TO_HOST)
+        return _sums((m.purpose, m) for m in self.moves if m.kind == TO_HOST)
 
     @property
     def fetched(self) -> dict[str, int]:
         """{path of an argument: bytes of it that come to the device}."""
-        return _sums((one.site, one) for one in self.moves if one.kind == FROM_HOST and one.site)
+        return _sums((m.site, m) for m in self.moves if m.kind == FROM_HOST and m.site)
 
     @property
     def stored(self) -> dict[str, int]:
         """... and that leave for it."""
-        return _sums((one.site, one) for one in self.moves if one.kind == TO_HOST and one.site)
+        return _sums((m.site, m) for m in self.moves if m.kind == TO_HOST and m.site)
 
     @property
     def bytes(self) -> int:
-        return sum(one.payload for one in self.moves)
+        return sum(m.payload for m in self.moves)
 
 
 def _sums(named: Iterable[tuple[str, Communication]]) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
-    for name, one in named:
-        found[name] += one.payload
+    for name, move in named:
+        found[name] += move.payload
     return dict(found)
 
 

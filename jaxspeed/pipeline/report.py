@@ -5,11 +5,10 @@ program (`schedule.py`): in each tick all of them pay for what any of them does.
 weights of a chunk and the head's exchange are counted once a tick, busy or not.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,10 +104,10 @@ class PipelineReport:
     @property
     def _between_stages(self) -> tuple[Communication, Communication]:
         """Messages on and back: one each way in a tick that has that way at all."""
-        way = functools.partial(self._sends, "collective-permute", "pipe", "stages")
+        kind, plan = "collective-permute", self.schedule
         return (
-            way(self.forward_bytes, self.schedule.forward_units),
-            way(self.backward_bytes, self.schedule.backward_units, backward=True),
+            self._sends(kind, "pipe", self.forward_bytes, plan.forward_units),
+            self._sends(kind, "pipe", self.backward_bytes, plan.backward_units),
         )
 
     @property
@@ -163,42 +162,27 @@ class PipelineReport:
         plan, chunk = self.schedule, self.rows * self.gathered_bytes
         stage = plan.chunks * chunk
         gathers = plan.forward_units + GATHERS[self.recompute] * plan.backward_units
-        way = functools.partial(self._sends, "all-gather", "data", "parameters")
         return {
-            "tick": Gathering(self.gathered_bytes, way(chunk, gathers)),
-            "step": Gathering(stage, way(stage, 1)),
+            "tick": Gathering(
+                self.gathered_bytes, self._sends("all-gather", "data", chunk, gathers)
+            ),
+            "step": Gathering(stage, self._sends("all-gather", "data", stage, 1)),
         }
 
     @property
     def reduced_sent(self) -> float:
         """In a step, for the gradients that each backward tick reduces to their parts."""
         chunk, ticks = self.rows * self.reduced_bytes, self.schedule.backward_units
-        return ring_bytes(self._sends("reduce-scatter", "data", "gradients", chunk, ticks))
+        return ring_bytes(self._sends("reduce-scatter", "data", chunk, ticks))
 
     @property
     def moved_sent(self) -> float:
         """In a step: all but a K-th of what an all-to-all is given."""
-        return ring_bytes(self._sends("all-to-all", "pipe", "parameters", self.moved_bytes, 1))
+        return ring_bytes(self._sends("all-to-all", "pipe", self.moved_bytes, 1))
 
-    def _sends(
-        self,
-        kind: str,
-        axis: Literal["pipe", "data"],
-        purpose: str,
-        payload: int,
-        runs: int,
-        backward: bool = False,
-    ) -> Communication:
-        return Communication(
-            kind,
-            (axis,),
-            payload,
-            runs,
-            "formula",
-            group_size=self.schedule.stages if axis == "pipe" else self.data,
-            purpose=purpose,
-            backward=backward,
-        )
+    def _sends(self, kind: str, axis: str, payload: int, runs: int) -> Communication:
+        size = {"pipe": self.schedule.stages, "data": self.data}[axis]
+        return Communication(kind, (axis,), payload, runs, "formula", group_size=size)
 
     @property
     def _slots(self) -> int:
