@@ -47,7 +47,8 @@ test-fast: $(INSTALLED)  ## the tests that compile nothing: within a minute
 	$(PYTEST) -m 'fast and not full' $(FAST_TESTS)
 
 test-for: $(INSTALLED)  ## the tests that execute one file: make test-for F=jaxspeed/optim/clipping.py
-	$(BIN)/python -m tools.test_map '$(F)' $(TEST_MAP) > $(TEST_MAP).chosen
+	@mkdir -p $(dir $(TEST_MAP))
+	@$(BIN)/python -m tools.test_map '$(F)' $(TEST_MAP) > $(TEST_MAP).chosen
 	$(PYTEST) -m 'not full' @$(TEST_MAP).chosen
 
 test-map: $(INSTALLED)  ## record which test executes which file, for test-for (slower than `make test`)
