@@ -94,7 +94,10 @@ def prepare(folder: Path) -> Path:
 
 
 def printed(command: str, program: str, folder: Path) -> str:
-    """What a command or a program prints in a folder."""
+    """What a command or a program prints in a folder.
+
+    But for the compile time, which is not printed where a cache has the program.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_P", "XLA_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     child = subprocess.run(
@@ -106,16 +109,13 @@ def printed(command: str, program: str, folder: Path) -> str:
     )
     if child.returncode and "2>&1" not in command:  # that one shows an error
         raise RuntimeError(child.stderr)
-    return "".join(f"{line.rstrip()}\n" for line in child.stdout.strip("\n").splitlines())
+    lines = child.stdout.strip("\n").splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines if not line.startswith(" compile time"))
 
 
 def masked(output: str) -> list[str]:
-    """The words of an output without numbers, paths, order and line breaks: the machine's.
-
-    Nor with the compile time, which is not printed where a cache has the program.
-    """
-    lines = [line for line in output.splitlines() if not line.startswith(" compile time")]
-    numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", "\n".join(lines))
+    """The words of an output without numbers, paths, order and line breaks: the machine's."""
+    numbers = re.sub(r"[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "#", output)
     return sorted(re.sub(r"\w+(?:/[\w#]+)+", "PATH", numbers).split())
 
 
