@@ -11,11 +11,11 @@ import jax
 
 
 @jax.custom_vjp
-def gradients_together(moving: Any, weight: Any) -> tuple[Any, Any]:
+def grads_together(moving: Any, weight: Any) -> tuple[Any, Any]:
     """Both as they are, with gradients that go on when both are there."""
     return moving, weight
 
 
-gradients_together.defvjp(
+grads_together.defvjp(
     lambda *both: (both, None), lambda _, grads: jax.lax.optimization_barrier(grads)
 )

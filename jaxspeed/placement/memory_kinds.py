@@ -27,20 +27,20 @@ def to_host(x: jax.Array, at: NamedSharding) -> jax.Array:
     return jax.device_put(x, at.with_memory_kind(HOST))
 
 
-def waits(x: jax.Array) -> bool:
+def on_host(x: jax.Array) -> bool:
     """Whether a traced array is in host memory."""
     return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
-def moved_like(x: jax.Array, like: jax.Array) -> jax.Array:
+def in_memory_of(x: jax.Array, like: jax.Array) -> jax.Array:
     """`x` in the memory that `like` is in; traced."""
-    return jax.device_put(x, jax.memory.Space.Host) if waits(like) and not waits(x) else x
+    return jax.device_put(x, jax.memory.Space.Host) if on_host(like) and not on_host(x) else x
 
 
 def on_device(tree: Any) -> Any:
     """Whatever of a tree waits in host memory in the device's own; traced."""
 
     def moved(x: Any) -> Any:
-        return jax.device_put(x, jax.memory.Space.Device) if waits(x) else x
+        return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
 
     return jax.tree.map(moved, tree)

@@ -32,7 +32,7 @@ SHARED_BY_STAGES = ("vocab",)
 # with ones that do nothing; key and value heads are few, and every device has all of them. What is
 # not here is refused.
 PADDED = ("vocab", "block_vocab", "stages")
-LEFT_WHOLE = ("kv_heads",)
+REPLICATED = ("kv_heads",)
 
 
 class Misfit(NamedTuple):
@@ -43,7 +43,7 @@ class Misfit(NamedTuple):
     size: int
 
 
-class ModelCut(NamedTuple):
+class ModelSharding(NamedTuple):
     """How the model axes cut a leaf."""
 
     spec: PartitionSpec
@@ -52,9 +52,9 @@ class ModelCut(NamedTuple):
     misfits: tuple[Misfit, ...]
 
 
-def model_cut(
+def model_sharding(
     shape: Sequence[int], names: Sequence[str | None], axis_sizes: Mapping[str, int]
-) -> ModelCut:
+) -> ModelSharding:
     """What a leaf's logical names say: each axis once, on the first dim that it divides.
 
     Where it divides none, on the first one that may be padded.
@@ -74,7 +74,7 @@ def model_cut(
         parts = axis_sizes[axis]
         fitting = [d for d in dims if shape[d] % parts == 0]
         fitting = fitting or [d for d in dims if names[d] in PADDED]
-        bad = [d for d in dims if names[d] not in LEFT_WHOLE]
+        bad = [d for d in dims if names[d] not in REPLICATED]
         if fitting:
             dim = fitting[0]
             axes: tuple[str, ...] = (axis,)
@@ -86,14 +86,14 @@ def model_cut(
             misfits += [Misfit(axis, names[d] or "", shape[d]) for d in bad]
         else:
             notes += [f"whole: {shape[d]} {names[d]} over {axis} {parts}" for d in dims]
-    return ModelCut(PartitionSpec(*entries), tuple(stored), ", ".join(notes), tuple(misfits))
+    return ModelSharding(PartitionSpec(*entries), tuple(stored), ", ".join(notes), tuple(misfits))
 
 
 def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> None:
     """PlacementError that tells every dim that its axis must divide and does not."""
     found: dict[Misfit, list[str]] = {}
     for leaf in leaves:
-        for misfit in model_cut(leaf.shape, leaf.names, axis_sizes).misfits:
+        for misfit in model_sharding(leaf.shape, leaf.names, axis_sizes).misfits:
             found.setdefault(misfit, []).append(leaf.path)
     if not found:
         return
@@ -122,7 +122,9 @@ def _degrees(leaves: Sequence[Leaf], axis: str, axis_sizes: Mapping[str, int]) -
     return [
         size
         for size in sorted(candidates)
-        if not any(model_cut(x.shape, x.names, {**axis_sizes, axis: size}).misfits for x in alike)
+        if not any(
+            model_sharding(x.shape, x.names, {**axis_sizes, axis: size}).misfits for x in alike
+        )
     ]
 
 

@@ -29,10 +29,10 @@ from jaxspeed.placement.rows import (
     Precision,
     Row,
 )
-from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
+from jaxspeed.placement.rules import ModelSharding, model_sharding, refuse_misfits
 from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.zero import ZeroSharding, cut_leaf
+from jaxspeed.placement.zero import ZeroSharding, shard_leaf
 
 # A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
@@ -206,7 +206,7 @@ def _row(
     memories: _Memories,
     stack: Stack | None,
 ) -> Row:
-    model = model_cut(leaf.shape, leaf.names, mesh.shape)
+    model = model_sharding(leaf.shape, leaf.names, mesh.shape)
     notes = [model.note]
     if stage == 3 and math.prod(leaf.shape) < threshold:
         stage = 2
@@ -246,7 +246,7 @@ def _row(
 
 
 def _cuts(
-    leaf: Leaf, model: ModelCut, mesh: Mesh, stack: Stack | None
+    leaf: Leaf, model: ModelSharding, mesh: Mesh, stack: Stack | None
 ) -> tuple[ZeroSharding, ZeroSharding]:
     """How a leaf is stored: without ZeRO, and with its cut.
 
@@ -257,10 +257,10 @@ def _cuts(
     names, sizes = leaf.names, mesh.shape
     kept = ZeroSharding(model.spec, model.stored_shape)
     if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
-        return kept, cut_leaf(kept.stored_shape, kept.spec, names, sizes) or kept
+        return kept, shard_leaf(kept.stored_shape, kept.spec, names, sizes) or kept
     first = 1 if stack.stacked else 0
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        kept = cut_leaf(kept.stored_shape, kept.spec, names, sizes, PIPE, first=first) or kept
-    cut = cut_leaf(kept.stored_shape, kept.spec, names, sizes, first=first, inner=inner)
+        kept = shard_leaf(kept.stored_shape, kept.spec, names, sizes, PIPE, first=first) or kept
+    cut = shard_leaf(kept.stored_shape, kept.spec, names, sizes, first=first, inner=inner)
     return kept, cut or kept

@@ -39,7 +39,7 @@ class ZeroSharding(NamedTuple):
     stored_shape: tuple[int, ...]
 
 
-def cut_leaf(
+def shard_leaf(
     shape: Sequence[int],
     spec: PartitionSpec,
     names: Sequence[str | None],

@@ -16,7 +16,7 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.known_jax_bugs import refuse_faults
 from jaxspeed.placement.mesh import AXES
-from jaxspeed.placement.rules import LOGICAL_RULES, model_cut
+from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.compile.outcome import Outcome
@@ -189,7 +189,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
 
     def divides(degree: int) -> bool:
         sizes = {**ones, "tensor": degree}
-        return not any(model_cut(leaf.shape, leaf.names, sizes).misfits for leaf in named)
+        return not any(model_sharding(leaf.shape, leaf.names, sizes).misfits for leaf in named)
 
     return tuple(degree for degree in divisors(within) if degree == base or divides(degree))
 

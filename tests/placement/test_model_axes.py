@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.mesh import AXES
-from jaxspeed.placement.rules import model_cut
+from jaxspeed.placement.rules import model_sharding
 
 pytestmark = pytest.mark.fast
 
@@ -124,7 +124,7 @@ def test_the_first_dim_that_fits_is_cut_and_everything_else_is_told(shape, data,
     names = data.draw(
         st.lists(st.sampled_from([*TENSOR_NAMES, "embed", None]), max_size=len(shape))
     )
-    cut = model_cut(shape, names, sizes(tensor=tensor))
+    cut = model_sharding(shape, names, sizes(tensor=tensor))
     meant = [d for d, name in enumerate(names) if name in TENSOR_NAMES] if tensor > 1 else []
     divided = [d for d in meant if shape[d] % tensor == 0]
     padded = [d for d in meant if names[d] == "vocab"]

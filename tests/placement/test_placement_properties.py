@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement.mesh import AXES, build_mesh, resolve_sizes
 from jaxspeed.placement.table import Leaf, Precision, build_table
-from jaxspeed.placement.zero import cut_leaf, window_dims
+from jaxspeed.placement.zero import shard_leaf, window_dims
 
 pytestmark = pytest.mark.fast
 
@@ -47,7 +47,7 @@ def ways_of(entry, sizes):
 def test_a_cut_divides_and_holds_the_whole_leaf(made, data):
     leaf, spec, tensor = made
     sizes = axis_sizes(data, tensor)
-    cut = cut_leaf(leaf.shape, spec, leaf.names, sizes)
+    cut = shard_leaf(leaf.shape, spec, leaf.names, sizes)
     assert (cut is None) == (data == 1)
     if cut is None:
         return
@@ -66,7 +66,7 @@ def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
     """Fewer than `ways` rows, and none where a dim that may be cut divides as it is."""
     leaf, spec, tensor = made
     sizes = axis_sizes(data, tensor)
-    cut = cut_leaf(leaf.shape, spec, leaf.names, sizes)
+    cut = shard_leaf(leaf.shape, spec, leaf.names, sizes)
     assume(cut is not None)
     added = [b - a for a, b in zip(leaf.shape, cut.stored_shape, strict=True)]
     assert sum(n > 0 for n in added) <= 1
@@ -86,7 +86,7 @@ def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
 def test_the_stack_of_layers_is_cut_only_to_save_a_quarter(shape, data):
     """A scan slices it: one layer is to be gathered at a time."""
     names = ["layers", *["embed"] * (len(shape) - 1)]
-    cut = cut_leaf(shape, PartitionSpec(), names, axis_sizes(data, 1))
+    cut = shard_leaf(shape, PartitionSpec(), names, axis_sizes(data, 1))
     if cut is not None and cut.spec[0] == "data":
         padding = -shape[0] % data / shape[0]
         assert all(-size % data / size >= padding + 0.25 for size in shape[1:])
@@ -103,7 +103,7 @@ def test_a_convolutions_kernel_is_not_cut_on_its_window(window, few, features, t
     """[*window, in, out], however well its window divides; padding at most doubles it."""
     assume(window[0] * few != features or len(window) > 1)
     shape = [*window, *((features, few) if turned else (few, features))]
-    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
+    cut = shard_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
     if cut is not None:
         assert cut.spec[-1] == "data" or cut.spec[-2] == "data"
         assert math.prod(cut.stored_shape) <= 2 * math.prod(shape)

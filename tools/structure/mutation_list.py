@@ -82,8 +82,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_vocabulary_that_does_not_divide_is_padded_to_the_next_multiple[0]",
     ),
     (
-        'LEFT_WHOLE = ("kv_heads",)',
-        "LEFT_WHOLE: tuple[str, ...] = ()",
+        'REPLICATED = ("kv_heads",)',
+        "REPLICATED: tuple[str, ...] = ()",
         "test_key_heads_that_do_not_divide_are_whole_on_each_device_and_the_row_says_so",
     ),
     (
