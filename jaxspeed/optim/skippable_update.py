@@ -52,9 +52,7 @@ def guarded(
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
     def select(var: Any, value: Any) -> Any:
-        value = in_memory_of(
-            value, keep
-        )  # a constant is on the device
+        value = in_memory_of(value, keep)  # a constant is on the device
         return jnp.where(keep, value, selected[var]) if var in selected else value
 
     values = evaluate(jaxpr, consts, args, select)

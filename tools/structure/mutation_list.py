@@ -84,7 +84,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         'REPLICATED = ("kv_heads",)',
         "REPLICATED: tuple[str, ...] = ()",
-        "test_key_heads_that_do_not_divide_are_whole_on_each_device_and_the_row_says_so",
+        "test_key_heads_that_do_not_divide_are_replicated_with_a_note",
     ),
     (
         "full[free[0]] = device_count // fixed",
