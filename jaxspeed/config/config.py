@@ -7,11 +7,11 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr
 
-from jaxspeed.config.batch import Batch, said_of, solve_batch
+from jaxspeed.config.batch import Batch, batch_keys, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.equivalent_keys import stages_of
 from jaxspeed.config.json_schema import json_schema
-from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_keys
+from jaxspeed.config.layer_specs import TensorLayerSpec, layer_specs_from_keys
 from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.remat import Recompute, recompute_of
@@ -92,7 +92,7 @@ class Config(Settings):
         return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
 
     @property
-    def layer_specs(self) -> tuple[LayerSpec, ...]:
+    def layer_specs(self) -> tuple[TensorLayerSpec, ...]:
         """Which weights are cut over tensor and how; the first that covers one counts."""
         return layer_specs_from_keys(self)[0]
 
@@ -133,7 +133,7 @@ class Config(Settings):
         elif self.elasticity.enabled:
             solved = solve_elastic(self.elasticity, data_parallel_size, stages_of(self, count))
         else:
-            solved = solve_batch(said_of(self, data_parallel_size, stages_of(self, count)))
+            solved = solve_batch(batch_keys(self, data_parallel_size, stages_of(self, count)))
         if isinstance(solved, Problem):
             raise config_error([solved], "the config")
         return solved

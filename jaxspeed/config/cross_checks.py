@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_problem, said_of
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
@@ -11,7 +11,7 @@ from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
-from jaxspeed.config.run_sections import Corpus
+from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
 
@@ -60,7 +60,7 @@ def _batch(settings: Settings) -> Iterator[Problem]:
         return
     # With a number of stages that only the devices tell, the batch is checked when they are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
-    problem = batch_problem(said_of(settings, data_ranks(settings.mesh), stages))
+    problem = batch_problem(batch_keys(settings, data_ranks(settings.mesh), stages))
     if problem:
         yield problem
 
@@ -238,7 +238,7 @@ def _data(settings: Settings) -> Iterator[Problem]:
         return
     if data.held_out == 1:
         yield Problem("data.held_out", "1", "Needs less than 1: something must be left to train.")
-    parts: list[tuple[str, Corpus]] = [
+    parts: list[tuple[str, SourceSection]] = [
         (f"data.mixture.{i}", part) for i, part in enumerate(data.mixture)
     ]
     for where, corpus in parts or [("data", data)]:

@@ -8,7 +8,7 @@ from jaxspeed.config.load import ALIASES, Examined, examine
 from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.tree import given_leaves, read
-from jaxspeed.config.verdicts import Row, judge, shown
+from jaxspeed.config.verdicts import ExplainedKey, judge, shown
 from jaxspeed.config.vocabulary import VOCABULARY, entry_for
 
 # Defaults that surprise: said even when the config does not set them.
@@ -19,7 +19,7 @@ NOTED_DEFAULTS = {
 }
 
 
-def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Row]:
+def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[ExplainedKey]:
     """One row for each key that the user gave, and for defaults of note.
 
     Args:
@@ -41,36 +41,40 @@ def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Row]:
     }
     for path, problem in problems.items():
         if not any(_is_or_is_in(key, path) or _is_or_is_in(path, key) for key in explained):
-            rows.append(Row(path, read(examined.given, path), "refused", _sentence(problem, path)))
+            rows.append(
+                ExplainedKey(path, read(examined.given, path), "refused", _sentence(problem, path))
+            )
     for path, note in NOTED_DEFAULTS.items():
         value = read(examined.settings, path)
         if path not in explained and value is not None:
             entry = VOCABULARY[path]
-            rows.append(Row(path, value, entry.verdict, f"Not set. {note} {entry.sentence}"))
+            rows.append(
+                ExplainedKey(path, value, entry.verdict, f"Not set. {note} {entry.sentence}")
+            )
     return rows
 
 
-def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> Row:
+def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> ExplainedKey:
     if _is_comment(path):
-        return Row(path, value, "harmless", "A comment of yours.")
+        return ExplainedKey(path, value, "harmless", "A comment of yours.")
     known = _canonical(path)
     for key, problem in problems.items():
         if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
-            return Row(path, value, "refused", _sentence(problem, known))
+            return ExplainedKey(path, value, "refused", _sentence(problem, known))
     entry = entry_for(known)
     if entry is None:  # an empty section
-        return Row(path, value, "harmless", "Holds nothing: every key has its default.")
+        return ExplainedKey(path, value, "harmless", "Holds nothing: every key has its default.")
 
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
     verdict, sentence = judge(entry, _effective(known, entry.path, value, examined), read_key)
     if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
-        return Row(path, value, "harmless", "The schedule sets the rate itself.")
+        return ExplainedKey(path, value, "harmless", "The schedule sets the rate itself.")
     if known in examined.autos:
         became = examined.autos[known]
         sentence += " Left to its default." if became is None else f" Here: {shown(became)}."
-    return Row(path, value, verdict, sentence)
+    return ExplainedKey(path, value, verdict, sentence)
 
 
 def _is_comment(path: str) -> bool:

@@ -99,7 +99,7 @@ TORCH_DIM = {"column": 0, "row": 1}  # of a torch weight, [out, in]
 
 
 @dataclass(frozen=True)
-class LayerSpec:
+class TensorLayerSpec:
     """How the parameters that a pattern covers are cut over the tensor axis.
 
     `column` cuts what a product makes, `row` what it sums over, `vocabulary` the rows of an
@@ -119,7 +119,7 @@ class LayerSpec:
         return self.logical_name or ("vocab" if self.type == "vocabulary" else "tensor")
 
     @property
-    def said(self) -> str:
+    def written(self) -> str:
         """As the user wrote it."""
         return shown(self.text or self.pattern)
 
@@ -128,7 +128,7 @@ class LayerSpec:
         return self.key == PRESET
 
 
-def layer_specs_from_keys(settings: Settings) -> tuple[tuple[LayerSpec, ...], list[Problem]]:
+def layer_specs_from_keys(settings: Settings) -> tuple[tuple[TensorLayerSpec, ...], list[Problem]]:
     """The specs in the order in which they win, and what is wrong with the words for them.
 
     As in DeepSpeed: those of partition_config first, then the preset's, unless use_default_specs
@@ -136,7 +136,7 @@ def layer_specs_from_keys(settings: Settings) -> tuple[tuple[LayerSpec, ...], li
     """
     words = settings.tensor_parallel
     partition = words.partition_config
-    specs: list[LayerSpec] = []
+    specs: list[TensorLayerSpec] = []
     problems: list[Problem] = []
     if partition is not None:
         given = partition.layer_specs
@@ -149,13 +149,13 @@ def layer_specs_from_keys(settings: Settings) -> tuple[tuple[LayerSpec, ...], li
             problems.append(_unknown_preset(words.preset_model))
         elif partition is None or partition.use_default_specs:
             specs += [
-                LayerSpec(pattern, type, None, name, PRESET, words.preset_model)  # type: ignore[arg-type]
+                TensorLayerSpec(pattern, type, None, name, PRESET, words.preset_model)  # type: ignore[arg-type]
                 for pattern, type, name in PRESETS[preset]
             ]
     return tuple(specs), problems
 
 
-def _from_mapping(given: Mapping[str, Any]) -> Iterator[LayerSpec | Problem]:
+def _from_mapping(given: Mapping[str, Any]) -> Iterator[TensorLayerSpec | Problem]:
     """{path pattern: word}, or {path pattern: {"type": word, "dim": k}}."""
     for pattern, value in given.items():
         path = f"{SPECS}.{pattern}"
@@ -174,7 +174,7 @@ def _from_mapping(given: Mapping[str, Any]) -> Iterator[LayerSpec | Problem]:
                 f"{path}.dim", str(word.dim), "What is replicated has no dim that is cut."
             )
             continue
-        yield LayerSpec(pattern, word.type, word.dim)
+        yield TensorLayerSpec(pattern, word.type, word.dim)
 
 
 def _wrong_pattern(pattern: str) -> str | None:
@@ -184,7 +184,7 @@ def _wrong_pattern(pattern: str) -> str | None:
     return f"a path pattern: {' and '.join(map(shown, patterns))}"
 
 
-def _from_list(given: Iterable[Any]) -> Iterator[LayerSpec | Problem]:
+def _from_list(given: Iterable[Any]) -> Iterator[TensorLayerSpec | Problem]:
     """DeepSpeed's form: [{"patterns": [regex, ...], "partition_type": word}]."""
     for number, item in enumerate(given):
         path = f"{SPECS}.{number}"
@@ -199,7 +199,7 @@ def _from_list(given: Iterable[Any]) -> Iterator[LayerSpec | Problem]:
                 yield Problem(key, f"the regex {shown(regex)}", patterns)
                 continue
             word: Any = FROM_TORCH[spec.partition_type]
-            yield from (LayerSpec(pattern, word, key=key, text=regex) for pattern in patterns)
+            yield from (TensorLayerSpec(pattern, word, key=key, text=regex) for pattern in patterns)
 
 
 def _of_regex(regex: str) -> list[str] | str:

@@ -132,7 +132,7 @@ class Group(Section):
     frozen: Flag = False
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """An optimizer: DeepSpeed's `type` and `params`, and what it has no word for."""
 
     type: Text

@@ -15,15 +15,15 @@ from jaxspeed.config.types import (
     Positive,
     Section,
     Text,
+    integral,
     lower,
-    whole,
 )
 
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 
 
 def _axis_size(value: Any) -> Any:
-    value = whole(value)
+    value = integral(value)
     if value == -1 or _is_size(value):
         return value
     needs = "a whole number of devices, at least 1, or -1 for all that remain"
@@ -50,7 +50,7 @@ class Mesh(Section):
 
 Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeValidator(lower)]
 Schedule = Annotated[Literal["1f1b", "gpipe", "interleaved"], BeforeValidator(lower)]
-Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(whole)]
+Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(integral)]
 Recompute = Annotated[Literal["stage", "layers", "save"], BeforeValidator(lower)]
 Reduction = Annotated[Literal["xla", "ring", "parameter_server"], BeforeValidator(lower)]
 Decay = Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)]
@@ -97,7 +97,7 @@ class Parallel(Section):
 
 
 def _stages(value: Any) -> Any:
-    value = whole(value)
+    value = integral(value)
     if value == "auto" or _is_size(value):
         return value
     needs = 'a whole number of stages, at least 1, or "auto" for mesh.pipe'
@@ -123,7 +123,7 @@ def _partition(value: Any) -> Any:
 Partition = Annotated[str, BeforeValidator(_partition)]
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """Pipeline parallelism."""
 
     stages: Stages = "auto"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.config.types import LARGEST, Count, Text, lower, whole
+from jaxspeed.config.types import LARGEST, Count, Text, integral, lower
 
 WORDS = ("none", "full", "dots", "attention")
 LISTS = ("save", "offload", "recompute")
@@ -33,7 +33,7 @@ def _remat(value: Any) -> Any:
 def _read_mapping(value: Mapping[str, Any]) -> dict[str, Any] | None:
     """As it is kept; None where it says nothing that is known."""
     if set(value) == {"every_n"}:
-        every = whole(value["every_n"])
+        every = integral(value["every_n"])
         return {"every_n": every} if _is_count(every) else None
     if set(value) == {"budget"}:
         budget = bytes_of(value["budget"])
@@ -59,7 +59,7 @@ def bytes_of(value: Any) -> int | None:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
         value = float(found[1]) * _UNITS[found[2] or ""] if found else None
         return None if value is None else int(value)
-    value = whole(value)
+    value = integral(value)
     return value if _is_count(value) else None
 
 
@@ -80,7 +80,7 @@ class Recompute:
     budget: int | None = None  # bytes a device of what is kept
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
-    made_again: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     partition: bool = False  # what is kept is cut over tensor
     on_host: bool = False  # what is kept waits in host memory
 
@@ -89,13 +89,13 @@ class Recompute:
 
     def doubles(self) -> Iterator[tuple[str, str, str]]:
         """(name, list, other list) of each name that two of the lists have."""
-        lists = dict(zip(LISTS, (self.save, self.offload, self.made_again), strict=True))
+        lists = dict(zip(LISTS, (self.save, self.offload, self.recomputed), strict=True))
         for i, first in enumerate(LISTS):
             for second in LISTS[i + 1 :]:
                 yield from ((n, first, second) for n in lists[first] if n in lists[second])
 
 
-NOTHING_SAID = Recompute()
+NO_RECOMPUTE = Recompute()
 
 
 def recompute_of(remat: Any, count: int | None, partition: bool, on_host: bool) -> Recompute:
@@ -109,4 +109,4 @@ def recompute_of(remat: Any, count: int | None, partition: bool, on_host: bool) 
     if "budget" in remat:
         return Recompute("budget", budget=remat["budget"], **how)
     save, offload, again = (tuple(remat.get(key, ())) for key in LISTS)
-    return Recompute("names", save=save, offload=offload, made_again=again, **how)
+    return Recompute("names", save=save, offload=offload, recomputed=again, **how)

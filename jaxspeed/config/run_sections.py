@@ -58,7 +58,7 @@ def _import_path(value: str) -> str:
     return value
 
 
-class Model(Section):
+class ModelSection(Section):
     """The model to build: a family's name, or the import path of a factory."""
 
     family: Text | None = None
@@ -88,7 +88,7 @@ Devices = Annotated[Text, AfterValidator(_devices)]
 CacheFolder = Annotated[bool | str, BeforeValidator(_flag_or_folder)]
 
 
-class Run(Section):
+class RunSection(Section):
     """One training run."""
 
     devices: Devices | None = None
@@ -185,7 +185,7 @@ class Autotuning(Section):
     model_info: Opaque | None = None
     model_info_path: Text | None = None
 
-    def said(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         """Whether the section counts and has this key: DeepSpeed's defaults are no bounds here."""
         return self.enabled and key in self.model_fields_set
 
@@ -193,7 +193,7 @@ class Autotuning(Section):
 # -- where batches come from -----------------------------------------------------------------------
 
 
-class Corpus(Section):
+class SourceSection(Section):
     """One source of samples."""
 
     source: Text | None = None
@@ -204,16 +204,16 @@ class Corpus(Section):
     samples: Count | None = None
 
 
-class Part(Corpus):
+class MixtureSource(SourceSection):
     """One source of a mixture."""
 
     weight: Positive = 1.0
 
 
-class Data(Corpus):
+class Data(SourceSection):
     """Sources, how text becomes tokens, and in which order samples come."""
 
-    mixture: list[Part] = Field(default_factory=list)
+    mixture: list[MixtureSource] = Field(default_factory=list)
     tokenizer: Text = "bytes"
     vocab_size: Count | None = None
     seq_len: Count | None = None

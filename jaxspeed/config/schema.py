@@ -1,8 +1,8 @@
 """Every key that a config may hold, with DeepSpeed's defaults; fields only."""
 
 from jaxspeed.config.lr_schedules import Scheduler
-from jaxspeed.config.optimizers import Optimizer
-from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, Pipeline
+from jaxspeed.config.optimizers import OptimizerSection
+from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
 from jaxspeed.config.run_sections import (
     Autotuning,
     Checkpoint,
@@ -11,8 +11,8 @@ from jaxspeed.config.run_sections import (
     Elasticity,
     FileMonitor,
     FlopsProfiler,
-    Model,
-    Run,
+    ModelSection,
+    RunSection,
     Wandb,
 )
 from jaxspeed.config.tensor_section import TensorParallel
@@ -95,7 +95,7 @@ class Settings(Section):
     gradient_predivide_factor: Positive = 1.0
     sparse_gradients: Flag = False
 
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 
     fp16: Fp16 = Fp16()
@@ -116,7 +116,7 @@ class Settings(Section):
     tensor_parallel: TensorParallel = TensorParallel()
     expert_parallel: Opaque | None = None
     use_data_before_expert_parallelism: Flag = False
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSection = PipelineSection()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint = Checkpoint()
@@ -134,9 +134,9 @@ class Settings(Section):
     comms_logger: CommsLogger = CommsLogger()
     timers: Opaque | None = None
 
-    model: Model | None = None
+    model: ModelSection | None = None
     data: Data = Data()
-    run: Run = Run()
+    run: RunSection = RunSection()
     vocabulary_size: Natural | None = None
     dataloader_drop_last: Flag = False
 

@@ -33,7 +33,7 @@ class Entry:
         )
 
 
-class Row(NamedTuple):
+class ExplainedKey(NamedTuple):
     """What `explain_config` says of one key."""
 
     key: str

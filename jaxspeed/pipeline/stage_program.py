@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.config.remat import NOTHING_SAID, Recompute
+from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
@@ -179,7 +179,7 @@ class Stage:
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
-        recompute = self.recompute if split.train else NOTHING_SAID
+        recompute = self.recompute if split.train else NO_RECOMPUTE
         jaxpr = with_crossings(
             closed.jaxpr,
             {**of_weights, **shared},

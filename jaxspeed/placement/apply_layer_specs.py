@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from jaxspeed.config import LayerSpec, match
+from jaxspeed.config import TensorLayerSpec, match
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import LOGICAL_RULES, examples
@@ -36,7 +36,7 @@ class Use:
 
 def named_by_specs(
     leaves: Sequence[Leaf],
-    specs: Sequence[LayerSpec],
+    specs: Sequence[TensorLayerSpec],
     uses: Mapping[str, Use] | None = None,
     *,
     logical_axes: Iterable[str] = (),
@@ -61,7 +61,7 @@ def named_by_specs(
     problems = [*_without_effect(leaves, specs, chosen), *_named_twice(chosen, by_axes)]
     finder = _DimFinder(leaves, chosen, uses)
     named: list[Leaf] = []
-    unknown: dict[tuple[LayerSpec, tuple[int, ...], str], list[str]] = {}
+    unknown: dict[tuple[TensorLayerSpec, tuple[int, ...], str], list[str]] = {}
     for leaf in leaves:
         spec = chosen[leaf.path]
         try:
@@ -70,26 +70,28 @@ def named_by_specs(
             assert spec is not None
             unknown.setdefault((spec, leaf.shape, str(error)), []).append(leaf.path)
     for (spec, shape, works), paths in unknown.items():
-        found = f"{spec.said} as {spec.type}, which covers {examples(paths)} of shape {shape}"
+        found = f"{spec.written} as {spec.type}, which covers {examples(paths)} of shape {shape}"
         problems.append(Problem(spec.key, found, works))
     if problems:
         raise config_error(problems, "the config, for this model")
     return tuple(named)
 
 
-def _first(leaf: Leaf, specs: Iterable[LayerSpec], by_axes: bool) -> LayerSpec | None:
+def _first(leaf: Leaf, specs: Iterable[TensorLayerSpec], by_axes: bool) -> TensorLayerSpec | None:
     covering = (spec for spec in specs if match(spec.pattern, leaf.path))
     return next((spec for spec in covering if not (by_axes and spec.by_preset)), None)
 
 
 def _without_effect(
-    leaves: Sequence[Leaf], specs: Sequence[LayerSpec], chosen: Mapping[str, LayerSpec | None]
+    leaves: Sequence[Leaf],
+    specs: Sequence[TensorLayerSpec],
+    chosen: Mapping[str, TensorLayerSpec | None],
 ) -> list[Problem]:
     """Problems of specs that have no effect; the patterns of one regex or preset count as one."""
     problems = []
     paths = [leaf.path for leaf in leaves]
-    at_work = {(spec.key, spec.said) for spec in chosen.values() if spec}
-    for source, group in groupby(specs, key=lambda spec: (spec.key, spec.said)):
+    at_work = {(spec.key, spec.written) for spec in chosen.values() if spec}
+    for source, group in groupby(specs, key=lambda spec: (spec.key, spec.written)):
         key, said = source
         of_group = list(group)
         covered = [path for path in paths if any(match(spec.pattern, path) for spec in of_group)]
@@ -98,16 +100,16 @@ def _without_effect(
             found = f"{said}, which covers no parameter of this model"
             problems.append(Problem(key, found, f"It has, for example: {examples(paths)}."))
         elif source not in at_work and first and not of_group[0].by_preset:
-            found = f"{said}, all of whose parameters {first.said} covers first"
-            problems.append(Problem(key, found, f"Put it before {first.said}, or remove it."))
+            found = f"{said}, all of whose parameters {first.written} covers first"
+            problems.append(Problem(key, found, f"Put it before {first.written}, or remove it."))
     return problems
 
 
-def _named_twice(chosen: Mapping[str, LayerSpec | None], by_axes: set[str]) -> list[Problem]:
+def _named_twice(chosen: Mapping[str, TensorLayerSpec | None], by_axes: set[str]) -> list[Problem]:
     twice: dict[tuple[str, str], list[str]] = {}
     for path, spec in chosen.items():
         if spec is not None and path in by_axes:
-            twice.setdefault((spec.key, spec.said), []).append(path)
+            twice.setdefault((spec.key, spec.written), []).append(path)
     works = "Both set its sharding: keep one."
     return [
         Problem(key, f"{said}, while parallel.logical_axes names {examples(paths)}", works)
@@ -125,7 +127,7 @@ class _DimFinder:
     def __init__(
         self,
         leaves: Sequence[Leaf],
-        chosen: Mapping[str, LayerSpec | None],
+        chosen: Mapping[str, TensorLayerSpec | None],
         uses: Mapping[str, Use] | None,
     ) -> None:
         self._chosen = chosen
@@ -134,7 +136,7 @@ class _DimFinder:
         for leaf in leaves:
             self._modules.setdefault(_module(leaf), []).append(leaf)
 
-    def dim(self, leaf: Leaf, spec: LayerSpec) -> int | None:
+    def dim(self, leaf: Leaf, spec: TensorLayerSpec) -> int | None:
         """Dim of the leaf to shard; None replicates it."""
         if spec.type == "replicated" or not leaf.shape:
             return None
@@ -146,7 +148,7 @@ class _DimFinder:
             return self._bias_dim(leaf, kernel, spec)
         return self._kernel_dim(leaf, spec)
 
-    def _kernel_dim(self, leaf: Leaf, spec: LayerSpec) -> int:
+    def _kernel_dim(self, leaf: Leaf, spec: TensorLayerSpec) -> int:
         if spec.dim is not None:
             return _given_dim(leaf, spec.dim)
         if spec.type == "vocabulary":
@@ -170,7 +172,7 @@ class _DimFinder:
             return Use((end - 2,), (end - 1,))
         return None
 
-    def _vocabulary_dim(self, leaf: Leaf, spec: LayerSpec) -> int:
+    def _vocabulary_dim(self, leaf: Leaf, spec: TensorLayerSpec) -> int:
         if self._uses is not None:
             use = self._uses.get(leaf.path)
             return use.free[0] if use and use.free else leaf.stacked
@@ -179,7 +181,7 @@ class _DimFinder:
             raise _no_dim(spec, self._uses is not None)
         return leaf.stacked + sizes.index(max(sizes))
 
-    def _kernel_beside(self, leaf: Leaf, spec: LayerSpec) -> Leaf | None:
+    def _kernel_beside(self, leaf: Leaf, spec: TensorLayerSpec) -> Leaf | None:
         """Find the weight whose outputs the leaf is added to, if it is a bias.
 
         A given dim is the kernel's where one spec covers both.
@@ -196,7 +198,7 @@ class _DimFinder:
         """Whether it may be added to a matmul's outputs, rather than be an operand."""
         return len(leaf.shape) - leaf.stacked <= 1 or leaf.path.rpartition("/")[2] == "bias"
 
-    def _bias_dim(self, bias: Leaf, kernel: Leaf, spec: LayerSpec) -> int | None:
+    def _bias_dim(self, bias: Leaf, kernel: Leaf, spec: TensorLayerSpec) -> int | None:
         """Dim of the bias that corresponds to the kernel's sharded dim."""
         if spec.type == "row":
             return None
@@ -232,7 +234,7 @@ def _given_dim(leaf: Leaf, dim: int) -> int:
     return dim % rank
 
 
-def _no_dim(spec: LayerSpec, traced: bool) -> _UnknownDim:
+def _no_dim(spec: TensorLayerSpec, traced: bool) -> _UnknownDim:
     which = "That dim is unknown from " + ("traced program and shape" if traced else "the shape")
     or_else = ", or pass an example_batch, so that it is found in the traced program"
     return _UnknownDim(
@@ -241,7 +243,7 @@ def _no_dim(spec: LayerSpec, traced: bool) -> _UnknownDim:
     )
 
 
-def _named(leaf: Leaf, spec: LayerSpec, dim: int | None) -> Leaf:
+def _named(leaf: Leaf, spec: TensorLayerSpec, dim: int | None) -> Leaf:
     """Name the dim, and remove names that would shard another dim over `tensor`."""
     names = by_dim(leaf.names, len(leaf.shape))
     sharded = [LOGICAL_RULES.get(name or "") == "tensor" for name in names]

@@ -165,7 +165,7 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         bounds,
         fixed=math.prod(n for axis, n in sizes.items() if axis not in MESH),
     )
-    if tuning.said("fast") and tuning.fast:
+    if tuning.has("fast") and tuning.fast:
         return replace(space, changing=FAST)
     return space
 
@@ -174,7 +174,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
     """Sizes of the tensor axis that divide the sharded dims, inside of a node or slice."""
     target, base = problem.target, problem.base.tensor
     tuning, config = problem.source.config.autotuning, problem.source.config
-    if tuning.said("mp_size"):
+    if tuning.has("mp_size"):
         return (tuning.mp_size,)
     within = target.slice_count if target.topology else target.node
     named = [
@@ -288,7 +288,7 @@ def search_run(
     problem = search_problem(source, program, batch, target)
     space, costs = search_space(problem, program), cost_model(problem)
     tuning = source.config.autotuning
-    trials = tuning.tuner_num_trials if tuning.said("tuner_num_trials") else 10**6
+    trials = tuning.tuner_num_trials if tuning.has("tuner_num_trials") else 10**6
 
     def on_estimate(count: int, best: Choice | None) -> None:
         now = f"; best {best.name(problem.samples)}" if best else ""

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxspeed.models import gpt2, llama, vit
 from jaxspeed.models.layers import Linear
 
-from jaxspeed.config import Config, LayerSpec
+from jaxspeed.config import Config, TensorLayerSpec
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
@@ -189,7 +189,10 @@ def test_a_vocabulary_may_be_padded_whatever_the_model_calls_it():
 
 def test_what_no_spec_covers_is_as_the_model_made_it():
     norm = leaf("norm/scale", 8, names=("embed",))
-    assert named_by_specs([norm, leaf("up/kernel", 8, 32)], [LayerSpec("up", "column")])[0] is norm
+    assert (
+        named_by_specs([norm, leaf("up/kernel", 8, 32)], [TensorLayerSpec("up", "column")])[0]
+        is norm
+    )
 
 
 BLOCKS = [
