@@ -1,4 +1,4 @@
-"""What the user asked for: DeepSpeed's vocabulary, its verdicts, and how a config is loaded."""
+"""The config: DeepSpeed's keys and jaxspeed's, their verdicts, loading and validation."""
 
 from jaxspeed.config.batch import Batch
 from jaxspeed.config.config import Config, load_config

@@ -1,4 +1,4 @@
-"""Sections about the run itself: elasticity, checkpoints, jaxspeed's `model`, `run`, `data`."""
+"""Sections `elasticity`, `checkpoint`, `model`, `run`, `data`, `autotuning`, and monitors."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from jaxspeed.config.types import (
 
 
 class Elasticity(Section):
-    """One global batch that many device counts can train."""
+    """Elastic batch: one global batch for many device counts."""
 
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -42,7 +42,7 @@ def _capital(value: Any) -> Any:
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """DeepSpeed's options of checkpoints."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = "Warn"
     load_universal: Flag = False
@@ -59,7 +59,7 @@ def _import_path(value: str) -> str:
 
 
 class ModelSection(Section):
-    """The model to build: a family's name, or the import path of a factory."""
+    """Model to build: a family's name, or the import path of a factory."""
 
     family: Text | None = None
     factory: Annotated[Text, AfterValidator(_import_path)] | None = None
@@ -79,7 +79,7 @@ def _devices(value: str) -> str:
     if platform not in ("cpu", "gpu", "cuda", "tpu") or (
         colon and (platform != "cpu" or not count.isdecimal() or int(count) < 1)
     ):
-        needs = "cpu, gpu or tpu, or a number of simulated devices as in cpu:8"
+        needs = "cpu, gpu or tpu, or simulated devices such as cpu:8"
         raise PydanticCustomError("devices", "{needs}", {"needs": needs})
     return value
 
@@ -133,7 +133,7 @@ class Wandb(Section):
 
 
 class FlopsProfiler(Section):
-    """The floating-point operations of a step."""
+    """FLOPs of a step."""
 
     enabled: Flag = False
     recompute_fwd_factor: NonNegative = 0.0
@@ -145,7 +145,7 @@ class FlopsProfiler(Section):
 
 
 class CommsLogger(Section):
-    """The collectives of a step."""
+    """Collectives of a step."""
 
     enabled: Flag = False
     verbose: Flag = False
@@ -154,7 +154,7 @@ class CommsLogger(Section):
     prof_ops: list[Text] = Field(default_factory=list)
 
 
-# -- the `autotuning` section: what `jaxspeed plan --search` keeps to -----------------------------
+# -- the `autotuning` section: bounds of `jaxspeed plan --search` ---------------------------------
 
 Metric = Annotated[Literal["throughput", "latency", "flops"], BeforeValidator(lower)]
 Tuner = Annotated[Literal["gridsearch", "random", "model_based"], BeforeValidator(lower)]
@@ -186,11 +186,11 @@ class Autotuning(Section):
     model_info_path: Text | None = None
 
     def has(self, key: str) -> bool:
-        """Whether the section counts and has this key: DeepSpeed's defaults are no bounds here."""
+        """Whether the section is enabled and sets the key: its defaults are no bounds."""
         return self.enabled and key in self.model_fields_set
 
 
-# -- where batches come from -----------------------------------------------------------------------
+# -- sources of samples ----------------------------------------------------------------------------
 
 
 class SourceSection(Section):
@@ -211,7 +211,7 @@ class MixtureSource(SourceSection):
 
 
 class Data(SourceSection):
-    """Sources, how text becomes tokens, and in which order samples come."""
+    """Data sources, tokenizer and order of samples."""
 
     mixture: list[MixtureSource] = Field(default_factory=list)
     tokenizer: Text = "bytes"

@@ -1,7 +1,7 @@
-"""The leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
+"""Leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
 
-A text "8" is not a number and 1 is not true; but 5e8 is a whole number, because DeepSpeed's own
-examples write bucket sizes so.
+The text "8" is not a number and 1 is not true; but 5e8 is an integer, because DeepSpeed's examples
+write bucket sizes so.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from jaxspeed.config.patterns import pattern_problem
 
 
 class Section(BaseModel):
-    """A mapping of the config: frozen, and without unknown keys."""
+    """A mapping in the config: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

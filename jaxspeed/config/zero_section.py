@@ -41,7 +41,7 @@ class OffloadOptimizer(Section):
 
 
 class Zero(Section):
-    """What is cut over the data axis, and the runtime knobs of DeepSpeed's own implementation."""
+    """ZeRO stage and offload, and runtime options of DeepSpeed's implementation."""
 
     stage: Stage = 0
     stage3_param_persistence_threshold: Natural = 100_000

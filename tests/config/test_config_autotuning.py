@@ -1,4 +1,4 @@
-"""DeepSpeed's `autotuning` section: bounds of a search, and words that have no meaning here."""
+"""DeepSpeed's `autotuning` section: bounds of a search, and keys that have no meaning here."""
 
 import pytest
 
