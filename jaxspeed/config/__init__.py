@@ -1,17 +1,17 @@
-"""What the user asked for: DeepSpeed's vocabulary, its verdicts, and how a config is loaded."""
+"""The config: DeepSpeed's keys and jaxspeed's, their verdicts, loading and validation."""
 
 from jaxspeed.config.batch import Batch
 from jaxspeed.config.config import Config, load_config
 from jaxspeed.config.explain import explain_config
-from jaxspeed.config.layer_specs import LayerSpec
+from jaxspeed.config.layer_specs import TensorLayerSpec
 from jaxspeed.config.patterns import match
-from jaxspeed.config.verdicts import Row, Verdict
+from jaxspeed.config.verdicts import ExplainedKey, Verdict
 
 __all__ = [
     "Batch",
     "Config",
-    "LayerSpec",
-    "Row",
+    "ExplainedKey",
+    "TensorLayerSpec",
     "Verdict",
     "explain_config",
     "load_config",

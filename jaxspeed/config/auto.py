@@ -1,7 +1,6 @@
-"""The word "auto", which Hugging Face fills in from its own arguments.
+"""Resolution of "auto" values, which Hugging Face fills in from a Trainer's arguments.
 
-Here it takes its value from the rest of the config where that holds the information, and is refused
-by name where it does not.
+Here the rest of the config determines the value, or the key is refused by name.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ from jaxspeed.config.vocabulary import VOCABULARY
 Tree = dict[str, Any]
 
 LEAVE_OUT = object()
-"""The value of an "auto" that the config's other keys, or the default, say as well."""
+"""Result for an "auto" that other keys or the default determine: the key is removed."""
 
-# Here "auto" is a word of the schema itself.
-ITS_OWN_WORD = {
+# Keys with a value "auto" of their own.
+OWN_AUTO = {
     "parallel.gradient_reduction",
     "parallel.tensor_overlap",
     "parallel.infer_tensor_cuts",
@@ -65,31 +64,31 @@ RESOLVERS: dict[str, tuple[str, Callable[[Tree], Any]]] = {
 
 
 def accepts_auto() -> set[str]:
-    """The keys that may hold "auto"."""
-    return ITS_OWN_WORD | RESOLVERS.keys() | _harmless()
+    """Keys that may hold "auto"."""
+    return OWN_AUTO | RESOLVERS.keys() | _harmless()
 
 
 def resolve_autos(tree: Tree) -> tuple[Tree, list[Problem], dict[str, Any]]:
-    """The tree without "auto", what could not be resolved, and what each became."""
+    """Resolve every "auto": (the tree without them, unresolved ones, resolved values by path)."""
     problems: list[Problem] = []
-    became: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     leaves, harmless = set(schema_leaves()), _harmless()
 
     def walk(node: Tree, prefix: str) -> Tree:
-        kept: Tree = {}
+        result: Tree = {}
         for key, value in node.items():
             path = prefix + key
             if isinstance(value, dict):
                 value = walk(value, f"{path}.") if path not in leaves else value
-            elif value == "auto" and path in leaves and path not in ITS_OWN_WORD:
+            elif value == "auto" and path in leaves and path not in OWN_AUTO:
                 value = LEAVE_OUT if path in harmless else _resolved(path, tree, problems)
-                became[path] = None if value is LEAVE_OUT else value
+                resolved[path] = None if value is LEAVE_OUT else value
                 if value is LEAVE_OUT:
                     continue
-            kept[key] = value
-        return kept
+            result[key] = value
+        return result
 
-    return walk(tree, ""), problems, became
+    return walk(tree, ""), problems, resolved
 
 
 def _resolved(path: str, tree: Tree, problems: list[Problem]) -> Any:
@@ -99,8 +98,8 @@ def _resolved(path: str, tree: Tree, problems: list[Problem]) -> Any:
         return value
     works = "Write a value, or remove the key to take its default."
     if source:
-        works = f"It takes its value from {source}, which the config does not have. {works}"
-    problems.append(Problem(path, '"auto", which nothing in the config resolves', works))
+        works = f"It is resolved from {source}, which the config does not set. {works}"
+    problems.append(Problem(path, '"auto", which the config cannot resolve', works))
     return LEAVE_OUT
 
 

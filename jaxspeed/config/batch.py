@@ -13,63 +13,63 @@ from dataclasses import dataclass, replace
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.schema import Settings
 
-# -- the micro-batches that a pipeline takes -------------------------------------------------------
+# -- numbers of micro-batches that fill a pipeline -------------------------------------------------
 
-# Of 4 K micro-batches, K stages spend (K - 1) / (5 K - 1) of a step waiting: less than a fifth.
+# With 4 K micro-batches, K stages idle (K - 1) / (5 K - 1) of a step: less than a fifth.
 ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a pipeline, as far as the number of micro-batches goes.
+    """Constraints of pipeline stages on the number of micro-batches.
 
-    Each stage needs at least one micro-batch to work on while the others work; the interleaved
-    schedule sends them round in groups of as many as there are stages.
+    At least one per stage, so that all work at once; the interleaved schedule sends them round in
+    groups of as many as there are stages.
     """
 
     count: int = 1
     interleaved: bool = False
 
-    def take(self, micro_batches: int) -> bool:
-        """Whether a step of so many micro-batches can pass them."""
-        whole_rounds = micro_batches % self.count == 0 or not self.interleaved
-        return micro_batches >= self.count and whole_rounds
+    def accepts(self, micro_batches: int) -> bool:
+        """Whether a step may have so many micro-batches."""
+        full_rounds = micro_batches % self.count == 0 or not self.interleaved
+        return micro_batches >= self.count and full_rounds
 
     @property
     def needed(self) -> str:
-        """What `take` asks for, in words."""
+        """Text of what `accepts` requires."""
         if self.interleaved:
             return f"a multiple of {self.count}, to interleave"
         return f"at least {self.count}"
 
     @property
-    def unsaid(self) -> int:
-        """The number of micro-batches where nothing bounds it."""
+    def default(self) -> int:
+        """Number of micro-batches where no key sets it."""
         return ROUNDS * self.count if self.count > 1 else 1
 
-    def cut(self, samples: int) -> int:
-        """In how many micro-batches to cut a rank's samples; 1 where no number of them fits.
+    def split(self, samples: int) -> int:
+        """Number of micro-batches to split a rank's samples into; 1 where none fits.
 
         The largest multiple of the stages that divides the samples; without one, the largest
         divisor.
         """
         return max(
-            self.cuts(samples), key=lambda number: (number % self.count == 0, number), default=1
+            self.splits(samples), key=lambda number: (number % self.count == 0, number), default=1
         )
 
-    def cuts(self, samples: int) -> list[int]:
-        """The numbers of equal micro-batches up to `unsaid` that they take of so many samples."""
-        numbers = range(self.count, min(self.unsaid, samples) + 1)
-        return [number for number in numbers if samples % number == 0 and self.take(number)]
+    def splits(self, samples: int) -> list[int]:
+        """Accepted numbers of equal micro-batches, up to `default`, for so many samples."""
+        numbers = range(self.count, min(self.default, samples) + 1)
+        return [number for number in numbers if samples % number == 0 and self.accepts(number)]
 
     def near(self, micro_batches: int, step: int | None = None) -> list[int]:
-        """The one or two numbers nearest to this one that they take; with `step`, its multiples."""
+        """The one or two nearest accepted numbers; with `step`, multiples of it."""
         step = step or (self.count if self.interleaved else 1)
         below = micro_batches // step * step
         return [number for number in (below, below + step) if number >= self.count] or [self.count]
 
 
-# -- the numbers that a config sets, and what is wrong where they contradict each other ------------
+# -- the batch sizes that a config sets, and their contradictions ----------------------------------
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -78,8 +78,8 @@ SCHEDULE = "parallel.pipeline_schedule"
 
 
 @dataclass(frozen=True)
-class Said:
-    """The numbers of the batch that are known; `ranks` is the data-parallel size."""
+class BatchKeys:
+    """Batch sizes that the config sets; `ranks` is the data-parallel size."""
 
     train: int | None
     micro: int | None
@@ -89,17 +89,17 @@ class Said:
 
     @property
     def per_rank(self) -> int:
-        """The samples a data rank that are said."""
+        """Samples per data rank that the config sets."""
         return (self.micro or 1) * (self.accumulation or 1)
 
     @property
     def known(self) -> int:
-        """What the train batch is a multiple of."""
+        """Known divisor of the train batch."""
         return self.per_rank * (self.ranks or 1)
 
     @property
     def holds(self) -> bool:
-        """Whether the equation does, for some value of what is not said."""
+        """Whether the equation holds for some value of the sizes that are not set."""
         if self.train is None:
             return True
         exact = self.micro and self.accumulation
@@ -114,97 +114,100 @@ class Said:
         )
 
 
-def nothing_said(said: Said) -> Problem:
-    """Neither the train nor the micro batch is said."""
-    alone = f"{ACCUMULATION} {said.accumulation} alone" if said.accumulation else "no batch size"
-    works = f"Needs {TRAIN} or {MICRO}: {said}."
-    return Problem(ACCUMULATION if said.accumulation else TRAIN, alone, works)
+def no_batch_size(keys: BatchKeys) -> Problem:
+    """Problem: neither the train nor the micro-batch size is set."""
+    alone = f"{ACCUMULATION} {keys.accumulation} alone" if keys.accumulation else "no batch size"
+    works = f"Needs {TRAIN} or {MICRO}: {keys}."
+    return Problem(ACCUMULATION if keys.accumulation else TRAIN, alone, works)
 
 
-def misfit(said: Said, train: int) -> Problem:
-    """The equation does not hold."""
-    exact = bool(said.micro and said.accumulation and said.ranks)
-    nearest = [1] if exact else _near(said, train // said.known)
-    works = [f"{TRAIN} {_either(number * said.known for number in nearest)}"]
-    if said.ranks and (sizes := _rank_counts(said, train, said.ranks, exact)):
+def misfit(keys: BatchKeys, train: int) -> Problem:
+    """Problem: the equation does not hold."""
+    exact = bool(keys.micro and keys.accumulation and keys.ranks)
+    nearest = [1] if exact else _near(keys, train // keys.known)
+    works = [f"{TRAIN} {_either(number * keys.known for number in nearest)}"]
+    if keys.ranks and (sizes := _rank_counts(keys, train, keys.ranks, exact)):
         works.append(f"data-parallel size {_either(sizes)}")
-    if exact and said.micro and said.accumulation and said.ranks:
-        micro, rest = divmod(train, said.accumulation * said.ranks)
+    if exact and keys.micro and keys.accumulation and keys.ranks:
+        micro, rest = divmod(train, keys.accumulation * keys.ranks)
         if not rest:
             works.append(f"{MICRO} {micro}")
-        accumulation, rest = divmod(train, said.micro * said.ranks)
-        if not rest and said.stages.take(accumulation):
+        accumulation, rest = divmod(train, keys.micro * keys.ranks)
+        if not rest and keys.stages.accepts(accumulation):
             works.append(f"{ACCUMULATION} {accumulation}")
-    found, about = f"{said}, which does not hold", (MICRO, ACCUMULATION)
+    found, about = f"{keys}, which does not hold", (MICRO, ACCUMULATION)
     return Problem(TRAIN, found, f"Would work: {'; '.join(works)}.", about)
 
 
-def _near(said: Said, multiple: int) -> list[int]:
-    """The multiples of what is known, nearest to this one, that the stages take too."""
-    if said.accumulation:
+def _near(keys: BatchKeys, multiple: int) -> list[int]:
+    """Nearest multiples of the known divisor that the stages also accept."""
+    if keys.accumulation:
         return Stages().near(multiple)
-    return said.stages.near(multiple, None if said.micro else said.stages.count)
+    return keys.stages.near(multiple, None if keys.micro else keys.stages.count)
 
 
-def _rank_counts(said: Said, train: int, ranks: int, exact: bool) -> list[int]:
-    """The numbers of data ranks nearest to `ranks` with which all is well."""
-    if train % said.per_rank:
+def _rank_counts(keys: BatchKeys, train: int, ranks: int, exact: bool) -> list[int]:
+    """Numbers of data ranks nearest to `ranks` for which the equation holds."""
+    if train % keys.per_rank:
         return []
-    most = train // said.per_rank
+    most = train // keys.per_rank
     if exact:
         return [most]
 
-    def does(count: int) -> bool:
-        if said.accumulation or most % count:
+    def fits(count: int) -> bool:
+        if keys.accumulation or most % count:
             return most % count == 0
         made = most // count
-        return said.stages.take(made if said.micro else said.stages.cut(made))
+        return keys.stages.accepts(made if keys.micro else keys.stages.split(made))
 
-    below = filter(does, range(min(ranks, most), 0, -1))
-    above = filter(does, range(ranks + 1, min(most, 16 * ranks) + 1))
+    below = filter(fits, range(min(ranks, most), 0, -1))
+    above = filter(fits, range(ranks + 1, min(most, 16 * ranks) + 1))
     return [count for count in (next(below, None), next(above, None)) if count]
 
 
-def unfilled(said: Said, made: int) -> Problem:
-    """The pipeline's stages cannot share out the `made` micro-batches of a step."""
-    stages = said.stages
-    if said.micro or said.accumulation:
-        most = "" if said.ranks or said.accumulation else "at most "
+def unfilled(keys: BatchKeys, made: int) -> Problem:
+    """Problem: the `made` micro-batches of a step do not fill the pipeline's stages."""
+    stages = keys.stages
+    if keys.micro or keys.accumulation:
+        most = "" if keys.ranks or keys.accumulation else "at most "
         batches = "1 micro-batch" if made == 1 else f"{made} micro-batches"
-        found = f"{most}{batches} for {stages.count} pipeline stages, by {said}"
+        found = f"{most}{batches} for {stages.count} pipeline stages, by {keys}"
     else:
-        found = f"{said}, which no {stages.count} to {stages.unsaid} equal micro-batches divide"
+        found = f"{keys}, which no {stages.count} to {stages.default} equal micro-batches divide"
     return Problem(
-        ACCUMULATION if said.accumulation else TRAIN,
+        ACCUMULATION if keys.accumulation else TRAIN,
         found,
-        f"Needs {stages.needed}. Would work: {'; '.join(_ways_to_fill(said, made))}.",
+        f"Needs {stages.needed}. Would work: {'; '.join(_alternatives(keys, made))}.",
         (TRAIN, MICRO, ACCUMULATION, "mesh.pipe", "pipeline.stages", SCHEDULE),
     )
 
 
-def _ways_to_fill(said: Said, made: int) -> Iterator[str]:
-    """Changes each of which makes micro-batches that the stages take."""
-    stages, ranks = said.stages, said.ranks or 1
-    if said.train is None:
+def _alternatives(keys: BatchKeys, made: int) -> Iterator[str]:
+    """Changes each of which gives micro-batches that the stages accept."""
+    stages, ranks = keys.stages, keys.ranks or 1
+    if keys.train is None:
         yield f"{ACCUMULATION} {_either(stages.near(made))}"
     else:
-        samples, rest = divmod(said.train, ranks)
-        cuts = [] if rest else stages.cuts(samples)
-        if cuts:
-            cut = min(cuts, key=lambda number: abs(number - made))
-            sizes = {ACCUMULATION: said.accumulation and cut, MICRO: said.micro and samples // cut}
-            yield " with ".join(f"{word} {size}" for word, size in sizes.items() if size)
-        if said.micro and said.accumulation:
+        samples, rest = divmod(keys.train, ranks)
+        splits = [] if rest else stages.splits(samples)
+        if splits:
+            number = min(splits, key=lambda count: abs(count - made))
+            sizes = {
+                ACCUMULATION: keys.accumulation and number,
+                MICRO: keys.micro and samples // number,
+            }
+            yield " with ".join(f"{key} {size}" for key, size in sizes.items() if size)
+        if keys.micro and keys.accumulation:
             for number in stages.near(made):
-                total = number * said.micro * ranks
+                total = number * keys.micro * ranks
                 yield f"{ACCUMULATION} {number} with {TRAIN} {total}"
-        elif said.micro:
-            yield f"{TRAIN} {_either(n * said.micro * ranks for n in stages.near(made))}"
-        elif not cuts:
+        elif keys.micro:
+            yield f"{TRAIN} {_either(n * keys.micro * ranks for n in stages.near(made))}"
+        elif not splits:
             totals = _either(n * ranks for n in stages.near(samples, stages.count))
-            raised = f"{ACCUMULATION} {stages.count} with " if said.accumulation else ""
+            raised = f"{ACCUMULATION} {stages.count} with " if keys.accumulation else ""
             yield f"{raised}{TRAIN} {totals}"
-    if stages.interleaved and made >= stages.count and said.holds:
+    if stages.interleaved and made >= stages.count and keys.holds:
         yield f'{SCHEDULE} "1f1b"'
 
 
@@ -217,16 +220,16 @@ def _either(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step: `train` samples as `accumulation` times `micro` a data rank."""
+    """One optimizer step: `train` samples, as `accumulation` times `micro` per data rank."""
 
     train: int
     micro: int
     accumulation: int
 
 
-def said_of(settings: Settings, ranks: int | None, stages: Stages) -> Said:
-    """What a config says of the batch, for so many data ranks and stages."""
-    return Said(
+def batch_keys(settings: Settings, ranks: int | None, stages: Stages) -> BatchKeys:
+    """Collect the batch sizes of a config, for so many data ranks and stages."""
+    return BatchKeys(
         settings.train_batch_size,
         settings.train_micro_batch_size_per_gpu,
         settings.gradient_accumulation_steps,
@@ -235,34 +238,33 @@ def said_of(settings: Settings, ranks: int | None, stages: Stages) -> Said:
     )
 
 
-def solve_batch(said: Said) -> Batch | Problem:
-    """The triple, or what is wrong with it.
+def solve_batch(keys: BatchKeys) -> Batch | Problem:
+    """Solve for the triple, or return its problem.
 
-    For an unknown number of data ranks it is that of one: whatever is wrong there is wrong with
-    any number.
+    An unknown number of data ranks counts as one: what is wrong then is wrong with any number.
     """
-    train, made, stages = said.train, said.accumulation, said.stages
-    if train is None and said.micro is None:
-        return nothing_said(said)
-    if made is not None and not stages.take(made):
-        return unfilled(said, made)
+    train, made, stages = keys.train, keys.accumulation, keys.stages
+    if train is None and keys.micro is None:
+        return no_batch_size(keys)
+    if made is not None and not stages.accepts(made):
+        return unfilled(keys, made)
     if train is None:
-        made = made or stages.unsaid
-        train = (said.micro or 1) * made * (said.ranks or 1)
-    if not said.holds:
-        return misfit(said, train)
-    made = made or (train // said.known if said.micro else stages.cut(train // said.known))
-    if not stages.take(made):
-        return unfilled(said, made)
-    return Batch(train, train // (made * (said.ranks or 1)), made)
+        made = made or stages.default
+        train = (keys.micro or 1) * made * (keys.ranks or 1)
+    if not keys.holds:
+        return misfit(keys, train)
+    made = made or (train // keys.known if keys.micro else stages.split(train // keys.known))
+    if not stages.accepts(made):
+        return unfilled(keys, made)
+    return Batch(train, train // (made * (keys.ranks or 1)), made)
 
 
-def batch_problem(said: Said) -> Problem | None:
-    """What is wrong with a triple whose number of data ranks may not be known yet."""
-    if said.train is None and said.micro is None and said.accumulation is None:
+def batch_problem(keys: BatchKeys) -> Problem | None:
+    """Check a triple whose number of data ranks may not be known yet."""
+    if keys.train is None and keys.micro is None and keys.accumulation is None:
         return None
-    if said.ranks is None and said.train and said.micro and said.accumulation:
-        ranks, rest = divmod(said.train, said.per_rank)
-        said = said if rest else replace(said, ranks=ranks)
-    solved = solve_batch(said)
+    if keys.ranks is None and keys.train and keys.micro and keys.accumulation:
+        ranks, rest = divmod(keys.train, keys.per_rank)
+        keys = keys if rest else replace(keys, ranks=ranks)
+    solved = solve_batch(keys)
     return solved if isinstance(solved, Problem) else None

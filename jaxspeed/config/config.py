@@ -7,11 +7,11 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr
 
-from jaxspeed.config.batch import Batch, said_of, solve_batch
+from jaxspeed.config.batch import Batch, batch_keys, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.equivalent_keys import stages_of
 from jaxspeed.config.json_schema import json_schema
-from jaxspeed.config.layer_specs import LayerSpec, layer_specs_from_keys
+from jaxspeed.config.layer_specs import TensorLayerSpec, layer_specs_from_keys
 from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.remat import Recompute, recompute_of
@@ -19,11 +19,11 @@ from jaxspeed.config.schema import Settings
 
 
 class Config(Settings):
-    """What a user asked for, in DeepSpeed's vocabulary and jaxspeed's own sections.
+    """Validated settings of one run: DeepSpeed's keys and jaxspeed's sections.
 
-    Every way to make one checks it: `Config(train_batch_size=8)`, `Config.load("config.json")`,
-    `Config.load(config, ["zero_optimization.stage=3"])`. Whatever is wrong is in one ConfigError.
-    `model_fields_set` tells what was said from what is a default.
+    Every constructor validates: `Config(train_batch_size=8)`, `Config.load("config.json")`,
+    `Config.load(config, ["zero_optimization.stage=3"])`. All problems come in one ConfigError.
+    `model_fields_set` distinguishes given values from defaults.
     """
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -36,14 +36,14 @@ class Config(Settings):
 
     @classmethod
     def load(cls, source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Self:
-        """A config from a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
+        """Load a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
 
         Args:
-          source: where the config comes from.
-          overrides: settings on top of it, each `section.key=value`, the value as YAML has it.
+          source: the config or its path.
+          overrides: each `section.key=value`, with the value as in YAML.
 
         Raises:
-          ConfigError: with every problem of the config, each with its key's path.
+          ConfigError: lists every problem of the config, each with its key's path.
         """
         overrides = list(overrides) if not isinstance(overrides, str) else [overrides]
         if isinstance(source, cls) and not overrides:
@@ -63,28 +63,28 @@ class Config(Settings):
 
     @classmethod
     def model_validate(cls, obj: Any, **_: Any) -> Self:
-        """As `load`, so that no way in goes round the checks."""
+        """Load, so that no constructor skips validation."""
         return cls.load(obj)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy; with `update`, of whole sections or keys by name, checked as a whole again."""
+        """Copy; with `update` of sections or keys by name, validate again."""
         if not update:
             return super().model_copy(deep=deep)
         return type(self).load({**self.given, **update})
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON Schema of a config file, for editors to complete and check it."""
+        """JSON Schema of a config file, for completion and validation in editors."""
         return json_schema()
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the user wrote, overrides included."""
+        """The config as the user wrote it, with overrides."""
         return copy.deepcopy(self._given)
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
-        """The format in which layers compute."""
+        """Dtype in which layers compute."""
         if self.fp16.enabled:
             return "fp16"
         if self.bf16.enabled:
@@ -92,53 +92,54 @@ class Config(Settings):
         return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
 
     @property
-    def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """Which weights are cut over tensor and how; the first that covers one counts."""
+    def layer_specs(self) -> tuple[TensorLayerSpec, ...]:
+        """Tensor sharding of weights; the first spec that covers a weight applies."""
         return layer_specs_from_keys(self)[0]
 
     @property
     def tensor_overlap(self) -> Literal["auto", "none", "ring", "ring_both_ways"]:
-        """How the tensor axis's collectives overlap with products, by every word for it."""
-        said = self.parallel.tensor_overlap
+        """Overlap of tensor-parallel collectives with matmuls, from all keys for it."""
+        overlap = self.parallel.tensor_overlap
         steps = self.parallel.sequence_parallel_activations
-        return "ring" if said == "auto" and steps and self.tensor_parallel.tp_overlap_comm else said
+        ring = overlap == "auto" and steps and self.tensor_parallel.tp_overlap_comm
+        return "ring" if ring else overlap
 
     @property
     def recompute(self) -> Recompute:
-        """What units keep for their backward pass, by every word for it."""
-        words = self.activation_checkpointing
-        how = words.number_checkpoints, words.partition_activations, words.cpu_checkpointing
+        """Residual policy of units, from all keys for it."""
+        keys = self.activation_checkpointing
+        how = keys.number_checkpoints, keys.partition_activations, keys.cpu_checkpointing
         return recompute_of(self.parallel.remat, *how)
 
     @property
     def pipeline_recompute(self) -> Literal["stage", "layers", "save"]:
-        """What the backward pass of a pipeline stage makes again, by every word for it."""
+        """What the backward pass of a pipeline stage recomputes, from all keys for it."""
         return self.parallel.pipeline_recompute
 
     def batch(self, data_parallel_size: int, pipe: int | None = None) -> Batch:
-        """The batch triple for so many data ranks and pipeline stages.
+        """Solve for the batch triple with so many data ranks and pipeline stages.
 
         Args:
           data_parallel_size: mesh.replica x mesh.data.
-          pipe: the stages; where the config says how many, they need not be passed.
+          pipe: number of stages; needed only if the config does not set it.
 
         Raises:
-          ConfigError: with the equation and the nearest values with which it would hold.
+          ConfigError: states the equation and the nearest values for which it holds.
         """
         count = self.mesh.pipe if pipe is None else pipe
         solved: Batch | Problem
         if count == -1:
-            works = "The batch depends on the number of stages: say it, or pass it as `pipe`."
+            works = "The batch depends on the number of stages: set it, or pass it as `pipe`."
             solved = Problem("mesh.pipe", "-1", works)
         elif self.elasticity.enabled:
             solved = solve_elastic(self.elasticity, data_parallel_size, stages_of(self, count))
         else:
-            solved = solve_batch(said_of(self, data_parallel_size, stages_of(self, count)))
+            solved = solve_batch(batch_keys(self, data_parallel_size, stages_of(self, count)))
         if isinstance(solved, Problem):
             raise config_error([solved], "the config")
         return solved
 
 
 def load_config(source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Config:
-    """As `Config.load`."""
+    """Call `Config.load`."""
     return Config.load(source, overrides)

@@ -1,8 +1,8 @@
-"""What is impossible though every key by itself is right."""
+"""Cross-field validation: contradictions between config keys that are valid by themselves."""
 
 from collections.abc import Iterator
 
-from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_problem, said_of
+from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN, batch_keys, batch_problem
 from jaxspeed.config.data_reduction import data_reduction_problems
 from jaxspeed.config.elastic import elastic_table
 from jaxspeed.config.equivalent_keys import offload_problems, pipeline_problems, stages_of
@@ -11,13 +11,13 @@ from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.parallelism import Mesh
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.remat import recompute_of
-from jaxspeed.config.run_sections import Corpus
+from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.verdicts import shown
 
 
 def check(settings: Settings) -> Iterator[Problem]:
-    """Every impossible combination."""
+    """Yield the problems of all invalid combinations."""
     yield from _precision(settings)
     yield from _batch(settings)
     yield from _elasticity(settings)
@@ -39,15 +39,15 @@ def _precision(settings: Settings) -> Iterator[Problem]:
     fp16, bf16, autocast = settings.fp16, settings.bf16, settings.torch_autocast
     if fp16.enabled and bf16.enabled:
         found = "true, while bf16.enabled is true"
-        yield Problem("fp16.enabled", found, "Switch one of the two off.", ("bf16.enabled",))
+        yield Problem("fp16.enabled", found, "Disable one of the two.", ("bf16.enabled",))
     if autocast.enabled and autocast.dtype is None:
         works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
         yield Problem("torch_autocast.dtype", "nothing", works)
-    for word, section in (("fp16", fp16), ("bf16", bf16)):
-        if autocast.enabled and section.enabled and autocast.dtype not in (None, word):
-            found = f"{autocast.dtype}, while {word}.enabled is true"
-            works = "Both name the compute format: make them equal, or remove one."
-            yield Problem("torch_autocast.dtype", found, works, (f"{word}.enabled",))
+    for name, section in (("fp16", fp16), ("bf16", bf16)):
+        if autocast.enabled and section.enabled and autocast.dtype not in (None, name):
+            found = f"{autocast.dtype}, while {name}.enabled is true"
+            works = "Both set the compute dtype: make them equal, or remove one."
+            yield Problem("torch_autocast.dtype", found, works, (f"{name}.enabled",))
     start = 2.0**fp16.initial_scale_power
     if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > start:
         found = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"
@@ -58,15 +58,15 @@ def _precision(settings: Settings) -> Iterator[Problem]:
 def _batch(settings: Settings) -> Iterator[Problem]:
     if settings.elasticity.enabled:
         return
-    # With a number of stages that only the devices tell, the batch is checked when they are known.
+    # A number of stages that depends on the devices is checked when these are known.
     stages = stages_of(settings, max(settings.mesh.pipe, 1))
-    problem = batch_problem(said_of(settings, data_ranks(settings.mesh), stages))
+    problem = batch_problem(batch_keys(settings, data_ranks(settings.mesh), stages))
     if problem:
         yield problem
 
 
 def data_ranks(mesh: Mesh) -> int | None:
-    """The data-parallel size, replica x data, where the mesh says it."""
+    """Data-parallel size, replica x data, where the mesh sets both."""
     return None if -1 in (mesh.replica, mesh.data) else mesh.replica * mesh.data
 
 
@@ -76,7 +76,7 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         return
     outside = [key for key in (TRAIN, MICRO, ACCUMULATION) if getattr(settings, key) is not None]
     if outside and not elasticity.ignore_non_elastic_batch_info:
-        found = f"{', '.join(outside)} beside an elastic batch"
+        found = f"{', '.join(outside)} set in addition to elasticity"
         works = "Remove them, or set elasticity.ignore_non_elastic_batch_info."
         yield Problem(outside[0], found, works)
     most, largest = elasticity.max_train_batch_size, max(elasticity.micro_batch_sizes)
@@ -94,7 +94,7 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
 
 
 def _autotuning(settings: Settings) -> Iterator[Problem]:
-    """Bounds that leave nothing to try."""
+    """Yield problems of bounds that exclude every candidate."""
     tuning, section = settings.autotuning, "autotuning"
     if not tuning.enabled:
         return
@@ -107,7 +107,7 @@ def _autotuning(settings: Settings) -> Iterator[Problem]:
     low, high = tuning.min_train_batch_size, tuning.max_train_batch_size
     if batch is not None and not low <= batch <= (high or batch):
         key = "min_train_batch_size" if batch < low else "max_train_batch_size"
-        works = "The batch of a step is kept as the config has it: needs bounds around it."
+        works = "The search never changes train_batch_size: needs bounds around it."
         found = f"{getattr(tuning, key)}, while train_batch_size is {batch}"
         yield Problem(f"{section}.{key}", found, works, ("train_batch_size",))
 
@@ -129,11 +129,11 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
         yield Problem("optimizer.params.min_coeff", found, f"Needs at most {params['max_coeff']}.")
     for number, group in enumerate(optimizer.groups):
         path = f"optimizer.groups.{number}"
-        steps_otherwise = group.lr_factor != 1 or group.weight_decay is not None
-        if group.frozen and steps_otherwise:
-            works = "A frozen group is not stepped: remove lr_factor and weight_decay."
-            yield Problem(path, "frozen beside lr_factor or weight_decay", works)
-        elif not group.frozen and not steps_otherwise:
+        has_options = group.lr_factor != 1 or group.weight_decay is not None
+        if group.frozen and has_options:
+            works = "A frozen group is not updated: remove lr_factor and weight_decay."
+            yield Problem(path, "frozen with lr_factor or weight_decay", works)
+        elif not group.frozen and not has_options:
             works = "Needs lr_factor, weight_decay or frozen."
             yield Problem(path, f'only the pattern "{group.pattern}"', works)
 
@@ -167,35 +167,36 @@ def _tensor(settings: Settings) -> Iterator[Problem]:
     overlap = parallel.tensor_overlap
     if overlap.startswith("ring") and not parallel.sequence_parallel_activations:
         found = f'"{overlap}" without sequence-parallel activations'
-        works = f'It steps their gathers and scatters: set {key}, or write "auto".'
+        works = f'It overlaps their gathers and scatters: set {key}, or write "auto".'
         yield Problem("parallel.tensor_overlap", found, works, (key,))
     if settings.tensor_parallel.tp_overlap_comm and overlap == "none":
         found = 'true, while parallel.tensor_overlap is "none"'
-        works = "Both say the same thing: remove one."
+        works = "They contradict each other: remove one."
         yield Problem("tensor_parallel.tp_overlap_comm", found, works, ("parallel.tensor_overlap",))
 
 
 def _recompute(settings: Settings) -> Iterator[Problem]:
-    words, remat, key = settings.activation_checkpointing, settings.parallel.remat, "parallel.remat"
-    said = "remat" in settings.parallel.model_fields_set
+    checkpointing, remat = settings.activation_checkpointing, settings.parallel.remat
+    key = "parallel.remat"
+    is_set = "remat" in settings.parallel.model_fields_set
     section = "activation_checkpointing"
     for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints"):
-        if getattr(words, name) and said and remat == "none":
-            works = f'It says how checkpoints are kept: remove one, or write {key} "full".'
+        if getattr(checkpointing, name) and is_set and remat == "none":
+            works = f'It applies to saved residuals: remove one, or write {key} "full".'
             yield Problem(f"{section}.{name}", f'set, while {key} is "none"', works, (key,))
-    if words.number_checkpoints and said and remat not in ("none", "full"):
-        works = "Both say what is kept: remove one."
-        yield Problem(f"{section}.number_checkpoints", f"set beside {key}", works, (key,))
-    if words.cpu_checkpointing and isinstance(remat, dict) and "budget" in remat:
-        works = "A budget itself chooses what waits in host memory: remove one."
-        yield Problem(f"{section}.cpu_checkpointing", f"true beside a budget in {key}", works)
-    for name, first, second in recompute_of(remat, None, False, False).doubles():
+    if checkpointing.number_checkpoints and is_set and remat not in ("none", "full"):
+        works = "Both set what is saved: remove one."
+        yield Problem(f"{section}.number_checkpoints", f"set together with {key}", works, (key,))
+    if checkpointing.cpu_checkpointing and isinstance(remat, dict) and "budget" in remat:
+        works = "A budget itself chooses what is offloaded: remove one."
+        yield Problem(f"{section}.cpu_checkpointing", f"true with a budget in {key}", works)
+    for name, first, second in recompute_of(remat, None, False, False).duplicates():
         works = "Needs each name in one list."
         yield Problem(key, f'"{name}" in both {first} and {second}', works)
     saves = settings.parallel.pipeline_recompute == "save" and settings.mesh.pipe != 1
     if saves and isinstance(remat, dict) and remat.get("offload"):
         works = (
-            "What stages keep from tick to tick is not moved by name: write save in place of "
+            "Residuals that stages save between ticks cannot be offloaded by name: use save, not "
             "offload, or activation_checkpointing.cpu_checkpointing, or another "
             "parallel.pipeline_recompute."
         )
@@ -203,9 +204,9 @@ def _recompute(settings: Settings) -> Iterator[Problem]:
         found = f'offload of {len(remat["offload"])} names with parallel.pipeline_recompute "save"'
         yield Problem(key, found, works, about)
     layers = settings.parallel.pipeline_recompute == "layers"
-    if layers and said and remat not in ("none", "full") and settings.mesh.pipe != 1:
+    if layers and is_set and remat not in ("none", "full") and settings.mesh.pipe != 1:
         found = f'"layers", while {key} is {shown(remat)}'
-        works = f'It asks for {key} "full": make them equal, or remove one.'
+        works = f'It needs {key} "full": make them equal, or remove one.'
         yield Problem("parallel.pipeline_recompute", found, works, (key,))
 
 
@@ -217,7 +218,7 @@ def _model(settings: Settings) -> Iterator[Problem]:
         found = "neither family nor factory" if model.family is None else "family and factory"
         yield Problem("model", found, "Needs exactly one of the two.")
     elif model.preset is not None and model.family is None:
-        works = "Presets belong to families; give a factory its sizes in model.config."
+        works = "Presets belong to families; set the sizes of a factory in model.config."
         yield Problem("model.preset", f'"{model.preset}" with a factory', works)
 
 
@@ -233,17 +234,19 @@ FILES = ("text", "jsonl", "parquet", "huggingface", "tokens", "images")
 def _data(settings: Settings) -> Iterator[Problem]:
     data = settings.data
     if data.mixture and (data.source or data.path or data.paths):
-        found = f"{len(data.mixture)} sources, beside a source of data itself"
+        found = f"{len(data.mixture)} sources, while data has a source too"
         yield Problem("data.mixture", found, "Put all sources into the mixture.")
         return
     if data.held_out == 1:
-        yield Problem("data.held_out", "1", "Needs less than 1: something must be left to train.")
-    parts: list[tuple[str, Corpus]] = [
+        yield Problem(
+            "data.held_out", "1", "Needs less than 1: some samples must remain for training."
+        )
+    parts: list[tuple[str, SourceSection]] = [
         (f"data.mixture.{i}", part) for i, part in enumerate(data.mixture)
     ]
     for where, corpus in parts or [("data", data)]:
         if corpus.path and corpus.paths:
-            yield Problem(f"{where}.path", "one beside data.paths", "Write all into paths.")
+            yield Problem(f"{where}.path", "set together with data.paths", "Put all in paths.")
         given = corpus.path or corpus.paths
         if corpus.source in FILES and not given:
             yield Problem(f"{where}.path", "nothing", f'Source "{corpus.source}" needs a path.')

@@ -1,6 +1,6 @@
-"""How the gradients of data ranks are added up: which words go together.
+"""Cross-field validation of `parallel.data_reduction`: XLA, ring or parameter server.
 
-A key that only one way of reduction has is an error with another: it would say nothing there.
+A key that has an effect with only one of them is an error with another.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _WITH_STALENESS = ("on_stale", "staleness_decay")
 
 
 def data_reduction_problems(settings: Settings) -> Iterator[Problem]:
-    """What is said of a way of reduction that is not chosen, and what the chosen one cannot do."""
+    """Yield keys of a reduction that is not chosen, and what the chosen one does not support."""
     yield from _of_another_mode(settings)
     reduction = settings.parallel.data_reduction
     if reduction == "ring":
@@ -40,12 +40,12 @@ def _of_another_mode(settings: Settings) -> Iterator[Problem]:
             if _differs(settings, key):
                 found = f"{shown(getattr(parallel, key))} with {_KEY} "
                 found += shown(parallel.data_reduction)
-                works = f'Only {_KEY} "{mode}" reads it: write that, or remove the key.'
+                works = f'Only {_KEY} "{mode}" uses it: set that, or remove the key.'
                 yield Problem(f"parallel.{key}", found, works, (_KEY,))
 
 
 def _differs(settings: Settings, key: str) -> bool:
-    """Whether it is not the default, which the dump of another config may well say."""
+    """Whether it differs from the default, which the dump of another config may contain."""
     field = type(settings.parallel).model_fields[key]
     return bool(getattr(settings.parallel, key) != field.get_default(call_default_factory=True))
 
@@ -54,29 +54,29 @@ def _ring(settings: Settings) -> Iterator[Problem]:
     zero, parallel = settings.zero_optimization, settings.parallel
     yield from _no_pipeline(
         settings,
-        "A ring adds up over the data ranks in one manual region, and stages are lanes of "
-        "another, which XLA does not take inside of it",
+        "A ring reduces over the data ranks in one shard_map, and stages run in another, which "
+        "XLA does not support inside of it",
     )
     if settings.communication_data_type is not None:
         found = f'{shown(settings.communication_data_type)} with {_KEY} "ring"'
-        works = "What a ring sends is said by parallel.ring_wire: remove this key."
+        works = "parallel.ring_wire sets the format of ring messages: remove this key."
         yield Problem("communication_data_type", found, works, (_KEY,))
     if parallel.gradient_reduction == "micro_batch" and zero.stage < 2:
         found = f'"micro_batch" with {_KEY} "ring" and ZeRO stage {zero.stage}'
-        works = 'There a ring adds up once a step: write "step" or "auto".'
+        works = 'There a ring reduces once per step: write "step" or "auto".'
         about = (_KEY, "zero_optimization.stage")
         yield Problem("parallel.gradient_reduction", found, works, about)
     if parallel.ring_wire == "int8" and zero.stage == 3:
         works = (
-            "Stage 3 adds up inside of the backward pass, unit by unit, where what rounding left "
-            'cannot wait for the next step: write "bf16" or "none", or another stage.'
+            "Stage 3 reduces inside of the backward pass, unit by unit; error feedback cannot "
+            'be carried to the next step: write "bf16" or "none", or another stage.'
         )
         found = '"int8" with ZeRO stage 3'
         yield Problem("parallel.ring_wire", found, works, ("zero_optimization.stage",))
     if zero.offload_param.device == "cpu":
         works = (
-            "Gradients then leave for host memory one by one as they are made, and a ring wants "
-            f'them together on the devices: remove one, or write {_KEY} "xla".'
+            "Gradients are then offloaded one by one as they are computed, and a ring needs them "
+            f'together on the devices: remove one, or write {_KEY} "xla".'
         )
         key = "zero_optimization.offload_param.device"
         yield Problem(key, f'"cpu" with {_KEY} "ring"', works, (_KEY,))
@@ -84,52 +84,53 @@ def _ring(settings: Settings) -> Iterator[Problem]:
 
 def _server(settings: Settings) -> Iterator[Problem]:
     if settings.run.executable is not None:
-        works = "A parameter server's step is many programs, and a file holds one: leave it out."
+        works = "A parameter server's step is many programs, and a file contains one: remove it."
         yield Problem("run.executable", shown(settings.run.executable), works, (_KEY,))
     parallel = settings.parallel
     yield from _no_pipeline(
         settings,
-        "A worker computes whole gradients by itself, and servers hold no layers that a stage "
-        "could run",
+        "Each worker computes complete gradients of the model, and servers run no layers",
     )
-    yield from _whole_workers(settings)
+    yield from _workers(settings)
     paces, ranks = len(parallel.worker_pace), settings.mesh.data
     if paces and ranks not in (-1, paces):
-        works = f"Needs one for each worker, which mesh.data says are {ranks}."
+        works = f"Needs one per worker: mesh.data is {ranks}."
         yield Problem("parallel.worker_pace", f"{paces} paces", works, ("mesh.data",))
     for key in _WITH_STALENESS if parallel.max_staleness is None else ():
         if _differs(settings, key):
             found = f"{shown(getattr(parallel, key))} without parallel.max_staleness"
-            works = "In step no push is stale: say max_staleness, or remove the key."
+            works = (
+                "Without it training is synchronous, and no push stale: set it, or remove the key."
+            )
             yield Problem(f"parallel.{key}", found, works, ("parallel.max_staleness",))
 
 
-def _whole_workers(settings: Settings) -> Iterator[Problem]:
-    """A worker is one device with whole parameters; all that is kept is on the servers."""
+def _workers(settings: Settings) -> Iterator[Problem]:
+    """Yield keys that a worker, one device with full parameters, does not support."""
     with_servers = f'with {_KEY} "parameter_server"'
     mesh, zero = settings.mesh, settings.zero_optimization
     for axis in ("replica", "tensor"):
         size = getattr(mesh, axis)
         if size != 1:
-            works = f'Each worker is one device of its own: write 1, or {_KEY} "xla".'
+            works = f'Each worker is one device: write 1, or {_KEY} "xla".'
             yield Problem(f"mesh.{axis}", f"{size} {with_servers}", works, (_KEY,))
     if zero.stage:
         works = (
-            "Servers cut parameters, gradients and moments among them already, and workers hold "
-            f'parameters alone: write 0, or {_KEY} "xla".'
+            "Servers already shard parameters, gradients and moments, and workers hold only "
+            f'parameters: write 0, or {_KEY} "xla".'
         )
         yield Problem("zero_optimization.stage", f"{zero.stage} {with_servers}", works, (_KEY,))
     for key in ("offload_optimizer", "offload_param"):
         if getattr(zero, key).device == "cpu":
             works = (
-                "Servers hold their part on their devices, where updates do not wait for the host: "
-                f'remove it and give more parallel.servers, or write {_KEY} "xla".'
+                "Servers store and update their shards on their devices: "
+                f'remove it and use more parallel.servers, or write {_KEY} "xla".'
             )
             path = f"zero_optimization.{key}.device"
             yield Problem(path, f'"cpu" {with_servers}', works, (_KEY,))
     if settings.parallel.gradient_reduction != "auto":
         found = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
-        works = "Workers push once for all micro-batches of a part: remove it."
+        works = "Workers push once for all their micro-batches: remove it."
         yield Problem("parallel.gradient_reduction", found, works, (_KEY,))
 
 

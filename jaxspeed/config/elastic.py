@@ -21,14 +21,14 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17)
 
 @dataclass(frozen=True)
 class ElasticTable:
-    """The global batch and the data-parallel sizes that it fits."""
+    """Global batch and the data-parallel sizes that divide it."""
 
     train: int
     counts: tuple[int, ...]
 
 
 def elastic_table(elasticity: Elasticity) -> ElasticTable:
-    """The batch with the most compatible counts; no counts when there is none."""
+    """Find the batch with the most compatible counts; no counts if there is none."""
     micros, most = elasticity.micro_batch_sizes, elasticity.max_train_batch_size
     best = ElasticTable(min(micros), ())
     for base in {*micros, math.lcm(*micros)}:
@@ -43,7 +43,7 @@ def elastic_table(elasticity: Elasticity) -> ElasticTable:
 
 
 def solve_elastic(elasticity: Elasticity, ranks: int, stages: Stages) -> Batch | Problem:
-    """The triple for so many data ranks: the largest micro-batch size that fills the stages."""
+    """Solve for the triple with the largest micro-batch size that fills the stages."""
     table = elastic_table(elasticity)
     if ranks not in table.counts:
         below = [count for count in table.counts if count < ranks][-1:]
@@ -56,20 +56,20 @@ def solve_elastic(elasticity: Elasticity, ranks: int, stages: Stages) -> Batch |
         )
     per_rank = table.train // ranks
     sizes = [size for size in elasticity.micro_batch_sizes if per_rank % size == 0]
-    filling = [size for size in sizes if stages.take(per_rank // size)]
+    filling = [size for size in sizes if stages.accepts(per_rank // size)]
     if not filling:
         counts = " or ".join(str(per_rank // size) for size in sorted(sizes, reverse=True))
         return Problem(
             "elasticity.micro_batch_sizes",
             f"{sizes}, which make {counts} micro-batches for {stages.count} pipeline stages",
-            f"Needs {stages.needed}: add smaller sizes, or take fewer stages.",
+            f"Needs {stages.needed}: add smaller sizes, or use fewer stages.",
         )
     micro = max(filling)
     return Batch(table.train, micro, per_rank // micro)
 
 
 def largest_highly_composite(limit: int) -> int:
-    """The largest number up to `limit` with more divisors than any smaller one."""
+    """Find the largest number up to `limit` with more divisors than any smaller one."""
     record, largest = 0, 1
     for number, divisors in sorted(_smooth(min(limit, _LARGEST_FACTOR))):
         if divisors > record:
@@ -80,7 +80,7 @@ def largest_highly_composite(limit: int) -> int:
 def _smooth(
     limit: int, prime: int = 0, exponent: int = 64, number: int = 1, divisors: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Products of the first primes with exponents that never grow, with their divisor counts.
+    """Yield products of the first primes with exponents that never grow, with divisor counts.
 
     Every highly composite number is one of these.
     """

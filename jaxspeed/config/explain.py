@@ -1,4 +1,4 @@
-"""One row a key: what becomes of it here, and why."""
+"""`explain_config`: the verdict on each key of a config, and its reason."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,10 +8,10 @@ from jaxspeed.config.load import ALIASES, Examined, examine
 from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
 from jaxspeed.config.tree import given_leaves, read
-from jaxspeed.config.verdicts import Row, judge, shown
+from jaxspeed.config.verdicts import ExplainedKey, judge, shown
 from jaxspeed.config.vocabulary import VOCABULARY, entry_for
 
-# Defaults that surprise: said even when the config does not set them.
+# Surprising defaults, explained even if the config does not set them.
 NOTED_DEFAULTS = {
     "gradient_clipping": "DeepSpeed's default since mid 2026; it was 0, no clipping, before.",
     "scheduler.params.warmup_type": 'DeepSpeed\'s default; most other libraries mean "linear".',
@@ -19,11 +19,11 @@ NOTED_DEFAULTS = {
 }
 
 
-def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Row]:
-    """One row for each key that the user gave, and for defaults of note.
+def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[ExplainedKey]:
+    """Explain each key that the config sets, and surprising defaults.
 
     Args:
-      config: whatever `Config.load` takes; a bad config is explained too, not raised about.
+      config: as for `Config.load`; an invalid config is explained too, without an error.
       overrides: as for `Config.load`.
 
     Returns:
@@ -41,36 +41,41 @@ def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Row]:
     }
     for path, problem in problems.items():
         if not any(_is_or_is_in(key, path) or _is_or_is_in(path, key) for key in explained):
-            rows.append(Row(path, read(examined.given, path), "refused", _sentence(problem, path)))
+            rows.append(
+                ExplainedKey(path, read(examined.given, path), "refused", _sentence(problem, path))
+            )
     for path, note in NOTED_DEFAULTS.items():
         value = read(examined.settings, path)
         if path not in explained and value is not None:
             entry = VOCABULARY[path]
-            rows.append(Row(path, value, entry.verdict, f"Not set. {note} {entry.sentence}"))
+            rows.append(
+                ExplainedKey(path, value, entry.verdict, f"Not set. {note} {entry.sentence}")
+            )
     return rows
 
 
-def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> Row:
+def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> ExplainedKey:
     if _is_comment(path):
-        return Row(path, value, "harmless", "A comment of yours.")
+        return ExplainedKey(path, value, "harmless", "A comment.")
     known = _canonical(path)
     for key, problem in problems.items():
         if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
-            return Row(path, value, "refused", _sentence(problem, known))
+            return ExplainedKey(path, value, "refused", _sentence(problem, known))
     entry = entry_for(known)
     if entry is None:  # an empty section
-        return Row(path, value, "harmless", "Holds nothing: every key has its default.")
+        return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")
 
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
     verdict, sentence = judge(entry, _effective(known, entry.path, value, examined), read_key)
     if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
-        return Row(path, value, "harmless", "The schedule sets the rate itself.")
+        return ExplainedKey(path, value, "harmless", "The schedule sets the rate itself.")
     if known in examined.autos:
-        became = examined.autos[known]
-        sentence += " Left to its default." if became is None else f" Here: {shown(became)}."
-    return Row(path, value, verdict, sentence)
+        value_of_auto = examined.autos[known]
+        default = value_of_auto is None
+        sentence += " Its default." if default else f" Here: {shown(value_of_auto)}."
+    return ExplainedKey(path, value, verdict, sentence)
 
 
 def _is_comment(path: str) -> bool:
@@ -78,7 +83,7 @@ def _is_comment(path: str) -> bool:
 
 
 def _canonical(path: str) -> str:
-    """A path by today's names."""
+    """Replace old names in a path by current ones."""
     head, dot, tail = path.partition(".")
     return ALIASES.get(head, head) + dot + tail
 
@@ -88,11 +93,11 @@ def _is_or_is_in(path: str, around: str) -> bool:
 
 
 def _effective(path: str, row: str, value: Any, examined: Examined) -> Any:
-    """The value to judge: of the section of free form that the key is in, or the key's own."""
+    """Value to judge: that of the free-form section around the key, or of the key."""
     effective = read(examined.settings, row if path.startswith(f"{row}.") else path)
     return value if effective is None else effective
 
 
 def _sentence(problem: Problem, path: str) -> str:
-    """The problem in words, with its own key where that is not the row's."""
+    """Format a problem, with its key where that is not the row's."""
     return f"Found {problem.found}. {problem.works}" if problem.path == path else str(problem)

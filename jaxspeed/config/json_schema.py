@@ -1,4 +1,4 @@
-"""The JSON Schema of a config file."""
+"""JSON Schema of a config file, with the verdict of each key as its description."""
 
 from typing import Any
 
@@ -12,38 +12,37 @@ COMMENT = "^_"
 
 
 def json_schema() -> dict[str, Any]:
-    """Pydantic's schema with each key's verdict as its description.
+    """Build Pydantic's schema with each key's verdict as its description.
 
-    Sections are written out where they stand, without references, since a key's verdict belongs to
-    its place.
+    Sections are inlined, without references, since a verdict depends on the key's path.
     """
     raw = Settings.model_json_schema(mode="validation")
     definitions = raw.pop("$defs", {})
-    schema = _written_out(raw, definitions, "")
+    schema = _inlined(raw, definitions, "")
     for old, new in ALIASES.items():
         schema["properties"][old] = schema["properties"][new]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "jaxspeed config"
-    schema["description"] = "DeepSpeed's vocabulary, and jaxspeed's own sections."
+    schema["description"] = "DeepSpeed's keys, and jaxspeed's sections."
     return schema
 
 
-def _written_out(node: Any, definitions: dict[str, Any], path: str) -> Any:
+def _inlined(node: Any, definitions: dict[str, Any], path: str) -> Any:
     if isinstance(node, list):
-        return [_written_out(item, definitions, path) for item in node]
+        return [_inlined(item, definitions, path) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
         node = {**definitions[node["$ref"].rpartition("/")[2]], **node}
         del node["$ref"]
     node = {
-        key: _written_out(value, definitions, path) if key != "properties" else value
+        key: _inlined(value, definitions, path) if key != "properties" else value
         for key, value in node.items()
     }
     if "properties" in node:
         prefix = f"{path}." if path else ""
         node["properties"] = {
-            name: _described(_written_out(value, definitions, prefix + name), prefix + name)
+            name: _described(_inlined(value, definitions, prefix + name), prefix + name)
             for name, value in node["properties"].items()
         }
         node["patternProperties"] = {COMMENT: {}}
@@ -57,9 +56,9 @@ def _described(node: dict[str, Any], path: str) -> dict[str, Any]:
         names = PARAMS[f"{path.removesuffix('type')}params"]
         node["enum"] = [*names, *(name.lower() for name in names)]
     elif path in accepts_auto():
-        word = {"const": "auto"}
+        auto = {"const": "auto"}
         default = {"default": node.pop("default")} if "default" in node else {}
-        node = {"anyOf": [*node.pop("anyOf", [node]), word]} | default
+        node = {"anyOf": [*node.pop("anyOf", [node]), auto]} | default
     node["title"] = path
     if entry := VOCABULARY.get(path):
         node["description"] = f"{entry.verdict}: {entry.sentence}"
@@ -68,4 +67,4 @@ def _described(node: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _params(model: Any, path: str) -> dict[str, Any]:
     raw = model.model_json_schema(mode="validation")
-    return _written_out(raw, raw.pop("$defs", {}), path)
+    return _inlined(raw, raw.pop("$defs", {}), path)

@@ -1,8 +1,8 @@
-"""Verdicts on the mesh, on what spreads a model over it, and on recomputation."""
+"""Verdicts on mesh, parallelism, rematerialization and pipeline keys."""
 
 from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
 
-# With one device on the axis there is nothing to cut.
+# With one device on the axis nothing is sharded.
 ONE_PART = ("mesh.tensor", (1,))
 
 _UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
@@ -12,12 +12,12 @@ PARALLELISM: tuple[Entry, ...] = (
         "mesh",
         "honoured",
         {
-            "pipe": "The model's repeated blocks are cut into so many stages, which the "
-            "micro-batches of a step pass one after another.",
-            "replica": "Copies of the sharded state; a data axis for the batch.",
-            "data": "The batch is cut over it, and ZeRO shards over it.",
-            "tensor": "Weights are cut over it: by layer_specs or a preset, by the model's logical "
-            "axes, or as is inferred.",
+            "pipe": "Number of pipeline stages, over which the model's repeated blocks are "
+            "partitioned.",
+            "replica": "Replicas of the ZeRO-sharded state; a data axis for the batch.",
+            "data": "The batch and ZeRO's state are sharded over it.",
+            "tensor": "Weights are sharded over it: by layer_specs or a preset, by the model's "
+            "logical axes, or as inferred from the traced program.",
         },
     ),
     *[refused(f"mesh.{axis}", _UNBUILT_AXIS, 1) for axis in ("seq", "expert")],
@@ -26,30 +26,29 @@ PARALLELISM: tuple[Entry, ...] = (
         "honoured",
         {
             "units": "The modules whose weights ZeRO 3 gathers one at a time, as path patterns; "
-            "by default they are found.",
+            "by default the repeated modules.",
             "full_precision": "Parameters that are never cast, as path patterns.",
-            "state_collections": "What is carried from step to step beside parameters: Linen "
-            "collections or nnx Variable types by name; by default all but sown and intermediate "
-            "values.",
-            "logical_axes": "Names of the dims of parameters that their model gives none, by path "
-            'pattern: {"**/up/kernel": ["embed", "mlp"]}.',
+            "state_collections": "State carried between steps besides parameters: names of Linen "
+            "collections or nnx Variable types; by default all but sown and intermediate values.",
+            "logical_axes": "Dim names of parameters whose model has none, by path pattern: "
+            '{"**/up/kernel": ["embed", "mlp"]}.',
             "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
             '(stages 0 and 1), every "micro_batch", or "auto".',
-            "data_reduction": 'Who adds up the gradients of the data ranks: "xla" its own '
-            'collectives, "ring" rings whose steps and order of summation are written down, '
-            '"parameter_server" devices that own the parameters.',
+            "data_reduction": 'How gradients are summed over data ranks: "xla" by its collectives, '
+            '"ring" by ring all-reduces with a documented order of summation, "parameter_server" '
+            "by devices that own the parameters.",
         },
     ),
     *rows(
         "parallel",
         "honoured",
         {
-            "ring_directions": '"both" sends half of each piece each way round, "one" all of it '
-            "one way.",
-            "ring_wire": "What travels round the ring in the place of the gradients' own numbers: "
-            '"bf16", or "int8" in blocks with error feedback; "none" is the numbers themselves.',
-            "ring_bucket_bytes": "Gradients are fused into buckets of about so many bytes, a ring "
-            'each; a text as "32 MiB" works too.',
+            "ring_directions": '"both" sends half of each chunk in each direction, "one" all of it '
+            "in one.",
+            "ring_wire": 'Format of ring messages: "none" (the gradients\' dtype), "bf16", or '
+            '"int8" in blocks with error feedback.',
+            "ring_bucket_bytes": "Gradients are fused into buckets of about this many bytes, one "
+            'ring each; text such as "32 MiB" works too.',
         },
         when=("parallel.data_reduction", ("ring",)),
     ),
@@ -57,12 +56,11 @@ PARALLELISM: tuple[Entry, ...] = (
         "parallel",
         "honoured",
         {
-            "servers": "So many devices own the parameters and the optimizer's state; the others "
-            "are workers.",
-            "max_staleness": "Every worker at its own pace, and no gradient is applied that is "
-            "older than so many versions; null is in step.",
-            "worker_pace": "The time that each worker's compute takes by the seeded clock, for "
-            "study; 1 by default.",
+            "servers": "Number of devices that own the parameters and the optimizer state; the "
+            "others are workers.",
+            "max_staleness": "Asynchronous workers; no gradient that is more than this many "
+            "versions old is applied. null: synchronous.",
+            "worker_pace": "Simulated compute time of each worker, for studies; by default 1.",
         },
         when=("parallel.data_reduction", ("parameter_server",)),
     ),
@@ -70,9 +68,9 @@ PARALLELISM: tuple[Entry, ...] = (
         "parallel",
         "honoured",
         {
-            "on_stale": 'A push that would be too old is kept from happening ("wait": its worker '
-            'waits before it pulls), or dropped and counted ("drop").',
-            "staleness_decay": "A gradient of staleness t is multiplied by this to the power t.",
+            "on_stale": 'A push that would be too old is prevented ("wait": its worker waits '
+            'before it pulls), or dropped and counted ("drop").',
+            "staleness_decay": "A gradient of staleness t is scaled by this to the power t.",
         },
         when=("parallel.data_reduction", ("parameter_server",)),
         unless=("parallel.max_staleness", (None,)),
@@ -81,23 +79,23 @@ PARALLELISM: tuple[Entry, ...] = (
         "parallel",
         "honoured",
         {
-            "sequence_parallel_activations": "Between products that the tensor axis cuts, "
-            "activations are cut along the sequence over it.",
-            "tensor_overlap": 'How its collectives overlap with products: "ring" breaks them into '
-            'steps, "ring_both_ways" in both directions, "none" does not; "auto" is what compiles '
+            "sequence_parallel_activations": "Activations between sharded matmuls are sharded "
+            "along the sequence over tensor.",
+            "tensor_overlap": 'Overlap of tensor-parallel collectives with matmuls: "ring" (a '
+            'collective matmul), "ring_both_ways" (in both directions), "none"; "auto" is the '
             "best for the platform.",
-            "infer_tensor_cuts": '"auto" infers from the traced program what to cut, where neither '
-            'the model nor the config names it; "never" leaves it whole.',
+            "infer_tensor_cuts": '"auto" infers the tensor sharding from the traced program if '
+            'neither model nor config sets it; "never" leaves the weights replicated.',
         },
         unless=ONE_PART,
     ),
     Entry("data_parallel_size", "honoured", "The size of mesh.replica x mesh.data."),
     refused("sequence_parallel_size", "The seq axis is not built; remove it or write 1.", 1, None),
-    Entry("tensor_parallel.autotp_size", "honoured", "The size of mesh.tensor; 0 says nothing."),
+    Entry("tensor_parallel.autotp_size", "honoured", "The size of mesh.tensor; 0 does not set it."),
     Entry(
         "tensor_parallel.preset_model",
         "honoured",
-        "Cuts the modules of a family by their usual names: gpt2, llama or vit.",
+        "Shards the modules of a family by their usual names: gpt2, llama or vit.",
         when=("tensor_parallel.partition_config.use_default_specs", (True, None)),
         unless=ONE_PART,
     ),
@@ -105,75 +103,75 @@ PARALLELISM: tuple[Entry, ...] = (
         "tensor_parallel.partition_config",
         "honoured",
         {
-            "layer_specs": "Which weights are cut how: a mapping from path patterns to column, "
+            "layer_specs": "Tensor sharding of weights: a mapping from path patterns to column, "
             "row, vocabulary or replicated, or DeepSpeed's list. The first that covers a weight "
-            "counts, before what the model says.",
-            "use_default_specs": "The preset's specs follow layer_specs; false leaves them out.",
+            "applies, and overrides the model's logical axes.",
+            "use_default_specs": "The preset's specs follow layer_specs; false omits them.",
         },
         unless=ONE_PART,
     ),
     refused(
         "tensor_parallel.partition_config.strict_mode",
-        "Not built: the placement table shows what is left whole; remove it.",
+        "Not built: the placement table shows the replicated weights; remove it.",
         False,
     ),
     *rows(
         "tensor_parallel.partition_config",
         "harmless",
         {
-            "tp_size": "DeepSpeed overwrites it with tensor_parallel.autotp_size, which counts "
+            "tp_size": "DeepSpeed overwrites it with tensor_parallel.autotp_size, which applies "
             "here too.",
-            "embedding_partition_dim": "DeepSpeed does not read it; the word vocabulary in "
-            "layer_specs cuts an embedding.",
-            "lm_head_patterns": "Arrays are global: a head needs no layer of its own. The word "
-            "vocabulary in layer_specs cuts it.",
+            "embedding_partition_dim": "DeepSpeed does not read it; vocabulary in layer_specs "
+            "shards an embedding.",
+            "lm_head_patterns": "Arrays are global: a head needs no special layer. vocabulary in "
+            "layer_specs shards it.",
         },
     ),
     Entry(
         "tensor_parallel.tp_overlap_comm",
         "approximated",
-        'With parallel.sequence_parallel_activations as parallel.tensor_overlap "ring"; without '
-        "it XLA overlaps what it can, with it or without.",
+        'With parallel.sequence_parallel_activations the same as parallel.tensor_overlap "ring"; '
+        "otherwise no effect: XLA overlaps what it can.",
         unless=ONE_PART,
     ),
     refused_section("expert_parallel", "The expert axis is not built; remove it."),
-    Entry("use_data_before_expert_parallelism", "harmless", "There is no expert axis above 1."),
+    Entry("use_data_before_expert_parallelism", "harmless", "The expert axis is always 1."),
     Entry(
         "parallel.remat",
         "honoured",
-        "What each unit (the repeated module) keeps for its backward pass, which makes the rest "
-        'again: "none" makes nothing again, "full" all but its input, "dots" keeps the products '
-        'with weights, "attention" what attention gives, which spares its kernel\'s forward '
-        'pass; {"every_n": k} keeps the input of every '
-        'k-th unit, {"budget": bytes} what is dearest to make again within so many bytes a '
-        'device, and {"save": [...], "offload": [...]} the activations of these names.',
+        "Residuals that each unit (the repeated module) saves for its backward pass, which "
+        'recomputes the rest: "none" recomputes nothing, "full" all but its input, "dots" saves '
+        'matmuls with weights, "attention" the output of attention, so that its kernel runs '
+        'forward once; {"every_n": k} saves the input of every k-th unit, {"budget": bytes} what '
+        'is most expensive to recompute within so many bytes per device, and {"save": [...], '
+        '"offload": [...]} the activations of these names.',
     ),
     *rows(
         "activation_checkpointing",
         "honoured",
         {
-            "cpu_checkpointing": "What is kept for the backward pass waits in host memory; without "
-            'parallel.remat that is as "full" keeps it.',
-            "number_checkpoints": "So many units keep their input: parallel.remat every_n, by "
-            "their number.",
+            "cpu_checkpointing": "Saved residuals are offloaded to host memory; without "
+            'parallel.remat those of "full".',
+            "number_checkpoints": "Number of units that save their input: parallel.remat every_n, "
+            "by count.",
         },
     ),
     Entry(
         "activation_checkpointing.partition_activations",
         "honoured",
-        "What is kept for the backward pass is cut over tensor, and gathered again there.",
+        "Saved residuals are sharded over tensor, and gathered in the backward pass.",
         unless=ONE_PART,
     ),
     *alike(
         "activation_checkpointing",
         "harmless",
-        "A knob of DeepSpeed's runtime; XLA plans the buffers.",
+        "An option of DeepSpeed's runtime; XLA plans the buffers.",
         "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
     ),
 )
 
 
-# With one stage there is nothing to pass on.
+# With one stage there is no pipeline.
 ONE_STAGE = ("mesh.pipe", (1,))
 
 PIPELINE: tuple[Entry, ...] = (
@@ -181,12 +179,12 @@ PIPELINE: tuple[Entry, ...] = (
         "parallel",
         "honoured",
         {
-            "pipeline_schedule": 'In which order micro-batches pass the stages: "1f1b", one '
-            'forward and one backward in turn; "gpipe", all forwards first, which keeps the '
-            'inputs of every micro-batch; "interleaved", 1f1b with several chunks of the model a '
-            "device, for less waiting.",
-            "pipeline_recompute": 'What the backward pass of a stage makes again: "stage" all but '
-            'its input; "layers" besides one layer at a time, for less memory and one more '
+            "pipeline_schedule": 'Order of micro-batches in the stages: "1f1b", one forward and '
+            'one backward alternate; "gpipe", all forwards first, which saves the inputs of every '
+            'micro-batch; "interleaved", 1f1b with several chunks of the model per device, for a '
+            "smaller bubble.",
+            "pipeline_recompute": 'What the backward pass of a stage recomputes: "stage" all but '
+            'its input; "layers" the same, one layer at a time, for less memory and one more '
             'forward; "save" nothing.',
         },
         unless=ONE_STAGE,
@@ -194,33 +192,33 @@ PIPELINE: tuple[Entry, ...] = (
     Entry(
         "parallel.pipeline_chunks",
         "honoured",
-        "How many chunks of the model each device holds.",
+        "Number of chunks of the model per device.",
         when=("parallel.pipeline_schedule", ("interleaved",)),
         unless=ONE_STAGE,
     ),
     Entry(
         "parallel.pipeline_gather",
         "honoured",
-        'When ZeRO 3 gathers a stage\'s weights: in each "tick" a layer at a time, or once a '
-        '"step", whole.',
+        'When ZeRO 3 gathers a stage\'s weights: one layer at a time in every "tick", or all of '
+        'them once per "step".',
         when=("zero_optimization.stage", (3,)),
         unless=ONE_STAGE,
     ),
-    Entry("pipeline.stages", "honoured", 'The size of mesh.pipe; "auto" says nothing.'),
+    Entry("pipeline.stages", "honoured", 'The size of mesh.pipe; "auto" does not set it.'),
     *rows(
         "pipeline",
         "approximated",
         {
-            "partition": "The blocks of a stack are alike: equal numbers of layers, of parameters "
-            "and of operations are the same cut. Embedding and head need no balancing, since all "
+            "partition": "The blocks of a stack are equal, so that balancing layers, parameters "
+            "or FLOPs gives the same stages. Embedding and head need no balancing, since all "
             "stages share them.",
-            "activation_checkpoint_interval": 'As parallel.pipeline_recompute "layers": more than '
-            "1 is taken as 1, since each layer is one checkpoint; 0 says nothing.",
+            "activation_checkpoint_interval": 'Same as parallel.pipeline_recompute "layers": more '
+            "than 1 counts as 1, since each layer is one checkpoint; 0 does not set it.",
             **dict.fromkeys(
                 ("pipe_partitioned", "grad_partitioned"),
-                "DeepSpeed sends what passes between stages cut over the model-parallel ranks, and "
-                "gathers it on arrival. Here it is cut over tensor with "
-                "parallel.sequence_parallel_activations; without, XLA chooses.",
+                "DeepSpeed partitions activations and gradients between stages over the "
+                "model-parallel ranks, and gathers them on arrival. Here they are sharded over "
+                "tensor with parallel.sequence_parallel_activations; otherwise XLA chooses.",
             ),
         },
         unless=ONE_STAGE,
@@ -228,6 +226,6 @@ PIPELINE: tuple[Entry, ...] = (
     Entry(
         "pipeline.seed_layers",
         "harmless",
-        "Each layer has its own random stream here, whatever stage it is in.",
+        "Each layer has its own random stream, independent of its stage.",
     ),
 )

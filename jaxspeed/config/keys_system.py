@@ -1,33 +1,33 @@
-"""Verdicts on ZeRO, reports, what is not built, and the own sections."""
+"""Verdicts on ZeRO and offload keys, reports, sections not built, and model, data and run."""
 
 from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
 
 STAGE3 = ("zero_optimization.stage", (3,))
 _OFFLOAD = "zero_optimization.offload_"
-_PARAM_WAITS = (f"{_OFFLOAD}param.device", ("cpu",))
-_OPTIMIZER_WAITS = (f"{_OFFLOAD}optimizer.device", ("cpu",))
+_PARAM_OFFLOADED = (f"{_OFFLOAD}param.device", ("cpu",))
+_OPTIMIZER_OFFLOADED = (f"{_OFFLOAD}optimizer.device", ("cpu",))
 
 ZERO: tuple[Entry, ...] = (
     *rows(
         "zero_optimization",
         "honoured",
         {
-            "stage": "What is cut over the data axis: 1 the masters and moments, 2 the gradients "
-            "too, 3 the parameters too.",
-            "mics_shard_size": "Sets mesh.data to this and mesh.replica to what remains, so that "
-            "each group of so many devices holds one copy.",
+            "stage": "State sharded over data: 1 masters and moments, 2 also gradients, 3 also "
+            "parameters.",
+            "mics_shard_size": "Sets mesh.data to this and mesh.replica to the rest, so that each "
+            "group of so many devices holds one copy.",
         },
     ),
     Entry(
         "zero_optimization.stage3_param_persistence_threshold",
         "honoured",
-        "Under stage 3 leaves of fewer elements than this stay replicated; with offload_param "
-        "parameters of which a layer has fewer stay on the device.",
+        "Under stage 3, parameters with fewer elements than this stay replicated; with "
+        "offload_param, parameters with fewer per layer stay on the device.",
     ),
     *alike(
         "zero_optimization",
         "harmless",
-        "A knob of DeepSpeed's runtime; XLA schedules collectives and buffers.",
+        "An option of DeepSpeed's runtime; XLA schedules collectives and buffers.",
         "reduce_bucket_size allgather_bucket_size overlap_comm contiguous_gradients reduce_scatter "
         "allgather_partitions use_multi_rank_bucket_allreduce round_robin_gradients "
         "stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance "
@@ -42,7 +42,7 @@ ZERO: tuple[Entry, ...] = (
         "harmless",
         {
             "ignore_unused_parameters": "An unused parameter has a gradient of zero here.",
-            "elastic_checkpoint": "Arrays are global: they are not bound to a number of devices.",
+            "elastic_checkpoint": "Arrays are global, independent of the number of devices.",
             "load_from_fp32_weights": "The fp32 masters are the stored weights.",
             "stage3_gather_16bit_weights_on_model_save": "Arrays are global: a save needs no "
             "gathering in advance.",
@@ -54,8 +54,8 @@ ZERO: tuple[Entry, ...] = (
     ),
     refused(
         "zero_optimization.zero_hpz_partition_size",
-        "A second partition of the weights is not built; mesh.replica x mesh.data keeps all of "
-        "ZeRO inside a group.",
+        "A secondary partition of the weights is not built; mesh.replica x mesh.data keeps all of "
+        "ZeRO's communication inside a group.",
         0,
         1,
     ),
@@ -72,44 +72,44 @@ ZERO: tuple[Entry, ...] = (
     Entry(
         f"{_OFFLOAD}optimizer.device",
         "honoured",
-        "cpu: masters, moments and the moving average wait in pinned host memory, and the update "
-        "brings them to the device a piece at a time. none: they stay on the device.",
+        "cpu: masters, moments and the moving average are offloaded to pinned host memory, and "
+        "streamed through the device by the update. none: they stay on the device.",
     ),
     Entry(
         f"{_OFFLOAD}optimizer.ratio",
         "honoured",
         "The share of the parameters, in bytes and the largest first, whose masters and moments "
-        "wait in host memory.",
-        when=_OPTIMIZER_WAITS,
+        "are offloaded.",
+        when=_OPTIMIZER_OFFLOADED,
     ),
     Entry(
         f"{_OFFLOAD}optimizer.where",
         "honoured",
-        "What updates that which waits: the device, to which it comes a piece at a time, or the "
-        "host's cores, as in DeepSpeed: gradients go to them, and only parameters come back.",
-        when=_OPTIMIZER_WAITS,
+        "Where offloaded state is updated: on the device, through which it is streamed, or on the "
+        "host's cores, as in DeepSpeed: gradients are transferred there, and only parameters back.",
+        when=_OPTIMIZER_OFFLOADED,
     ),
     Entry(
         f"{_OFFLOAD}optimizer.pin_memory",
         "approximated",
-        "Host memory is pinned in any case: the step's own program moves nothing else.",
-        when=_OPTIMIZER_WAITS,
+        "Always on: host transfers inside of the step need pinned memory.",
+        when=_OPTIMIZER_OFFLOADED,
     ),
     *alike(
         f"{_OFFLOAD}optimizer",
         "harmless",
-        "A knob of DeepSpeed's runtime; XLA schedules what is moved.",
+        "An option of DeepSpeed's runtime; XLA schedules host transfers.",
         "buffer_count pipeline_read pipeline_write pipeline fast_init",
-        when=_OPTIMIZER_WAITS,
+        when=_OPTIMIZER_OFFLOADED,
     ),
     *rows(
         f"{_OFFLOAD}optimizer",
         "harmless",
         {
-            "nvme_path": "Read only with device nvme, which is refused.",
-            "cpuadam_cores_perc": "How many of the host's cores update (where) is XLA's choice.",
+            "nvme_path": "Only for device nvme, which is refused.",
+            "cpuadam_cores_perc": "XLA chooses the number of host cores for an update (where).",
         },
-        when=_OPTIMIZER_WAITS,
+        when=_OPTIMIZER_OFFLOADED,
     ),
     refused(
         f"{_OFFLOAD}optimizer.super_offload",
@@ -119,32 +119,32 @@ ZERO: tuple[Entry, ...] = (
     Entry(
         "zero_optimization.cpu_offload",
         "honoured",
-        "DeepSpeed's old word for offload_optimizer.device: true is cpu.",
+        "DeepSpeed's old key for offload_optimizer.device: true is cpu.",
     ),
     Entry(
         "zero_optimization.cpu_offload_param",
         "honoured",
-        "DeepSpeed's old word for offload_param.device: true is cpu.",
+        "DeepSpeed's old key for offload_param.device: true is cpu.",
     ),
     Entry(
         f"{_OFFLOAD}param.device",
         "honoured",
-        "cpu: parameters wait in pinned host memory, at any stage; each unit's come to the device "
-        "for its two passes, and their gradients leave as they are made. none: all stay "
-        "on the device.",
+        "cpu: parameters are offloaded to pinned host memory, at any stage, and streamed unit by "
+        "unit to the device for both passes; gradients are offloaded as they are computed. none: "
+        "all stay on the device.",
     ),
     Entry(
         f"{_OFFLOAD}param.pin_memory",
         "approximated",
-        "Host memory is pinned in any case: the step's own program moves nothing else.",
-        when=_PARAM_WAITS,
+        "Always on: host transfers inside of the step need pinned memory.",
+        when=_PARAM_OFFLOADED,
     ),
     *alike(
         f"{_OFFLOAD}param",
         "harmless",
-        "A knob of DeepSpeed's runtime for NVMe; XLA schedules what is moved.",
+        "An option of DeepSpeed's runtime for NVMe; XLA schedules host transfers.",
         "nvme_path buffer_count buffer_size max_in_cpu",
-        when=_PARAM_WAITS,
+        when=_PARAM_OFFLOADED,
     ),
     *alike(
         "",
@@ -160,12 +160,12 @@ _PROFILERS = {
     "comms_logger": "verbose prof_all debug prof_ops",
 }
 _PROFILERS_INSTEAD = {
-    "flops_profiler": "engine.compiled(batch).flops has the number",
-    "comms_logger": "engine.compiled(batch).collectives has them",
+    "flops_profiler": "use engine.compiled(batch).flops",
+    "comms_logger": "use engine.compiled(batch).collectives",
 }
 _MONITOR_OF = (
-    "Written by the run loop (jaxspeed train), beside its metrics.jsonl; with batches of your own, "
-    "engine.add_hook is given the same numbers."
+    "Written by jaxspeed train, in addition to metrics.jsonl; with a loop of your own, "
+    "engine.add_hook gets the same numbers."
 )
 
 REPORTS: tuple[Entry, ...] = (
@@ -189,25 +189,25 @@ REPORTS: tuple[Entry, ...] = (
             section, "refused", "Not built.", keys, when=(f"{section}.enabled", (True,))
         )
     ],
-    refused_section("comet", "Not built; engine.add_hook is given what to log."),
-    Entry("timers", "harmless", "Steps are timed when wall_clock_breakdown is set."),
+    refused_section("comet", "Not built; engine.add_hook gets the numbers to log."),
+    Entry("timers", "harmless", "wall_clock_breakdown times the steps."),
     Entry("log_level", "harmless", 'Set it on Python\'s logger "jaxspeed".'),
     *rows(
         "checkpoint",
         "harmless",
         {
             "tag_validation": "One program runs on all processes, so they agree on the tag.",
-            "load_universal": "Always so: a checkpoint is restored onto any mesh.",
+            "load_universal": "Always on: a checkpoint can be restored onto any mesh.",
         },
     ),
     refused(
         "checkpoint.use_node_local_storage",
-        "A checkpoint is one folder that all processes share; remove it.",
+        "A checkpoint is one folder shared by all processes; remove it.",
         False,
     ),
     refused(
         "checkpoint.parallel_write",
-        "Each process writes its own shards always; remove it.",
+        "Always on: each process writes its own shards; remove it.",
         None,
         {},
     ),
@@ -234,7 +234,7 @@ UNBUILT: tuple[Entry, ...] = (
     refused_section("sparse_attention", "Not built; a model calls its attention itself."),
     refused_section("nebula", "Azure's checkpoint service is not built; remove it."),
     refused_section("datastates_ckpt", "Not built; remove it."),
-    refused("graph_harvesting", "CUDA graphs are XLA's business; remove it.", False),
+    refused("graph_harvesting", "XLA decides on CUDA graphs; remove it.", False),
     *[
         refused_section(section, "Not built; remove it.")
         for section in (
@@ -267,55 +267,55 @@ OWN: tuple[Entry, ...] = (
             "source": "stdlib (the default), text, jsonl, parquet, huggingface, tokens, images, "
             "synthetic, or the import path of an iterable, package.module:name.",
             "path": "A file, a folder or a glob; the name of a data set on Hugging Face.",
-            "paths": "Several of them.",
-            "text_field": "The field of a record that holds its text.",
+            "paths": "A list of such paths.",
+            "text_field": "The field of a record with its text.",
             "split": "The split of a data set on Hugging Face.",
-            "samples": "How many samples a synthetic source has, or are taken of an iterable.",
-            "mixture.weight": "The share of the samples that this source has, beside the others'.",
+            "samples": "Number of samples of a synthetic source, or taken from an iterable.",
+            "mixture.weight": "Weight of this source in the mixture, relative to the others.",
             **{
                 f"mixture.{key}": "As in data, for one source of a mixture."
                 for key in ("source", "path", "paths", "text_field", "split", "samples")
             },
-            "tokenizer": "bytes, bpe (trained on the corpus and kept with the run), or the path "
+            "tokenizer": "bytes, bpe (trained on the corpus and saved with the run), or the path "
             "of a tokenizer.json.",
-            "vocab_size": "The number of tokens that bpe learns; the model's own by default.",
-            "seq_len": "Tokens that a sample predicts; the model's positions by default.",
+            "vocab_size": "Vocabulary size of bpe; the model's by default.",
+            "seq_len": "Tokens per sample; the model's positions by default.",
             "document_masks": "No attention and no prediction across documents in one sample.",
-            "held_out": "The share of the samples that is kept for evaluation.",
-            "shuffle": "A new order each epoch, a function of seed and step alone.",
-            "seed": "Seeds the order; run.seed by default.",
-            "prefetch": "Batches that are placed on the devices ahead of the step.",
+            "held_out": "The share of the samples held out for evaluation.",
+            "shuffle": "A new order each epoch, a function of seed and step only.",
+            "seed": "Seed of the order; run.seed by default.",
+            "prefetch": "Number of batches transferred to the devices ahead of the step.",
         },
     ),
     *rows(
         "run",
         "honoured",
         {
-            "devices": "Which devices: cpu, gpu or tpu, or a number of simulated ones as in cpu:8; "
-            "what JAX finds by default.",
-            "steps": "Optimizer steps in all; a run that is continued goes on to here.",
-            "seed": "Seeds the initial weights and every random stream.",
+            "devices": "Platform: cpu, gpu or tpu, or simulated devices such as cpu:8; by default "
+            "what JAX finds.",
+            "steps": "Total optimizer steps, also of a resumed run.",
+            "seed": "Seed of the initial weights and of every random stream.",
             "output": "The folder of the run: its config, metrics, checkpoints and loss curve.",
-            "checkpoints": "Where checkpoints lie, a folder or a gs:// or s3:// URL; in the run's "
-            "folder by default.",
-            "init_from": "The folder of a run whose newest weights this one begins with; the "
-            "optimizer and the step begin anew.",
-            "compilation_cache": "Keeps compiled programs: true in the user's cache folder, a "
-            "path in that one, false not at all.",
+            "checkpoints": "Location of checkpoints, a folder or a gs:// or s3:// URL; by default "
+            "in the run's folder.",
+            "init_from": "The folder of a run; weights are initialized from its newest checkpoint, "
+            "optimizer and step start anew.",
+            "compilation_cache": "Persistent cache of compiled programs: true in the user's cache "
+            "folder, a path in the folder of this path, false none.",
             "executable": "A file of `jaxspeed plan --compile --keep`, from which the step starts "
-            "without compilation. Loading it runs what is in it: only from whom you trust.",
-            "eval_every": "Steps between evaluations on held-out samples; the end has one always.",
-            "eval_batches": "Batches of an evaluation; all that there are by default.",
+            "without compilation. Loading it executes its code: only from a trusted source.",
+            "eval_every": "Steps between evaluations on held-out samples; always one at the end.",
+            "eval_batches": "Batches per evaluation; by default all.",
             "checkpoint_every": "Steps between checkpoints; a tenth of the run by default, at "
-            "most 1000. The end has one always.",
-            "keep": "How many of the newest checkpoints are kept.",
-            "keep_every": "Checkpoints at multiples of so many steps are kept for good.",
-            "max_skipped": "The run ends with a diagnosis after so many skipped steps in a row.",
-            "profile_step": "The step at which a trace for xprof begins.",
-            "profile_steps": "The steps that the trace holds.",
-            "sample_tokens": "Tokens of the sample that a language model writes at the end.",
-            "sample_prompt": "What the sample begins with.",
-            "sample_temperature": "0 takes the likeliest token each time.",
+            "most 1000. There is always one at the end.",
+            "keep": "Number of newest checkpoints retained.",
+            "keep_every": "Checkpoints at multiples of this many steps are retained forever.",
+            "max_skipped": "Consecutive skipped steps after which the run stops with a diagnosis.",
+            "profile_step": "First step of a trace for xprof.",
+            "profile_steps": "Number of steps in the trace.",
+            "sample_tokens": "Length of the sample that a language model generates at the end.",
+            "sample_prompt": "Prompt of the sample.",
+            "sample_temperature": "Temperature of the sample; 0 is greedy.",
         },
     ),
 )

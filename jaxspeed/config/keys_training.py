@@ -1,4 +1,4 @@
-"""Verdicts on batch, gradients, precision, optimizer and schedule."""
+"""Verdicts on batch size, gradient, precision, optimizer, schedule and elasticity keys."""
 
 from jaxspeed.config.verdicts import Entry, alike, refused, refused_section, rows
 
@@ -12,25 +12,25 @@ TRAINING: tuple[Entry, ...] = (
         "",
         "honoured",
         {
-            "train_batch_size": "Samples in one optimizer step, over all devices: micro batch x "
+            "train_batch_size": "Samples per optimizer step, over all devices: micro-batch x "
             "accumulation x data-parallel size.",
-            "train_micro_batch_size_per_gpu": "Samples that one data rank takes at a time.",
-            "gradient_accumulation_steps": "Micro-batches in one optimizer step, run by a scan "
-            "inside the compiled step.",
-            "gradient_clipping": "The gradient's global norm is cut to this; 0 switches it off. "
+            "train_micro_batch_size_per_gpu": "Samples per micro-batch and data rank.",
+            "gradient_accumulation_steps": "Micro-batches per optimizer step, run by a scan inside "
+            "the compiled step.",
+            "gradient_clipping": "The gradient's global norm is clipped to this; 0 disables it. "
             "The norm before and after is a metric.",
-            "gradient_allreduce_op": '"mean" averages over data ranks, "sum" is N times that.',
-            "steps_per_print": "The loss and the rate are logged every so many steps.",
-            "wall_clock_breakdown": "Each step is waited for and its time logged.",
-            "memory_breakdown": "Device memory is logged after a step.",
-            "dump_state": "The config and the placement table are logged at the start.",
+            "gradient_allreduce_op": '"mean" averages over N data ranks, "sum" is N times that.',
+            "steps_per_print": "Number of steps between log lines of loss and learning rate.",
+            "wall_clock_breakdown": "Logs the time of each step, and waits for it.",
+            "memory_breakdown": "Logs device memory after a step.",
+            "dump_state": "Logs the config and the placement table at the start.",
         },
     ),
     Entry(
         "communication_data_type",
         "approximated",
-        "Gradients are reduced in this format under stage 3 and where they are reduced once a "
-        "step; elsewhere in the format in which the backward pass makes them.",
+        "Gradients are reduced in this dtype under stage 3 and where they are reduced once per "
+        "step; otherwise in the dtype that the backward pass computes.",
     ),
     *rows(
         "",
@@ -38,18 +38,18 @@ TRAINING: tuple[Entry, ...] = (
         {
             "prescale_gradients": "XLA chooses where to divide; the mean is the same.",
             "gradient_predivide_factor": "XLA chooses where to divide; the mean is the same.",
-            "seq_parallel_communication_data_type": "Speaks of the seq axis, which is refused "
-            "above 1 until it is built.",
-            "disable_allgather": "Collectives are XLA's choice.",
-            "vocabulary_size": "DeepSpeed only warns with it; the model knows its vocabulary.",
-            "dataloader_drop_last": "Speaks of DeepSpeed's own data loader; here you hand whole "
-            "batches to engine.train_batch.",
+            "seq_parallel_communication_data_type": "Only for the seq axis, which is not built "
+            "and refused above 1.",
+            "disable_allgather": "XLA chooses the collectives.",
+            "vocabulary_size": "Only for warnings in DeepSpeed; the model defines its vocabulary.",
+            "dataloader_drop_last": "Only for DeepSpeed's data loader; engine.train_batch takes "
+            "complete batches.",
         },
     ),
     Entry(
         "managed_gradient_accumulation",
         "refused",
-        "The step accumulates inside one program; hand engine.train_batch a whole global batch.",
+        "The step accumulates inside one program; pass engine.train_batch a complete global batch.",
         off=(True,),
     ),
     refused(
@@ -69,18 +69,18 @@ TRAINING: tuple[Entry, ...] = (
         {
             "loss_scale": "0 is the dynamic scale, any other number a fixed one.",
             "initial_scale_power": "The dynamic scale starts at 2 to this power.",
-            "loss_scale_window": "The scale doubles after so many clean steps.",
-            "hysteresis": "So many overflows pass before the scale is halved.",
-            "consecutive_hysteresis": "A clean step restores the hysteresis.",
-            "min_loss_scale": "The scale is never halved below this.",
-            "fp16_master_weights_and_grads": "Masters and gradients are kept in fp16 too.",
+            "loss_scale_window": "The scale doubles after so many steps without overflow.",
+            "hysteresis": "Number of overflows before the scale is halved.",
+            "consecutive_hysteresis": "A step without overflow restores the hysteresis.",
+            "min_loss_scale": "Lower bound of the scale.",
+            "fp16_master_weights_and_grads": "Masters and gradients are in fp16 too.",
         },
         when=FP16,
     ),
     Entry(
         "fp16.auto_cast",
         "approximated",
-        "Floating inputs are cast to the compute format, with it or without.",
+        "Floating inputs are cast to the compute dtype in any case.",
         when=FP16,
     ),
     *rows("bf16", "honoured", {"enabled": "Computes in bf16 from fp32 masters."}),
@@ -89,18 +89,18 @@ TRAINING: tuple[Entry, ...] = (
         "honoured",
         {
             "check_grad_overflow": "A step with a non-finite gradient is skipped and counted.",
-            "bf16_master_weights_and_grads": "Masters and gradients are kept in bf16 too.",
-            "bf16_optimizer_states": "The optimizer's moments are kept in bf16.",
+            "bf16_master_weights_and_grads": "Masters and gradients are in bf16 too.",
+            "bf16_optimizer_states": "The optimizer's moments are stored in bf16.",
         },
         when=BF16,
     ),
     Entry("bf16.immediate_grad_update", "harmless", "XLA orders the update."),
-    Entry("data_types.grad_accum_dtype", "honoured", "The format in which gradients accumulate."),
+    Entry("data_types.grad_accum_dtype", "honoured", "The dtype in which gradients accumulate."),
     *[
         refused(
             f"data_types.{key}",
-            "Parameters are stored as fp32 masters and buffers as the model made them; set bf16 or "
-            "fp16 for the compute format.",
+            "Parameters are stored as fp32 masters and buffers as the model initializes them; set "
+            "bf16 or fp16 for the compute dtype.",
             None,
         )
         for key in ("param_dtype", "buffer_dtype")
@@ -113,10 +113,10 @@ TRAINING: tuple[Entry, ...] = (
             "operation; parallel.full_precision names what stays fp32."
         },
     ),
-    Entry("torch_autocast.dtype", "approximated", "Taken as the compute format.", when=AUTOCAST),
+    Entry("torch_autocast.dtype", "approximated", "Used as the compute dtype.", when=AUTOCAST),
     refused(
         "torch_autocast.lower_precision_safe_modules",
-        "Names modules of torch; name what must stay fp32 by parallel.full_precision.",
+        "Names modules of torch; list what must stay fp32 in parallel.full_precision.",
         None,
         [],
     ),
@@ -128,11 +128,11 @@ TRAINING: tuple[Entry, ...] = (
         {
             "type": "The optimizer, built with Optax; Adam decouples its weight decay unless "
             "adam_w_mode is false.",
-            "exclude_norms_and_biases": "Norms and biases are left out of the weight decay.",
-            "ema_decay": "Keeps an exponential moving average of the weights.",
+            "exclude_norms_and_biases": "Excludes norms and biases from the weight decay.",
+            "ema_decay": "Maintains an exponential moving average of the weights.",
             "groups.pattern": "The parameters of this group, as a path pattern.",
             "groups.lr_factor": "Multiplies the learning rate of the group.",
-            "groups.weight_decay": "The group's own weight decay.",
+            "groups.weight_decay": "The weight decay of the group.",
             "groups.frozen": "The group is not trained.",
         },
     ),
@@ -146,17 +146,17 @@ TRAINING: tuple[Entry, ...] = (
             "eps": "Added to the denominator.",
             "eps_inside_sqrt": "Adds eps under the square root.",
             "weight_decay": "Weight decay.",
-            "bias_correction": "Corrects the moments' start at zero.",
+            "bias_correction": "Corrects the bias of moments that start at zero.",
             "adam_w_mode": "False couples the decay to the gradient, as plain Adam does.",
             "momentum": "The momentum's decay rate.",
             "dampening": "The share of the gradient that the momentum leaves out.",
             "nesterov": "Nesterov's momentum.",
             "lr_decay": "The rate falls with 1 / (1 + (step - 1) lr_decay).",
-            "initial_accumulator_value": "Where Adagrad's sum of squares starts.",
+            "initial_accumulator_value": "Initial value of Adagrad's sum of squares.",
             "max_coeff": "The largest trust ratio.",
             "min_coeff": "The smallest trust ratio.",
-            "muon_lr": "The rate of matrices; by default lr.",
-            "adam_lr": "The rate of what is not a matrix; by default lr.",
+            "muon_lr": "Learning rate of matrices; by default lr.",
+            "adam_lr": "Learning rate of other parameters; by default lr.",
             "ns_method": "The form of the Newton-Schulz iteration.",
         },
     ),
@@ -170,18 +170,18 @@ TRAINING: tuple[Entry, ...] = (
     refused("optimizer.params.maximize", "Return the negative loss from loss_fn.", False),
     refused("optimizer.params.max_grad_norm", "Write gradient_clipping at the top level.", 0.0),
     # Schedule.
-    Entry("scheduler.type", "honoured", "The schedule, step by step DeepSpeed's formula."),
+    Entry("scheduler.type", "honoured", "The schedule, by DeepSpeed's formula."),
     *rows(
         "scheduler.params",
         "honoured",
         {
-            "warmup_min_lr": "Where the warm-up starts.",
-            "warmup_max_lr": "Where the warm-up ends.",
-            "warmup_num_steps": "How many steps the warm-up takes.",
+            "warmup_min_lr": "Learning rate at the start of the warm-up.",
+            "warmup_max_lr": "Learning rate at the end of the warm-up.",
+            "warmup_num_steps": "Number of warm-up steps.",
             "warmup_type": 'The warm-up\'s curve: "log", DeepSpeed\'s default, or "linear".',
             "total_num_steps": "The step at which the decay ends.",
-            "warmup_min_ratio": "Where the warm-up starts, as a share of the optimizer's lr.",
-            "cos_min_ratio": "Where the cosine ends, as a share of the optimizer's lr.",
+            "warmup_min_ratio": "Start of the warm-up, as a share of the optimizer's lr.",
+            "cos_min_ratio": "End of the cosine, as a share of the optimizer's lr.",
             "cycle_min_lr": "The rate at the cycle's ends.",
             "cycle_max_lr": "The rate at the cycle's peak.",
             "decay_lr_rate": "How fast the rate decays after the cycle.",
@@ -194,7 +194,7 @@ TRAINING: tuple[Entry, ...] = (
             "cycle_min_mom": "The first beta at the rate's peak.",
             "cycle_max_mom": "The first beta at the cycle's ends.",
             "decay_mom_rate": "How fast the first beta grows after the cycle.",
-            "lr_range_test_min_lr": "Where the range test starts.",
+            "lr_range_test_min_lr": "Learning rate at the start of the range test.",
             "lr_range_test_step_size": "Steps from one rate to the next.",
             "lr_range_test_step_rate": "How fast the rate grows.",
             "lr_range_test_staircase": "Grows in stairs.",
@@ -202,7 +202,7 @@ TRAINING: tuple[Entry, ...] = (
     ),
     refused(
         "scheduler.params.last_batch_iteration",
-        "The step counter lives in the train state and in its checkpoints.",
+        "The step counter is in the train state and its checkpoints.",
         -1,
     ),
     # Elasticity.
@@ -219,9 +219,9 @@ TRAINING: tuple[Entry, ...] = (
             "micro_batch_sizes": "The micro-batches to choose from.",
             "min_gpus": "The smallest data-parallel size in the table.",
             "max_gpus": "The largest data-parallel size in the table.",
-            "prefer_larger_batch": "Of two batches with equally many counts the larger is taken.",
-            "ignore_non_elastic_batch_info": "Allows batch sizes outside the section; they do not "
-            "count.",
+            "prefer_larger_batch": "Of two batches with equally many counts, use the larger.",
+            "ignore_non_elastic_batch_info": "Allows batch sizes outside the section, and ignores "
+            "them.",
         },
         when=ELASTIC,
     ),
@@ -229,14 +229,14 @@ TRAINING: tuple[Entry, ...] = (
     Entry(
         "elasticity.version",
         "approximated",
-        "0.1 and 0.2 give the same table; 0.2's fall-back for a device count outside of it is not "
-        "taken: such a count is an error that names the nearest ones.",
+        "0.1 and 0.2 give the same table; 0.2's fallback for a device count outside of it is not "
+        "built: such a count is an error that names the nearest ones.",
         when=ELASTIC,
     ),
     *[
         refused(
             f"elasticity.{key}",
-            "The table speaks of data-parallel sizes; the mesh has the other axes.",
+            "The table lists data-parallel sizes; the mesh has the other axes.",
             1,
         )
         for key in ("model_parallel_size", "num_gpus_per_node")

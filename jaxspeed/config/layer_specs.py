@@ -1,4 +1,4 @@
-"""How the tensor axis shards which weights: every key of a config for it, as one list."""
+"""Tensor sharding of weights by layer specs and presets: all config keys for it, as one list."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from jaxspeed.config.patterns import pattern_problem
 from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.tensor_section import TorchSpec, WordAt
+from jaxspeed.config.tensor_section import ShardedLayer, TorchSpec
 from jaxspeed.config.torch_names import example_pattern, looks_like_regex, path_patterns
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import shown
 
-# -- `tensor_parallel.preset_model`: which modules of a family are sharded how ---------------------
+# -- `tensor_parallel.preset_model`: sharding of the modules of a family ---------------------------
 
 # By the names that a family's modules usually have, in Flax, in Hugging Face's code and here. What
 # is fused into one weight (GPT-2's `c_attn`) is in no preset: contiguous shards of it would not
@@ -58,7 +58,7 @@ PRESETS = MappingProxyType(
     }
 )
 
-# Families whose modules have the names of another.
+# Families whose modules are named as those of another.
 ALIASES = MappingProxyType(
     {
         "gpt3": "gpt2",
@@ -70,7 +70,7 @@ ALIASES = MappingProxyType(
 )
 
 # Names that DeepSpeed knows, and why there is no preset for them.
-_FUSED = "its attention, or its MLP, is one fused weight, and presets cut none of those"
+_FUSED = "its attention or MLP is one fused weight, which presets cannot shard"
 _EXPERTS = "the expert axis is not built"
 UNBUILT = MappingProxyType(
     {
@@ -84,7 +84,7 @@ UNBUILT = MappingProxyType(
 
 
 def canonical_preset(name: str) -> str | None:
-    """The preset that a user means: GPT-2, gpt2 and gpt_2 are one."""
+    """Canonical name of a preset: GPT-2, gpt2 and gpt_2 are one."""
     plain = name.lower().translate(str.maketrans("", "", "-_ "))
     plain = ALIASES.get(plain, plain)
     return plain if plain in PRESETS else None
@@ -99,28 +99,28 @@ TORCH_DIM = {"column": 0, "row": 1}  # of a torch weight, [out, in]
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """How the parameters that a pattern covers are cut over the tensor axis.
+class TensorLayerSpec:
+    """Sharding over `tensor` of the parameters that a pattern covers.
 
-    `column` cuts what a product makes, `row` what it sums over, `vocabulary` the rows of an
-    embedding or the columns of a head; `replicated` keeps them whole.
+    `column` shards the outputs of a matmul, `row` the contracted dim, `vocabulary` the rows of an
+    embedding or the columns of a head; `replicated` none.
     """
 
     pattern: str
     type: Literal["column", "row", "vocabulary", "replicated"]
-    dim: int | None = None  # the dim that is cut, where it was said
-    logical_name: str | None = None  # of the dim that is cut, where it has one of its own
-    key: str = SPECS  # where in the config it stands,
-    text: str = ""  # and as what: several patterns may come of one regex or preset
+    dim: int | None = None  # the sharded dim, if given
+    logical_name: str | None = None  # of the sharded dim, if it has its own
+    key: str = SPECS  # config key of the spec,
+    text: str = ""  # and its text: one regex or preset may give several patterns
 
     @property
     def name(self) -> str:
-        """The logical name that the dim gets, by which placement/rules.py cuts it."""
+        """Logical name of the dim, by which placement/rules.py shards it."""
         return self.logical_name or ("vocab" if self.type == "vocabulary" else "tensor")
 
     @property
-    def said(self) -> str:
-        """As the user wrote it."""
+    def written(self) -> str:
+        """Text of the spec in the config."""
         return shown(self.text or self.pattern)
 
     @property
@@ -128,53 +128,53 @@ class LayerSpec:
         return self.key == PRESET
 
 
-def layer_specs_from_keys(settings: Settings) -> tuple[tuple[LayerSpec, ...], list[Problem]]:
-    """The specs in the order in which they win, and what is wrong with the words for them.
+def layer_specs_from_keys(settings: Settings) -> tuple[tuple[TensorLayerSpec, ...], list[Problem]]:
+    """Collect the specs in order of precedence, and the problems of their keys.
 
     As in DeepSpeed: those of partition_config first, then the preset's, unless use_default_specs
     is false.
     """
-    words = settings.tensor_parallel
-    partition = words.partition_config
-    specs: list[LayerSpec] = []
+    section = settings.tensor_parallel
+    partition = section.partition_config
+    specs: list[TensorLayerSpec] = []
     problems: list[Problem] = []
     if partition is not None:
         given = partition.layer_specs
         read = _from_mapping(given) if isinstance(given, dict) else _from_list(given)
         for item in read:
             (problems if isinstance(item, Problem) else specs).append(item)  # type: ignore[arg-type]
-    if words.preset_model is not None:
-        preset = canonical_preset(words.preset_model)
+    if section.preset_model is not None:
+        preset = canonical_preset(section.preset_model)
         if preset is None:
-            problems.append(_unknown_preset(words.preset_model))
+            problems.append(_unknown_preset(section.preset_model))
         elif partition is None or partition.use_default_specs:
             specs += [
-                LayerSpec(pattern, type, None, name, PRESET, words.preset_model)  # type: ignore[arg-type]
+                TensorLayerSpec(pattern, type, None, name, PRESET, section.preset_model)  # type: ignore[arg-type]
                 for pattern, type, name in PRESETS[preset]
             ]
     return tuple(specs), problems
 
 
-def _from_mapping(given: Mapping[str, Any]) -> Iterator[LayerSpec | Problem]:
-    """{path pattern: word}, or {path pattern: {"type": word, "dim": k}}."""
+def _from_mapping(given: Mapping[str, Any]) -> Iterator[TensorLayerSpec | Problem]:
+    """Read {path pattern: type}, or {path pattern: {"type": type, "dim": k}}."""
     for pattern, value in given.items():
         path = f"{SPECS}.{pattern}"
         if wrong := _wrong_pattern(pattern):
             yield Problem(path, f"the pattern {shown(pattern)}", f"Needs {wrong}.")
             continue
         tree = value if isinstance(value, dict) else {"type": value}
-        word, problems = _checked(WordAt, tree, path)
+        spec, problems = _checked(ShardedLayer, tree, path)
         if not isinstance(value, dict):
             problems = [replace(problem, path=path) for problem in problems]
         yield from problems
-        if word is None:
+        if spec is None:
             continue
-        if word.type == "replicated" and word.dim is not None:
+        if spec.type == "replicated" and spec.dim is not None:
             yield Problem(
-                f"{path}.dim", str(word.dim), "What is replicated has no dim that is cut."
+                f"{path}.dim", str(spec.dim), "A replicated weight has no sharded dim: remove it."
             )
             continue
-        yield LayerSpec(pattern, word.type, word.dim)
+        yield TensorLayerSpec(pattern, spec.type, spec.dim)
 
 
 def _wrong_pattern(pattern: str) -> str | None:
@@ -184,8 +184,8 @@ def _wrong_pattern(pattern: str) -> str | None:
     return f"a path pattern: {' and '.join(map(shown, patterns))}"
 
 
-def _from_list(given: Iterable[Any]) -> Iterator[LayerSpec | Problem]:
-    """DeepSpeed's form: [{"patterns": [regex, ...], "partition_type": word}]."""
+def _from_list(given: Iterable[Any]) -> Iterator[TensorLayerSpec | Problem]:
+    """Read DeepSpeed's form: [{"patterns": [regex, ...], "partition_type": type}]."""
     for number, item in enumerate(given):
         path = f"{SPECS}.{number}"
         spec, problems = _checked(TorchSpec, item, path)
@@ -198,12 +198,14 @@ def _from_list(given: Iterable[Any]) -> Iterator[LayerSpec | Problem]:
             if isinstance(patterns, str):
                 yield Problem(key, f"the regex {shown(regex)}", patterns)
                 continue
-            word: Any = FROM_TORCH[spec.partition_type]
-            yield from (LayerSpec(pattern, word, key=key, text=regex) for pattern in patterns)
+            type_: Any = FROM_TORCH[spec.partition_type]
+            yield from (
+                TensorLayerSpec(pattern, type_, key=key, text=regex) for pattern in patterns
+            )
 
 
 def _of_regex(regex: str) -> list[str] | str:
-    """The path patterns that a regex comes to, or what would work."""
+    """Translate a regex to path patterns, or state what would work."""
     if "/" in regex and not looks_like_regex(regex):
         wrong = pattern_problem(regex)
         return [regex] if wrong is None else f"Needs {wrong}."
@@ -211,31 +213,31 @@ def _of_regex(regex: str) -> list[str] | str:
     if patterns is not None:
         return patterns
     return (
-        "It has no simple form as a path pattern. Write path patterns instead, such as "
-        f'"{example_pattern(regex)}", in which "*" is anything within a name and "**" any number '
+        "It cannot be translated to path patterns. Write path patterns instead, such as "
+        f'"{example_pattern(regex)}", where "*" matches within a name and "**" any number '
         "of names."
     )
 
 
 def _only_in_torch(spec: TorchSpec, path: str) -> list[Problem]:
-    """What speaks of torch's weights, or of DeepSpeed's way to hold them."""
+    """Problems of keys that apply only to torch's weights or DeepSpeed's storage of them."""
     problems = []
     flat = isinstance(spec.shape, list) and all(size == -1 for size in spec.shape)
     if spec.shape is not None and not flat:
         works = (
-            "A fused weight would be cut in contiguous parts, which do not hold the same share of "
-            "each part of it: give the model one weight each, and remove the key."
+            "Contiguous shards of a fused weight do not have equal shares of its parts: give the "
+            "model one weight each, and remove the key."
         )
         problems.append(Problem(f"{path}.shape", shown(spec.shape), works))
     if spec.partition_dim not in (None, TORCH_DIM.get(spec.partition_type, spec.partition_dim)):
         works = (
-            f'It counts the dims of a torch weight, of which "{spec.partition_type}" cuts '
-            f"{TORCH_DIM[spec.partition_type]}. Remove it, or write layer_specs as a mapping, in "
-            'which {"type": "column", "dim": 1} counts those of the array here.'
+            f'It is a dim of a torch weight, of which "{spec.partition_type}" shards '
+            f"{TORCH_DIM[spec.partition_type]}. Remove it, or write layer_specs as a mapping: in "
+            '{"type": "column", "dim": 1}, dim is one of the JAX array.'
         )
         problems.append(Problem(f"{path}.partition_dim", str(spec.partition_dim), works))
     if spec.model_types is not None:
-        works = "A config is for one model: keep the specs that are meant, and remove the key."
+        works = "A config is for one model: keep its specs, and remove the key."
         problems.append(Problem(f"{path}.model_types", shown(spec.model_types), works))
     return problems
 
@@ -259,7 +261,7 @@ def _unknown_preset(name: str) -> Problem:
     near = did_you_mean(name, [*PRESETS, *ALIASES])
     hint = f"There is none for {name.lower()}: {why}." if why else near
     rest = (
-        f"Otherwise name the weights in {SPECS}, or neither: the model's logical axes are taken, "
-        "or what to cut is inferred from the traced program."
+        f"Otherwise name the weights in {SPECS}, or set neither: then the model's logical axes "
+        "apply, or the sharding is inferred from the traced program."
     )
     return Problem(PRESET, shown(name), " ".join(filter(None, (works, hint, rest))))

@@ -1,4 +1,4 @@
-"""From what the user wrote to settings that can be trusted, or to everything wrong with it."""
+"""Load and validate a config: settings, or all problems of the file, dict or overrides."""
 
 import copy
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ ALIASES = {"bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Examined:
-    """A config as written, as understood, and everything that is wrong with it."""
+    """A config as written, its settings, and all its problems."""
 
     given: dict[str, Any]
     settings: Settings
@@ -34,7 +34,7 @@ class Examined:
 
 
 def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
-    """Reads and checks; what is wrong is left out of the settings and listed."""
+    """Read and validate; invalid values are removed from the settings and listed as problems."""
     given, problems, origin = read_source(source)
     if isinstance(overrides, str):
         overrides = [overrides]
@@ -58,7 +58,7 @@ def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
 
 
 def _without_comments(node: Any) -> Any:
-    """Without the keys that begin with "_", which are the user's comments."""
+    """Remove keys that begin with "_", which are comments."""
     if isinstance(node, dict):
         return {
             key: _without_comments(value) for key, value in node.items() if not key.startswith("_")
@@ -69,20 +69,20 @@ def _without_comments(node: Any) -> Any:
 
 
 def _canonical(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """With today's name for keys that DeepSpeed renamed."""
+    """Replace the old names of keys that DeepSpeed renamed."""
     for old, new in ALIASES.items():
         if old in tree and new in tree:
             works = "Both are the same section: keep one."
-            problems.append(Problem(old, f"the section beside {new}", works))
+            problems.append(Problem(old, f"both it and {new}", works))
             del tree[old]
     return {ALIASES.get(key, key): value for key, value in tree.items()}
 
 
 def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Settings of what is right, and problems for the rest.
+    """Validate with Pydantic: settings of the valid values, and problems of the others.
 
-    Each round takes out what Pydantic objects to; a section that then lacks a required key goes
-    as a whole, so that the rounds are bounded by the depth of the schema.
+    Each round removes the values that Pydantic rejects; a section that then lacks a required key is
+    removed entirely, so that the depth of the schema bounds the number of rounds.
     """
     tree = copy.deepcopy(tree)
     problems: list[Problem] = []
@@ -90,19 +90,19 @@ def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
         try:
             return Settings.model_validate(tree), problems
         except ValidationError as error:
-            gone: set[tuple[Any, ...]] = set()
+            removed: set[tuple[Any, ...]] = set()
             for item in error.errors():
                 problems.append(from_pydantic(item))
                 where = item["loc"][:-1] if item["type"] == "missing" else item["loc"]
-                gone.add(_up_to_list(where))
-            for where in sorted(gone, key=len, reverse=True):
+                removed.add(_up_to_list(where))
+            for where in sorted(removed, key=len, reverse=True):
                 without(tree, where)
 
 
 def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The path cut off at the first list: a list goes as a whole, since its items have no names.
+    """Truncate the path at the first list, which is removed entirely: its items have no names.
 
-    Also where Pydantic means the key of a mapping itself.
+    Also where Pydantic rejects the key of a mapping itself.
     """
     for depth, part in enumerate(where):
         if isinstance(part, int) or part == KEY_ITSELF:
@@ -111,7 +111,7 @@ def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
-    """The keys that ask for what is not built."""
+    """Problems of keys whose value is refused."""
     found: dict[str, Problem] = {}
     for path, _ in given_leaves(tree):
         entry = entry_for(path)
@@ -125,7 +125,7 @@ def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
 
 
 def _no_echoes(later: Iterable[Problem], earlier: list[Problem]) -> list[Problem]:
-    """Without the problems about keys that are already known to be wrong."""
+    """Remove problems of keys that already have one."""
     wrong = {problem.path for problem in earlier}
 
     def is_echo(problem: Problem) -> bool:
@@ -139,7 +139,7 @@ def _no_echoes(later: Iterable[Problem], earlier: list[Problem]) -> list[Problem
 
 
 def _once_each(problems: list[Problem]) -> list[Problem]:
-    """The first problem of each path: what follows is its echo."""
+    """Keep the first problem of each path; later ones follow from it."""
     first: dict[str, Problem] = {}
     for problem in problems:
         first.setdefault(problem.path, problem)

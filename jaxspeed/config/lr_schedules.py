@@ -1,4 +1,4 @@
-"""Learning-rate schedules by DeepSpeed's names: each class is one row of names and defaults."""
+"""Parameters of learning-rate schedules, with DeepSpeed's names and defaults."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ WarmupType = Annotated[Literal["log", "linear"], BeforeValidator(lower)]
 
 
 class ScheduleParams(Section):
-    """What every schedule has."""
+    """Parameters of every schedule."""
 
     last_batch_iteration: Int = -1
 
@@ -37,7 +37,7 @@ class WarmupLRParams(ScheduleParams):
 
 
 class WarmupDecayLRParams(ScheduleParams):
-    """The same, then linearly to zero at `total_num_steps`."""
+    """Warm-up, then linearly to zero at `total_num_steps`."""
 
     total_num_steps: Count
     warmup_min_lr: NonNegative = 0.0
@@ -74,7 +74,7 @@ class OneCycleParams(ScheduleParams):
 
 
 class LRRangeTestParams(ScheduleParams):
-    """A rate that only grows, to find the largest one that still learns."""
+    """Range test: a growing rate, to find the largest one that still trains."""
 
     lr_range_test_min_lr: NonNegative = 1e-3
     lr_range_test_step_size: Count = 2000

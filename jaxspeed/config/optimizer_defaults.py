@@ -1,4 +1,4 @@
-"""Optimizer and schedule: canonical names, and parameters checked and filled with defaults."""
+"""Validation and defaults of the `optimizer` and `scheduler` sections."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jaxspeed.config.vocabulary import VOCABULARY
 
 
 def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
-    """Settings whose `optimizer` and `scheduler` can be built as they stand."""
+    """Fill in `optimizer` and `scheduler`, so that they can be built as they are."""
     problems: list[Problem] = []
     update: dict[str, Any] = {}
     for key, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
@@ -40,7 +40,7 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
 
 
 def canonical_name(name: str, table: Iterable[str]) -> str | None:
-    """DeepSpeed's spelling of a type, however it is capitalised."""
+    """DeepSpeed's spelling of a type, whatever its capitalisation."""
     return {known.lower(): known for known in table}.get(name.lower())
 
 
@@ -56,7 +56,7 @@ def _unknown_type(key: str, name: str, table: Mapping[str, Any]) -> Problem:
 def _checked(
     key: str, model: type[Section], params: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """What is honoured of the parameters, with defaults, and what is wrong with them."""
+    """Validate parameters: the honoured ones with defaults, and problems."""
     prefix = f"{key}.params."
     problems: list[Problem] = []
     for _ in range(2):
@@ -95,9 +95,9 @@ def rate_is_the_schedules(settings: Settings) -> bool:
 
 
 def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, list[Problem]]:
-    """The optimizer with its rates filled in; a rate that nobody gives is a problem.
+    """Fill in the optimizer's learning rates; a missing rate is a problem.
 
-    DeepSpeed would train at a default rate without a word.
+    DeepSpeed would silently train at a default rate.
     """
     optimizer = settings.optimizer
     assert optimizer is not None
@@ -113,17 +113,17 @@ def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, li
     filled = optimizer.model_copy(update={"params": params})
     if missing and not rate_is_the_schedules(settings):
         silent = " and ".join(f"{key} {value}" for key, value in defaults.items())
-        works = f"Needs a learning rate; DeepSpeed would take {silent} without a word."
+        works = f"Needs a learning rate; DeepSpeed would silently use {silent}."
         return settings, [Problem("optimizer.params.lr", "nothing", works)]
     return settings.model_copy(update={"optimizer": filled}), []
 
 
 def _peak_rate(settings: Settings) -> list[Problem]:
-    """WarmupLR ends at the optimizer's rate unless it says another; one of the two must be said."""
+    """Check that WarmupLR or the optimizer sets the rate at which the warm-up ends."""
     scheduler = settings.scheduler
     assert scheduler is not None
-    said = scheduler.type != "WarmupLR" or scheduler.params["warmup_max_lr"] is not None
-    if said or settings.optimizer is not None:
+    is_set = scheduler.type != "WarmupLR" or scheduler.params["warmup_max_lr"] is not None
+    if is_set or settings.optimizer is not None:
         return []
     works = "Needs the rate at which the warm-up ends, as there is no optimizer section."
     return [Problem("scheduler.params.warmup_max_lr", "nothing", works)]

@@ -1,7 +1,7 @@
-"""Optimizers by DeepSpeed's names: each class is one row of names and defaults.
+"""Parameters of optimizers, with DeepSpeed's names and defaults.
 
-Where DeepSpeed's documentation and code disagree the code is followed: its own Adam, Lamb and Lion
-for the defaults, torch's SGD and Adagrad, and Muon with Adam for what is not a matrix.
+Where DeepSpeed's documentation and code disagree, the code is followed: the defaults of its Adam,
+Lamb and Lion, torch's SGD and Adagrad, and Muon with Adam for parameters that are no matrices.
 """
 
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ from jaxspeed.config.types import (
 
 
 class TorchOnly(Section):
-    """Switches of torch's kernels, and variants that no optimizer here has."""
+    """Options of torch's kernels, and variants that no optimizer here has."""
 
     fused: Flag | None = None
     foreach: Flag | None = None
@@ -69,7 +69,7 @@ class AdagradParams(TorchOnly):
 
 
 class LambParams(TorchOnly):
-    """LAMB, its trust ratio kept between `min_coeff` and `max_coeff`."""
+    """LAMB, its trust ratio clipped between `min_coeff` and `max_coeff`."""
 
     lr: NonNegative = 1e-3
     betas: Betas = (0.9, 0.999)
@@ -112,7 +112,7 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Muon": MuonParams,
 }
 
-# Names that DeepSpeed knows and jaxspeed does not build, with what comes nearest.
+# DeepSpeed's optimizers that are not built, with the nearest one that is.
 UNBUILT_OPTIMIZERS = {
     "OneBitAdam": "AdamW",
     "ZeroOneAdam": "AdamW",
@@ -124,7 +124,7 @@ UNBUILT_OPTIMIZERS = {
 
 
 class Group(Section):
-    """Parameters that step differently, named by a path pattern; the first match counts."""
+    """Parameter group, selected by a path pattern; the first match applies."""
 
     pattern: Pattern
     lr_factor: NonNegative = 1.0
@@ -132,8 +132,8 @@ class Group(Section):
     frozen: Flag = False
 
 
-class Optimizer(Section):
-    """An optimizer: DeepSpeed's `type` and `params`, and what it has no word for."""
+class OptimizerSection(Section):
+    """Optimizer: DeepSpeed's `type` and `params`, and jaxspeed's additional keys."""
 
     type: Text
     params: Opaque = Field(default_factory=dict)

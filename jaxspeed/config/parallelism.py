@@ -1,4 +1,4 @@
-"""Sections that spread a model over devices, or save its activations' memory."""
+"""Sections `mesh`, `parallel`, `pipeline` and `activation_checkpointing`."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,18 +15,18 @@ from jaxspeed.config.types import (
     Positive,
     Section,
     Text,
+    integral,
     lower,
-    whole,
 )
 
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 
 
 def _axis_size(value: Any) -> Any:
-    value = whole(value)
+    value = integral(value)
     if value == -1 or _is_size(value):
         return value
-    needs = "a whole number of devices, at least 1, or -1 for all that remain"
+    needs = "an integer number of devices, at least 1, or -1 for the remaining ones"
     raise PydanticCustomError("axis_size", "{needs}", {"needs": needs})
 
 
@@ -38,7 +38,7 @@ AxisSize = Annotated[int, BeforeValidator(_axis_size)]
 
 
 class Mesh(Section):
-    """How many devices each axis has; one may be -1, for all that remain."""
+    """Number of devices of each axis; one may be -1, for the remaining devices."""
 
     pipe: AxisSize = 1
     replica: AxisSize = 1
@@ -50,7 +50,7 @@ class Mesh(Section):
 
 Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeValidator(lower)]
 Schedule = Annotated[Literal["1f1b", "gpipe", "interleaved"], BeforeValidator(lower)]
-Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(whole)]
+Chunks = Annotated[int, Strict(), Field(ge=2, le=LARGEST), BeforeValidator(integral)]
 Recompute = Annotated[Literal["stage", "layers", "save"], BeforeValidator(lower)]
 Reduction = Annotated[Literal["xla", "ring", "parameter_server"], BeforeValidator(lower)]
 Decay = Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)]
@@ -59,7 +59,7 @@ Decay = Annotated[float, Strict(), Field(gt=0, le=1, allow_inf_nan=False)]
 def _bytes(value: Any) -> Any:
     read = bytes_of(value)
     if read is None:
-        needs = 'a number of bytes, at least 1, or a text as "32 MiB"'
+        needs = 'a number of bytes, at least 1, or text such as "32 MiB"'
         raise PydanticCustomError("bytes", "{needs}", {"needs": needs})
     return read
 
@@ -68,7 +68,7 @@ Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=int | str)
 
 
 class Parallel(Section):
-    """What DeepSpeed has no word for."""
+    """Keys of parallelism that DeepSpeed does not have."""
 
     units: list[Pattern] = Field(default_factory=list)
     full_precision: list[Pattern] = Field(default_factory=list)
@@ -97,10 +97,10 @@ class Parallel(Section):
 
 
 def _stages(value: Any) -> Any:
-    value = whole(value)
+    value = integral(value)
     if value == "auto" or _is_size(value):
         return value
-    needs = 'a whole number of stages, at least 1, or "auto" for mesh.pipe'
+    needs = 'an integer number of stages, at least 1, or "auto" for mesh.pipe'
     raise PydanticCustomError("stages", "{needs}", {"needs": needs})
 
 
@@ -111,19 +111,21 @@ _BY_TYPE = "type:"
 
 
 def _partition(value: Any) -> Any:
-    word = lower(value)
-    if word in PARTITIONS:
-        return word
-    if isinstance(word, str) and word.startswith(_BY_TYPE) and len(word) > len(_BY_TYPE):
+    method = lower(value)
+    if method in PARTITIONS:
+        return method
+    if isinstance(method, str) and method.startswith(_BY_TYPE) and method != _BY_TYPE:
         return _BY_TYPE + value[len(_BY_TYPE) :]
-    needs = f'one of {", ".join(PARTITIONS)}, or "type:" and a regex; all cut the blocks evenly'
+    needs = (
+        f'one of {", ".join(PARTITIONS)}, or "type:" and a regex; all partition the blocks evenly'
+    )
     raise PydanticCustomError("partition", "{needs}", {"needs": needs})
 
 
 Partition = Annotated[str, BeforeValidator(_partition)]
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """Pipeline parallelism."""
 
     stages: Stages = "auto"

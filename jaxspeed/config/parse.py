@@ -1,4 +1,4 @@
-"""From a file, a dict or an override to a plain tree, with what cannot be read as problems."""
+"""Parse a config file, dict or override into a plain tree, with problems of what is unreadable."""
 
 import copy
 import json
@@ -14,11 +14,11 @@ from jaxspeed.config.verdicts import shown
 
 
 class _Pairs(list):
-    """A mapping as its (key, value) pairs, in which a key may still stand twice."""
+    """A mapping as its (key, value) pairs, with duplicate keys."""
 
 
 def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
-    """The tree of a dict or of a .json, .yaml or .yml file, its problems, and its name."""
+    """Read a dict or a .json, .yaml or .yml file: (tree, problems, name)."""
     if isinstance(source, Mapping):
         tree, problems = _folded(_as_plain(source))
         return tree, problems, "the config"
@@ -39,7 +39,7 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
 
 
 def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
-    """Sets `a.b=c` in the tree, the value read as YAML reads it."""
+    """Set `a.b=c` in the tree, with the value parsed as YAML."""
     if not isinstance(override, str) or not re.match(r"[^=\s.]+(\.[^=\s.]+)*=", override):
         return Problem("override", shown(override), "Needs the form section.key=value.")
     path, _, text = override.partition("=")
@@ -61,7 +61,7 @@ def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
         node = node.setdefault(part, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict | list):
             where = ".".join(parents[: done + 1])
-            return Problem(path, f"an override below {where}", f"{where} holds no section.")
+            return Problem(path, f"an override below {where}", f"{where} is no section.")
     if isinstance(node, list):
         if not last.isdigit() or int(last) >= len(node):
             return Problem(path, "an override", f"The list has {len(node)} items, from 0.")
@@ -110,11 +110,10 @@ def _parsed_yaml(text: str) -> tuple[Any, list[Problem]]:
 
 @lru_cache(maxsize=1)
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader, with two repairs.
+    """PyYAML's safe loader, with two fixes.
 
-    YAML 1.1, which PyYAML follows, reads `1e-5` as a text because it has no dot; YAML 1.2 reads it
-    as a number, as everybody who writes a learning rate does. And a key that stands twice silently
-    loses its first value.
+    YAML 1.1, which PyYAML follows, reads `1e-5` as text because it has no dot; YAML 1.2 reads it as
+    a number. And a duplicate key silently loses its first value.
     """
     import yaml
 
@@ -140,7 +139,7 @@ def _yaml_loader() -> Any:
 
 
 def _as_plain(node: Any) -> Any:
-    """A deep copy of a user's own objects: mappings as dicts, tuples as lists, models dumped."""
+    """Deep copy of a user's objects: mappings as dicts, tuples as lists, models dumped."""
     if isinstance(node, Mapping):
         return {key: _as_plain(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
@@ -151,7 +150,7 @@ def _as_plain(node: Any) -> Any:
 
 
 def _folded(root: Any) -> tuple[Any, list[Problem]]:
-    """Pairs as dicts; keys that stand twice and keys that are no text are problems."""
+    """Convert pairs to dicts; duplicate keys and keys that are no text are problems."""
     problems: list[Problem] = []
 
     def fold(node: Any, path: str) -> Any:

@@ -1,7 +1,7 @@
-"""Patterns over parameter and module paths, as in .gitignore files.
+"""Path patterns of parameters and modules, as in .gitignore files.
 
-Paths are segments joined by "/": `blocks/3/attn/q_proj/kernel`. A pattern covers what it names and
-everything below it:
+Paths are segments joined by "/": `blocks/3/attn/q_proj/kernel`. A pattern covers its matches and
+everything below them:
 
 - `*` and `?` match within one segment, `**` any number of segments, none included;
 - without a "/" a pattern may match any segment: `bias` covers `a/b/bias`, `*norm` covers
@@ -20,7 +20,7 @@ def match(pattern: str, path: str) -> bool:
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a pattern's form, or None."""
+    """Describe what a malformed pattern needs; None for a valid one."""
     if not pattern.strip("/"):
         return 'a pattern such as "blocks/*" or "bias"'
     if pattern.startswith("/") or pattern.endswith("/"):
@@ -45,5 +45,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _segment(part: str) -> str:
-    words = {"*": "[^/]*", "?": "[^/]"}
-    return "".join(words.get(char) or re.escape(char) for char in part)
+    wildcards = {"*": "[^/]*", "?": "[^/]"}
+    return "".join(wildcards.get(char) or re.escape(char) for char in part)

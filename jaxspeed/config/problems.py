@@ -1,4 +1,4 @@
-"""What is wrong with a config: one line a problem, all of them in one ConfigError."""
+"""Problems of a config: one line each, all in one ConfigError; translation of Pydantic's errors."""
 
 import difflib
 import re
@@ -13,10 +13,10 @@ from jaxspeed.errors import ConfigError
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where, what was found, and what would work.
+    """One problem: the key's path, what was found, and what would work.
 
-    `about` names the other keys that it speaks of: when one of those is itself wrong, the problem
-    may only be its echo and is left out.
+    `about` lists the other keys concerned: if one of those is invalid itself, this problem may
+    only follow from it and is omitted.
     """
 
     path: str
@@ -29,21 +29,21 @@ class Problem:
 
 
 def config_error(problems: Sequence[Problem], origin: str) -> ConfigError:
-    """The one error for all problems."""
+    """Build one error for all problems."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = "".join(f"\n  - {problem}" for problem in problems)
     return ConfigError(f"{count} in {origin}:{lines}")
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """'Did you mean "x"?', or nothing when no choice is near."""
+    """'Did you mean "x"?', or '' if no choice is near."""
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f'Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
 def unknown_key(path: str, value: Any, siblings: Sequence[str] | None = None) -> Problem:
-    """A key that nobody knows; the nearest known one here, or the same word elsewhere."""
+    """Problem of an unknown key, with the nearest known one here, or the same name elsewhere."""
     section, _, key = path.rpartition(".")
     siblings = keys_in(section) if siblings is None else siblings
     hint = did_you_mean(key, siblings)
@@ -52,14 +52,14 @@ def unknown_key(path: str, value: Any, siblings: Sequence[str] | None = None) ->
         if elsewhere:
             hint = f'Did you mean "{elsewhere[0]}"?'
         elif section:
-            hint = f"Known in {section}: {', '.join(siblings)}."
+            hint = f"Keys of {section}: {', '.join(siblings)}."
     hint = hint or 'Remove it, or begin its name with "_" if it is a comment.'
     return Problem(path, f"an unknown key, set to {shown(value)}", hint)
 
 
 _NEEDS = {
     "bool_type": "true or false",
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "string_type": "text",
     "finite_number": "a finite number",
@@ -79,12 +79,12 @@ _BOUNDS = {
 }
 
 
-# How Pydantic ends a location where it objects to a mapping's key, not to its value.
+# End of a location in Pydantic's errors about a mapping's key, not its value.
 KEY_ITSELF = "[key]"
 
 
 def from_pydantic(error: Any, prefix: str = "", siblings: Sequence[str] | None = None) -> Problem:
-    """One of Pydantic's error records in our words."""
+    """Translate one of Pydantic's error records."""
     path = prefix + ".".join(str(part) for part in error["loc"] if part != KEY_ITSELF)
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -93,8 +93,8 @@ def from_pydantic(error: Any, prefix: str = "", siblings: Sequence[str] | None =
         return Problem(path, "nothing", f"Needs {_NEEDS[kind]}.")
     hint = ""
     if kind in _BOUNDS:
-        bound, words = _BOUNDS[kind]
-        needs = f"a number that is {words} {context[bound]}"
+        bound, relation = _BOUNDS[kind]
+        needs = f"a number that is {relation} {context[bound]}"
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         needs = f"one of {', '.join(shown(choice) for choice in choices)}"
@@ -106,7 +106,7 @@ def from_pydantic(error: Any, prefix: str = "", siblings: Sequence[str] | None =
 
 
 def described(value: Any) -> str:
-    """A value with its type, where its look alone could deceive."""
+    """Format a value, with its type where that is ambiguous."""
     if isinstance(value, str):
         return f"the text {shown(value)}"
     if isinstance(value, dict):

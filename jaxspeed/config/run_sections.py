@@ -1,4 +1,4 @@
-"""Sections about the run itself: elasticity, checkpoints, jaxspeed's `model`, `run`, `data`."""
+"""Sections `elasticity`, `checkpoint`, `model`, `run`, `data`, `autotuning`, and monitors."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from jaxspeed.config.types import (
 
 
 class Elasticity(Section):
-    """One global batch that many device counts can train."""
+    """Elastic batch: one global batch for many device counts."""
 
     enabled: Flag = False
     max_train_batch_size: Count = 2000
@@ -42,7 +42,7 @@ def _capital(value: Any) -> Any:
 
 
 class Checkpoint(Section):
-    """How checkpoints are written and read."""
+    """DeepSpeed's options of checkpoints."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = "Warn"
     load_universal: Flag = False
@@ -58,8 +58,8 @@ def _import_path(value: str) -> str:
     return value
 
 
-class Model(Section):
-    """The model to build: a family's name, or the import path of a factory."""
+class ModelSection(Section):
+    """Model to build: a family's name, or the import path of a factory."""
 
     family: Text | None = None
     factory: Annotated[Text, AfterValidator(_import_path)] | None = None
@@ -79,7 +79,7 @@ def _devices(value: str) -> str:
     if platform not in ("cpu", "gpu", "cuda", "tpu") or (
         colon and (platform != "cpu" or not count.isdecimal() or int(count) < 1)
     ):
-        needs = "cpu, gpu or tpu, or a number of simulated devices as in cpu:8"
+        needs = "cpu, gpu or tpu, or simulated devices such as cpu:8"
         raise PydanticCustomError("devices", "{needs}", {"needs": needs})
     return value
 
@@ -88,7 +88,7 @@ Devices = Annotated[Text, AfterValidator(_devices)]
 CacheFolder = Annotated[bool | str, BeforeValidator(_flag_or_folder)]
 
 
-class Run(Section):
+class RunSection(Section):
     """One training run."""
 
     devices: Devices | None = None
@@ -133,7 +133,7 @@ class Wandb(Section):
 
 
 class FlopsProfiler(Section):
-    """The floating-point operations of a step."""
+    """FLOPs of a step."""
 
     enabled: Flag = False
     recompute_fwd_factor: NonNegative = 0.0
@@ -145,7 +145,7 @@ class FlopsProfiler(Section):
 
 
 class CommsLogger(Section):
-    """The collectives of a step."""
+    """Collectives of a step."""
 
     enabled: Flag = False
     verbose: Flag = False
@@ -154,7 +154,7 @@ class CommsLogger(Section):
     prof_ops: list[Text] = Field(default_factory=list)
 
 
-# -- the `autotuning` section: what `jaxspeed plan --search` keeps to -----------------------------
+# -- the `autotuning` section: bounds of `jaxspeed plan --search` ---------------------------------
 
 Metric = Annotated[Literal["throughput", "latency", "flops"], BeforeValidator(lower)]
 Tuner = Annotated[Literal["gridsearch", "random", "model_based"], BeforeValidator(lower)]
@@ -185,15 +185,15 @@ class Autotuning(Section):
     model_info: Opaque | None = None
     model_info_path: Text | None = None
 
-    def said(self, key: str) -> bool:
-        """Whether the section counts and has this key: DeepSpeed's defaults are no bounds here."""
+    def has(self, key: str) -> bool:
+        """Whether the section is enabled and sets the key: its defaults are no bounds."""
         return self.enabled and key in self.model_fields_set
 
 
-# -- where batches come from -----------------------------------------------------------------------
+# -- sources of samples ----------------------------------------------------------------------------
 
 
-class Corpus(Section):
+class SourceSection(Section):
     """One source of samples."""
 
     source: Text | None = None
@@ -204,16 +204,16 @@ class Corpus(Section):
     samples: Count | None = None
 
 
-class Part(Corpus):
+class MixtureSource(SourceSection):
     """One source of a mixture."""
 
     weight: Positive = 1.0
 
 
-class Data(Corpus):
-    """Sources, how text becomes tokens, and in which order samples come."""
+class Data(SourceSection):
+    """Data sources, tokenizer and order of samples."""
 
-    mixture: list[Part] = Field(default_factory=list)
+    mixture: list[MixtureSource] = Field(default_factory=list)
     tokenizer: Text = "bytes"
     vocab_size: Count | None = None
     seq_len: Count | None = None

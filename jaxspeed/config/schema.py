@@ -1,8 +1,8 @@
-"""Every key that a config may hold, with DeepSpeed's defaults; fields only."""
+"""Schema of all config keys, with DeepSpeed's defaults."""
 
 from jaxspeed.config.lr_schedules import Scheduler
-from jaxspeed.config.optimizers import Optimizer
-from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, Pipeline
+from jaxspeed.config.optimizers import OptimizerSection
+from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
 from jaxspeed.config.run_sections import (
     Autotuning,
     Checkpoint,
@@ -11,8 +11,8 @@ from jaxspeed.config.run_sections import (
     Elasticity,
     FileMonitor,
     FlopsProfiler,
-    Model,
-    Run,
+    ModelSection,
+    RunSection,
     Wandb,
 )
 from jaxspeed.config.tensor_section import TensorParallel
@@ -31,11 +31,11 @@ from jaxspeed.config.types import (
 )
 from jaxspeed.config.zero_section import Zero
 
-# -- the number formats in which to compute, to accumulate and to step -----------------------------
+# -- dtypes of compute, accumulation and update ----------------------------------------------------
 
 
 class Fp16(Section):
-    """fp16 with loss scaling, by DeepSpeed's names."""
+    """DeepSpeed's fp16 section, with loss scaling."""
 
     enabled: Flag = False
     loss_scale: NonNegative = 0.0
@@ -49,12 +49,12 @@ class Fp16(Section):
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale follows the overflows; DeepSpeed says this with a scale of 0."""
+        """Whether the loss scale is dynamic, which DeepSpeed writes as a scale of 0."""
         return self.loss_scale == 0
 
 
 class Bf16(Section):
-    """bf16 by DeepSpeed's names."""
+    """DeepSpeed's bf16 section."""
 
     enabled: Flag = False
     check_grad_overflow: Flag = True
@@ -64,7 +64,7 @@ class Bf16(Section):
 
 
 class DataTypes(Section):
-    """Formats apart from the compute format."""
+    """Dtypes apart from the compute dtype."""
 
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
@@ -72,7 +72,7 @@ class DataTypes(Section):
 
 
 class TorchAutocast(Section):
-    """Autocast in torch's words; here it names the compute format."""
+    """DeepSpeed's torch_autocast section; here it sets the compute dtype."""
 
     enabled: Flag = False
     dtype: Dtype | None = None
@@ -80,7 +80,7 @@ class TorchAutocast(Section):
 
 
 class Settings(Section):
-    """The fields of a config. `jaxspeed.Config` adds how one is loaded, checked and explained."""
+    """Fields of a config; `jaxspeed.Config` adds loading, validation and explanation."""
 
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -95,7 +95,7 @@ class Settings(Section):
     gradient_predivide_factor: Positive = 1.0
     sparse_gradients: Flag = False
 
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 
     fp16: Fp16 = Fp16()
@@ -116,7 +116,7 @@ class Settings(Section):
     tensor_parallel: TensorParallel = TensorParallel()
     expert_parallel: Opaque | None = None
     use_data_before_expert_parallelism: Flag = False
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSection = PipelineSection()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint = Checkpoint()
@@ -134,9 +134,9 @@ class Settings(Section):
     comms_logger: CommsLogger = CommsLogger()
     timers: Opaque | None = None
 
-    model: Model | None = None
+    model: ModelSection | None = None
     data: Data = Data()
-    run: Run = Run()
+    run: RunSection = RunSection()
     vocabulary_size: Natural | None = None
     dataloader_drop_last: Flag = False
 

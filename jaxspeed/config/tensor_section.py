@@ -1,4 +1,4 @@
-"""The `tensor_parallel` section: DeepSpeed's AutoTP, and which weights are cut how."""
+"""The `tensor_parallel` section: DeepSpeed's AutoTP, with layer specs and presets."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,22 +7,22 @@ from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import Flag, Int, Natural, Section, Text, lower
 
-Word = Annotated[Literal["column", "row", "vocabulary", "replicated"], BeforeValidator(lower)]
-TorchWord = Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)]
+LayerType = Annotated[Literal["column", "row", "vocabulary", "replicated"], BeforeValidator(lower)]
+PartitionType = Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)]
 
 
-class WordAt(Section):
-    """A word with the dim that it cuts, where the shape does not tell."""
+class ShardedLayer(Section):
+    """Type of a layer's sharding, with the sharded dim where the shape does not determine it."""
 
-    type: Word
+    type: LayerType
     dim: Int | None = None
 
 
 class TorchSpec(Section):
-    """DeepSpeed's TPLayerSpec: regexes over torch's parameter names, and how those are cut."""
+    """DeepSpeed's TPLayerSpec: regexes over torch's parameter names, with their sharding."""
 
     patterns: Annotated[list[Text], Field(min_length=1)]
-    partition_type: TorchWord = "column"
+    partition_type: PartitionType = "column"
     shape: Any = None
     partition_dim: Natural | None = None
     model_types: list[Text] | None = None
@@ -39,19 +39,20 @@ def _mapping_or_list(value: Any) -> Any:
     raise PydanticCustomError("layer_specs", "{needs}", {"needs": needs})
 
 
-# What is in it is read by `layer_specs.py`, which can tell each problem with its own path.
-LayerSpecWords = Annotated[
+# Its content is validated by `layer_specs.py`, which reports each problem with its own path.
+LayerSpecsValue = Annotated[
     Any,
     BeforeValidator(
-        _mapping_or_list, json_schema_input_type=dict[str, Word | WordAt] | list[TorchSpec]
+        _mapping_or_list,
+        json_schema_input_type=dict[str, LayerType | ShardedLayer] | list[TorchSpec],
     ),
 ]
 
 
 class PartitionConfig(Section):
-    """Which weights are cut how, by pattern."""
+    """Sharding of weights by pattern."""
 
-    layer_specs: LayerSpecWords = Field(default_factory=list)
+    layer_specs: LayerSpecsValue = Field(default_factory=list)
     use_default_specs: Flag = True
     strict_mode: Flag = False
     tp_size: Natural = 1

@@ -1,4 +1,4 @@
-"""From DeepSpeed's regexes over torch's parameter names to path patterns.
+"""Translation of DeepSpeed's regexes over torch's parameter names to path patterns.
 
 | regex | path patterns |
 |---|---|
@@ -6,44 +6,44 @@
 | `.*\\.[qkv]_proj$` | `q_proj`, `k_proj`, `v_proj` |
 | `.*\\.h\\.\\d+\\.mlp\\.(up|gate)` | `**/h/*/mlp/up`, `**/h/*/mlp/gate` |
 
-A trailing `weight` goes, since a spec speaks of a module: its bias is cut with it. What a path
-pattern cannot say is not translated.
+A trailing `weight` is removed, since a spec applies to a module, with its bias. A regex that no
+path pattern can express is not translated.
 """
 
 import re
 from itertools import product
 
 MOST = 64  # spellings of one regex
-ANY, ONE, END, DOT = "\0", "\1", "\2", "/"  # any text, one whole segment, the end, a separator
+ANY, ONE, END, DOT = "\0", "\1", "\2", "/"  # any text, one segment, the end, a separator
 WORD = re.compile(r"[A-Za-z0-9_-]")
 
 
 def path_patterns(regex: str) -> list[str] | None:
-    """The path patterns for a regex, or None when they cannot be told."""
+    """Translate a regex to path patterns; None if that is not possible."""
     try:
         spellings = _Reader(regex.removeprefix("^")).read()
         return list(dict.fromkeys(map(_as_pattern, spellings)))
-    except (_Untold, RecursionError):
+    except (_Untranslatable, RecursionError):
         return None
 
 
 def looks_like_regex(text: str) -> bool:
-    """Whether somebody wrote a regex where a path pattern belongs."""
+    """Whether a text is a regex where a path pattern belongs."""
     return any(char in text for char in "\\^$|()[]+") or ".*" in text
 
 
 def example_pattern(regex: str) -> str:
-    """A path pattern in the spirit of a regex that is not translated."""
+    """Example of a path pattern, for a regex that cannot be translated."""
     names = [name for name in re.findall(r"[A-Za-z_]\w+", regex) if name not in ("weight", "bias")]
     return names[-1] if names else "blocks/*/mlp/up"
 
 
-class _Untold(Exception):
-    """The regex says what no path pattern can."""
+class _Untranslatable(Exception):
+    """No path pattern can express the regex."""
 
 
 class _Reader:
-    """A regex as the texts that it spells, in which ANY, ONE, END and DOT stand for themselves."""
+    """Parser of a regex into the texts that it matches, with the marks ANY, ONE, END and DOT."""
 
     def __init__(self, regex: str) -> None:
         self.rest = regex
@@ -51,7 +51,7 @@ class _Reader:
     def read(self) -> list[str]:
         spellings = self._alternatives()
         if self.rest:
-            raise _Untold
+            raise _Untranslatable
         return spellings
 
     def _alternatives(self) -> list[str]:
@@ -65,7 +65,7 @@ class _Reader:
         while self.rest and self.rest[0] not in "|)":
             spellings = [a + b for a, b in product(spellings, self._item())]
             if len(spellings) > MOST:
-                raise _Untold
+                raise _Untranslatable
         return spellings
 
     def _item(self) -> list[str]:
@@ -81,22 +81,22 @@ class _Reader:
         if self._takes("(?:") or self._takes("("):
             inner = self._alternatives()
             if not self._takes(")"):
-                raise _Untold
+                raise _Untranslatable
             return self._once(inner)
         if found := re.match(r"\[([A-Za-z0-9_-]+)\]", self.rest):
             self.rest = self.rest[found.end() :]
             return self._once(_members(found[1]))
         if found := re.match(r"\\?(" + WORD.pattern + ")", self.rest):
             if found[0].startswith("\\") and found[1].isalnum():  # a class, such as \d, or \b
-                raise _Untold
+                raise _Untranslatable
             self.rest = self.rest[found.end() :]
             return self._once([found[1]])
-        raise _Untold
+        raise _Untranslatable
 
     def _once(self, spellings: list[str]) -> list[str]:
-        """What was read, if it is not to be repeated."""
+        """Return the spellings, unless a quantifier follows."""
         if self.rest[:1] and self.rest[0] in "?*+{":
-            raise _Untold
+            raise _Untranslatable
         return spellings
 
     def _takes(self, text: str) -> bool:
@@ -106,12 +106,12 @@ class _Reader:
 
 
 def _members(inside: str) -> list[str]:
-    """The characters of a class, [a-c_] as a, b, c and _."""
+    """Characters of a class: a, b, c and _ for [a-c_]."""
     members: list[str] = []
     for low, high in re.findall(r"(.)(?:-(.))?", inside):
         members += map(chr, range(ord(low), ord(high or low) + 1))
     if not members or not all(map(WORD.match, members)):
-        raise _Untold
+        raise _Untranslatable
     return members
 
 
@@ -127,7 +127,7 @@ def _as_pattern(spelling: str) -> str:
         elif part == ONE:
             segments.append("*")
         elif not inner or any(mark in inner for mark in (ANY, ONE, END)):
-            raise _Untold
+            raise _Untranslatable
         else:
             starts, ends = not part.startswith(ANY), not part.endswith(ANY)
             segments += [] if starts else ["**"]

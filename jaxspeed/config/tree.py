@@ -15,7 +15,7 @@ PARAMS = {"optimizer.params": OPTIMIZERS, "scheduler.params": SCHEDULERS}
 
 
 def read(node: Any, path: str, default: Any = None) -> Any:
-    """The value at a path of mappings, sections and lists; `default` where there is none."""
+    """Read the value at a path of mappings, sections and lists; `default` if there is none."""
     for part in path.split("."):
         if isinstance(node, dict):
             node = node.get(part, default)
@@ -29,7 +29,7 @@ def read(node: Any, path: str, default: Any = None) -> Any:
 
 
 def given_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that a user's tree holds, by path; mappings are opened, and lists of mappings."""
+    """Yield (path, value) of a user's tree; mappings and lists of mappings are flattened."""
     if isinstance(node, dict) and node:
         items: Any = node.items()
     elif isinstance(node, list) and node and all(isinstance(item, dict) for item in node):
@@ -42,7 +42,7 @@ def given_leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without(node: Any, path: tuple[Any, ...]) -> None:
-    """Removes the value at a path, in place."""
+    """Remove the value at a path, in place."""
     *parents, last = path
     for part in parents:
         node = node[part]
@@ -50,14 +50,14 @@ def without(node: Any, path: tuple[Any, ...]) -> None:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field holds: itself, optional, or as items of a list."""
+    """Section type of a field: itself, optional, or as items of a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(section_in, typing.get_args(annotation))), None)
 
 
 def schema_leaves(section: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
-    """The path of every key that is not itself a section, each once."""
+    """Yield the path of every key that is not itself a section, each once."""
     seen = set()
     for name, field in section.model_fields.items():
         path = prefix + name
@@ -75,7 +75,7 @@ def schema_leaves(section: type[Section] = Settings, prefix: str = "") -> Iterat
 
 
 def keys_in(path: str) -> list[str]:
-    """The keys that the schema knows in the section at `path`; the top level's for ""."""
+    """Keys of the section at `path` in the schema; those of the top level for ""."""
     section: type[Section] | None = Settings
     for part in path.split(".") if path else ():
         if part.isdigit():

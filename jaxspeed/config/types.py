@@ -1,7 +1,7 @@
-"""The leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
+"""Leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
 
-A text "8" is not a number and 1 is not true; but 5e8 is a whole number, because DeepSpeed's own
-examples write bucket sizes so.
+The text "8" is not a number and 1 is not true; but 5e8 is an integer, because DeepSpeed's examples
+write bucket sizes so.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,12 +13,12 @@ from jaxspeed.config.patterns import pattern_problem
 
 
 class Section(BaseModel):
-    """A mapping of the config: frozen, and without unknown keys."""
+    """A mapping in the config: frozen, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def whole(value: Any) -> Any:
+def integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -54,11 +54,11 @@ def _pattern(value: str) -> str:
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict(), Field(min_length=1)]
 LARGEST = 2**63 - 1
-Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(whole)]
-Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(whole)]
-Natural = Annotated[int, Strict(), Field(ge=0, le=LARGEST), BeforeValidator(whole)]
+Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(integral)]
+Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(integral)]
+Natural = Annotated[int, Strict(), Field(ge=0, le=LARGEST), BeforeValidator(integral)]
 # 2 ** 127 is the largest power of two that fp32, in which the loss is scaled, holds.
-ScalePower = Annotated[int, Strict(), Field(ge=0, le=127), BeforeValidator(whole)]
+ScalePower = Annotated[int, Strict(), Field(ge=0, le=127), BeforeValidator(integral)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]

@@ -1,4 +1,4 @@
-"""What becomes of each key: the form of a row of the vocabulary, and how one is judged."""
+"""Verdict of a config key: honoured, harmless, approximated or refused, and how it is chosen."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ Verdict = Literal["honoured", "harmless", "approximated", "refused"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the vocabulary.
+    """Verdict and sentence of one config key.
 
-    `off` holds the values by which a refused key asks for nothing, and is then accepted. `when`
-    names a switch and the values of it under which the key says anything at all, `unless` one and
-    the values under which it says nothing.
+    A refused key with a value in `off` is a no-op, and accepted. `when` names another key and
+    its values for which this key has an effect, `unless` one and its values for which it has none.
     """
 
     path: str
@@ -25,7 +24,7 @@ class Entry:
     unless: tuple[str, tuple[Any, ...]] | None = None
 
     def is_off(self, value: Any) -> bool:
-        """Whether this value asks for nothing."""
+        """Whether this value is a no-op."""
         if self.off_if is not None:
             return self.off_if(value)
         return any(
@@ -33,8 +32,8 @@ class Entry:
         )
 
 
-class Row(NamedTuple):
-    """What `explain_config` says of one key."""
+class ExplainedKey(NamedTuple):
+    """Explanation of one key, by `explain_config`."""
 
     key: str
     value: Any
@@ -50,7 +49,7 @@ def rows(
     when: tuple[str, tuple[Any, ...]] | None = None,
     unless: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Iterable[Entry]:
-    """Rows of one section and verdict, a sentence each."""
+    """Entries of one section with the same verdict, one sentence each."""
     prefix = f"{section}." if section else ""
     return [
         Entry(prefix + key, verdict, text, when=when, unless=unless)
@@ -66,25 +65,25 @@ def alike(
     *,
     when: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Iterable[Entry]:
-    """Rows of one section that share verdict and sentence; `keys` is a list in words."""
+    """Entries of one section with the same verdict and sentence; `keys` are separated by spaces."""
     return rows(section, verdict, dict.fromkeys(keys.split(), sentence), when=when)
 
 
 def refused(path: str, sentence: str, *off: Any) -> Entry:
-    """A key that is refused unless it holds one of the values `off`."""
+    """Entry of a key that is refused unless its value is in `off`."""
     return Entry(path, "refused", sentence, off=off)
 
 
 def refused_section(path: str, sentence: str) -> Entry:
-    """A section of free form that is refused when it is switched on."""
+    """Entry of a free-form section that is refused if it is enabled."""
     return Entry(path, "refused", sentence, off_if=is_switched_off)
 
 
 def is_switched_off(section: Any) -> bool:
-    """Whether a section of free form asks for nothing.
+    """Whether a free-form section is disabled.
 
-    Its own `enabled` decides; without one, every `enabled` below must be false, and a section that
-    has none at all is on by being there.
+    By its own `enabled`; without one, every `enabled` below must be false, and a section without
+    any is enabled if it is present.
     """
     if not isinstance(section, dict) or not section:
         return True
@@ -95,17 +94,17 @@ def is_switched_off(section: Any) -> bool:
 
 
 def judge(entry: Entry, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, str]:
-    """The verdict on a key that holds `value`; `read` gives other keys' values by path."""
+    """Choose the verdict on a key with this value; `read` returns other keys' values by path."""
     for switch, is_idle in _switches(entry):
         if is_idle(read(switch)):
-            return "harmless", f"Says nothing while {switch} is {shown(read(switch))}."
+            return "harmless", f"Ignored while {switch} is {shown(read(switch))}."
     if entry.verdict == "refused" and entry.is_off(value):
-        return "harmless", f"Asks for nothing here. Otherwise refused: {entry.sentence}"
+        return "harmless", f"A no-op at this value; others are refused: {entry.sentence}"
     return entry.verdict, entry.sentence
 
 
 def _switches(entry: Entry) -> Iterator[tuple[str, Callable[[Any], bool]]]:
-    """The keys that decide whether this one says anything, each with when it does not."""
+    """Yield the keys on which this one depends, each with a test for when it has no effect."""
     if entry.when is not None:
         switch, needed = entry.when
         yield switch, lambda value: value not in needed
@@ -115,17 +114,17 @@ def _switches(entry: Entry) -> Iterator[tuple[str, Callable[[Any], bool]]]:
 
 
 def printable(text: str) -> str:
-    """A text on one line, whatever characters it has."""
+    """Escape a text to one printable line."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """A text of at most so many characters."""
+    """Truncate a text to so many characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown(value: Any) -> str:
-    """A value as a config file would write it, cut to a readable length."""
+    """Format a value as in a config file, truncated to a readable length."""
     words = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
         return words[value]

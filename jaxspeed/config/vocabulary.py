@@ -1,4 +1,4 @@
-"""The whole vocabulary: one row a key, one verdict a row, true of today's code."""
+"""All config keys with verdict and sentence, by path."""
 
 from jaxspeed.config.keys_autotuning import AUTOTUNING
 from jaxspeed.config.keys_parallelism import PARALLELISM, PIPELINE
@@ -22,9 +22,9 @@ VOCABULARY: dict[str, Entry] = {
 
 
 def entry_for(path: str) -> Entry | None:
-    """The row of a key, or of the nearest section of free form around it.
+    """Find the entry of a key, or of the nearest free-form section around it.
 
-    List items have their list's row: `optimizer.groups.0.frozen` is `optimizer.groups.frozen`.
+    List items have their list's entry: `optimizer.groups.0.frozen` is `optimizer.groups.frozen`.
     """
     parts = [part for part in path.split(".") if not part.isdigit()]
     while parts:

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from jaxspeed.config.parallelism import AxisSize
-from jaxspeed.config.types import Flag, Natural, Opaque, Section, Share, Text, lower, whole
+from jaxspeed.config.types import Flag, Natural, Opaque, Section, Share, Text, integral, lower
 
-Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(whole)]
+Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(integral)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
 Where = Annotated[Literal["device", "host"], BeforeValidator(lower)]
 
@@ -41,7 +41,7 @@ class OffloadOptimizer(Section):
 
 
 class Zero(Section):
-    """What is cut over the data axis, and the runtime knobs of DeepSpeed's own implementation."""
+    """ZeRO stage and offload, and runtime options of DeepSpeed's implementation."""
 
     stage: Stage = 0
     stage3_param_persistence_threshold: Natural = 100_000

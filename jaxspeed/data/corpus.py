@@ -9,9 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxspeed.config.run_sections import Corpus as Source
-from jaxspeed.config.run_sections import Data
-from jaxspeed.config.run_sections import Part as MixturePart
+from jaxspeed.config.run_sections import Data, MixtureSource, SourceSection
 from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
 from jaxspeed.data.model_limits import Facts, Kind
@@ -70,11 +68,11 @@ def build(
       DataError: the data cannot be read, is too small or does not fit the model.
     """
     facts = Facts(sample, seq_len, vocab_size, image_shape, classes)
-    sources: Sequence[Source] = data.mixture or [data]
+    sources: Sequence[SourceSection] = data.mixture or [data]
     opened = [open_source(source, facts) for source in sources]
     tokenizer = choose_tokenizer(data, facts, opened, tokenizer_file)
     parts = [_part(data, source, facts, each, tokenizer) for source, each in zip(sources, opened)]
-    weights = [s.weight if isinstance(s, MixturePart) else 1.0 for s in sources]
+    weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
     train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
     held = [p.held_out for p in parts if p.held_out is not None]
@@ -126,7 +124,7 @@ def tokenize(
     Documents are encoded one at a time: memory does not limit the size of the corpus. `vocab_size`
     is the model's, if known.
     """
-    sources: Sequence[Source] = data.mixture or [data]
+    sources: Sequence[SourceSection] = data.mixture or [data]
     texts = [open_source(source, Facts()) for source in sources]
     if not all(isinstance(each, Texts) for each in texts):
         raise DataError("data tokenize: the source holds no text")
@@ -149,7 +147,7 @@ def tokenize(
 
 
 def _part(
-    data: Data, source: Source, facts: Facts, opened: Opened, tokenizer: Tokenizer | None
+    data: Data, source: SourceSection, facts: Facts, opened: Opened, tokenizer: Tokenizer | None
 ) -> OpenSource:
     if isinstance(opened, dict):
         if facts.sample == "tokens":
@@ -267,7 +265,7 @@ def told_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDt
 
     None where the samples are the user's own (or the model is), so that one has to be read.
     """
-    sources: Sequence[Source] = data.mixture or [data]
+    sources: Sequence[SourceSection] = data.mixture or [data]
     own = any(":" in (each.source or "") for each in sources)
     if own or reads.sample is None:
         return None

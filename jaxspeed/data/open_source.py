@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspeed.config.run_sections import Corpus as Source
+from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
 from jaxspeed.data.model_limits import Facts
@@ -50,7 +50,7 @@ class OpenSource:
     summary: str
 
 
-def open_source(source: Source, facts: Facts) -> Opened:
+def open_source(source: SourceSection, facts: Facts) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
@@ -76,7 +76,7 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
     return found
 
 
-def _user_iterable(path: str, source: Source) -> Opened:
+def _user_iterable(path: str, source: SourceSection) -> Opened:
     """A user's iterable of texts, records with a text, token documents or samples."""
     begin = import_iterable(path, source.samples)
     first = next(begin(), None)

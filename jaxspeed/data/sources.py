@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.config.run_sections import Corpus as Source
+from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import files
 from jaxspeed.errors import DataError
 
@@ -40,7 +40,7 @@ class Texts:
         return self.read()
 
 
-def text_source(source: Source) -> Texts:
+def text_source(source: SourceSection) -> Texts:
     """The documents of `stdlib`, `text`, `jsonl`, `parquet` or `huggingface`."""
     given = files.given_paths(source.path, source.paths)
     kind = source.source or ("text" if given else "stdlib")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxspeed.config.remat import NOTHING_SAID, Recompute
+from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.objective.loss import Loss
@@ -48,7 +48,7 @@ class Objective:
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
     style: Style = AS_WHOLE  # of what crosses the tensor axis
-    recompute: Recompute = NOTHING_SAID  # what units keep for their backward pass
+    recompute: Recompute = NO_RECOMPUTE  # what units keep for their backward pass
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
 
     def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
@@ -73,7 +73,7 @@ class Objective:
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
-        outs = self._run(program, args, self.recompute if train else NOTHING_SAID, batch)
+        outs = self._run(program, args, self.recompute if train else NO_RECOMPUTE, batch)
         loss, written = jax.tree.unflatten(program.out_tree, outs)
         return loss, self._as_stored(written)
 

@@ -23,7 +23,7 @@ from jax import lax
 from jaxspeed.errors import ModelError
 from jaxspeed.ops.free_axes import over_vocabulary
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.grad_barrier import gradients_together
+from jaxspeed.placement.grad_barrier import grads_together
 
 # Columns: 256 MiB of fp32 logits for 8192 tokens, and a matmul that fills any MXU.
 AUTO_CHUNK = 8192
@@ -105,7 +105,7 @@ def sums_over_vocabulary(
         chunk_weight, chunk_bias, start = xs
         # XLA unrolls a loop of few chunks, and with the head's gradient offloaded at the end of the
         # step, the logits of all chunks would stay live until then (seen on TPU compiles).
-        hidden, chunk_weight = gradients_together(wide_hidden, chunk_weight)
+        hidden, chunk_weight = grads_together(wide_hidden, chunk_weight)
         logits = logits_of(hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)

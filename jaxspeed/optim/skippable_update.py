@@ -16,7 +16,7 @@ import optax
 
 from jaxspeed.jaxpr.evaluate import evaluate
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.placement.memory_kinds import moved_like
+from jaxspeed.placement.memory_kinds import in_memory_of
 
 
 def guarded_update(
@@ -52,7 +52,7 @@ def guarded(
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
     def select(var: Any, value: Any) -> Any:
-        value = moved_like(value, keep)  # an operation without inputs has its result on the device
+        value = in_memory_of(value, keep)  # a constant is on the device
         return jnp.where(keep, value, selected[var]) if var in selected else value
 
     values = evaluate(jaxpr, consts, args, select)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
-from jaxspeed.placement.memory_kinds import waits
+from jaxspeed.placement.memory_kinds import on_host
 from jaxspeed.placement.mesh import simulated
 
 NEVER = -2  # no micro-batch of a table
@@ -33,7 +33,7 @@ def ordered_after(
         return list(values)
     never = micro == NEVER
     return [
-        v if waits(v) else jnp.where(never, f.astype(v.dtype), v)
+        v if on_host(v) else jnp.where(never, f.astype(v.dtype), v)
         for v, f in zip(values, first, strict=True)
     ]
 
@@ -60,7 +60,7 @@ def entering(split: SplitStep, micro: jax.Array, ahead: Values) -> tuple[jax.Arr
 
 def all_ordered_after(split: SplitStep, values: Values, first: Any, micro: jax.Array) -> Values:
     """`ordered_after` a tree of floating arrays of any shapes, in the global view."""
-    leaves = [x for x in jax.tree.leaves(first) if not waits(x)]
+    leaves = [x for x in jax.tree.leaves(first) if not on_host(x)]
     if not leaves or not simulated(split.table.mesh):
         return values
     total = sum(jnp.sum(x).real.astype(jnp.float32) for x in leaves)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.config.remat import NOTHING_SAID, Recompute
+from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.memory_kinds import on_device, waits
+from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
 from jaxspeed.tensor_parallel import with_crossings
 from jaxspeed.zero3 import ShardedParam, run_sliced
@@ -161,7 +161,7 @@ class Stage:
 
         own = {
             name: stored
-            if waits(array)
+            if on_host(array)
             else replace(stored, sharding=_on_device_memory(stored.sharding))
             for (name, stored), array in zip(own.items(), self.weights, strict=True)
         }
@@ -179,7 +179,7 @@ class Stage:
         }
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
-        recompute = self.recompute if split.train else NOTHING_SAID
+        recompute = self.recompute if split.train else NO_RECOMPUTE
         jaxpr = with_crossings(
             closed.jaxpr,
             {**of_weights, **shared},

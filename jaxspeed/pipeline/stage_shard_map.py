@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.placement.memory_kinds import moved_like, on_device
+from jaxspeed.placement.memory_kinds import in_memory_of, on_device
 
 PIPE = "pipe"
 
@@ -86,7 +86,7 @@ def write_slot(
     old = read_slot(buffers, slot)
     new = [jnp.where(busy, x, o) for x, o in zip(values, old, strict=True)]
     return [
-        lax.dynamic_update_index_in_dim(b, moved_like(x, b), slot, 0)
+        lax.dynamic_update_index_in_dim(b, in_memory_of(x, b), slot, 0)
         for b, x in zip(buffers, new, strict=True)
     ]
 

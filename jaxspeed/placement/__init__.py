@@ -1,4 +1,4 @@
-"""Where every array lives: mesh, axis rules, ZeRO sharding and the placement table."""
+"""Placement of every array: mesh, axis rules, ZeRO sharding and the placement table."""
 
 from jaxspeed.placement.mesh import AXES, DATA_AXES, build_mesh
 from jaxspeed.placement.rows import Leaf, Placement, Precision, Row

@@ -1,6 +1,6 @@
-"""The one door through which the library says to the compiler where an array lives.
+"""The only sharding constraint of the library (`with_sharding_constraint`), with a named site.
 
-Every constraint has a name (its site), so that tests can drop one at a time and see a check fail.
+Tests drop one site at a time and expect a check to fail.
 """
 
 from typing import TypeVar
@@ -12,6 +12,6 @@ Array = TypeVar("Array")
 
 
 def constrain(x: Array, sharding: Sharding, site: str) -> Array:
-    """Pin `x`, inside a traced program, to a sharding; `site` says which decision this is."""
+    """Constrain the sharding of `x` in a traced program; `site` names the decision."""
     del site
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,8 +1,7 @@
-"""Two arrays whose gradients go on together.
+"""Optimization barrier on two gradients: a weight's is computed before backward continues.
 
-A compiler may put off the gradient of a weight until something wants it, and until then holds what
-it is a product of. Where the gradient of what the weight is multiplied with goes on only when the
-weight's is there too, it is made while its operands are at hand.
+XLA may delay the gradient of a weight until it is used, and keeps its operands alive until then.
+The barrier makes the gradient of the other operand wait for the weight's.
 """
 
 from typing import Any
@@ -11,11 +10,11 @@ import jax
 
 
 @jax.custom_vjp
-def gradients_together(moving: Any, weight: Any) -> tuple[Any, Any]:
-    """Both as they are, with gradients that go on when both are there."""
+def grads_together(moving: Any, weight: Any) -> tuple[Any, Any]:
+    """Return both unchanged; their gradients pass one optimization barrier."""
     return moving, weight
 
 
-gradients_together.defvjp(
+grads_together.defvjp(
     lambda *both: (both, None), lambda _, grads: jax.lax.optimization_barrier(grads)
 )

@@ -1,4 +1,4 @@
-"""The mesh: six named axes that are always there, and whether they fit the devices."""
+"""Device mesh with six fixed axis names: sizes, validation and layout over links."""
 
 import math
 from collections import Counter
@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh
 from jaxspeed.errors import PlacementError
 
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
-DATA_AXES = ("replica", "data")  # the batch is cut over these; ZeRO shards over `data` alone
+DATA_AXES = ("replica", "data")  # the batch is sharded over these; ZeRO shards over `data` alone
 
 
 def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """The size of each axis, with the one that is -1 filled in from the device count."""
+    """Size of each axis, with the one that is -1 filled in from the device count."""
     full = {axis: sizes.get(axis, -1 if axis == "data" else 1) for axis in AXES}
     unknown = sorted(set(sizes) - set(AXES))
     if unknown:
@@ -27,7 +27,7 @@ def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]
     if bad or len(free) > 1:
         what = f"got {', '.join(bad)}" if bad else f"{' and '.join(free)} are both -1"
         raise PlacementError(
-            f"mesh: {what}; each axis is a whole number from 1, and one may be -1 (what is left)"
+            f"mesh: {what}; each axis is an integer from 1, and one may be -1 (the rest)"
         )
     fixed = math.prod(size for size in full.values() if size != -1)
     shape = ", ".join(f"{axis}={size}" for axis, size in full.items() if size != 1)
@@ -56,7 +56,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     """A mesh with all six axes over these devices (all of them by default).
 
     Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
-    make its reshapes and products errors.
+    make its reshapes and matmuls errors.
     """
     devices = _checked(jax.devices() if devices is None else devices)
     full = resolve_sizes(sizes, len(devices))
@@ -73,7 +73,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
 def apart(
     devices: Sequence[jax.Device] | None, servers: int
 ) -> tuple[list[jax.Device], list[jax.Device]]:
-    """(workers, servers) of these devices: the last ones are the servers."""
+    """Split devices into (workers, servers); the last ones are the servers."""
     found = _checked(jax.devices() if devices is None else devices)
     if servers >= len(found):
         works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
@@ -85,15 +85,15 @@ def apart(
 
 
 def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices as an array of this shape, so that axes run along links.
+    """Arrange the devices as an array of this shape, so that axes run along links.
 
-    As `jax.make_mesh` does, which refuses devices of several slices: those are joined by a slower
-    network, so the axes that exchange least go over it.
+    Like `jax.make_mesh`, which refuses devices of several slices: a slower network joins those, so
+    the axes that communicate least span them.
 
     Raises:
       NotImplementedError: a torus cannot hold the shape.
     """
-    # Of these alone JAX cuts dims of the torus: their small slices have no closed rings.
+    # JAX splits torus dims only for these: their small slices have no closed rings.
     split = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
     if len(slices) == 1:
@@ -108,7 +108,7 @@ def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def _across(shape: Sequence[int], slices: int) -> list[int]:
-    """Into how many parts slices cut each axis, those first that exchange least."""
+    """Over how many slices each axis spans: first the axes that communicate least."""
     sizes, parts = dict(zip(AXES, shape)), dict.fromkeys(AXES, 1)
     for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):
         parts[axis] = math.gcd(sizes[axis], slices // math.prod(parts.values()))
@@ -129,15 +129,15 @@ def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
         raise PlacementError("devices is empty; leave it out to use all of jax.devices()")
     twice, count = Counter(found).most_common(1)[0]
     if count > 1:
-        raise PlacementError(f"devices holds {twice} {count} times; each may be there once")
+        raise PlacementError(f"devices holds {twice} {count} times; each may occur once")
     return found
 
 
 def simulated(mesh: Mesh) -> bool:
-    """Whether its devices are a CPU's."""
+    """Whether the mesh is of CPU devices."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
 def data_parallel_size(mesh: Mesh) -> int:
-    """Over how many parts the batch is cut."""
+    """Number of shards of the batch."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)

@@ -1,4 +1,4 @@
-"""One spelling for the place of a leaf in a tree: `blocks/3/attn/kernel`."""
+"""Paths of the leaves of a tree, spelled `blocks/3/attn/kernel`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """The path of a leaf from a key path of `jax.tree_util`."""
+    """Convert a key path of `jax.tree_util` to a path."""
     return "/".join(_name(key) for key in keys)
 
 
@@ -19,11 +19,11 @@ def _name(key: Any) -> str:
 
 
 def flat_with_paths(tree: Any) -> dict[str, Any]:
-    """A tree as `{path: leaf}`, in the order of its leaves."""
+    """Flatten a tree to `{path: leaf}`, in the order of its leaves."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and state how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""One parameter, and where each role of it lives: the rows of the placement table.
+"""Rows of the placement table: sharding, memory kind and dtype of each role of a parameter.
 
-`param`   what layers read, in the compute dtype
+`param`   the copy that layers read, in the compute dtype
 `master`  the fp32 copy that the optimizer updates (mixed precision only)
 `grad`    the gradient as accumulated
 `opt`     the optimizer's moments
@@ -16,12 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspeed.placement.specs import by_dim
 
 ROLES = ("param", "master", "grad", "opt")
-HOST = "pinned_host"  # the memory kind of what waits in host memory
+HOST = "pinned_host"  # the memory kind of offloaded arrays
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One parameter as the model made it."""
+    """One parameter as the model initialized it."""
 
     path: str
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class Leaf:
 
     @property
     def stacked(self) -> int:
-        """How many leading dims stack layers."""
+        """Number of leading dims that stack layers."""
         return sum(1 for name in self.names[:1] if name in ("layers", "stages"))
 
     @property
     def matrix_inputs(self) -> int | None:
-        """How many dims after the stacked ones are a matrix's inputs, where heads make it 3-D.
+        """Number of input dims after the stacked ones, of a matrix that heads make 3-D.
 
         `[embed, heads, head_dim]` has one, `[heads, head_dim, embed]` two.
         """
@@ -49,25 +49,25 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of the roles."""
+    """Dtypes of the roles."""
 
     compute: Any = None  # None: each leaf in its own
     grad: Any = None  # None: the leaf's own, fp32 at least
-    master_in_compute: bool = False  # no fp32 copy: the 16-bit parameter is what is updated
-    opt: Any = None  # None: whatever the optimizer makes
+    master_in_compute: bool = False  # no fp32 copy: the 16-bit parameter is updated
+    opt: Any = None  # None: as the optimizer initializes it
 
 
 AS_MADE = Precision()
 
 
 def reduction_dtype(dtype: Any, wanted: Any) -> Any:
-    """In which a gradient is reduced: in `wanted` if that is a dtype, and never complex as real."""
+    """Dtype in which a gradient is reduced: `wanted` if given, and never real for complex."""
     return dtype if wanted is None or jnp.issubdtype(dtype, jnp.complexfloating) else wanted
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What waits in host memory."""
+    """Arrays that are offloaded to host memory."""
 
     optimizer: float = 0.0  # masters and moments: the share of the parameters, in bytes
     param: bool = False  # parameters and gradients
@@ -78,7 +78,7 @@ ON_DEVICE = Offload()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one array lives: how it is cut, in which memory, in which dtype."""
+    """Sharding, memory kind and dtype of one array."""
 
     spec: PartitionSpec
     memory_kind: str
@@ -90,11 +90,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Row:
-    """The placements of one leaf, a role each; None where the role is not stored."""
+    """Placements of one leaf, one per role; None where the role is not stored."""
 
     leaf: Leaf
-    shapes: Mapping[PartitionSpec, tuple[int, ...]]  # what is stored so: padded where it is cut
-    read: Placement  # as layers see it: gathered over data, and over pipe where that cuts storage
+    shapes: Mapping[PartitionSpec, tuple[int, ...]]  # the shape stored: padded where it is sharded
+    read: Placement  # as layers see it: gathered over data, and over pipe where that shards storage
     param: Placement | None
     master: Placement | None
     grad: Placement | None
@@ -121,18 +121,18 @@ class Row:
 
     @property
     def gathered(self) -> bool:
-        """Whether reading it is a gather (or a cast) that units should do one at a time."""
+        """Whether units gather (or cast) it before they read it."""
         return self.source != self.read
 
     def shape(self, placement: Placement) -> tuple[int, ...]:
-        """The shape that this placement stores: padded only where it is cut."""
+        """Shape that this placement stores: padded only where it is sharded."""
         return self.shapes[placement.spec]
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """The source's shape without the padding of model axes, as a unit is given it.
+        """Shape of the source without the padding of model axes, as a unit gets it.
 
-        Layers see logical dims, cut unevenly; only the dim that is gathered has its padding.
+        Layers see logical dims, sharded unevenly; only the dim that is gathered has its padding.
         """
         read, source = (by_dim(p.spec, len(self.leaf.shape)) for p in (self.read, self.source))
         stored = self.shape(self.source)

@@ -1,4 +1,4 @@
-"""Logical names of a leaf's dims, and the mesh axes that shard them: the model axes of its spec."""
+"""Logical axis rules: the mesh axes that shard a leaf, from the logical names of its dims."""
 
 import math
 import re
@@ -13,49 +13,48 @@ from jaxspeed.errors import ConfigError, PlacementError
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
-# Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) stays whole.
+# Logical dim -> mesh axis. A name that is not here (embed, head_dim, pos, ...) is replicated.
 LOGICAL_RULES: Mapping[str, str] = {
-    "stages": "pipe",  # the layers of the stack that is cut into stages
+    "stages": "pipe",  # the layers of the stack that is sharded into stages
     "experts": "expert",
     "vocab": "tensor",
-    "block_vocab": "tensor",  # of a table that each block has for itself
+    "block_vocab": "tensor",  # of a table in each block
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "tensor": "tensor",  # models that name the mesh axis itself
 }
 
-# Dims that the pipe axis cuts beside their own axis: all stages share the embedding and the head.
+# Dims sharded over pipe and their own axis: all stages share the embedding and the head.
 SHARED_BY_STAGES = ("vocab",)
 
-# What becomes of a dim that its axes do not divide. The rows of a vocabulary are padded, and layers
-# with ones that do nothing; key and value heads are few, and every device has all of them. What is
-# not here is refused.
+# Dims that their axes do not divide. The rows of a vocabulary are padded, and layers with ones that
+# do nothing; key and value heads are few, and replicated. Any other dim is refused.
 PADDED = ("vocab", "block_vocab", "stages")
-LEFT_WHOLE = ("kv_heads",)
+REPLICATED = ("kv_heads",)
 
 
 class Misfit(NamedTuple):
-    """A dim that must be cut and that its axis does not divide."""
+    """A dim that must be sharded and that its axis does not divide."""
 
     axis: str
     name: str
     size: int
 
 
-class ModelCut(NamedTuple):
-    """How the model axes cut a leaf."""
+class ModelSharding(NamedTuple):
+    """Sharding of a leaf over the model axes."""
 
     spec: PartitionSpec
     stored_shape: tuple[int, ...]  # padded where the axis does not divide a dim that may be
-    note: str  # what is left whole although it has a name
+    note: str  # dims replicated although they have a name
     misfits: tuple[Misfit, ...]
 
 
-def model_cut(
+def model_sharding(
     shape: Sequence[int], names: Sequence[str | None], axis_sizes: Mapping[str, int]
-) -> ModelCut:
-    """What a leaf's logical names say: each axis once, on the first dim that it divides.
+) -> ModelSharding:
+    """Shard a leaf by its logical names: each axis once, on the first dim that it divides.
 
     Where it divides none, on the first one that may be padded.
     """
@@ -74,7 +73,7 @@ def model_cut(
         parts = axis_sizes[axis]
         fitting = [d for d in dims if shape[d] % parts == 0]
         fitting = fitting or [d for d in dims if names[d] in PADDED]
-        bad = [d for d in dims if names[d] not in LEFT_WHOLE]
+        bad = [d for d in dims if names[d] not in REPLICATED]
         if fitting:
             dim = fitting[0]
             axes: tuple[str, ...] = (axis,)
@@ -85,20 +84,20 @@ def model_cut(
         elif bad:
             misfits += [Misfit(axis, names[d] or "", shape[d]) for d in bad]
         else:
-            notes += [f"whole: {shape[d]} {names[d]} over {axis} {parts}" for d in dims]
-    return ModelCut(PartitionSpec(*entries), tuple(stored), ", ".join(notes), tuple(misfits))
+            notes += [f"replicated: {shape[d]} {names[d]} over {axis} {parts}" for d in dims]
+    return ModelSharding(PartitionSpec(*entries), tuple(stored), ", ".join(notes), tuple(misfits))
 
 
 def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> None:
-    """PlacementError that tells every dim that its axis must divide and does not."""
+    """Raise PlacementError that lists every dim that its axis must divide and does not."""
     found: dict[Misfit, list[str]] = {}
     for leaf in leaves:
-        for misfit in model_cut(leaf.shape, leaf.names, axis_sizes).misfits:
+        for misfit in model_sharding(leaf.shape, leaf.names, axis_sizes).misfits:
             found.setdefault(misfit, []).append(leaf.path)
     if not found:
         return
     lines = [
-        f"{_told(m)} cannot be cut {axis_sizes[m.axis]} ways: {_like_paths(paths)}"
+        f"{_dim_text(m)} cannot be sharded over {m.axis}={axis_sizes[m.axis]}: {_like_paths(paths)}"
         for m, paths in found.items()
     ]
     for axis in dict.fromkeys(misfit.axis for misfit in found):
@@ -106,14 +105,14 @@ def refuse_misfits(leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> Non
     raise PlacementError("mesh: " + "\n".join(lines))
 
 
-def _told(misfit: Misfit) -> str:
-    """12 heads, or a dim of 12 where a layer spec or inference names the axis itself."""
+def _dim_text(misfit: Misfit) -> str:
+    """`12 heads`, or `a dim of 12` where a layer spec or inference names the axis itself."""
     is_axis = misfit.name == misfit.axis
     return f"a dim of {misfit.size}" if is_axis else f"{misfit.size} {misfit.name}"
 
 
 def _degrees(leaves: Sequence[Leaf], axis: str, axis_sizes: Mapping[str, int]) -> list[int]:
-    """The sizes of an axis that fit every leaf."""
+    """Sizes of an axis that fit every leaf."""
     named = [leaf for leaf in leaves if any(LOGICAL_RULES.get(n or "") == axis for n in leaf.names)]
     alike = {(leaf.shape, leaf.names): leaf for leaf in named}.values()
     sizes = {n for leaf in alike for n in leaf.shape}
@@ -122,7 +121,9 @@ def _degrees(leaves: Sequence[Leaf], axis: str, axis_sizes: Mapping[str, int]) -
     return [
         size
         for size in sorted(candidates)
-        if not any(model_cut(x.shape, x.names, {**axis_sizes, axis: size}).misfits for x in alike)
+        if not any(
+            model_sharding(x.shape, x.names, {**axis_sizes, axis: size}).misfits for x in alike
+        )
     ]
 
 
@@ -131,18 +132,18 @@ def _advice(axis: str, size: int, works: Sequence[int]) -> str:
     above = [n for n in works if n > size][:1]
     nearest = " and ".join(map(str, below + above))
     return (
-        f"degrees of {axis} that work for this model: {', '.join(map(str, works))}; "
+        f"sizes of {axis} that work for this model: {', '.join(map(str, works))}; "
         f"nearest to {size}: {nearest}"
     )
 
 
 def _like_paths(paths: Sequence[str], most: int = 4) -> str:
-    """Paths, those of equal layers told once: blocks/*/mlp/up/kernel."""
+    """Paths, with those of equal layers merged: blocks/*/mlp/up/kernel."""
     alike = dict.fromkeys(re.sub(r"(?<=/)\d+(?=/)|^\d+(?=/)", "*", path) for path in paths)
     return listed(list(alike), most)
 
 
-# -- names that the config gives, by patterns of paths ---------------------------------------------
+# -- logical names from the config, by path pattern ------------------------------------------------
 
 EXAMPLES = 6
 
@@ -150,16 +151,16 @@ EXAMPLES = 6
 def with_names(
     leaves: Sequence[Leaf], patterns: Mapping[str, Sequence[str | None]]
 ) -> tuple[Leaf, ...]:
-    """The leaves, each with the names of the first pattern that covers it, if it has none yet.
+    """Name the dims of each unnamed leaf by the first pattern that covers it.
 
-    That it stacks layers is no name of its own: a stack may say that of dims without names.
+    A leaf whose only name is that of its stacked dim counts as unnamed.
     """
     check_patterns("parallel.logical_axes", patterns, [leaf.path for leaf in leaves])
     return tuple(_named(leaf, patterns) for leaf in leaves)
 
 
 def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
-    """ConfigError when a pattern covers no parameter: it would do nothing, silently."""
+    """Raise ConfigError when a pattern covers no parameter: it would silently do nothing."""
     for pattern in patterns:
         if not any(match(pattern, path) for path in paths):
             raise ConfigError(

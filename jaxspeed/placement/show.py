@@ -1,4 +1,4 @@
-"""The placement table as people read it, and the forms of figures that all reports share."""
+"""The placement table as text, and the formats of bytes, seconds and dtypes in all reports."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from rich.text import Text
 from jaxspeed.placement.rows import ROLES, Placement, Row
 from jaxspeed.placement.specs import entry_axes
 
-MOST_ROWS = 40  # a larger table shows its largest leaves
+MOST_ROWS = 40  # a longer table shows its largest leaves
 
 
 def scaled_text(value: float, unit: str) -> str:
@@ -58,14 +58,14 @@ def mesh_text(axis_sizes: Mapping[str, int]) -> str:
 
 
 def as_text(shown: Any, width: int) -> str:
-    """What Rich prints, without colours."""
+    """Render with Rich, without colours."""
     out = io.StringIO()
     Console(file=out, width=width).print(shown)
     return out.getvalue()
 
 
 def together(*parts: Any) -> Group:
-    """Several things that Rich prints, one under the other."""
+    """Stack several Rich renderables."""
     return Group(*parts)
 
 
@@ -75,13 +75,13 @@ def totals(
     roles: Mapping[str, tuple[int, int]],
     in_host: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
-    """Bytes by role: in all, in a device's own memory, and what it has in host memory if any."""
+    """Bytes per role: in total, per device, and in host memory per device if any."""
     shown = Table(
         title=f"ZeRO stage {stage} on {mesh_text(mesh_axes)}", title_justify="left", box=None
     )
     rows = {role: (*both, in_host.get(role, 0)) for role, both in roles.items()}
     rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # type: ignore[assignment]
-    names = ("in all", "a device", *(["in host memory"] if in_host else []))
+    names = ("total", "per device", *(["in host memory"] if in_host else []))
     shown.add_column("role", justify="left")
     for name in names:
         shown.add_column(name, justify="right")
@@ -92,26 +92,26 @@ def totals(
 
 
 def leaves(rows: Sequence[Row]) -> Group:
-    """A line a parameter, of the largest if there are many.
+    """One line per parameter, only of the largest if there are many.
 
-    Roles that live alike everywhere share a column, one that is nowhere has none, and a note that
-    several parameters have is told once, below.
+    Roles with equal placements everywhere share a column, a role without any has none, and a note
+    that several parameters share is printed once, below.
     """
     columns: dict[tuple[str, ...], str] = {}
     for role in ROLES:
         cells = tuple(_cell(getattr(row, role)) for row in rows)
         if set(cells) != {"-"}:
             columns[cells] = f"{columns[cells]}, {role}" if cells in columns else role
-    often = [note for note, n in Counter(row.note for row in rows).items() if note and n > 1]
-    marks = {note: f"({i})" for i, note in enumerate(often, 1)}
+    shared = [note for note, n in Counter(row.note for row in rows).items() if note and n > 1]
+    marks = {note: f"({i})" for i, note in enumerate(shared, 1)}
     shown = Table(box=None)
     shown.add_column("parameter", overflow="fold")
     for name in ("shape", *columns.values(), ""):
         shown.add_column(name, overflow="fold")
     largest = sorted(rows, key=lambda row: -math.prod(row.leaf.shape))[:MOST_ROWS]
-    kept = {row.path for row in largest}
+    listed = {row.path for row in largest}
     for i, row in enumerate(rows):
-        if row.path in kept:
+        if row.path in listed:
             shape = "x".join(map(str, row.leaf.shape))
             note = marks.get(row.note, row.note)
             shown.add_row(row.path, shape, *(cells[i] for cells in columns), note)
@@ -125,8 +125,8 @@ def leaves(rows: Sequence[Row]) -> Group:
 def _cell(placement: Placement | None) -> str:
     if placement is None:
         return "-"
-    cuts = [
+    axes = [
         f"{'+'.join(entry_axes(entry))}@{dim}" for dim, entry in enumerate(placement.spec) if entry
     ]
     memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
-    return f"{dtype_text(placement.dtype.name)} {','.join(cuts) or 'whole'}{memory}"
+    return f"{dtype_text(placement.dtype.name)} {','.join(axes) or 'replicated'}{memory}"

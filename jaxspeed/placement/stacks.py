@@ -1,10 +1,10 @@
-"""Which parameters are a model's repeated blocks: what the pipe axis cuts.
+"""Find a model's repeated blocks, which pipeline stages partition over `pipe`.
 
-They are stacked already, with a first dim named `layers`, or they are the like members of a list:
+They are stacked already, with a first dim named `layers`, or they are equal members of a list:
 `blocks/0/mlp/up/kernel`, `blocks/1/mlp/up/kernel`, ...
 
-The stages hold a stack as it is stored where it is stacked and each stage has neighbouring layers:
-its first dim is cut. Any other is stored cut over pipe on another dim of each parameter.
+A stack whose stages each have neighbouring layers is stored as the stages use it: its first dim is
+sharded over pipe. Any other stack is stored with another dim of each parameter sharded over pipe.
 """
 
 import math
@@ -20,26 +20,26 @@ import numpy as np
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement.rows import Leaf
 
-STAGES = "stages"  # the name of a first dim that stacks layers and that the pipe axis cuts
+STAGES = "stages"  # logical name of a first dim that stacks layers and is sharded over pipe
 _NUMBER = re.compile(r"^(.*?)(\d+)$")  # of a path's component: 3, Block_3
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The repeated blocks: for each parameter of a block a path that is stacked, or one a layer."""
+    """The repeated blocks: for each parameter of a block one stacked path, or a path per layer."""
 
     layers: int
     leaves: Mapping[str, tuple[str, ...]]
-    chunks: int = 1  # runs of neighbouring layers that a stage has
+    chunks: int = 1  # runs of neighbouring layers per stage
 
     @property
     def stacked(self) -> bool:
-        """Whether the model itself stacks them."""
+        """Whether the model itself stacks its blocks."""
         return all(len(paths) == 1 for paths in self.leaves.values())
 
     @property
     def in_place(self) -> bool:
-        """Whether the stages hold it as it is stored, its first dim cut."""
+        """Whether stages use it as it is stored, with its first dim sharded over pipe."""
         return self.stacked and self.chunks == 1
 
     @cached_property
@@ -52,9 +52,9 @@ def find_stack(
     patterns: Sequence[str] = (),
     match: Callable[[str, str], bool] | None = None,
 ) -> Stack | None:
-    """The largest stack of a model's parameters, by bytes; None where nothing repeats.
+    """Find the largest stack of a model's parameters, by bytes; None where nothing repeats.
 
-    `patterns` are the config's units: of lists only those whose members one of them covers.
+    `patterns` are the config's units: with them, only lists whose members one of them covers.
     """
     found = [*_stacked(leaves), *_listed(leaves, patterns, match)]
     sizes = {leaf.path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves}
@@ -62,9 +62,10 @@ def find_stack(
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
-    """The leaves, with the dims of the stack named as its stages cut them.
+    """Name the dims of the stack's leaves as its stages shard them.
 
-    The layers where they lie in place; and a vocabulary of each block is not for all stages.
+    The layers dim, where the stack is in place; and the vocabulary of a block, which stages do not
+    share.
     """
 
     def named(leaf: Leaf) -> Leaf:
@@ -75,14 +76,14 @@ def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
 
 
 def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
-    """PlacementError where a model has no stack, or fewer layers than stages have chunks."""
+    """Raise PlacementError where a model has no stack, or fewer layers than stages need."""
     if stack is None:
         raise PlacementError(
-            f"mesh.pipe: {stages} stages share a model's repeated blocks, and none were found. "
-            'What is needed: blocks stacked along a first dim with the logical name "layers" '
+            f"mesh.pipe: {stages} stages partition a model's repeated blocks, and none were found. "
+            'Needed: blocks stacked along a first dim with the logical name "layers" '
             "(parallel.logical_axes gives names), a list of two or more blocks with equal "
             "parameters, parallel.units patterns that name the members of such a list, or a "
-            "jaxspeed.PipelineModule. Blocks of unlike shapes cannot be stages of one program"
+            "jaxspeed.PipelineModule. Blocks of different shapes cannot be stages of one program"
         )
     layers = stack.layers
     if stages * chunks <= layers:
@@ -94,14 +95,14 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
     if chunks > 1 and layers >= stages:
         works.append("a parallel.pipeline_schedule without chunks")
     raise PlacementError(
-        f"mesh.pipe: {what} need {stages * chunks} layers, and the blocks of this model "
-        f"({next(iter(stack.leaves))}, ...) are {layers}. "
-        + (f"What works: {', or '.join(works)}" if works else f"With {layers} there is no pipeline")
+        f"mesh.pipe: {what} need {stages * chunks} layers, and this model has {layers} blocks "
+        f"({next(iter(stack.leaves))}, ...). "
+        + (f"Would work: {', or '.join(works)}" if works else f"{layers} cannot form a pipeline")
     )
 
 
 def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
-    """One stack for each highest module all of whose parameters are stacked alike."""
+    """Find one stack per highest module all of whose parameters stack equally many layers."""
     below: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
         layers = leaf.shape[0] if leaf.stacked else 0
@@ -119,7 +120,7 @@ def _stacked(leaves: Sequence[Leaf]) -> list[Stack]:
 
 
 def _prefixes(path: str) -> list[str]:
-    """The modules around a parameter, outermost first."""
+    """Paths of the modules around a parameter, outermost first."""
     parts = path.split("/")
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
@@ -127,7 +128,7 @@ def _prefixes(path: str) -> list[str]:
 def _listed(
     leaves: Sequence[Leaf], patterns: Sequence[str], match: Callable[[str, str], bool] | None
 ) -> list[Stack]:
-    """The lists whose members have parameters of equal names, shapes and dtypes."""
+    """Find the lists whose members have parameters of equal names, shapes and dtypes."""
     members: dict[str, dict[int, dict[str, Leaf]]] = defaultdict(lambda: defaultdict(dict))
     for leaf in leaves:
         parts = leaf.path.split("/")
@@ -163,7 +164,7 @@ def _kind(block: Mapping[str, Leaf]) -> Any:
 
 
 def _longest_run(kinds: Sequence[Any]) -> tuple[int, int]:
-    """(where it starts, how long it is) of the longest run of equal members."""
+    """(start, length) of the longest run of equal members."""
     best = start = 0
     length = 0
     for i in range(len(kinds) + 1):

@@ -1,11 +1,11 @@
-"""The placement table: for each leaf of the train state, where every role of it lives.
+"""The placement table: sharding, memory kind and dtype of every role of each train state leaf.
 
-The ZeRO stage says which rows gain the data axis: 1 cuts `master` and `opt`, 2 `grad` as well, 3
-also what is read. Under stage 3 one copy is stored, cut (the master, or in pure fp32 the parameter
-itself), and layers read it gathered, a unit at a time.
+The ZeRO stage selects the roles that are sharded over data: stage 1 `master` and `opt`, 2 also
+`grad`, 3 also the copy that layers read. Stage 3 stores one sharded copy (the master, or in pure
+fp32 the parameter itself), and layers read it gathered, one unit at a time.
 
-Offload is the memory kind of rows: `master` and `opt` in host memory, or `param` and `grad`. Layers
-never read a master from there: stage 3 then stores the parameter as layers read it as well.
+Offload is the memory kind of a row: `master` and `opt` in host memory, or `param` and `grad`.
+Layers never read a master from there: stage 3 then also stores the parameter in compute dtype.
 """
 
 import math
@@ -29,12 +29,12 @@ from jaxspeed.placement.rows import (
     Precision,
     Row,
 )
-from jaxspeed.placement.rules import ModelCut, model_cut, refuse_misfits
+from jaxspeed.placement.rules import ModelSharding, model_sharding, refuse_misfits
 from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.stacks import Stack
-from jaxspeed.placement.zero import ZeroSharding, cut_leaf
+from jaxspeed.placement.zero import ZeroSharding, shard_leaf
 
-# A leaf of the state that is no parameter: (its shape, the shape that is stored, where it lives).
+# A leaf of the state that is no parameter: (its shape, the shape that is stored, its placement).
 StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
 
 PIPE = "pipe"
@@ -43,14 +43,14 @@ WIDTH = 120  # of the table as text
 
 @dataclass(frozen=True)
 class PlacementTable:
-    """All rows, and what else the state holds; it prints itself."""
+    """All rows, and the other leaves of the state; printable."""
 
     mesh: Mesh
     stage: int
     rows: Mapping[str, Row]
     opt_leaves: Mapping[str, StateLeaf] = field(default_factory=dict)
     extra: Mapping[str, StateLeaf] = field(default_factory=dict)
-    stack: Stack | None = None  # the blocks that the pipe axis cuts
+    stack: Stack | None = None  # the blocks that are sharded over pipe
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -70,28 +70,27 @@ class PlacementTable:
         return self.stage >= 2
 
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
-        """{role: (bytes in all, bytes in a device's own memory)} of what is stored, and of the
-        accumulator.
+        """{role: (total bytes, device memory bytes per device)} stored, with the grad accumulator.
 
-        In all counts each element once, as if one device held the whole state.
+        The total counts each element once, as if one device held the entire state.
         """
-        return {role: (whole, own) for role, (whole, own, _) in self._bytes().items()}
+        return {role: (total, device) for role, (total, device, _) in self._bytes().items()}
 
     def host_bytes_by_role(self) -> dict[str, int]:
-        """{role: bytes that a device has in host memory}, of the roles that have any there."""
+        """{role: bytes in host memory per device}, of the roles that have any there."""
         return {role: host for role, (_, _, host) in self._bytes().items() if host}
 
     def _bytes(self) -> dict[str, tuple[int, int, int]]:
         totals: dict[str, tuple[int, int, int]] = {}
 
-        def add(role: str, shape: Sequence[int], placement: Placement, whole: Any) -> None:
+        def add(role: str, shape: Sequence[int], placement: Placement, full: Any) -> None:
             itemsize = placement.dtype.itemsize
-            cut = math.prod(num_shards(entry, self.mesh.shape) for entry in placement.spec)
-            here = math.prod(shape) * itemsize // cut
+            shards = math.prod(num_shards(entry, self.mesh.shape) for entry in placement.spec)
+            here = math.prod(shape) * itemsize // shards
             in_host = placement.memory_kind == HOST
             old = totals.get(role, (0, 0, 0))
             totals[role] = (
-                old[0] + math.prod(whole) * itemsize,
+                old[0] + math.prod(full) * itemsize,
                 old[1] + (0 if in_host else here),
                 old[2] + (here if in_host else 0),
             )
@@ -108,13 +107,13 @@ class PlacementTable:
     def with_state(
         self, opt_leaves: Mapping[str, StateLeaf], extra: Mapping[str, StateLeaf]
     ) -> "PlacementTable":
-        """The table with a row for each leaf of the optimizer's state and of what else is kept."""
+        """Add the placements of the optimizer's state and of the other state leaves."""
         return replace(self, opt_leaves=dict(opt_leaves), extra=dict(extra))
 
     def __rich__(self) -> Any:
-        cut_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        sharded_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         in_host = self.host_bytes_by_role()
-        totals = show.totals(self.stage, cut_over, self.bytes_by_role(), in_host)
+        totals = show.totals(self.stage, sharded_over, self.bytes_by_role(), in_host)
         return show.together(totals, show.leaves(list(self)))
 
     def __str__(self) -> str:
@@ -131,19 +130,19 @@ def build_table(
     stack: Stack | None = None,
     offload: Offload = ON_DEVICE,
 ) -> PlacementTable:
-    """The table for these leaves: what the ZeRO stage, the precision and offload mean for each.
+    """Build the table: apply ZeRO stage, precision and offload to each leaf.
 
-    Under stage 3 a leaf of fewer than `persistence_threshold` elements keeps a full `param` row and
+    Under stage 3 a leaf of fewer than `persistence_threshold` elements has an unsharded `param` and
     is otherwise placed as under stage 2.
     """
     leaves = list(leaves)
     refuse_misfits(leaves, mesh.shape)
     device = device_memory_kind(mesh)
-    moved = _offloaded(leaves, offload.optimizer)
+    offloaded = _offloaded(leaves, offload.optimizer)
 
     def param(leaf: Leaf) -> str:
-        stays = math.prod(leaf.shape[leaf.stacked :]) < persistence_threshold
-        return HOST if offload.param and not stays else device
+        persists = math.prod(leaf.shape[leaf.stacked :]) < persistence_threshold
+        return HOST if offload.param and not persists else device
 
     rows = {
         leaf.path: _row(
@@ -154,9 +153,9 @@ def build_table(
             persistence_threshold,
             _Memories(
                 param(leaf),
-                # The stages of a pipeline add to gradients in each tick.
+                # Pipeline stages add to gradients in each tick.
                 param(leaf) if mesh.shape[PIPE] == 1 else device,
-                HOST if leaf.path in moved else device,
+                HOST if leaf.path in offloaded else device,
                 device,
             ),
             stack,
@@ -168,7 +167,7 @@ def build_table(
 
 @dataclass(frozen=True)
 class _Memories:
-    """The memory kinds of one leaf's roles."""
+    """Memory kinds of one leaf's roles."""
 
     param: str
     grad: str
@@ -177,7 +176,7 @@ class _Memories:
 
 
 def _offloaded(leaves: Sequence[Leaf], share: float) -> set[str]:
-    """The largest trained leaves, until they hold this share of the bytes of all."""
+    """Paths of the largest trained leaves that together hold this share of all bytes."""
     trained = [leaf for leaf in leaves if leaf.trainable]
     sizes = {x.path: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in trained}
     wanted, found = share * sum(sizes.values()), set[str]()
@@ -190,7 +189,7 @@ def _offloaded(leaves: Sequence[Leaf], share: float) -> set[str]:
 
 
 def device_memory_kind(mesh: Mesh) -> str:
-    """The name of the devices' own memory: `device` where compile-only devices do not tell."""
+    """Memory kind of device memory: `device` where compile-only devices do not report it."""
     try:
         return mesh.devices.flat[0].default_memory().kind
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -206,17 +205,17 @@ def _row(
     memories: _Memories,
     stack: Stack | None,
 ) -> Row:
-    model = model_cut(leaf.shape, leaf.names, mesh.shape)
+    model = model_sharding(leaf.shape, leaf.names, mesh.shape)
     notes = [model.note]
     if stage == 3 and math.prod(leaf.shape) < threshold:
         stage = 2
-        notes.append(f"whole: fewer than {threshold:,} elements")
-    kept, cut = _cuts(leaf, model, mesh, stack)
-    if PIPE in spec_axes(kept.spec) - spec_axes(model.spec):
-        notes.append("cut over pipe for storage")
-    shapes = {model.spec: model.stored_shape, kept.spec: kept.stored_shape}
-    shapes |= {cut.spec: cut.stored_shape} if stage else {}
-    stored = cut.stored_shape if stage else kept.stored_shape
+        notes.append(f"replicated: fewer than {threshold:,} elements")
+    base, zero = _storage(leaf, model, mesh, stack)
+    if PIPE in spec_axes(base.spec) - spec_axes(model.spec):
+        notes.append("sharded over pipe for storage")
+    shapes = {model.spec: model.stored_shape, base.spec: base.stored_shape}
+    shapes |= {zero.spec: zero.stored_shape} if stage else {}
+    stored = zero.stored_shape if stage else base.stored_shape
     sizes = enumerate(zip(leaf.shape, stored, strict=True))
     notes += [f"dim {dim} padded {a} -> {b}" for dim, (a, b) in sizes if a != b]
     note = ", ".join(filter(None, notes))
@@ -227,8 +226,8 @@ def _row(
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
     def at(from_stage: int, dtype: Any, memory: str) -> Placement:
-        """Cut over data from this stage on."""
-        spec = cut.spec if stage >= from_stage else kept.spec
+        """Shard over data from this ZeRO stage on."""
+        spec = zero.spec if stage >= from_stage else base.spec
         return Placement(spec, memory, jnp.dtype(dtype))
 
     read = Placement(model.spec, memories.read, jnp.dtype(compute))
@@ -245,22 +244,22 @@ def _row(
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 
-def _cuts(
-    leaf: Leaf, model: ModelCut, mesh: Mesh, stack: Stack | None
+def _storage(
+    leaf: Leaf, model: ModelSharding, mesh: Mesh, stack: Stack | None
 ) -> tuple[ZeroSharding, ZeroSharding]:
-    """How a leaf is stored: without ZeRO, and with its cut.
+    """Compute the storage sharding of a leaf: (without ZeRO, with ZeRO).
 
-    Of a stack, the dim of the layers is not ZeRO's to cut. Where the stages do not hold it as it is
-    stored, pipe cuts another dim. The parts that data makes are cut again by pipe, so that what
-    the stages exchange (`pipeline/stage_layout.py`) leaves them as they are.
+    ZeRO does not shard the layers dim of a stack. A stack that is not in place has another dim
+    sharded over pipe, inside of data's shards, so that the stages' exchange
+    (`pipeline/stage_layout.py`) leaves those unchanged.
     """
     names, sizes = leaf.names, mesh.shape
-    kept = ZeroSharding(model.spec, model.stored_shape)
+    base = ZeroSharding(model.spec, model.stored_shape)
     if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
-        return kept, cut_leaf(kept.stored_shape, kept.spec, names, sizes) or kept
+        return base, shard_leaf(base.stored_shape, base.spec, names, sizes) or base
     first = 1 if stack.stacked else 0
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        kept = cut_leaf(kept.stored_shape, kept.spec, names, sizes, PIPE, first=first) or kept
-    cut = cut_leaf(kept.stored_shape, kept.spec, names, sizes, first=first, inner=inner)
-    return kept, cut or kept
+        base = shard_leaf(base.stored_shape, base.spec, names, sizes, PIPE, first=first) or base
+    zero = shard_leaf(base.stored_shape, base.spec, names, sizes, first=first, inner=inner)
+    return base, zero or base

@@ -1,6 +1,6 @@
-"""ZeRO: on which dim a leaf is cut over `data`, and what is padded so that it can be.
+"""ZeRO sharding: choose the dim of a leaf to shard over `data`, and its padding.
 
-The pipe axis cuts so too what its stages do not hold as it is stored (`placement/stacks.py`).
+Stacks that are not in place are sharded over `pipe` by the same rule (`placement/stacks.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,36 +10,36 @@ from jax.sharding import PartitionSpec
 
 from jaxspeed.placement.specs import as_entry, by_dim, entry_axes, num_shards
 
-# What it costs, as a share of the leaf's bytes, to cut a dim that had better stay whole. A scan
-# slices the stacked `layers` dim, and one layer is to be gathered at a time; lookups and the
-# chunked cross-entropy walk along `vocab`. So both are cut only where padding would cost more.
-# `head_dim` is the inner part of a matrix's dim, `heads` the outer one, whose cuts are contiguous.
+# Cost, as a share of the leaf's bytes, of sharding a dim that should stay unsharded. A scan slices
+# the stacked `layers` dim, and one layer is gathered at a time; lookups and the chunked
+# cross-entropy walk along `vocab`. So both are sharded only where padding would cost more.
+# `head_dim` is the inner part of a matrix's dim, `heads` the outer one with contiguous shards.
 RELUCTANCE = {
     **dict.fromkeys(("layers", "stages"), 0.25),
     **dict.fromkeys(("vocab", "block_vocab"), 0.125),
     "head_dim": 0.01,
 }
 
-# The same for the window of a convolution's kernel [*window, in, out]: of a gradient whose samples
-# are replicated each device would compute some offsets. XLA's partitioner fails at that for a
+# The same for the window of a convolution's kernel [*window, in, out]: each device would compute
+# some offsets of a gradient whose samples are replicated. XLA's partitioner fails at that for a
 # strided transposed convolution with a window as wide as the axis ("Slice dim size 1 greater than
 # dynamic slice dimension: 0", jax 0.10.2). It costs as much as doubling the leaf.
 WINDOW_RELUCTANCE = 1.0
 
-# TPUs keep the last two dims of an array in tiles of 8 x 128. Where a cut ends inside a tile, or
-# leaves an odd number of them along the last dim, XLA reduces a gradient by all-reduce, at twice
+# TPUs store the last two dims of an array in tiles of 8 x 128. Where a shard ends inside a tile, or
+# has an odd number of them along the last dim, XLA reduces a gradient by all-reduce, at twice
 # the cost of a reduce-scatter (seen with jax 0.10.2 for v5e: 64, 96, 128 and 384 columns).
 TILE = (8, 256)
 
 
 class ZeroSharding(NamedTuple):
-    """Where a leaf is cut: its spec with the new axis in it, and the shape that is stored."""
+    """Spec of a leaf with the new axis in it, and the padded shape that is stored."""
 
     spec: PartitionSpec
     stored_shape: tuple[int, ...]
 
 
-def cut_leaf(
+def shard_leaf(
     shape: Sequence[int],
     spec: PartitionSpec,
     names: Sequence[str | None],
@@ -49,16 +49,16 @@ def cut_leaf(
     first: int = 0,
     inner: str | None = None,
 ) -> ZeroSharding | None:
-    """Add `axis` to a leaf's spec on the dim that divides best; None when nothing can be cut.
+    """Add `axis` to a leaf's spec on the dim that divides best; None if no dim can be sharded.
 
-    The best dim is the one whose padding adds least; among equals one that no axis cuts yet, then
-    one that is not the last and is cut into whole tiles, then the largest. `names` are the leaf's
-    logical dims, as far as they are known.
+    The best dim is the one whose padding adds least; among equals one that no axis shards yet, then
+    one that is not the last and has shards of complete tiles, then the largest. `names` are the
+    leaf's logical dims, as far as they are known.
 
     Args:
-      first: the first dim that may be cut.
-      inner: an axis that cuts the parts of `axis` again, where both cut one dim. They share one
-        only where any other would add more.
+      first: the first dim that may be sharded.
+      inner: an axis that shards inside of `axis` where both shard one dim. They share one only
+        where any other would add more.
     """
     if axis_sizes[axis] == 1 or len(shape) <= first or 0 in shape:
         return None
@@ -85,10 +85,10 @@ def cut_leaf(
 
 
 def window_dims(shape: Sequence[int], names: Sequence[str | None]) -> set[int]:
-    """The dims of a leaf that are, by its shape, the window of a convolution: [*window, in, out].
+    """Find the dims that are by shape the window of a convolution's kernel: [*window, in, out].
 
-    Those without a name that are smaller than what is largest of the last two. So is a stack of
-    layers or experts, which is not to be cut first either; [heads, head_dim, embed] is none.
+    Those without a name that are smaller than the larger of the last two. So is a stack of layers
+    or experts, which should not be sharded first either; [heads, head_dim, embed] has none.
     """
     if len(shape) < 3 or (len(shape) == 3 and shape[0] * shape[1] == shape[2]):
         return set()

@@ -16,7 +16,7 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.known_jax_bugs import refuse_faults
 from jaxspeed.placement.mesh import AXES
-from jaxspeed.placement.rules import LOGICAL_RULES, model_cut
+from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.compile.outcome import Outcome
@@ -165,7 +165,7 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         bounds,
         fixed=math.prod(n for axis, n in sizes.items() if axis not in MESH),
     )
-    if tuning.said("fast") and tuning.fast:
+    if tuning.has("fast") and tuning.fast:
         return replace(space, changing=FAST)
     return space
 
@@ -174,7 +174,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
     """Sizes of the tensor axis that divide the sharded dims, inside of a node or slice."""
     target, base = problem.target, problem.base.tensor
     tuning, config = problem.source.config.autotuning, problem.source.config
-    if tuning.said("mp_size"):
+    if tuning.has("mp_size"):
         return (tuning.mp_size,)
     within = target.slice_count if target.topology else target.node
     named = [
@@ -189,7 +189,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
 
     def divides(degree: int) -> bool:
         sizes = {**ones, "tensor": degree}
-        return not any(model_cut(leaf.shape, leaf.names, sizes).misfits for leaf in named)
+        return not any(model_sharding(leaf.shape, leaf.names, sizes).misfits for leaf in named)
 
     return tuple(degree for degree in divisors(within) if degree == base or divides(degree))
 
@@ -288,7 +288,7 @@ def search_run(
     problem = search_problem(source, program, batch, target)
     space, costs = search_space(problem, program), cost_model(problem)
     tuning = source.config.autotuning
-    trials = tuning.tuner_num_trials if tuning.said("tuner_num_trials") else 10**6
+    trials = tuning.tuner_num_trials if tuning.has("tuner_num_trials") else 10**6
 
     def on_estimate(count: int, best: Choice | None) -> None:
         now = f"; best {best.name(problem.samples)}" if best else ""

@@ -58,7 +58,7 @@ def _policy(
         _check_names([ATTENTION], members)
         return _policies.save_only_these_names(ATTENTION)
     if words.policy == "names":
-        _check_names([*words.save, *words.offload, *words.made_again], members)
+        _check_names([*words.save, *words.offload, *words.recomputed], members)
         return of_names(words.save, words.offload)
     if words.budget is not None:
         return of_names(*chosen(words.budget, costs_of(members, ways, device_kind)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxspeed.config import LayerSpec, match
+from jaxspeed.config import TensorLayerSpec, match
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 from jaxspeed.placement.rows import Leaf
@@ -37,7 +37,7 @@ def as_layer_specs(
     """`tensor_parallel.partition_config.layer_specs` that cuts exactly these parameters."""
     bare = [replace(leaf, names=_without_tensor(leaf)) for leaf in leaves]
     left = [leaf.path for leaf in bare if leaf.path in cuts]
-    specs: list[LayerSpec] = []
+    specs: list[TensorLayerSpec] = []
     while left:
         spec = _spec_for(left[0], bare, cuts, uses)
         specs.append(spec)
@@ -58,7 +58,7 @@ def _without_tensor(leaf: Leaf) -> tuple[str | None, ...]:
 
 
 def _meant(
-    leaves: Sequence[Leaf], specs: Sequence[LayerSpec], uses: Mapping[str, Use]
+    leaves: Sequence[Leaf], specs: Sequence[TensorLayerSpec], uses: Mapping[str, Use]
 ) -> dict[str, ShardedDim] | None:
     """What these specs cut; None where they do not tell."""
     try:
@@ -75,7 +75,7 @@ def _meant(
 
 def _spec_for(
     path: str, leaves: Sequence[Leaf], cuts: Wanted, uses: Mapping[str, Use]
-) -> LayerSpec:
+) -> TensorLayerSpec:
     """The widest pattern, and its word, that is true of all that it covers."""
     for pattern in _patterns(path, [leaf.path for leaf in leaves]):
         covered = {leaf.path for leaf in leaves if match(pattern, leaf.path)}
@@ -85,7 +85,7 @@ def _spec_for(
         for spec in _words(pattern, wanted, uses):
             if _meant(around, [spec], uses) == wanted:
                 return spec
-    return LayerSpec(path, _word_of(path, cuts[path], uses), cuts[path].dim)
+    return TensorLayerSpec(path, _word_of(path, cuts[path], uses), cuts[path].dim)
 
 
 def _patterns(path: str, paths: Sequence[str]) -> Iterator[str]:
@@ -105,11 +105,11 @@ def _open(segment: str) -> str:
     return re.sub(r"\d+$", "*", segment)
 
 
-def _words(pattern: str, wanted: Wanted, uses: Mapping[str, Use]) -> Iterator[LayerSpec]:
+def _words(pattern: str, wanted: Wanted, uses: Mapping[str, Use]) -> Iterator[TensorLayerSpec]:
     """What may be said of a pattern, the plainest first."""
     said = {cut.dim: _word_of(path, cut, uses) for path, cut in wanted.items()}
-    yield from (LayerSpec(pattern, word) for word in dict.fromkeys(said.values()))
-    yield from (LayerSpec(pattern, said[dim], dim) for dim in sorted(said))
+    yield from (TensorLayerSpec(pattern, word) for word in dict.fromkeys(said.values()))
+    yield from (TensorLayerSpec(pattern, said[dim], dim) for dim in sorted(said))
 
 
 def _word_of(path: str, cut: ShardedDim, uses: Mapping[str, Use]) -> Word:
@@ -119,15 +119,15 @@ def _word_of(path: str, cut: ShardedDim, uses: Mapping[str, Use]) -> Word:
 
 
 def _excepting(
-    specs: Sequence[LayerSpec], leaves: Sequence[Leaf], cuts: Wanted, uses: Mapping[str, Use]
-) -> Sequence[LayerSpec]:
+    specs: Sequence[TensorLayerSpec], leaves: Sequence[Leaf], cuts: Wanted, uses: Mapping[str, Use]
+) -> Sequence[TensorLayerSpec]:
     """The specs, with exceptions before them for what a pattern covers and does not mean."""
     meant = _meant(leaves, specs, uses) or {}
     for leaf in leaves:
         cut = cuts.get(leaf.path)
         if meant.get(leaf.path) != cut:
             word: Word = "replicated" if cut is None else _word_of(leaf.path, cut, uses)
-            specs = [LayerSpec(leaf.path, word, cut.dim if cut else None), *specs]
+            specs = [TensorLayerSpec(leaf.path, word, cut.dim if cut else None), *specs]
     return specs
 
 

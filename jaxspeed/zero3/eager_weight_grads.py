@@ -14,7 +14,7 @@ from typing import Any
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.placement.grad_barrier import gradients_together
+from jaxspeed.placement.grad_barrier import grads_together
 
 
 def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
@@ -32,7 +32,7 @@ def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
             given = {v: env[v] for v in eqn.invars if is_var(v)}
             if number in waits_for:
                 moving, weight = matmuls[number][0], waits_for[number]
-                given[moving], env[weight] = gradients_together(env[moving], env[weight])
+                given[moving], env[weight] = grads_together(env[moving], env[weight])
             outs = run_equation(jaxpr, eqn, given.__getitem__)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]

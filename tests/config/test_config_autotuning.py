@@ -1,4 +1,4 @@
-"""DeepSpeed's `autotuning` section: bounds of a search, and words that have no meaning here."""
+"""DeepSpeed's `autotuning` section: bounds of a search, and keys that have no meaning here."""
 
 import pytest
 
@@ -40,13 +40,11 @@ def test_deepspeeds_own_section_is_read_and_each_key_told_what_becomes_of_it():
 
 def test_a_default_of_deepspeeds_is_no_bound():
     tuning = Config(autotuning={"enabled": True, "mp_size": 2}).autotuning
-    assert (
-        tuning.said("mp_size") and not tuning.said("fast") and not tuning.said("tuner_num_trials")
-    )
+    assert tuning.has("mp_size") and not tuning.has("fast") and not tuning.has("tuner_num_trials")
 
 
 def test_what_is_not_enabled_bounds_nothing():
-    assert not Config(autotuning={"mp_size": 2}).autotuning.said("mp_size")
+    assert not Config(autotuning={"mp_size": 2}).autotuning.has("mp_size")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def zero(**keys):
     return {"zero_optimization": keys}
 
 
-def specs(words):
-    return {"tensor_parallel": {"partition_config": {"layer_specs": words}}}
+def specs(given):
+    return {"tensor_parallel": {"partition_config": {"layer_specs": given}}}
 
 
 BAD = {
@@ -56,16 +56,16 @@ BAD = {
     "rate as text": (adam(lr="1e-5"), "optimizer.params.lr", "Write 1e-5 without quotes."),
     "true as text": ({"fp16": {"enabled": "true"}}, "fp16.enabled", "Write true without quotes."),
     "1 for true": ({"bf16": {"enabled": 1}}, "bf16.enabled", "Write true."),
-    "true for a number": ({"train_batch_size": True}, "train_batch_size", "a whole number"),
+    "true for a number": ({"train_batch_size": True}, "train_batch_size", "an integer"),
     "a fraction of a sample": ({"train_batch_size": 8.5}, "train_batch_size", "Write 8."),
     "null for a number": ({"gradient_clipping": None}, "gradient_clipping", "Remove the key"),
     "flag for a section": ({"fp16": True}, "fp16", 'Write {"enabled": true}'),
-    "specs that are a word": (
+    "specs that are text": (
         specs("column"),
         "tensor_parallel.partition_config.layer_specs",
         "a mapping from path patterns",
     ),
-    "unknown word of a spec": (
+    "unknown type of a spec": (
         specs({"up": "colunm"}),
         "tensor_parallel.partition_config.layer_specs.up",
         'Did you mean "column"?',
@@ -75,15 +75,15 @@ BAD = {
         "tensor_parallel.partition_config.layer_specs.up.dims",
         'Did you mean "dim"?',
     ),
-    "spec without a word": (
+    "spec without a type": (
         specs({"up": {"dim": 0}}),
         "tensor_parallel.partition_config.layer_specs.up.type",
         "Needs a value",
     ),
-    "dim of what is whole": (
+    "dim of a replicated weight": (
         specs({"up": {"type": "replicated", "dim": 0}}),
         "tensor_parallel.partition_config.layer_specs.up.dim",
-        "no dim that is cut",
+        "no sharded dim",
     ),
     "regex for a path pattern": (
         specs({r".*\.[qk]_proj\.weight$": "column"}),
@@ -100,7 +100,7 @@ BAD = {
         "tensor_parallel.partition_config.layer_specs.0.patterns",
         "Needs a value",
     ),
-    "DeepSpeed's spec with our word": (
+    "DeepSpeed's spec with our type": (
         specs([{"patterns": ["up"], "partition_type": "vocabulary"}]),
         "tensor_parallel.partition_config.layer_specs.0.partition_type",
         'one of "column", "row", "skip"',
@@ -110,7 +110,7 @@ BAD = {
         "tensor_parallel.partition_config.layer_specs.0.partition_typ",
         'Did you mean "partition_type"?',
     ),
-    "a regex that no pattern says": (
+    "a regex that no pattern expresses": (
         specs([{"patterns": [r".*\.(?!lm_head)\w*proj$"]}]),
         "tensor_parallel.partition_config.layer_specs.0.patterns.0",
         'Write path patterns instead, such as "',
@@ -123,7 +123,7 @@ BAD = {
     "torch's other dim": (
         specs([{"patterns": ["up"], "partition_type": "column", "partition_dim": 1}]),
         "tensor_parallel.partition_config.layer_specs.0.partition_dim",
-        "dims of a torch weight",
+        "dim of a torch weight",
     ),
     "specs of several models": (
         specs([{"patterns": ["up"], "model_types": ["llama"]}]),
@@ -214,7 +214,7 @@ BAD = {
     "no rate": (
         {"optimizer": {"type": "Adam"}},
         "optimizer.params.lr",
-        "DeepSpeed would take lr 0.001 without a word",
+        "DeepSpeed would silently use lr 0.001",
     ),
     "half of Muon's rates": (
         {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}}},
@@ -322,12 +322,12 @@ BAD = {
         "parallel.gradient_reduction",
         'write "micro_batch" or "auto"',
     ),
-    "a word of the ring without a ring": (
+    "a key of the ring without a ring": (
         {"parallel": {"ring_wire": "int8"}},
         "parallel.ring_wire",
         'found "int8" with parallel.data_reduction "xla". Only parallel.data_reduction "ring"',
     ),
-    "a word of the server in a ring": (
+    "a key of the server in a ring": (
         {"parallel": {"data_reduction": "ring", "servers": 2}},
         "parallel.servers",
         'found 2 with parallel.data_reduction "ring". Only parallel.data_reduction '
@@ -336,7 +336,7 @@ BAD = {
     "staleness in step": (
         {"parallel": {"data_reduction": "parameter_server", "staleness_decay": 0.5}},
         "parallel.staleness_decay",
-        "say max_staleness, or remove the key",
+        "set it, or remove the key",
     ),
     "a decay that grows": (
         {"parallel": {"staleness_decay": 1.5}},
@@ -346,7 +346,7 @@ BAD = {
     "buckets of nothing": (
         {"parallel": {"ring_bucket_bytes": "large"}},
         "parallel.ring_bucket_bytes",
-        'a text as "32 MiB"',
+        'text such as "32 MiB"',
     ),
     "a ring through stages": (
         {"parallel": {"data_reduction": "ring"}, "pipeline": {"stages": 2}},
@@ -356,17 +356,17 @@ BAD = {
     "a server of stages": (
         {"parallel": {"data_reduction": "parameter_server"}, "mesh": {"pipe": 2}},
         "mesh.pipe",
-        "servers hold no layers",
+        "servers run no layers",
     ),
     "a ring's wire said twice": (
         {"parallel": {"data_reduction": "ring"}, "communication_data_type": "bf16"},
         "communication_data_type",
         "parallel.ring_wire",
     ),
-    "a ring each micro-batch where ranks keep whole gradients": (
+    "a ring each micro-batch where gradients are unsharded": (
         {"parallel": {"data_reduction": "ring", "gradient_reduction": "micro_batch"}},
         "parallel.gradient_reduction",
-        "adds up once a step",
+        "reduces once per step",
     ),
     "int8 with nowhere for its error": (
         {"parallel": {"data_reduction": "ring", "ring_wire": "int8"}, **zero(stage=3)},
@@ -379,14 +379,14 @@ BAD = {
             **zero(stage=3, offload_param={"device": "cpu"}),
         },
         "zero_optimization.offload_param.device",
-        "a ring wants them together on the devices",
+        "a ring needs them together on the devices",
     ),
-    "a ring without cut activations": (
+    "a ring without sequence-parallel activations": (
         {"parallel": {"tensor_overlap": "ring"}},
         "parallel.tensor_overlap",
         "set parallel.sequence_parallel_activations",
     ),
-    "a ring both ways without cut activations": (
+    "a ring in both directions without sequence-parallel activations": (
         {"parallel": {"tensor_overlap": "ring_both_ways"}},
         "parallel.tensor_overlap",
         'or write "auto"',
@@ -415,7 +415,7 @@ BAD = {
             "pipeline": {"activation_checkpoint_interval": 1},
         },
         "pipeline.activation_checkpoint_interval",
-        'asks for parallel.pipeline_recompute "layers"',
+        'stands for parallel.pipeline_recompute "layers"',
     ),
     "chunks of a schedule that has none": (
         {"parallel": {"pipeline_schedule": "gpipe", "pipeline_chunks": 4}},
@@ -447,7 +447,7 @@ BAD = {
         "scheduler.params.warmup_min_lr",
         "Needs at most 0.01",
     ),
-    "group that asks for nothing": (
+    "group without options": (
         {"optimizer": ADAM | {"groups": [{"pattern": "bias"}]}},
         "optimizer.groups.0",
         "lr_factor, weight_decay or frozen",
@@ -483,9 +483,13 @@ BAD = {
     "auto steps": (
         schedule("WarmupDecayLR", total_num_steps="auto"),
         "scheduler.params.total_num_steps",
-        "takes its value from run.steps",
+        "is resolved from run.steps",
     ),
-    "auto batch alone": ({"train_batch_size": "auto"}, "train_batch_size", "which nothing"),
+    "auto batch alone": (
+        {"train_batch_size": "auto"},
+        "train_batch_size",
+        "which the config cannot resolve",
+    ),
     "auto format": ({"bf16": {"enabled": "auto"}}, "bf16.enabled", "fp16.enabled true"),
     # Asked for and not built.
     "expert axis": ({"mesh": {"expert": 2}}, "mesh.expert", "This axis is not built"),
@@ -500,7 +504,7 @@ BAD = {
         "zero_optimization.offload_param.device",
         'write "cpu"',
     ),
-    "offload of parameters by two words": (
+    "offload of parameters by two keys": (
         zero(cpu_offload_param=True, offload_param={"device": "none"}),
         "zero_optimization.cpu_offload_param",
         "make them equal",
@@ -510,7 +514,7 @@ BAD = {
         "zero_optimization.offload_optimizer.super_offload",
         "device cpu",
     ),
-    "old and new word for offload": (
+    "old and new key for offload": (
         zero(cpu_offload=True, offload_optimizer={"device": "none"}),
         "zero_optimization.cpu_offload",
         "make them equal",
@@ -560,7 +564,7 @@ BAD = {
             "parallel": {"remat": {"offload": ["query"]}, "pipeline_recompute": "save"},
         },
         "parallel.remat",
-        "write save",
+        "use save",
     ),
     "layers of another policy": (
         {

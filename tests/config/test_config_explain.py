@@ -61,14 +61,14 @@ TENSOR = {
 }
 
 
-def test_words_for_the_tensor_axis_say_nothing_while_it_is_one_device():
+def test_keys_of_the_tensor_axis_are_ignored_while_it_is_one_device():
     leaves = [path for path, _ in given_leaves(TENSOR)]
     alone = rows_of(TENSOR)
     assert {alone[path].verdict for path in leaves} == {"harmless"}
-    assert {alone[path].sentence for path in leaves} == {"Says nothing while mesh.tensor is 1."}
+    assert {alone[path].sentence for path in leaves} == {"Ignored while mesh.tensor is 1."}
     for size in ({"mesh": {"tensor": 2}}, {"mesh": {"tensor": -1}}):
-        cut = rows_of(TENSOR | size)
-        assert {path for path in leaves if cut[path].verdict != "honoured"} == {
+        sharded = rows_of(TENSOR | size)
+        assert {path for path in leaves if sharded[path].verdict != "honoured"} == {
             "tensor_parallel.tp_overlap_comm"
         }
     by_other_word = TENSOR | {
@@ -85,15 +85,13 @@ def test_a_preset_that_custom_specs_replace_says_nothing():
     assert "use_default_specs is false" in row.sentence
 
 
-def test_words_for_another_reduction_say_nothing():
+def test_keys_of_another_reduction_are_ignored():
     ring = rows_of({"parallel": {"data_reduction": "ring", "ring_wire": "bf16", "servers": 1}})
     assert ring["parallel.ring_wire"].verdict == "honoured"
-    assert ring["parallel.servers"].sentence == (
-        'Says nothing while parallel.data_reduction is "ring".'
-    )
+    assert ring["parallel.servers"].sentence == ('Ignored while parallel.data_reduction is "ring".')
     in_step = {"data_reduction": "parameter_server", "on_stale": "wait"}
     row = rows_of({"parallel": in_step})["parallel.on_stale"]
-    assert row.sentence == "Says nothing while parallel.max_staleness is null."
+    assert row.sentence == "Ignored while parallel.max_staleness is null."
     apart = rows_of({"parallel": in_step | {"max_staleness": 0}})["parallel.on_stale"]
     assert apart.verdict == "honoured"
 

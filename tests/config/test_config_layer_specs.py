@@ -1,4 +1,4 @@
-"""Which weights are cut how: layer_specs in both forms, presets, and regexes of torch's names."""
+"""Tensor sharding of weights: layer_specs in both forms, presets, regexes of torch's names."""
 
 import re
 
@@ -13,22 +13,22 @@ from jaxspeed.config.torch_names import path_patterns
 pytestmark = pytest.mark.fast
 
 
-def specs(words, **section):
+def specs(given, **section):
     config = Config(
-        tensor_parallel={"partition_config": {"layer_specs": words} | section.pop("more", {})}
+        tensor_parallel={"partition_config": {"layer_specs": given} | section.pop("more", {})}
         | section
     )
     return [(spec.pattern, spec.type, spec.dim) for spec in config.layer_specs]
 
 
 def test_a_mapping_says_the_word_of_each_pattern_and_the_dim_where_it_must():
-    words = {
+    given = {
         "**/up": "column",
         "blocks/*/down": {"type": "ROW", "dim": -2},
         "embed": "vocabulary",
         "router": {"type": "replicated"},
     }
-    assert specs(words) == [
+    assert specs(given) == [
         ("**/up", "column", None),
         ("blocks/*/down", "row", -2),
         ("embed", "vocabulary", None),
@@ -37,12 +37,12 @@ def test_a_mapping_says_the_word_of_each_pattern_and_the_dim_where_it_must():
 
 
 def test_deepspeeds_list_comes_to_the_same_specs():
-    words = [
+    given = [
         {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"},
         {"patterns": [r".*\.[qkv]_proj\.weight$"]},
         {"patterns": [r".*\.router$", "blocks/*/gate"], "partition_type": "skip"},
     ]
-    assert specs(words) == [
+    assert specs(given) == [
         ("o_proj", "row", None),
         ("down_proj", "row", None),
         ("q_proj", "column", None),
@@ -53,14 +53,14 @@ def test_deepspeeds_list_comes_to_the_same_specs():
     ]
 
 
-@pytest.mark.parametrize("words", [{"up": "row"}, [{"patterns": ["up"], "partition_type": "row"}]])
-def test_layer_specs_come_before_the_presets_and_replace_it_where_it_is_switched_off(words):
+@pytest.mark.parametrize("given", [{"up": "row"}, [{"patterns": ["up"], "partition_type": "row"}]])
+def test_layer_specs_come_before_the_presets_and_replace_it_where_it_is_switched_off(given):
     """DeepSpeed's merge_autotp_configs, and get_partition_config_object without it."""
-    first, *others = specs(words, preset_model="llama")
+    first, *others = specs(given, preset_model="llama")
     assert first == ("up", "row", None)
     assert ("up", "column", None) in others
     switched_off = {"use_default_specs": False}
-    assert specs(words, preset_model="llama", more=switched_off) == [("up", "row", None)]
+    assert specs(given, preset_model="llama", more=switched_off) == [("up", "row", None)]
 
 
 def test_a_preset_alone_is_the_presets_specs():
@@ -157,7 +157,7 @@ PIECE = st.sampled_from(
 
 @given(st.lists(PIECE, min_size=1, max_size=4), st.lists(NAME, min_size=1, max_size=5))
 def test_the_path_patterns_cover_what_the_regex_matches(pieces, names):
-    """As DeepSpeed asks it, `re.match` on the parameter's name."""
+    """As DeepSpeed does, `re.match` on the parameter's name."""
     regex = r".*\." + r"\.".join(pieces) + r"\.weight$"
     patterns = path_patterns(regex)
     name, path = ".".join(["model", *names, "weight"]), "/".join(["model", *names, "kernel"])

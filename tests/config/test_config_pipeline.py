@@ -1,4 +1,4 @@
-"""The words of pipeline parallelism, and the micro-batches that fill its stages."""
+"""Keys of pipeline parallelism, and the micro-batches that fill its stages."""
 
 import json
 import re
@@ -22,7 +22,7 @@ SCHEDULE = st.sampled_from(["1f1b", "gpipe", "interleaved"])
 
 @st.composite
 def asked(draw):
-    """What a config may say of its batch, right or nearly so, and the number of data ranks."""
+    """Batch sizes of a config, valid or nearly so, and the number of data ranks."""
     ranks, micro = draw(st.integers(1, 8)), draw(st.integers(1, 4))
     accumulation = draw(st.integers(1, 24))
     off_by = draw(st.sampled_from([0, 0, 0, 0, 1, ranks, micro * ranks]))
@@ -255,7 +255,7 @@ def test_an_elastic_batch_that_cannot_fill_the_stages_says_what_its_sizes_make()
         elastic(7).batch(4)
 
 
-# The words.
+# The keys.
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_both_words_for_recomputation_come_to_one(said, interval, recompute):
     assert load_config(dumped).pipeline_recompute == recompute
 
 
-WORDS = {
+KEYS = {
     "parallel.pipeline_schedule": "interleaved",
     "parallel.pipeline_chunks": 3,
     "parallel.pipeline_recompute": "layers",
@@ -311,26 +311,26 @@ WORDS = {
     "pipeline.pipe_partitioned": True,
     "pipeline.grad_partitioned": False,
 }
-APPROXIMATED = {path for path in WORDS if path.startswith("pipeline.")}
+APPROXIMATED = {path for path in KEYS if path.startswith("pipeline.")}
 
 
 def all_words(**more):
     tree = {"parallel": {}, "pipeline": {}, "zero_optimization": {"stage": 3}, **more}
-    for path, value in WORDS.items():
+    for path, value in KEYS.items():
         section, key = path.split(".")
         tree[section][key] = value
     return tree
 
 
 def verdicts(tree):
-    return {row.key: row for row in explain_config(tree) if row.key in WORDS}
+    return {row.key: row for row in explain_config(tree) if row.key in KEYS}
 
 
-def test_words_for_the_stages_say_nothing_while_there_is_one():
+def test_keys_of_stages_are_ignored_while_there_is_one():
     rows = verdicts(all_words())
     assert {row.verdict for row in rows.values()} == {"harmless"}
-    assert {row.sentence for row in rows.values()} == {"Says nothing while mesh.pipe is 1."}
-    assert rows.keys() == WORDS.keys()
+    assert {row.sentence for row in rows.values()} == {"Ignored while mesh.pipe is 1."}
+    assert rows.keys() == KEYS.keys()
 
 
 @pytest.mark.parametrize("size", [2, -1])
@@ -346,23 +346,23 @@ def test_chunks_count_with_the_interleaved_schedule_alone():
     assert 'pipeline_schedule is "1f1b"' in rows["parallel.pipeline_chunks"].sentence
 
 
-def test_when_weights_are_gathered_counts_with_zero_3_alone():
+def test_pipeline_gather_is_ignored_without_zero_3():
     tree = piped(2) | {"parallel": {"pipeline_gather": "step"}, "zero_optimization": {"stage": 2}}
     row = verdicts(tree)["parallel.pipeline_gather"]
     assert (row.verdict, row.sentence) == (
         "harmless",
-        "Says nothing while zero_optimization.stage is 2.",
+        "Ignored while zero_optimization.stage is 2.",
     )
 
 
 @pytest.mark.parametrize(
     "word", ["best", "uniform", "Parameters", "flops", "type:TransformerLayer", "type:a|B"]
 )
-def test_every_even_partition_is_the_same_cut(word):
+def test_every_even_partition_gives_the_same_stages(word):
     tree = piped(2) | {"pipeline": {"partition": word}}
     row = verdicts(tree)["pipeline.partition"]
     assert row.verdict == "approximated"
-    assert "same cut" in row.sentence
+    assert "same stages" in row.sentence
     kept = load_config(tree).pipeline.partition
     assert kept == (word if word.startswith("type:") else word.lower())
 

@@ -7,8 +7,8 @@ import json
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_config_keys import HF
 from test_config_samples import SAMPLES
-from test_config_words import HF
 
 from jaxspeed.config import Config, explain_config, load_config
 from jaxspeed.config.tree import schema_leaves

@@ -124,7 +124,7 @@ def test_an_override_without_form_is_refused(override):
 @pytest.mark.parametrize(
     ("override", "found"),
     [
-        ("train_batch_size.x=1", "train_batch_size holds no section"),
+        ("train_batch_size.x=1", "train_batch_size is no section"),
         ("zero_optimization.stge=1", 'Did you mean "stage"?'),
         ("optimizer.params.lr=[1", "as YAML would write it"),
         ("optimizer.params.lr={a: 1, a: 2}", "found the key twice"),

@@ -127,7 +127,7 @@ SAMPLES = {
             },
         },
     },
-    "tensor parallel in the own words": {
+    "tensor parallel in jaxspeed's keys": {
         "mesh": {"tensor": 2},
         "tensor_parallel": {
             "preset_model": "GPT-2",
@@ -182,7 +182,7 @@ SAMPLES = {
             "grad_partitioned": False,
         },
     },
-    "pipeline parallel in the own words": {
+    "pipeline parallel in jaxspeed's keys": {
         "train_batch_size": 64,
         "zero_optimization": {"stage": 3},
         "mesh": {"pipe": 4, "tensor": 2},
@@ -359,7 +359,7 @@ def test_the_json_schema_refuses_what_does_not_load(tree):
 def test_the_json_schema_describes_each_key_with_its_verdict():
     stage = Config.json_schema()["properties"]["zero_optimization"]["properties"]["stage"]
     assert stage["title"] == "zero_optimization.stage"
-    assert stage["description"].startswith("honoured: What is cut over the data axis")
+    assert stage["description"].startswith("honoured: State sharded over data")
     refused = Config.json_schema()["properties"]["sparse_gradients"]
     assert refused["description"].startswith("refused: ")
 

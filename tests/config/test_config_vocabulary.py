@@ -159,7 +159,7 @@ DEEPSPEED = {
     "disable_allgather": False,
 }
 
-# One value for each refused key that asks for what it names.
+# One refused value for each refused key.
 ASKING = {
     "managed_gradient_accumulation": False,
     "sparse_gradients": True,

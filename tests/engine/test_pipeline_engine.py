@@ -277,7 +277,7 @@ class Counting(ByTurns):
         return self.norm(x)
 
 
-NOT_FOUND = "share a model's repeated blocks, and none were found. What is needed: "
+NOT_FOUND = "partition a model's repeated blocks, and none were found. Needed: "
 ELSEWHERE = "an output of block 0 is read outside of the next block"
 CHANGES = "the training pass changes variables of the model"
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Layer specs: which dim of which parameter they cut."""
+"""Layer specs: the dim of each parameter that they shard."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxspeed.models import gpt2, llama, vit
 from jaxspeed.models.layers import Linear
 
-from jaxspeed.config import Config, LayerSpec
+from jaxspeed.config import Config, TensorLayerSpec
 from jaxspeed.errors import ConfigError
 from jaxspeed.placement import Leaf, build_mesh, build_table
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
@@ -30,11 +30,11 @@ def names_of(leaves, layer_specs, uses=None, **keywords):
 
 
 def cut_of(item, word, uses=None):
-    """The dim that a word cuts of one leaf, or None."""
+    """Dim of one leaf that a spec shards, or None."""
     names = names_of([item], {item.path: word}, uses)[item.path]
-    cut = [dim for dim, name in enumerate(names) if name in ("tensor", "vocab")]
-    assert len(cut) <= 1
-    return cut[0] if cut else None
+    sharded = [dim for dim, name in enumerate(names) if name in ("tensor", "vocab")]
+    assert len(sharded) <= 1
+    return sharded[0] if sharded else None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_table_that_is_in_no_product_is_cut_by_rows_whatever_its_sizes():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "use", "bias", "cut"),
+    ("kernel", "use", "bias", "sharded"),
     [
         ((8, 4, 16), Use((0,), (1, 2)), (4, 16), ("tensor", None)),  # [embed, heads, head_dim]
         ((2, 8, 32), Use((1,), (2,)), (2, 32), (None, "tensor")),  # stacked
@@ -108,9 +108,9 @@ def test_a_table_that_is_in_no_product_is_cut_by_rows_whatever_its_sizes():
         ((2, 8, 4, 16), Use((1,), (2, 3)), (2, 4, 16), (None, "tensor", None)),
     ],
 )
-def test_the_bias_of_a_column_is_cut_where_its_kernels_outputs_are(kernel, use, bias, cut):
+def test_the_bias_of_a_column_is_sharded_where_its_kernels_outputs_are(kernel, use, bias, sharded):
     leaves = [leaf("q/kernel", *kernel), leaf("q/bias", *bias)]
-    assert names_of(leaves, {"q": "column"}, {"q/kernel": use})["q/bias"] == cut
+    assert names_of(leaves, {"q": "column"}, {"q/kernel": use})["q/bias"] == sharded
 
 
 def test_the_bias_of_a_row_is_whole_though_the_dim_that_is_cut_has_its_size():
@@ -149,7 +149,7 @@ def test_a_dim_that_was_said_of_a_module_is_its_kernels_and_the_bias_follows():
     }
 
 
-def test_parameters_of_one_module_without_names_of_flax_are_each_cut_by_their_own_word():
+def test_parameters_of_one_module_without_names_of_flax_are_each_sharded_by_their_own_spec():
     """As a pair of pure functions has them: one flat dict, in which shapes meet by chance."""
     leaves = [leaf("w2", 32, 8), leaf("b1", 32), leaf("w1", 8, 32), leaf("conv", 3, 3, 8, 32)]
     assert names_of(leaves, {"w1": "column", "b1": "column", "w2": "row"}) == {
@@ -168,16 +168,16 @@ def test_the_first_pattern_that_covers_a_leaf_counts():
     }
 
 
-def test_a_spec_overrides_where_the_model_cuts_and_keeps_its_other_names():
+def test_a_spec_overrides_which_dim_the_model_shards_and_keeps_its_other_names():
     names = ("layers", "embed", "heads", "head_dim")
     q = leaf("q/kernel", 2, 8, 4, 16, names=names)
-    whole = ("layers", "embed", None, "head_dim")
-    assert names_of([q], {"q": "replicated"})["q/kernel"] == whole
+    replicated = ("layers", "embed", None, "head_dim")
+    assert names_of([q], {"q": "replicated"})["q/kernel"] == replicated
     assert names_of([q], {"q": "row"})["q/kernel"] == ("layers", "tensor", None, "head_dim")
 
 
-def test_a_name_by_which_the_model_cuts_the_same_dim_stays():
-    """Key and value heads that the axis does not divide stay whole, by their name."""
+def test_a_name_by_which_the_model_shards_the_same_dim_stays():
+    """Key and value heads that the axis does not divide are replicated, by their name."""
     k = leaf("k/kernel", 8, 1, 16, names=("embed", "kv_heads", "head_dim"))
     assert names_of([k], {"k": "column"})["k/kernel"] == k.names
 
@@ -189,7 +189,10 @@ def test_a_vocabulary_may_be_padded_whatever_the_model_calls_it():
 
 def test_what_no_spec_covers_is_as_the_model_made_it():
     norm = leaf("norm/scale", 8, names=("embed",))
-    assert named_by_specs([norm, leaf("up/kernel", 8, 32)], [LayerSpec("up", "column")])[0] is norm
+    assert (
+        named_by_specs([norm, leaf("up/kernel", 8, 32)], [TensorLayerSpec("up", "column")])[0]
+        is norm
+    )
 
 
 BLOCKS = [
@@ -198,7 +201,7 @@ BLOCKS = [
     for name in ("query", "key")
 ]  # fmt: skip
 BAD = {
-    "a dim that the shape does not tell": (
+    "a dim that the shape does not determine": (
         BLOCKS,
         {"query": "column"},
         '"query" as column, which covers blocks/0/query/kernel, blocks/1/query/kernel',
@@ -237,7 +240,7 @@ BAD = {
     "a pattern that an earlier one hides": (
         [leaf("mlp/up/kernel", 8, 32), leaf("mlp/down/kernel", 32, 8)],
         {"mlp": "column", "down": "row"},
-        'all of whose parameters "mlp" covers before it',
+        'all of whose parameters "mlp" covers first',
         'Put it before "mlp", or remove it',
     ),
 }
@@ -272,7 +275,7 @@ def test_one_name_of_a_regex_is_enough():
     assert names_of(leaves, specs)["q_proj/kernel"] == (None, "tensor")
 
 
-def test_a_leaf_that_logical_axes_name_too_is_said_twice():
+def test_a_leaf_that_logical_axes_name_too_is_refused():
     leaves = [leaf("up/kernel", 8, 32)]
     with pytest.raises(ConfigError, match=r"logical_axes names up/kernel.*keep one"):
         names_of(leaves, {"up": "column"}, logical_axes=["**/up/kernel"])
@@ -333,7 +336,7 @@ def test_a_preset_cuts_what_the_familys_own_names_cut(family, traced):
     model = nnx.eval_shape(lambda: module.build(config, nnx.Rngs(0)))
     leaves = parameters(model)
     bare = [replace(item, names=()) for item in leaves]
-    if not traced:  # what a model with a stack must say, and what tells heads from convolutions
+    if not traced:  # names that a stack needs, and that distinguish heads from convolutions
         kept = ("layers", "head_dim")
         bare = [
             replace(item, names=tuple(name if name in kept else None for name in item.names))
@@ -373,10 +376,10 @@ def test_a_preset_knows_the_names_of_nnxs_attention():
     }
     specs = Config(tensor_parallel={"preset_model": "vit"}).layer_specs
     named = {item.path: item.names for item in named_by_specs(leaves, specs, uses)}
-    cut = {
+    sharded = {
         path: names.index(next(filter(None, names))) for path, names in named.items() if any(names)
     }
-    assert cut == {
+    assert sharded == {
         **{f"attn/{name}/kernel": 1 for name in ("query", "key", "value")},
         **{f"attn/{name}/bias": 0 for name in ("query", "key", "value")},
         "attn/out/kernel": 0,
@@ -398,7 +401,7 @@ def test_the_parts_of_a_column_and_of_its_row_give_the_whole_product():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(5, 8))
     arrays = {item.path: rng.normal(size=item.shape) for item in leaves}
-    whole = np.tanh(x @ arrays["up/kernel"] + arrays["up/bias"]) @ arrays["down/kernel"]
+    full = np.tanh(x @ arrays["up/kernel"] + arrays["up/bias"]) @ arrays["down/kernel"]
     partial = []
     for device in jax.devices()[:2]:
         mine = {
@@ -406,4 +409,4 @@ def test_the_parts_of_a_column_and_of_its_row_give_the_whole_product():
             for path, array in arrays.items()
         }
         partial.append(np.tanh(x @ mine["up/kernel"] + mine["up/bias"]) @ mine["down/kernel"])
-    np.testing.assert_allclose(partial[0] + partial[1], whole, rtol=1e-12)
+    np.testing.assert_allclose(partial[0] + partial[1], full, rtol=1e-12)

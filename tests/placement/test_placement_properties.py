@@ -1,4 +1,4 @@
-"""Properties of meshes, ZeRO's cuts and the table's roles, for generated sizes."""
+"""Properties of meshes, ZeRO's sharding and the table's roles, for generated sizes."""
 
 import math
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement.mesh import AXES, build_mesh, resolve_sizes
 from jaxspeed.placement.table import Leaf, Precision, build_table
-from jaxspeed.placement.zero import cut_leaf, window_dims
+from jaxspeed.placement.zero import shard_leaf, window_dims
 
 pytestmark = pytest.mark.fast
 
@@ -35,47 +35,49 @@ def axis_sizes(data, tensor):
     return dict.fromkeys(AXES, 1) | {"data": data, "tensor": tensor}
 
 
-def ways_of(entry, sizes):
+def shards_of(entry, sizes):
     axes = (entry,) if isinstance(entry, str) else entry or ()
     return math.prod(sizes[axis] for axis in axes)
 
 
-# -- cuts -----------------------------------------------------------------------------------------
+# -- ZeRO sharding --------------------------------------------------------------------------------
 
 
 @given(leaves(), COUNTS)
 def test_a_cut_divides_and_holds_the_whole_leaf(made, data):
     leaf, spec, tensor = made
     sizes = axis_sizes(data, tensor)
-    cut = cut_leaf(leaf.shape, spec, leaf.names, sizes)
-    assert (cut is None) == (data == 1)
-    if cut is None:
+    sharding = shard_leaf(leaf.shape, spec, leaf.names, sizes)
+    assert (sharding is None) == (data == 1)
+    if sharding is None:
         return
-    ways = [ways_of(entry, sizes) for entry in cut.spec]
-    assert all(n % w == 0 for n, w in zip(cut.stored_shape, ways, strict=True))
-    assert all(a <= b for a, b in zip(leaf.shape, cut.stored_shape, strict=True))
+    shards = [shards_of(entry, sizes) for entry in sharding.spec]
+    assert all(n % w == 0 for n, w in zip(sharding.stored_shape, shards, strict=True))
+    assert all(a <= b for a, b in zip(leaf.shape, sharding.stored_shape, strict=True))
     # `data` once, and the model axes where they were.
-    flat = [a for entry in cut.spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+    flat = [
+        a for entry in sharding.spec for a in ((entry,) if isinstance(entry, str) else entry or ())
+    ]
     assert sorted(flat) == sorted([*filter(None, spec), "data"])
-    for before, after in zip(spec, cut.spec, strict=True):
+    for before, after in zip(spec, sharding.spec, strict=True):
         assert before is None or (after if isinstance(after, str) else after[0]) == before
 
 
 @given(leaves(), COUNTS)
 def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
-    """Fewer than `ways` rows, and none where a dim that may be cut divides as it is."""
+    """Fewer added rows than shards, and none where a dim that may be sharded divides as it is."""
     leaf, spec, tensor = made
     sizes = axis_sizes(data, tensor)
-    cut = cut_leaf(leaf.shape, spec, leaf.names, sizes)
-    assume(cut is not None)
-    added = [b - a for a, b in zip(leaf.shape, cut.stored_shape, strict=True)]
+    sharding = shard_leaf(leaf.shape, spec, leaf.names, sizes)
+    assume(sharding is not None)
+    added = [b - a for a, b in zip(leaf.shape, sharding.stored_shape, strict=True)]
     assert sum(n > 0 for n in added) <= 1
-    assert all(n < ways_of(e, sizes) for n, e in zip(added, cut.spec, strict=True))
+    assert all(n < shards_of(e, sizes) for n, e in zip(added, sharding.spec, strict=True))
     window = window_dims(leaf.shape, leaf.names)
     divides = any(
         name not in ("layers", "vocab")
         and dim not in window
-        and size % (data * ways_of(entry, sizes)) == 0
+        and size % (data * shards_of(entry, sizes)) == 0
         for dim, (size, name, entry) in enumerate(zip(leaf.shape, leaf.names, spec, strict=True))
     )
     if divides:
@@ -86,8 +88,8 @@ def test_padding_is_on_one_dim_and_less_than_a_shard_each(made, data):
 def test_the_stack_of_layers_is_cut_only_to_save_a_quarter(shape, data):
     """A scan slices it: one layer is to be gathered at a time."""
     names = ["layers", *["embed"] * (len(shape) - 1)]
-    cut = cut_leaf(shape, PartitionSpec(), names, axis_sizes(data, 1))
-    if cut is not None and cut.spec[0] == "data":
+    sharding = shard_leaf(shape, PartitionSpec(), names, axis_sizes(data, 1))
+    if sharding is not None and sharding.spec[0] == "data":
         padding = -shape[0] % data / shape[0]
         assert all(-size % data / size >= padding + 0.25 for size in shape[1:])
 
@@ -103,10 +105,10 @@ def test_a_convolutions_kernel_is_not_cut_on_its_window(window, few, features, t
     """[*window, in, out], however well its window divides; padding at most doubles it."""
     assume(window[0] * few != features or len(window) > 1)
     shape = [*window, *((features, few) if turned else (few, features))]
-    cut = cut_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
-    if cut is not None:
-        assert cut.spec[-1] == "data" or cut.spec[-2] == "data"
-        assert math.prod(cut.stored_shape) <= 2 * math.prod(shape)
+    sharding = shard_leaf(shape, PartitionSpec(), (), axis_sizes(data, 1))
+    if sharding is not None:
+        assert sharding.spec[-1] == "data" or sharding.spec[-2] == "data"
+        assert math.prod(sharding.stored_shape) <= 2 * math.prod(shape)
 
 
 @pytest.mark.parametrize("shape", [(512, 8, 64), (12, 64, 768), (32, 512, 8, 64)])
@@ -140,7 +142,7 @@ def test_a_mesh_fits_all_devices_or_is_refused_with_their_number(sizes, devices)
 
 # -- the table ------------------------------------------------------------------------------------
 
-# Role by stage: is it cut over data? None: it is not stored (design.md, "The one idea").
+# Role by stage: is it sharded over data? None: it is not stored (design.md, "The one idea").
 MIXED = {
     "param": (False, False, False, None),
     "master": (False, True, True, True),

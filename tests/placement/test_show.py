@@ -1,4 +1,4 @@
-"""The placement table as people read it."""
+"""The printed placement table."""
 
 import re
 
@@ -16,17 +16,17 @@ def shown(width=80, **config):
     ("stage", "columns"),
     [(0, "param, grad, opt"), (1, "param, grad   opt"), (2, "param      grad, opt")],
 )
-def test_roles_that_live_alike_share_a_column(stage, columns):
+def test_roles_with_equal_placements_share_a_column(stage, columns):
     header = next(line for line in shown(stage=stage).splitlines() if "parameter " in line)
     assert re.search(columns.replace("  ", " +"), header)
 
 
-def test_a_role_that_is_nowhere_has_no_column():
+def test_a_role_without_placements_has_no_column():
     assert "master" not in shown(stage=3)
     assert "master" in shown(stage=3, bf16={"enabled": True})
 
 
-def test_a_note_that_several_have_is_told_once():
+def test_a_note_that_several_parameters_share_is_printed_once():
     zero = {"stage": 3, "stage3_param_persistence_threshold": 200}
     text = as_text(
         tiny.jaxspeed.initialize(
@@ -36,7 +36,7 @@ def test_a_note_that_several_have_is_told_once():
     )
     assert text.count("fewer than 200 elements") == 1
     marked = [line for line in text.splitlines() if line.rstrip().endswith("(1)")]
-    assert len(marked) > 1 and all("whole" in line for line in marked)
+    assert len(marked) > 1 and all("replicated" in line for line in marked)
 
 
 def test_no_line_of_a_small_model_is_broken_at_80_columns():

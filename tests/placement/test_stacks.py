@@ -91,7 +91,7 @@ def test_where_nothing_repeats_there_is_no_stack():
     assert find_stack([EMBEDDING, *block("blocks/0"), *block("blocks/1", 16)]) is None
 
 
-# -- what pipe cuts -------------------------------------------------------------------------------
+# -- sharded over pipe ----------------------------------------------------------------------------
 
 
 def test_the_first_dim_is_cut_where_a_stage_has_neighbouring_layers():
@@ -123,23 +123,25 @@ def test_stages_are_refused_where_there_are_more_chunks_than_layers(layers, stag
     if stages * chunks <= layers:
         refuse_stages(stack, stages, chunks)
         return
-    with pytest.raises(PlacementError, match=f"need {stages * chunks} layers.* are {layers}"):
+    with pytest.raises(
+        PlacementError, match=f"need {stages * chunks} layers.* has {layers} blocks"
+    ):
         refuse_stages(stack, stages, chunks)
 
 
 @pytest.mark.parametrize(
     "layers, stages, chunks, works",
     [
-        (3, 4, 1, "What works: mesh.pipe up to 3"),
+        (3, 4, 1, "Would work: mesh.pipe up to 3"),
         (6, 4, 2, "mesh.pipe up to 3, or a parallel.pipeline_schedule without chunks"),
         (
             9,
             4,
             3,
-            "What works: mesh.pipe up to 3, or parallel.pipeline_chunks up to 2, or a "
+            "Would work: mesh.pipe up to 3, or parallel.pipeline_chunks up to 2, or a "
             "parallel.pipeline_schedule without chunks",
         ),
-        (2, 4, 2, "With 2 there is no pipeline"),
+        (2, 4, 2, "2 cannot form a pipeline"),
     ],
 )
 def test_what_is_refused_is_told_with_what_works(layers, stages, chunks, works):

@@ -21,7 +21,7 @@ from jaxspeed.config import Config, match
 from jaxspeed.hlo.collectives import collectives
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import model_cut
+from jaxspeed.placement.rules import model_sharding
 from jaxspeed.tensor_parallel import follow, propose, uses_of
 from jaxspeed.tensor_parallel.matmuls import products
 from jaxspeed.tensor_parallel.max_weight_set import best_set
@@ -443,7 +443,7 @@ def test_the_reference_families_need_no_names(family):
     named = {
         leaf.path: dim
         for leaf in model.leaves
-        for dim, axis in enumerate(model_cut(leaf.shape, leaf.names, axes).spec)
+        for dim, axis in enumerate(model_sharding(leaf.shape, leaf.names, axes).spec)
         if axis
     }
     found = dims(proposal_of(model, tensor=2))

@@ -82,9 +82,9 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_vocabulary_that_does_not_divide_is_padded_to_the_next_multiple[0]",
     ),
     (
-        'LEFT_WHOLE = ("kv_heads",)',
-        "LEFT_WHOLE: tuple[str, ...] = ()",
-        "test_key_heads_that_do_not_divide_are_whole_on_each_device_and_the_row_says_so",
+        'REPLICATED = ("kv_heads",)',
+        "REPLICATED: tuple[str, ...] = ()",
+        "test_key_heads_that_do_not_divide_are_replicated_with_a_note",
     ),
     (
         "full[free[0]] = device_count // fixed",
@@ -227,8 +227,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_bytes_of_a_name_are_what_jax_keeps_for_it[gpt2]",
     ),
     (
-        "made = made or (train // said.known if said.micro else stages.cut(train // said.known))",
-        "made = made or stages.cut(train // said.known)",
+        "made = made or (train // keys.known if keys.micro else stages.split(train // keys.known))",
+        "made = made or stages.split(train // keys.known)",
         "test_a_triple_is_solved_exactly_when_it_can_be",
     ),
     (
@@ -242,7 +242,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_largest_micro_batch_that_divides_is_taken",
     ),
     (
-        "filling = [size for size in sizes if stages.take(per_rank // size)]",
+        "filling = [size for size in sizes if stages.accepts(per_rank // size)]",
         "filling = sizes",
         "test_an_elastic_batch_takes_the_largest_micro_batches_that_fill_the_stages",
     ),

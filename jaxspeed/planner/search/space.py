@@ -174,7 +174,7 @@ class Space:
         stages = Stages(at.pipe, at.schedule == "interleaved")
         low, high = self.micro
         sizes = (n for n in divisors(per_rank) if low <= n <= high)
-        return tuple(n for n in sizes if stages.take(per_rank // n))
+        return tuple(n for n in sizes if stages.accepts(per_rank // n))
 
     def all(self) -> Iterator[Choice]:
         """Every choice, once; the base first."""

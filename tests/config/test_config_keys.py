@@ -1,4 +1,4 @@
-"""Meshes, "auto", optimizers and schedules: what the words come to."""
+"""Resolved values of mesh, "auto", optimizer and schedule keys."""
 
 import pytest
 
@@ -253,9 +253,9 @@ def test_the_compute_format_follows_the_precision_sections(tree, dtype):
     assert load_config(tree).compute_dtype == dtype
 
 
-@pytest.mark.parametrize("word", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
-def test_formats_have_many_names_and_one_meaning(word):
-    assert Config(communication_data_type=word).communication_data_type == "bf16"
+@pytest.mark.parametrize("name", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
+def test_formats_have_many_names_and_one_meaning(name):
+    assert Config(communication_data_type=name).communication_data_type == "bf16"
 
 
 def test_what_was_set_is_told_from_what_is_a_default():

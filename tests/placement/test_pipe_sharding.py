@@ -1,4 +1,4 @@
-"""What pipe cuts of a stack: its layers, or other dims where stages do not hold it as stored."""
+"""Sharding of a stack over pipe: its layers, or other dims where it is not stored in place."""
 
 import math
 from dataclasses import replace
@@ -81,26 +81,26 @@ def test_all_that_is_stored_is_cut_over_pipe_and_the_layers_are_not(form, stage)
     made = table([*make("blocks"), HEAD], {"pipe": 4, "data": 2}, stage, chunks)
     for row in made:
         for role, placement in placements(row).items():
-            ways = 2 if "data" in str(placement.spec) else 1
+            shards = 2 if "data" in str(placement.spec) else 1
             if row.path == "head" or row.path.endswith("scale"):
                 assert "pipe" not in str(placement.spec)
             else:
-                ways *= 4
+                shards *= 4
                 assert chunks == 1 or make is listed or placement.spec[0] is None, role
-            assert a_device_has(made, row, placement) * ways == math.prod(row.leaf.shape)
+            assert a_device_has(made, row, placement) * shards == math.prod(row.leaf.shape)
         assert "pipe" not in str(row.read.spec)
         assert row.gathered or row.path == "head" or row.path.endswith("scale")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_cuts_another_dim_than_pipe_where_it_can(stage):
-    """Even one that tensor cuts: then what is published is gathered over data alone."""
+    """Even one that is sharded over tensor: then what is published is gathered over data alone."""
     kernel = {"down": (64, 16)}
     made = table([*stacked("blocks", kernel, {"down": ("embed", "mlp")}), HEAD], MESH, stage, 2)
     assert tuple(made["blocks/down"].opt.spec) == (None, "pipe", ("tensor", "data"))
 
 
-def test_pipe_cuts_the_parts_of_data_again_where_they_share_a_dim():
+def test_pipe_shards_inside_of_data_where_they_share_a_dim():
     """Then what the stages exchange of a data rank's part is no other rank's."""
     made = table([*listed("blocks"), HEAD], MESH, 3)
     assert tuple(made["blocks/0/bias"].opt.spec) == (("tensor", "data", "pipe"),)
@@ -113,7 +113,7 @@ def test_pipe_cuts_the_parts_of_data_again_where_they_share_a_dim():
     st.booleans(),
 )
 def test_shapes_that_do_not_divide_are_padded_to_what_is_cut(shape, mesh, stage, in_list):
-    """Each role has the shape that its own cut needs; the model's shape is what layers read."""
+    """Each role has the shape that its sharding needs; the model's shape is what layers read."""
     shapes, names = {"w": tuple(shape)}, {"w": (None,) * len(shape)}
     make = listed if in_list else stacked
     made = table(make("blocks", shapes, names), mesh, stage, 1 if in_list else 2)
@@ -123,15 +123,15 @@ def test_shapes_that_do_not_divide_are_padded_to_what_is_cut(shape, mesh, stage,
             stored = row.shape(placement)
             made.sharding(placement).shard_shape(stored)  # raises where it does not divide
             assert "pipe" in str(placement.spec)
-            for size, whole, entry in zip(stored, row.leaf.shape, placement.spec, strict=True):
-                ways = math.prod(mesh[a] for a in axes(entry))
-                least = math.prod(mesh[a] for a in axes(entry)) * -(-whole // ways)
-                assert size >= whole if entry else size == whole
+            for size, full, entry in zip(stored, row.leaf.shape, placement.spec, strict=True):
+                shards = math.prod(mesh[a] for a in axes(entry))
+                least = math.prod(mesh[a] for a in axes(entry)) * -(-full // shards)
+                assert size >= full if entry else size == full
                 assert size - least < math.prod(mesh.values())
         gathered = zip(
             row.read.spec, row.source.spec, row.source_shape, row.leaf.shape, strict=True
         )
-        assert all(n == size for read, cut, n, size in gathered if read == cut)
+        assert all(n == size for read, stored_as, n, size in gathered if read == stored_as)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -160,7 +160,7 @@ def test_a_vocabulary_of_each_block_is_its_stages_alone(form, stage):
 
 def test_the_table_tells_why():
     printed = str(table([*stacked("blocks"), HEAD], {"pipe": 2, "data": 2}, 1, 2))
-    assert "cut over pipe for storage" in printed
+    assert "sharded over pipe for storage" in printed
 
 
 # -- stacks that they do --------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_the_table_tells_why():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stack_of_neighbouring_layers_is_cut_along_them(stage):
-    """And ZeRO cuts what a stage has, never the layers: of a scalar a layer, nothing."""
+    """ZeRO shards within a stage, never the layers: one scalar per layer is not sharded."""
     made = table([*stacked("blocks"), HEAD], {"pipe": 2, "data": 4}, stage)
     for row in made:
         if row.path != "head":
