@@ -24,7 +24,7 @@ from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
-from jaxspeed.ring_reduction import OF_DEVICES, Reduction, rings_of
+from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import Style, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.optimizer import Optimizer, optimizer_of
@@ -259,7 +259,7 @@ def _extra_rows(
     memory = device_memory_kind(mesh)
     rows = {path: (v, PartitionSpec()) for path, v in variables.items()}
     rows |= {
-        f"ring_errors/{name}": (v, OF_DEVICES) for name, v in (ring.errors if ring else {}).items()
+        f"ring_errors/{name}": (v, PER_DEVICE) for name, v in (ring.errors if ring else {}).items()
     }
     return {
         path: (tuple(v.shape), tuple(v.shape), Placement(spec, memory, v.dtype))

@@ -170,7 +170,7 @@ class Update:
         read = {row.path: row.param for row in self.table if row.leaf.trainable and row.param}
         narrow = {path: new[path].astype(param.dtype) for path, param in read.items()}
         if self.ring:
-            return self.ring.published(narrow)
+            return self.ring.gather_updated(narrow)
         return {path: unpad(x, self.table[path].shape(read[path])) for path, x in narrow.items()}
 
     def _optimize(
