@@ -102,7 +102,7 @@ def test_per_device_code_states_no_collective_of_its_own():
     """The shard_maps of the core only say what each device computes; sums stand outside them.
 
     A collective that is added must come with a test that it is missed (as below). The ring's has
-    its own: test_a_dropped_ring_step_changes_the_sum. What the stages of a pipeline send
+    its own: test_a_step_of_the_ring_that_is_dropped_is_missed. What the stages of a pipeline send
     each other (stage_shard_map.py) is needed for every number of theirs, and where each layer's
     weights go (stage_layout.py) is compared in test_stage_layout.py. A ring of data ranks
     (steps.py) has test_a_dropped_ring_step_changes_the_sum in test_ring_steps.py.

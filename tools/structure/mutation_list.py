@@ -217,8 +217,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_bytes_of_every_role_equal_the_formula[stage2-data4-mixed]",
     ),
     (
-        "whole = factor * unscale if self.optimizer.clipping or not as_made else None",
-        "whole = None",
+        "multiplier = factor * unscale if self.optimizer.clipping or not unscaled else None",
+        "multiplier = None",
         "test_a_users_own_optimizer_is_used_and_clipped_only_when_asked",
     ),
     (
