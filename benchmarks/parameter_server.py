@@ -1,4 +1,4 @@
-"""What a parameter server costs beside data parallelism, and what staleness does to its pace.
+"""Cost of a parameter server compared with data parallelism, and its pace by staleness.
 
     python benchmarks/parameter_server.py [--million 8] [--steps 30] [--json]
 
@@ -79,7 +79,7 @@ def step_seconds(million: int, steps: int) -> dict[str, Any]:
 
 
 def pushes_a_second(pushes: int = 1000) -> dict[str, float]:
-    """Accepted pushes a virtual second, with the slow worker."""
+    """Accepted pushes per virtual second, with one slow worker."""
     clock = VirtualClock(SLOWED)
     rounds = pushes // RANKS
     found = {"in step": pushes / sum(synchronous_step_seconds(clock) for _ in range(rounds))}

@@ -1,4 +1,4 @@
-"""jaxspeed: any Flax model, one placement table, one compiled step."""
+"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model."""
 
 from jaxspeed.config import Config, explain_config
 from jaxspeed.engine import CheckReport, Diagnosis, Engine, simulate

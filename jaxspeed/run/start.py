@@ -74,7 +74,7 @@ class RaySource(Source):
 
     @staticmethod
     def start_devices(config: Config) -> None:
-        ray_resources(config)  # what Ray cannot do is scalars before anything begins
+        ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
 
     def engine(self) -> RayEngine:

@@ -1,4 +1,4 @@
-"""The mutations: (text in the package, what it becomes, the test that fails)."""
+"""The mutations: (text in the package, its replacement, the test that fails)."""
 
 MUTATIONS: list[tuple[str, str, str]] = [
     (
