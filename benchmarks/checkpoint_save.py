@@ -1,4 +1,4 @@
-"""What a save costs: for how long it blocks, against one copy of the state to host memory.
+"""Blocking time of a checkpoint save, compared with one copy of the state to host memory.
 
     python benchmarks/checkpoint_save.py [--million 32] [--pairs 7] [--stage 3] [--json]
 
@@ -56,7 +56,7 @@ def engine_of(million: int, stage: int) -> Any:
 
 
 def copied(engine: Any) -> list[np.ndarray]:
-    """One copy of each element that a checkpoint keeps, in memory of its own."""
+    """A copy of each element that a checkpoint saves, in separate memory."""
     return [
         np.array(shard.data, copy=True)
         for x in saved_arrays(engine.program, engine.state).values()

@@ -1,10 +1,10 @@
-"""What a parameter server costs beside data parallelism, and what staleness does to its pace.
+"""Cost of a parameter server compared with data parallelism, and its pace by staleness.
 
     python benchmarks/parameter_server.py [--million 8] [--steps 30] [--json]
 
 On eight simulated devices, or on whatever devices there are. First the wall time of a step: four
-devices that compute, once by XLA's collectives and once with two servers, by turns, the state and
-the batch the same; and the bytes that a worker and a server hold and move. Then, in the virtual
+devices that compute, once by XLA's collectives and once with two servers, alternating, with the
+same state and batch; and the bytes that a worker and a server hold and move. Then, in the virtual
 time of the seeded clock and with one worker of four five times as slow, the accepted pushes a
 second in step, with `wait` and with `drop`.
 """
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspeed
-from jaxspeed.parameter_server import Clock, Rule, Turns
-from jaxspeed.parameter_server.turns import rounds_seconds
+from jaxspeed.parameter_server import Rule, VirtualClock, WorkerSchedule
+from jaxspeed.parameter_server.worker_schedule import synchronous_step_seconds
 
 WIDTH, ROWS, RANKS, SERVERS = 1024, 256, 4, 2
 SLOWED = (1.0, 1.0, 1.0, 5.0)
@@ -54,7 +54,7 @@ def engine_of(million: int, count: int, parallel: dict[str, Any]) -> Any:
 
 
 def step_seconds(million: int, steps: int) -> dict[str, Any]:
-    """Median seconds of a step, the engines by turns."""
+    """Median seconds of a step, the engines alternating."""
     server = {"data_reduction": "parameter_server", "servers": SERVERS}
     engines = {
         "xla": engine_of(million, RANKS, {}),
@@ -79,17 +79,17 @@ def step_seconds(million: int, steps: int) -> dict[str, Any]:
 
 
 def pushes_a_second(pushes: int = 1000) -> dict[str, float]:
-    """Accepted pushes a virtual second, with the slow worker."""
-    clock = Clock(SLOWED)
+    """Accepted pushes per virtual second, with one slow worker."""
+    clock = VirtualClock(SLOWED)
     rounds = pushes // RANKS
-    found = {"in step": pushes / sum(rounds_seconds(clock) for _ in range(rounds))}
+    found = {"in step": pushes / sum(synchronous_step_seconds(clock) for _ in range(rounds))}
     for on_stale in ("wait", "drop"):
         for s in (2, 4, 8, 16):
-            turns = Turns(Rule(s, on_stale), SLOWED, seed=0)  # type: ignore[arg-type]
-            while turns.ledger.accepted < pushes:
-                if turns.begin() is None:
-                    turns.arrive()
-            found[f"{on_stale}, max_staleness {s}"] = pushes / turns.clock.now
+            schedule = WorkerSchedule(Rule(s, on_stale), SLOWED, seed=0)  # type: ignore[arg-type]
+            while schedule.ledger.accepted < pushes:
+                if schedule.begin() is None:
+                    schedule.arrive()
+            found[f"{on_stale}, max_staleness {s}"] = pushes / schedule.clock.now
     return found
 
 

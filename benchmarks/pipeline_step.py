@@ -1,4 +1,4 @@
-"""A step on a pipeline against the same step on data ranks alone, with the same recomputation.
+"""Pipeline step time compared with data parallelism, with the same recomputation.
 
     python benchmarks/pipeline_step.py [--pairs 20] [--schedule 1f1b] [--json]
 

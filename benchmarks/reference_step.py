@@ -1,4 +1,4 @@
-"""What a careful person writes by hand: one jitted Optax step for a Flax NNX model.
+"""Hand-written reference: one jitted Optax step for a Flax NNX model.
 
 The yardstick of `step_overhead.py`. It uses nothing of jaxspeed but the model that is trained, and
 it is not to be changed once figures have been taken against it.
@@ -18,7 +18,7 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def optimizer(learning_rate: float, clip: float) -> optax.GradientTransformation:
-    """AdamW behind clipping by the global norm."""
+    """AdamW with clipping by the global norm."""
     return optax.chain(
         optax.clip_by_global_norm(clip), optax.adamw(learning_rate, weight_decay=0.0)
     )
@@ -45,20 +45,20 @@ def data_parallel(
     accumulation: int = 1,
     shard_state: bool = False,
 ) -> tuple[Any, Step, NamedSharding]:
-    """(state, step, sharding of a batch) with the batch cut over the devices.
+    """(state, step, sharding of a batch) with the batch sharded over the devices.
 
-    With `shard_state`, parameters and moments are cut as well, each on its last dim that divides,
-    and XLA is left to gather them (FSDP as `jax.jit` gives it).
+    With `shard_state`, parameters and moments are sharded as well, each on its last dim that
+    divides, and XLA gathers them (FSDP as `jax.jit` gives it).
     """
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices, axis_types=(AxisType.Auto,))
     graph, params, rest = nnx.split(factory(nnx.Rngs(0)), nnx.Param, ...)
     state = (params, tx.init(params))
     shardings = jax.tree.map(lambda x: _sharding(mesh, x, shard_state), state)
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(
         _step(graph, rest, loss_fn, tx, accumulation),
         donate_argnums=0,
-        out_shardings=(shardings, whole),
+        out_shardings=(shardings, replicated),
     )
     return (
         jax.device_put(state, shardings),
@@ -67,7 +67,7 @@ def data_parallel(
     )
 
 
-# Megatron's cuts of GPT-2, by hand: the dim of each parameter that the tensor axis cuts.
+# Megatron's sharding of GPT-2, by hand: the dim of each parameter sharded over `tensor`.
 MEGATRON = {
     ("q_proj", "kernel"): 2,  # [layers, embed, heads, head_dim]
     ("k_proj", "kernel"): 2,
@@ -90,7 +90,7 @@ def tensor_parallel(
     devices: list[jax.Device],
     tensor: int,
 ) -> tuple[Any, Step, NamedSharding]:
-    """GPT-2 on data x tensor: weights cut by hand, as `MEGATRON` says, and the rest left to XLA."""
+    """GPT-2 on data x tensor: weights sharded by hand (`MEGATRON`), the rest left to XLA."""
     kinds = (AxisType.Auto, AxisType.Auto)
     shape = (len(devices) // tensor, tensor)
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=devices, axis_types=kinds)
@@ -104,16 +104,16 @@ def tensor_parallel(
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     shardings = jax.tree.map_with_path(place, state)
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(
-        _step(graph, rest, loss_fn, tx, 1), donate_argnums=0, out_shardings=(shardings, whole)
+        _step(graph, rest, loss_fn, tx, 1), donate_argnums=0, out_shardings=(shardings, replicated)
     )
     return jax.device_put(state, shardings), step, NamedSharding(mesh, PartitionSpec("data"))
 
 
-def _sharding(mesh: Mesh, x: jax.Array, cut: bool) -> NamedSharding:
+def _sharding(mesh: Mesh, x: jax.Array, sharded: bool) -> NamedSharding:
     spec: list[str | None] = [None] * x.ndim
-    if cut:
+    if sharded:
         for dim in reversed(range(x.ndim)):
             if x.shape[dim] % mesh.size == 0 and (dim or x.ndim == 1):
                 spec[dim] = "data"

@@ -1,16 +1,16 @@
-"""Sums over data ranks by XLA and around rings: messages, bytes and time.
+"""All-reduce over data ranks by XLA and by rings: messages, bytes and time.
 
     python benchmarks/ring.py [--mib 16] [--times 10] [--json]
 
 First the sum of one fp32 array on eight devices, in each form: XLA's all-reduce, a ring in one
-direction and in both, rings inside of two nodes and across them, and a ring in both directions that
-packs. Then whole steps of a small GPT-2 at each ZeRO stage, by XLA and around rings.
+direction and in both, rings within and across two nodes, and a ring in both directions with
+compressed messages. Then full steps of a small GPT-2 at each ZeRO stage, by XLA and by rings.
 
 Steps and bytes are read from the compiled programs: the messages that a device waits for one after
 another, of which both directions send two at once, and the bytes that it sends. What XLA sends is
 counted as if its collectives were rings; on simulated devices it never scatters, so that it sends
 more than it would elsewhere. Times are medians; simulated links are this machine's memory, so they
-tell what rings cost in copies, and nothing of links.
+measure the cost of copies, not of links.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jaxspeed import models
 from jaxspeed.communication import ring_bytes
 from jaxspeed.hlo import collectives
 from jaxspeed.placement.mesh import simulated
-from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, sum_of_all
+from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, all_reduce
 
 DEVICES, NODES = 8, 2
 AXES = ("replica", "data")
@@ -68,7 +68,7 @@ FORMS = (
 
 
 class Row(NamedTuple):
-    """What one form comes to."""
+    """The figures of one form."""
 
     name: str
     steps: int  # of rings, one after another
@@ -82,7 +82,7 @@ def mesh_of(nodes: int) -> Mesh:
 
 
 def sum_program(form: Form | None, length: int) -> tuple[Any, Any, Mesh]:
-    """The jitted sum of each device's own array, the arrays, and their mesh."""
+    """The jitted sum of an array per device, the arrays, and their mesh."""
     nodes = form.nodes if form else 1
     mesh = mesh_of(nodes)
     size = DEVICES // nodes
@@ -95,7 +95,7 @@ def sum_program(form: Form | None, length: int) -> tuple[Any, Any, Mesh]:
         across = Ring("replica", nodes, form.directions, unrolled)
         levels = Levels(inside, across, WIRES[form.wire])
         ranks = Ranks(inner[0], outer[0])
-        return sum_of_all(x[0].reshape(size, -1), ranks, levels)[0].reshape(x.shape)
+        return all_reduce(x[0].reshape(size, -1), ranks, levels)[0].reshape(x.shape)
 
     run = jax.shard_map(
         device,
@@ -104,17 +104,17 @@ def sum_program(form: Form | None, length: int) -> tuple[Any, Any, Mesh]:
         out_specs=P(AXES),
         check_vma=False,
     )
-    numbers = jnp.arange(size), jnp.arange(nodes)
+    rank_ids = jnp.arange(size), jnp.arange(nodes)
     at = NamedSharding(mesh, P(AXES))
     x = jax.device_put(np.random.default_rng(0).normal(size=(DEVICES, length)), at)
-    return jax.jit(lambda x: run(*numbers, x)), x.astype(jnp.float32), mesh
+    return jax.jit(lambda x: run(*rank_ids, x)), x.astype(jnp.float32), mesh
 
 
-def counted(text: str, mesh: Mesh, ways: int) -> tuple[int, float]:
-    """(permutes one after another, MiB that a device sends), of what is large."""
+def counted(text: str, mesh: Mesh, directions: int) -> tuple[int, float]:
+    """(sequential permutes, MiB that a device sends), of large collectives."""
     large = [c for c in collectives(text, mesh) if c.bytes * c.runs >= SMALL]
     messages = sum(c.runs for c in large if c.kind == "collective-permute")
-    return messages // ways, sum(map(ring_bytes, large)) / 2**20
+    return messages // directions, sum(map(ring_bytes, large)) / 2**20
 
 
 def median_ms(run: Callable[[], Any], times: int) -> float:
@@ -131,9 +131,9 @@ def sums(mib: int, times: int) -> list[Row]:
     for form in (None, *FORMS):
         run, x, mesh = sum_program(form, mib * 2**20 // 4)
         text = run.lower(x).compile().as_text() or ""
-        ways = 2 if form and form.directions == "both" else 1
+        directions = 2 if form and form.directions == "both" else 1
         ms = median_ms(functools.partial(run, x), times)
-        rows.append(Row(form.name if form else "XLA", *counted(text, mesh, ways), ms))
+        rows.append(Row(form.name if form else "XLA", *counted(text, mesh, directions), ms))
     return rows
 
 
@@ -159,10 +159,10 @@ def steps(times: int) -> list[Row]:
             lowered = program.step.lower(program.state, program.abstract_batch(batch))
             text = lowered.compile().as_text() or ""
             placed = jax.device_put(batch, program.batch_shardings(batch))
-            ways = 2 if reduction == "ring" else 1
+            directions = 2 if reduction == "ring" else 1
             ms = median_ms(functools.partial(engine.train_batch, placed), times)
             name = f"stage {stage}, {reduction}"
-            rows.append(Row(name, *counted(text, program.mesh, ways), ms))
+            rows.append(Row(name, *counted(text, program.mesh, directions), ms))
             engine.close()
     return rows
 

@@ -2,11 +2,11 @@
 
     python benchmarks/step_overhead.py [--pairs 40] [--json]
 
-Five cases: one device; eight simulated devices with everything whole on each (stage 0); the same
-with four micro-batches; with the state cut (stage 3 against FSDP as `jax.jit` gives it); and with
-weights cut in two over a tensor axis (against shardings written by hand on the same mesh). Each
-pair times both steps one after the other, which goes first by turns, on the same batch; what is
-quoted is the median of the ratios engine / reference with a bootstrap's upper 95% bound.
+Five cases: one device; eight simulated devices with everything replicated (stage 0); the same with
+four micro-batches; with the state sharded (stage 3 against FSDP as `jax.jit` gives it); and with
+weights sharded over a tensor axis of 2 (against shardings written by hand on the same mesh). Each
+pair times both steps one after the other on the same batch, alternating which goes first. Reported
+is the median of the ratios engine / reference with a bootstrap's upper 95% bound.
 """
 
 import argparse
@@ -59,14 +59,14 @@ CASES = (
 
 
 class Runner(NamedTuple):
-    """A step that keeps its own state, and its compiled program's report."""
+    """A step with its state, and its compiled program's report."""
 
     run: Callable[[], Any]
     compiled: CompiledReport
 
 
 def engine_runner(case: Case, built: Any, batch: Any) -> Runner:
-    """Through the public API: train_batch on a batch that is on the devices already."""
+    """The public API: train_batch on a batch that is already on the devices."""
     engine = jaxspeed.initialize(
         model=built.factory,
         loss_fn=built.loss,
@@ -86,7 +86,7 @@ def engine_runner(case: Case, built: Any, batch: Any) -> Runner:
 
 
 def reference_runner(case: Case, built: Any, batch: Any) -> Runner:
-    """By hand, as `reference_step` has it."""
+    """The hand-written `reference_step`."""
     tx = reference.optimizer(LEARNING_RATE, CLIP)
     devices = jax.devices()[: case.devices]
     if case.devices == 1:
@@ -121,7 +121,7 @@ def seconds(runner: Runner) -> float:
 
 
 def upper_bound(ratios: list[float], draws: int = 4000) -> float:
-    """The 95th percentile of the median under resampling."""
+    """The 95th percentile of the median, by bootstrap."""
     rng = np.random.default_rng(0)
     samples = rng.choice(ratios, size=(draws, len(ratios)))
     return float(np.quantile(np.median(samples, axis=1), 0.95))

@@ -1,22 +1,22 @@
-"""How much of tensor parallelism's communication hides behind products, by form, read from HLO.
+"""Overlap of tensor parallelism's communication with matmuls, by form, read from HLO.
 
     python benchmarks/tensor_overlap.py [--topologies v5e:2x4 v5p:2x2x2] [--tensor 4] [--json]
 
 Compiles the forward and backward pass of one Llama block (its projections and its MLP, sequence
-4096, 2 sequences a data rank, bf16, sequence-parallel activations) for TPUs that are not here, in
-the three forms of `parallel.tensor_overlap`, and walks the schedule of the compiled program:
+4096, 2 sequences per data rank, bf16, sequence-parallel activations) for absent TPUs, in the three
+forms of `parallel.tensor_overlap`, and walks the schedule of the compiled program:
 
 - `async` and `sync` collectives over the tensor axis. Asynchronous are pairs of `-start` and
   `-done`, and collectives that XLA:TPU spreads over a chain of fusions.
-- `covered`: the products that are scheduled while one or more is under way, in Tflop.
-- `ms exposed`: a model, not a measurement: the time in which products wait for what crosses the
-  tensor axis. Products run at the chip's peak and nothing else takes time. A permute goes by the
-  shortest way, x before y before z, without wrap-around, and each link carries one thing at a time
-  in each direction; any other collective takes all links of its group, two of them at once for
+- `covered`: the matmuls that are scheduled while one or more is in flight, in Tflop.
+- `ms exposed`: a model, not a measurement: the time in which matmuls wait for communication over
+  the tensor axis. Matmuls run at the chip's peak and nothing else takes time. A permute goes by the
+  shortest way, x before y before z, without wrap-around, and each link carries one message at a
+  time in each direction; any other collective takes all links of its group, two of them at once for
   each device. `laid out` is for the mesh as `jax.make_mesh` lays it out, where neighbours on the
   tensor axis may be two links apart; `in a ring`, the same schedule with them next to each other.
 
-Gradients' all-reduces over `data` are the same in all forms, and are left out.
+All-reduces of gradients over `data` are equal in all forms, and left out.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class Form(NamedTuple):
 
 
 def block(form: Form, x: Array, w: Mapping[str, Array]) -> Array:
-    """x [batch, seq, embed], cut along seq. In attention's place: what costs no product."""
+    """x [batch, seq, embed], sharded along seq; a stand-in for attention without matmuls."""
     q, k, v = form.columns(norm(x), [w["q"], w["k"], w["v"]], [INTO_HEADS] * 3)
     grouped = q.reshape(*k.shape[:3], HEADS // KV_HEADS, HEAD).swapaxes(3, 4)
     mixed = (grouped * k[..., None] + v[..., None]).swapaxes(3, 4).reshape(q.shape)
@@ -114,7 +114,7 @@ def along_seq(x: Array, axis: str | None) -> Array:
 
 
 def plain_columns(x: Array, weights: Sequence[Array], products: Sequence[Product]) -> list[Array]:
-    """Gather, multiply; backward multiply, reduce-scatter, and gather again: all by constraint."""
+    """Gather, multiply; backward multiply, reduce-scatter and regather: all by constraint."""
 
     @jax.custom_vjp
     def columns(x: Array, weights: Sequence[Array]) -> list[Array]:
@@ -152,7 +152,7 @@ def plain_row(h: Array, weight: Array, product: Product) -> Array:
 FORMS = {
     "none": Form(plain_columns, plain_row),
     "ring": Form(ring_columns, ring_row),
-    "ring_both_ways": Form(
+    "ring_both_directions": Form(
         functools.partial(ring_columns, both_ways=True),
         functools.partial(ring_row, both_ways=True),
     ),
@@ -181,7 +181,7 @@ def lowered(mesh: Mesh, form: Form, layers: int = 1) -> jax.stages.Traced:
 
 @dataclass
 class Overlap:
-    """What the schedule of one compiled program says, per device."""
+    """The figures of one compiled program's schedule, per device."""
 
     asynchronous: int = 0
     synchronous: int = 0
@@ -206,7 +206,7 @@ class Transfer(NamedTuple):
 
 
 def read_schedule(hlo_text: str, mesh: Mesh, chip: Chip) -> Overlap:
-    """Walk the instructions as they are scheduled, with a clock that only products move."""
+    """Walk the scheduled instructions, with a clock that only matmuls advance."""
     module = parse(hlo_text)
     flops = functools.cache(functools.partial(flops_of, module))
     result, clock = Overlap(), 0.0
@@ -258,7 +258,7 @@ def read_schedule(hlo_text: str, mesh: Mesh, chip: Chip) -> Overlap:
 
 
 def flops_of(module: Module, name: str, computation: str) -> float:
-    """Flops of the products of one instruction, what it calls included."""
+    """FLOPs of the matmuls of one instruction, including called computations."""
     where = module.computations[computation]
     instruction = where.instructions[name]
     own = own_flops(Site(instruction, where, (), None)) or 0
@@ -273,7 +273,7 @@ def flops_of(module: Module, name: str, computation: str) -> float:
 
 
 class Part(NamedTuple):
-    """A fusion of a chain that XLA:TPU spreads one collective over."""
+    """Whether a fusion is part of a chain over which XLA:TPU spreads a collective."""
 
     channel: str
     first: bool
@@ -294,7 +294,7 @@ def chain_of(module: Module, instruction: Instruction) -> Part | None:
 def transfer_of(
     module: Module, computation: Computation, instruction: Instruction, mesh: Mesh
 ) -> Transfer | None:
-    """The collective over `tensor` that an instruction is or holds."""
+    """The collective over `tensor` that an instruction is or contains."""
     for where, inside in [(computation, instruction), *contents(module, instruction)]:
         kind = inside.opcode.removesuffix("-start")
         if kind not in KINDS:
@@ -316,7 +316,7 @@ def transfer_of(
 
 
 def loads(pairs: Sequence[Sequence[int]], mesh: Mesh) -> dict[Link, int]:
-    """How many messages of a permute each link carries: one dim after the other, no wrap-around."""
+    """Messages of a permute by link: routed one dim after the other, without wrap-around."""
     found: dict[Link, int] = {}
     chips = [tuple(device.coords) for device in mesh.devices.flat]
     for source, target in pairs:
@@ -331,7 +331,7 @@ def loads(pairs: Sequence[Sequence[int]], mesh: Mesh) -> dict[Link, int]:
 
 
 def in_a_ring(mesh: Mesh) -> Mesh:
-    """The mesh with the devices of each tensor group in the order with the fewest links around."""
+    """The mesh with each tensor group reordered for the fewest links around its ring."""
 
     def around(order: Sequence[Any]) -> int:
         chips = [device.coords for device in (*order, order[0])]
@@ -345,7 +345,7 @@ def in_a_ring(mesh: Mesh) -> Mesh:
 
 
 def is_scattered(where: Computation, inside: Instruction, instruction: Instruction) -> bool:
-    """XLA:TPU's reduce-scatter is an all-reduce in a fusion of which a slice comes out."""
+    """Whether a fusion is XLA:TPU's reduce-scatter: an all-reduce and a slice."""
     return inside is not instruction and where.root.bytes < inside.bytes
 
 

@@ -1,4 +1,4 @@
-"""jaxspeed: any Flax model, one placement table, one compiled step."""
+"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model."""
 
 from jaxspeed.config import Config, explain_config
 from jaxspeed.engine import CheckReport, Diagnosis, Engine, simulate
@@ -20,7 +20,7 @@ from jaxspeed.objective.rng import micro_batch_key
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.planner.api import plan
-from jaxspeed.train import propose_tensor_cuts
+from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
 
 __all__ = [
     "BatchError",
@@ -47,6 +47,7 @@ __all__ = [
     "micro_batch_key",
     "plan",
     "propose_tensor_cuts",
+    "propose_tensor_sharding",
     "simulate",
     "unit",
 ]

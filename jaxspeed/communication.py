@@ -1,8 +1,8 @@
-"""One record for what a step sends: between devices, to host memory and back, to and from servers.
+"""The record of a communication: a collective, a host transfer, or one with parameter servers.
 
-It is read from a compiled program (`hlo/collectives.py`) and from a traced one
-(`tensor_parallel/boundary_costs.py`, `offload/host_transfers.py`, `planner/time`), or follows from
-a formula (`pipeline/report.py`, `parameter_server/programs.py`).
+Records come from a compiled program (`hlo/collectives.py`), from a traced one
+(`tensor_parallel/boundary_costs.py`, `offload/host_transfers.py`, `planner/time`), or from a
+formula (`pipeline/report.py`, `parameter_server/programs.py`).
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 TO_HOST, FROM_HOST = "device-to-host", "host-to-device"
-PULL, PUSH = "pull", "push"  # parameters to a worker, and its gradients to the servers
+PULL, PUSH = "pull", "push"  # parameters to a worker, gradients to the servers
 Sent = tuple[int, Any]  # an array's elements and dtype
-_AS_IT_IS = ("collective-permute", "collective-broadcast", TO_HOST, FROM_HOST, PULL, PUSH)
+_SENT_UNCHANGED = ("collective-permute", "collective-broadcast", TO_HOST, FROM_HOST, PULL, PUSH)
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Communication:
     Attributes:
       kind: one of `COLLECTIVES`, a host transfer (`TO_HOST`, `FROM_HOST`), or between a worker and
         its servers (`PULL`, `PUSH`).
-      axes: the mesh axes that it goes along, in the mesh's order; () where it is no collective.
+      axes: the mesh axes of a collective, in the mesh's order; () of others.
       bytes: the payload of one run: what an all-gather gathered, what a reduce-scatter or an
         all-to-all was given, the operand of the others.
-      runs: how often it runs in one execution, the trip counts of all loops multiplied in.
-      source: from what it is known; `run` is what was sent in a run.
+      runs: how often it runs per execution, with the trip counts of all loops.
+      source: where the record comes from; `run` was measured.
       dtype: of the payload, as in HLO; `bf16+f32` where unlike arrays were combined.
       elements: the payload's elements.
       leaves: the arrays that were combined into it.
       group_size: the devices of one group; for a permute, those that send.
       purpose: what it sends: parameters, gradients, activations, ...
-      site: where it stands: an op_name of HLO, a parameter's path, why a sharding needs it.
-      backward: whether it is in the backward pass; False where that is not known.
-      in_accumulation: whether it is inside the loop over micro-batches; read from HLO alone.
+      site: its place: an op_name of HLO, a parameter's path, why a sharding needs it.
+      backward: whether it is in the backward pass; False if unknown.
+      in_accumulation: whether it is inside the loop over micro-batches; only known from HLO.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Communication:
     def of_arrays(
         cls, kind: str, axes: tuple[str, ...], arrays: Iterable[Sent], runs: int, **rest: Any
     ) -> "Communication":
-        """With the bytes, elements and dtype of arrays; keys of random numbers count as nothing."""
+        """A record with the bytes, elements and dtype of arrays; PRNG keys count as 0 bytes."""
         sent = list(arrays)
         return cls(
             kind,
@@ -78,12 +78,12 @@ class Communication:
 
     @property
     def payload(self) -> int:
-        """Bytes of all runs."""
+        """The bytes of all runs."""
         return self.bytes * self.runs
 
 
 def ring_bytes(one: Communication) -> float:
-    """Bytes that a device sends, all runs together, when the group forms a ring."""
+    """The bytes that a device sends in all runs, if the group forms a ring."""
     return ring_share(one.payload, one.kind, one.group_size)
 
 
@@ -93,23 +93,23 @@ def ring_elements(one: Communication) -> float:
 
 
 def ring_share(payload: int, kind: str, devices: int) -> float:
-    """Of a payload, what each of N devices sends when they form a ring.
+    """The part of a payload that each of N devices sends in a ring.
 
     all-reduce 2 (N-1)/N of the payload; reduce-scatter, all-gather and all-to-all (N-1)/N; a
-    permute, a broadcast and what is no collective all of it.
+    permute, a broadcast and what is no collective: all of it.
     """
-    if kind in _AS_IT_IS:
+    if kind in _SENT_UNCHANGED:
         return float(payload)
     return payload * ring_passes(kind) * (devices - 1) / devices
 
 
 def ring_passes(kind: str) -> int:
-    """How often a payload goes round: an all-reduce is a reduce-scatter and an all-gather."""
+    """The ring phases of a collective: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if kind == "all-reduce" else 1
 
 
 def dtypes_text(dtypes: Iterable[Any]) -> str:
-    """`bf16+f32`: the names that HLO has for numbers."""
+    """HLO's dtype names, joined: `bf16+f32`."""
     return "+".join(sorted({_dtype_name(str(dtype)) for dtype in dtypes}))
 
 

@@ -1,4 +1,4 @@
-"""`jaxspeed.initialize`: from a model, a loss and a config to an engine with a fresh state."""
+"""`jaxspeed.initialize`: an engine with a fresh state from a model, a loss and a config."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def initialize(
     trainable: Any = None,
     executable: str | Path | None = None,
 ) -> Engine:
-    """An engine with a freshly initialised state, each array made straight into its shards.
+    """An engine with a freshly initialized state, each array created as its shards.
 
     Args:
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
@@ -39,20 +39,20 @@ def initialize(
       loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
         dict of metrics; left out for a family's own loss and for a PipelineModule's.
       config: a path to JSON or YAML, a dict, or a Config.
-      optimizer: any Optax transformation, in place of the config's.
-      devices: which devices to use; all of them by default.
+      optimizer: any Optax transformation, instead of the config's.
+      devices: the devices to use; by default all.
       example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
-        makes its parameters. With it (or where the config names the model and `data.seq_len`) what
-        a step needs is estimated before anything is allocated, and a warning says so where the
-        devices have less.
-      trainable: which parameters are trained: path patterns, a function of the path, or a
+        initializes its parameters. With it (or where the config names the model and
+        `data.seq_len`) the memory of a step is estimated before anything is allocated, with a
+        warning where the devices have less.
+      trainable: the parameters to train: path patterns, a function of the path, or a
         Variable type such as `nnx.LoRAParam`; all by default.
       executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
-        where it is of this very step; over `run.executable`. Loading it runs what is in it: only
-        from whom you trust.
+        if it was compiled for this step; overrides `run.executable`. Loading it runs code: use
+        only files from sources you trust.
 
     Raises:
-      ConfigError, PlacementError, ModelError: with everything that is wrong, and what would work.
+      ConfigError, PlacementError, ModelError: lists every problem, and what would work.
     """
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     loaded = load_config({} if config is None else config, over)
@@ -68,7 +68,7 @@ def initialize(
         trainable=trainable,
     )
     if loaded.run.executable is not None:
-        read_identity(loaded.run.executable)  # what is wrong with the file, before anything is made
+        read_identity(loaded.run.executable)  # reports a bad file before anything is allocated
     warn_of_room(program, example_batch)
     try:
         state = program.init(loaded.run.seed)

@@ -1,4 +1,4 @@
-"""The tests that execute a file, from what `make test-map` recorded: one name of a test a line.
+"""The tests that execute a file, as `make test-map` recorded them: one test name a line.
 
 A helper that is cached counts for the test that called it first.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from jaxspeed.cli.common import command, loaded, out, print_json
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError
-from jaxspeed.parameter_server.ray import connected, staff_of
+from jaxspeed.parameter_server.ray import connected, ray_resources
 from jaxspeed.run import RaySource, Source, Trainer, open_run, show_ending, show_opening, source_of
 
 
@@ -50,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _on_ray(given: argparse.Namespace) -> int:
     config = _config(given, ["parallel.data_reduction=parameter_server"])
-    staff_of(config)  # before anything starts
+    ray_resources(config)  # before anything starts
     with connected(given.ray_address):
         return _train(given, source_of(config, name=given.config, kind=RaySource))
 

@@ -1,42 +1,43 @@
-"""A parameter server: what workers compute, what servers do, what is sent between them.
+"""Parameter server: workers compute gradients, servers hold the state and update it.
 
-`staleness`, `turns` and `virtual_clock` are its rules, without arrays. `programs` are the compiled
-programs of servers and workers on the devices of one controller; a `Service` runs them by `Rounds`
-or asynchronously (`OwnPace`). `ray` has the same server as processes on Ray.
+`staleness` and `worker_schedule` are its rules, without arrays. `programs` has the compiled
+programs of servers and workers on the devices of one controller; a `ParameterServer` runs them
+synchronously (`SynchronousSchedule`) or with bounded staleness (`AsynchronousSchedule`). `ray` has
+the same with one process per server and worker.
 """
 
-from jaxspeed.parameter_server.asynchronous import OwnPace
+from jaxspeed.parameter_server.asynchronous import AsynchronousSchedule
 from jaxspeed.parameter_server.programs import (
     ServedProgram,
     build,
     build_served,
-    for_a_worker,
     without_servers,
+    worker_config,
 )
-from jaxspeed.parameter_server.rounds import Rounds
-from jaxspeed.parameter_server.service import Service
+from jaxspeed.parameter_server.server import ParameterServer
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
+from jaxspeed.parameter_server.synchronous import SynchronousSchedule
 from jaxspeed.parameter_server.traffic import Traffic
-from jaxspeed.parameter_server.turns import Arrival, Clock, Start, Turns
+from jaxspeed.parameter_server.worker_schedule import Arrival, Start, VirtualClock, WorkerSchedule
 from jaxspeed.parameter_server.worker_step import refuse_statistics, wire_of
 
 __all__ = [
     "Arrival",
-    "Clock",
+    "AsynchronousSchedule",
     "Ledger",
-    "OwnPace",
+    "ParameterServer",
     "Push",
-    "Rounds",
     "Rule",
     "ServedProgram",
-    "Service",
     "Start",
+    "SynchronousSchedule",
     "Traffic",
-    "Turns",
+    "VirtualClock",
+    "WorkerSchedule",
     "build",
     "build_served",
-    "for_a_worker",
     "refuse_statistics",
     "wire_of",
     "without_servers",
+    "worker_config",
 ]

@@ -1,8 +1,8 @@
-"""An update that goes bucket by bucket, so that what is done first can be pulled first.
+"""Bucketed update of synchronous servers: some parameters are pulled while others are pushed.
 
-That is possible where no parameter waits for all gradients: nothing is clipped by a global norm,
-no step is skipped for what is not finite, and the optimizer's update of one parameter reads nothing
-of another (read from its traced program, as for state in host memory).
+Possible where no parameter's update depends on all gradients: no clipping by the global norm, no
+skipping of non-finite steps, and an optimizer whose update of one parameter reads nothing of
+another (read from its traced program, as for state in host memory).
 """
 
 import math
@@ -25,26 +25,26 @@ from jaxspeed.train.program import Metrics, Program
 COUNT = 4  # buckets: all pulls but those of the last overlap with pushes
 
 
-def buckets_of(program: Program) -> "Buckets | None":
-    """None where an update has to wait for all gradients."""
+def buckets_of(program: Program) -> "UpdateBuckets | None":
+    """The buckets of an update; None where it depends on all gradients."""
     update, optimizer = program.update, program.optimizer
     if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
         return None
     parts = (program.table, program.model, program.layout, optimizer.transform)
     streamed = Streamed(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
-    return None if streamed.whole.mixed() else Buckets(program, streamed)
+    return None if streamed.whole.mixed() else UpdateBuckets(program, streamed)
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """The parts of an update, each a compiled program on the servers."""
+class UpdateBuckets:
+    """An update partitioned into buckets, with its compiled programs on the servers."""
 
     program: Program
     streamed: Streamed
 
     @cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        """By bucket, of about as many bytes each; last layers first, as gradients are made."""
+        """Paths by bucket, of about equal bytes; last layers first, as gradients are produced."""
         rows = [row for row in self.program.table if row.leaf.trainable][::-1]
         sizes = [math.prod(row.leaf.shape) for row in rows]
         found: list[list[str]] = [[] for _ in range(COUNT)]
@@ -56,9 +56,9 @@ class Buckets:
 
     @cached_property
     def update(self) -> Any:
-        """`(arrays by path, shared, gradients) -> (arrays, what is published, sum of squares)`.
+        """`(arrays by path, shared, gradients) -> (arrays, published parameters, sum of squares)`.
 
-        `shared` are the optimizer's leaves that are no parameter's. The arrays are used up.
+        `shared` are the optimizer's leaves that belong to no parameter. Donates the arrays.
         """
         return jax.jit(self.program.in_mesh(self._updated), donate_argnums=0)
 
@@ -67,11 +67,11 @@ class Buckets:
     ) -> tuple[dict[str, Arrays], Arrays, jax.Array]:
         values = self.streamed.shared(shared)
         factor = self.program.update.gradient_factor
-        whole = None if factor == 1 else jnp.asarray(factor, jnp.float32)
+        multiplier = None if factor == 1 else jnp.asarray(factor, jnp.float32)
         after, published, squares = {}, {}, jnp.zeros(())
         for path, grad in grads.items():
             row = self.program.table[path]
-            after[path] = self.streamed.one(row, {GRAD: grad, **arrays[path]}, values, whole)
+            after[path] = self.streamed.one(row, {GRAD: grad, **arrays[path]}, values, multiplier)
             if row.source.dtype != row.read.dtype:
                 published[path] = after[path][UPDATED].astype(row.read.dtype)
             wide = grad.astype(wide_dtype(row)) * factor
@@ -92,10 +92,10 @@ class Buckets:
         return jax.jit(self.program.in_mesh(settle))
 
 
-class UpdateByBuckets:
-    """One update under way."""
+class BucketedUpdate:
+    """One update in progress."""
 
-    def __init__(self, buckets: Buckets, state: TrainState) -> None:
+    def __init__(self, buckets: UpdateBuckets, state: TrainState) -> None:
         self.buckets = buckets
         self._old = state
         self._opt = flat_with_paths(state.opt)
@@ -105,7 +105,7 @@ class UpdateByBuckets:
         self._shared = {path: x for path, x in self._opt.items() if owner(path) is None}
 
     def bucket(self, grads: Arrays) -> Arrays:
-        """Updates some parameters; what workers may pull of them."""
+        """Update some parameters; return them as workers pull them."""
         arrays = {path: self._arrays(path) for path in grads}
         made, published, squares = self.buckets.update(arrays, self._shared, grads)
         self._after |= made
@@ -113,7 +113,7 @@ class UpdateByBuckets:
         return {path: published.get(path, made[path][UPDATED]) for path in grads}
 
     def finish(self, sums: Sums) -> tuple[TrainState, Metrics]:
-        """The state after all buckets; `sums` without gradients."""
+        """The state after all buckets, and metrics; `sums` without gradients."""
         old = self._old
         empty = replace(old, params={}, master={}, opt=(), ema={})
         rest, shared, metrics = self.buckets.settle(empty, self._shared, sums, self._squares)
@@ -134,7 +134,7 @@ class UpdateByBuckets:
         return self.buckets.program.table[path]
 
     def _arrays(self, path: str) -> Arrays:
-        """What the state has of one parameter."""
+        """One parameter's arrays in the state."""
         owner = self.buckets.streamed.owner
         found = {UPDATED: updated_values(self._old, self._row(path))}
         if self._old.ema:

@@ -1,7 +1,7 @@
-"""The programs of a run with a parameter server: two meshes, and several compiled programs.
+"""Programs of a run with a parameter server: two meshes, and several compiled programs.
 
-It is the servers' Program: their table, state and update are those of ZeRO 3 over the servers. What
-computes is on the workers, and a batch is cut over these.
+A ServedProgram is the servers' Program: their table, state and update are those of ZeRO 3 over the
+servers. Workers compute the gradients, and a batch is sharded over them.
 """
 
 import math
@@ -20,15 +20,15 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.train_state import Arrays, TrainState
-from jaxspeed.parameter_server.bucketed_update import Buckets, buckets_of
+from jaxspeed.parameter_server.bucketed_update import UpdateBuckets, buckets_of
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import Worker, cuts_of, wire_of
+from jaxspeed.parameter_server.worker_step import WorkerStep, server_shards, wire_of
 from jaxspeed.placement.mesh import apart, build_mesh
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
-from jaxspeed.train.program import Metrics, Program, Serving
+from jaxspeed.train.program import Metrics, Program, ServerTraffic
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
@@ -37,7 +37,7 @@ Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 class ServedProgram(Program):
     """`fold(sums, sums)`, `apply(state, sums, factor)` and `publish(state)` run on the servers."""
 
-    of_worker: Program  # on the first worker
+    worker_program: Program  # of one worker, on the first worker's device
     rule: Rule
     paces: tuple[float, ...]  # simulated seconds of a worker's compute
     worker_devices: tuple[jax.Device, ...]
@@ -51,20 +51,20 @@ class ServedProgram(Program):
         return (*self.worker_devices, *self.mesh.devices.flat)
 
     @cached_property
-    def worker(self) -> Worker:
-        """What each worker runs."""
-        return Worker(self.of_worker, cuts_of(self.table))
+    def worker(self) -> WorkerStep:
+        """The programs that each worker runs."""
+        return WorkerStep(self.worker_program, server_shards(self.table))
 
     @cached_property
     def batch_mesh(self) -> Mesh:
-        """The workers together: how a batch is cut."""
+        """The mesh of all workers, over which a batch is sharded."""
         return build_mesh({}, self.worker_devices)
 
     def batch_shardings(self, batch: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.batch_mesh, spec), batch_specs(batch))
 
     def parts(self, placed: Any) -> list[Any]:
-        """The workers' parts of a batch that is cut over them, in their order."""
+        """The workers' parts of a sharded batch, by worker."""
 
         def parts(x: jax.Array) -> list[jax.Array]:
             by_device = {shard.device: shard.data for shard in x.addressable_shards}
@@ -73,11 +73,11 @@ class ServedProgram(Program):
         leaves, tree = jax.tree.flatten(placed)
         return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
 
-    # -- what the servers run ---------------------------------------------------------------------
+    # -- programs of the servers------------------------------------------------------------------
 
     @cached_property
     def fold(self) -> Callable[[Sums, Sums], Sums]:
-        """The weighted mean of two workers' sums; the first one's gradients are used up."""
+        """The weighted mean of two workers' sums; donates the first one's gradients."""
 
         def fold(grads: Arrays, seen: Sums, new: Sums) -> Sums:
             return folded(seen._replace(grads=grads), new)
@@ -87,22 +87,22 @@ class ServedProgram(Program):
 
     @cached_property
     def apply(self) -> Any:
-        """`(state, sums, factor) -> (state, metrics)`, one update; the state is used up."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        """`(state, sums, factor) -> (state, metrics)`: one update; donates the state."""
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
             self.in_mesh(self.applied),
             donate_argnums=0,
-            out_shardings=(self.shardings, whole),
+            out_shardings=(self.shardings, replicated),
         )
 
     def applied(self, state: TrainState, sums: Sums, factor: Any) -> tuple[TrainState, Metrics]:
-        """Gradients count times `factor`: 1 but for stale ones that are damped."""
+        """Update with gradients times `factor`, which is 1 except for damped stale ones."""
         damped = {path: grad * factor.astype(grad.dtype) for path, grad in sums.grads.items()}
         return self.update(state, sums._replace(grads=damped), state.variables)
 
     @cached_property
     def mean_loss(self) -> Callable[[Sums], Metrics]:
-        """Loss, weight and a loss's own metrics, of sums without gradients."""
+        """Loss, weight and metrics of sums without gradients."""
 
         def mean(sums: Sums) -> Metrics:
             loss = per_weight(sums.total, sums.weight)
@@ -111,13 +111,13 @@ class ServedProgram(Program):
         return jax.jit(mean)
 
     @cached_property
-    def buckets(self) -> Buckets | None:
-        """The parts of an update by rounds; None where it has to wait for all gradients."""
+    def buckets(self) -> UpdateBuckets | None:
+        """The buckets of a synchronous update; None where it depends on all gradients."""
         return buckets_of(self)
 
     @cached_property
     def publish(self) -> Callable[[TrainState], Arrays]:
-        """What workers pull, in the dtype that layers read, each server its cut."""
+        """The parameters that workers pull: sharded over servers, in the dtype that layers read."""
         rows = [row for row in self.table if row.source.dtype != row.read.dtype]
         at = {row.path: self.table.sharding(row.source) for row in rows}
 
@@ -133,12 +133,12 @@ class ServedProgram(Program):
         return publish
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServerTraffic:
         def stored(row: Row) -> int:
             return math.prod(row.shape(row.source))
 
-        sends = pull_and_push(self, self.of_worker.table, stored)
-        return Serving(self.mesh.size, self.rule.pace, *sends)
+        sends = pull_and_push(self, self.worker_program.table, stored)
+        return ServerTraffic(self.mesh.size, self.rule.pace, *sends)
 
     @property
     def ranks_draw_apart(self) -> bool:
@@ -148,12 +148,12 @@ class ServedProgram(Program):
         return without_servers(self.config.given)
 
     def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
-        """What one worker computes of its part: all but the update is there."""
+        """One worker's computation: the step without the update."""
         worker = self.worker
-        return worker.gradients.trace(*worker.abstract(batch, self.ranks)), self.of_worker.mesh
+        return worker.gradients.trace(*worker.abstract(batch, self.ranks)), self.worker_program.mesh
 
     def as_one_rank(self, x: np.ndarray) -> np.ndarray:
-        return x  # each worker's part is one piece of the batch
+        return x  # each worker's part is contiguous in the batch
 
     @property
     def step(self) -> Any:
@@ -164,17 +164,17 @@ class ServedProgram(Program):
 
 
 def pull_and_push(
-    program: Program, of_worker: PlacementTable, elements: Callable[[Row], int]
+    program: Program, worker_program: PlacementTable, elements: Callable[[Row], int]
 ) -> tuple[Communication, Communication]:
     """What a worker pulls of each version and pushes of each part.
 
-    Each trained parameter as layers read it; each gradient as it is made, or as it is sent.
+    Each trained parameter as layers read it; each gradient in the dtype in which it is sent.
     """
     trained = [row for row in program.table if row.leaf.trainable]
     wire = wire_of(program.config)
 
     def sent(row: Row) -> Any:
-        grad = of_worker[row.path].grad
+        grad = worker_program[row.path].grad
         assert grad is not None
         made = grad.dtype if program.batch.accumulation > 1 else row.read.dtype
         return jnp.dtype(reduction_dtype(made, wire))
@@ -202,7 +202,7 @@ def build(
     devices: Sequence[jax.Device] | None = None,
     **given: Any,
 ) -> Program:
-    """The program of any config; `given` is what `build_program` takes beside."""
+    """The program of any config; `given` are the other arguments of `build_program`."""
 
     def built(config: Config, devices: Sequence[jax.Device] | None) -> Program:
         return build_program(config, model, loss_fn, devices=devices, **given)
@@ -213,10 +213,10 @@ def build(
 
 
 def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Built) -> Program:
-    """Servers and workers; `built(config, devices)` makes a program on one mesh.
+    """A program of servers and workers; `built(config, devices)` builds one on one mesh.
 
     Raises:
-      ConfigError, PlacementError: with what these devices cannot be.
+      ConfigError, PlacementError: the config does not fit these devices.
     """
     parallel = config.parallel
     if jax.process_count() > 1:
@@ -240,15 +240,15 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
             f"({ranks + len(servers)} devices without {len(servers)} servers)"
         )
     rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
-    owner = built(_for_servers(config), servers)
-    of_worker = built(for_a_worker(config, batch.micro, batch.accumulation), workers[:1])
-    summed = config.gradient_allreduce_op == "sum" and rule.by_rounds
+    owner = built(_server_config(config), servers)
+    worker_program = built(worker_config(config, batch.micro, batch.accumulation), workers[:1])
+    summed = config.gradient_allreduce_op == "sum" and rule.synchronous
     parts = {name: getattr(owner, name) for name in ("objective", "gradients")}
     return ServedProgram(
         config=config,
         batch=batch,
         update=replace(owner.update, gradient_factor=ranks if summed else 1),
-        of_worker=of_worker,
+        worker_program=worker_program,
         rule=rule,
         paces=paces,
         worker_devices=tuple(workers),
@@ -257,14 +257,14 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     )
 
 
-def _for_servers(config: Config) -> Config:
-    """Masters and moments cut over all servers, however small."""
+def _server_config(config: Config) -> Config:
+    """The config of the servers: masters and moments sharded over all of them, however small."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     return _on_one_mesh(config, zero, {"train_micro_batch_size_per_gpu": 1})
 
 
-def for_a_worker(config: Config, micro: int, accumulation: int) -> Config:
-    """The config of one worker, which knows of no other."""
+def worker_config(config: Config, micro: int, accumulation: int) -> Config:
+    """The config of one worker alone."""
     batch = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
@@ -273,7 +273,7 @@ def for_a_worker(config: Config, micro: int, accumulation: int) -> Config:
 
 
 def _on_one_mesh(config: Config, zero: dict[str, Any], batch: dict[str, int]) -> Config:
-    """The config of a part of the devices, which hold no other part among them."""
+    """A config for a part of the devices, without the keys of the global mesh and batch."""
     given = config.given
     for key in (
         "mesh",
@@ -289,8 +289,8 @@ def _on_one_mesh(config: Config, zero: dict[str, Any], batch: dict[str, int]) ->
 
 
 def without_servers(given: dict[str, Any]) -> dict[str, Any]:
-    """What a user wrote, less the words of a parameter server."""
+    """The config as given, without the keys of a parameter server."""
     own = ("data_reduction", "servers", "max_staleness", "on_stale", "staleness_decay")
     parallel = given.get("parallel", {})
-    kept = {key: x for key, x in parallel.items() if key not in (*own, "worker_pace")}
-    return {**given, "parallel": kept}
+    others = {key: x for key, x in parallel.items() if key not in (*own, "worker_pace")}
+    return {**given, "parallel": others}

@@ -1,7 +1,7 @@
-"""How old a gradient may be: the rule, and the ledger of who pulled which version.
+"""Bounded staleness: the rule for stale gradients, and the ledger of pulled versions.
 
-The server's version counts the updates that it made; each accepted push makes one. The *staleness*
-of a push is the number of versions that were made between its worker's pull and its arrival.
+The server's version counts its updates; each accepted push makes one. The *staleness* of a push is
+the number of versions that were made between its worker's pull and its arrival.
 
 - `drop`: a push of staleness > s is not applied.
 - `wait`: a worker pulls only where no push can become older than s, whatever the order in which
@@ -10,8 +10,8 @@ of a push is the number of versions that were made between its worker's pull and
   v + n - min(p, v) <= s. An arrival takes one from n and adds one to v, so what was safe stays
   safe. It follows that at most s + 1 workers are in flight at once.
 
-With s = 0, or no s, the server goes by rounds instead: it waits for all workers and makes one
-version of their mean, so that no push has an age, and no ledger is needed.
+With s = 0, or no s, the server is synchronous: it waits for all workers and makes one version of
+their mean, so that every push has staleness 0 and no ledger is needed.
 """
 
 from collections import Counter
@@ -23,26 +23,26 @@ OnStale = Literal["drop", "wait"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of stale gradients."""
+    """The rule for stale gradients."""
 
     max_staleness: int | None = None  # None: synchronous
     on_stale: OnStale = "wait"
     decay: float = 1.0  # a push of staleness t is multiplied by decay**t
 
     @property
-    def by_rounds(self) -> bool:
+    def synchronous(self) -> bool:
         """Whether every version is made of one push of each worker."""
         return not self.max_staleness
 
     @property
     def pace(self) -> str:
-        """How the workers follow each other, in words."""
-        return "in step" if self.by_rounds else f"at most {self.max_staleness} versions stale"
+        """The synchronization of workers, as text."""
+        return "in step" if self.synchronous else f"at most {self.max_staleness} versions stale"
 
 
 @dataclass(frozen=True)
 class Push:
-    """What the ledger says of a gradient that arrived."""
+    """The ledger's record of a gradient that arrived."""
 
     staleness: int
     accepted: bool
@@ -53,13 +53,13 @@ class Ledger:
     """Who pulled which version, and what came of it. Workers are named by any hashable."""
 
     def __init__(self, rule: Rule, version: int = 0) -> None:
-        if rule.by_rounds:
-            raise ValueError("a server that goes by rounds keeps no ledger: no push has an age")
+        if rule.synchronous:
+            raise ValueError("a synchronous server needs no ledger: every push has staleness 0")
         self.rule = rule
         self.version = version
         self.accepted = 0
         self.dropped = 0
-        self.waited = 0  # pulls that were put off by `wait`
+        self.waited = 0  # pulls that `wait` delayed
         self.staleness: Counter[int] = Counter()  # of every push, the dropped ones included
         self._pulled: dict[object, int] = {}  # those in flight
         self._waiting: set[object] = set()
@@ -69,9 +69,9 @@ class Ledger:
         return frozenset(self._pulled)
 
     def pull(self, worker: object) -> int | None:
-        """The version that a worker computes on from now; None where it has to wait and ask again.
+        """The version that a worker pulls; None where it has to wait and retry.
 
-        Whether it has to depends on those in flight alone: ask again after an arrival.
+        That depends on the pushes in flight alone: retry after an arrival.
         """
         if worker in self._pulled:
             raise ValueError(f"worker {worker!r} pulls while its push is in flight")
@@ -85,7 +85,7 @@ class Ledger:
         return self.version
 
     def push(self, worker: object) -> Push:
-        """A gradient arrived. Where it is accepted, this is a new version."""
+        """Record an arrived gradient; an accepted one makes a new version."""
         staleness = self.version - self._pulled.pop(worker)
         self.staleness[staleness] += 1
         assert self.rule.max_staleness is not None
@@ -97,7 +97,7 @@ class Ledger:
         return Push(staleness, True, self.rule.decay**staleness)
 
     def lost(self, worker: object) -> None:
-        """A worker died: what it had in flight will not arrive, and nobody waits for it."""
+        """Forget a worker that died, with its push in flight."""
         self._pulled.pop(worker, None)
         self._waiting.discard(worker)
 

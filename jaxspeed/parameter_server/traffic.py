@@ -1,4 +1,4 @@
-"""What crosses between workers and servers, and the only door through which it does."""
+"""Transfers between workers and servers, with a count of their bytes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxspeed.communication import PUSH, Communication
 
 @dataclass
 class Traffic:
-    """Bytes that were sent, by worker; `order` tells in which order transfers were begun."""
+    """Bytes sent, by worker; `order` has the transfers of the current step in order of dispatch."""
 
     up: Counter[int] = field(default_factory=Counter)
     down: Counter[int] = field(default_factory=Counter)
@@ -26,7 +26,7 @@ class Traffic:
         arrays: Sequence[jax.Array],
         to: Sequence[jax.Device],
     ) -> list[jax.Array]:
-        """Each array to its device. Nothing waits for it."""
+        """Send each array to its device, without blocking."""
         sizes = [(x.size, x.dtype) for x in arrays]
         one = Communication.of_arrays(
             kind, (), sizes, 1, source="run", purpose=purpose, site=f"worker {worker}"
@@ -41,7 +41,7 @@ class Traffic:
 
 
 def one_copy(tree: Any, device: jax.Device) -> Any:
-    """What every server has, on another device.
+    """Copy replicated arrays to another device.
 
     From one shard: `device_put` of an array on a mesh leaves that mesh in its type (jax 0.10.2).
     """

@@ -1,4 +1,4 @@
-"""What one worker computes: gradients of a part of a batch, from parameters that it pulled."""
+"""A worker's programs: gradients or loss of a part of a batch, from pulled parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,41 +21,41 @@ from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
 
-Pieces = dict[str, list[jax.Array]]  # of each parameter, by path
+PulledShards = dict[str, list[jax.Array]]  # of each parameter, by path
 
 
-# -- what a worker sends each server, and gets from it --------------------------------------------
+# -- sharding over the servers --------------------------------------------------------------------
 
-DATA = "data"  # the axis of the servers' mesh along which they lie
+DATA = "data"  # the axis of the servers' mesh
 
 
 @dataclass(frozen=True)
 class ServerShard:
-    """How a parameter is shared among the servers: along one dim, padded so that it can be.
+    """The sharding of a parameter over the servers: along one dim, padded to divide.
 
-    The servers' table says where. A worker shards what it pushes and joins what it pulled in the
-    same places, so that no server is ever sent what it does not own.
+    It comes from the servers' table. A worker splits its gradients and concatenates pulled
+    parameters by it, so that a server only receives what it owns.
     """
 
     shape: tuple[int, ...]  # as layers read it
     stored: tuple[int, ...]  # padded
-    dim: int | None  # along which it is cut; None: every server has all of it
+    dim: int | None  # the sharded dim; None: replicated on every server
     at: NamedSharding
 
-    def pieces(self, x: jax.Array) -> list[jax.Array]:
-        """What each server gets; of what is not cut there is one piece for all."""
+    def split(self, x: jax.Array) -> list[jax.Array]:
+        """Split into one shard per server; a replicated array is one shard for all."""
         if self.dim is None:
             return [x]
         return jnp.split(pad(x, self.stored), self.at.mesh.size, self.dim)
 
-    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+    def join(self, shards: Sequence[jax.Array]) -> jax.Array:
         if self.dim is None:
-            return pieces[0]
-        return unpad(jnp.concatenate(pieces, self.dim), self.shape)
+            return shards[0]
+        return unpad(jnp.concatenate(shards, self.dim), self.shape)
 
 
-def cuts_of(table: PlacementTable) -> dict[str, ServerShard]:
-    """By path, as a server stores what layers read from."""
+def server_shards(table: PlacementTable) -> dict[str, ServerShard]:
+    """The shardings of what layers read from, by path."""
     return {
         row.path: ServerShard(
             row.leaf.shape,
@@ -68,7 +68,7 @@ def cuts_of(table: PlacementTable) -> dict[str, ServerShard]:
 
 
 def host_parts(batch: Any, ranks: int) -> list[Any]:
-    """The workers' parts of a batch in host memory, in their order."""
+    """The workers' parts of a batch in host memory, by worker."""
 
     def parts(x: Any) -> list[np.ndarray]:
         x = np.asarray(x)
@@ -82,31 +82,31 @@ def host_parts(batch: Any, ranks: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Worker:
-    """What every worker runs: one program, compiled for each worker's device. It holds no array."""
+class WorkerStep:
+    """The programs of every worker, compiled for each worker's device. Holds no array."""
 
     program: Program  # of one device: the first worker's
-    cuts: dict[str, ServerShard]  # of the servers
+    shards: dict[str, ServerShard]  # of the servers
 
     @property
     def first(self) -> jax.Device:
-        """The first worker."""
+        """The first worker's device."""
         device: jax.Device = self.program.mesh.devices.flat[0]
         return device
 
     @cached_property
     def gradients(self) -> Any:
-        """`(pulled, variables, part, step, scale, first micro-batch) -> Sums`, in pieces."""
+        """`(pulled, variables, part, step, scale, first micro-batch) -> Sums`, split by server."""
         wire = wire_of(self.program.config)
 
         def gradients(
-            pulled: Pieces, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
+            pulled: PulledShards, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
         ) -> Sums:
             refuse_statistics(self.program, variables, part)
-            sources = self.joined(pulled)
+            sources = self.join(pulled)
             sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
             grads = {
-                path: self.cuts[path].pieces(grad.astype(reduction_dtype(grad.dtype, wire)))
+                path: self.shards[path].split(grad.astype(reduction_dtype(grad.dtype, wire)))
                 for path, grad in sums.grads.items()
             }
             return sums._replace(grads=grads)
@@ -117,15 +117,15 @@ class Worker:
     def loss(self) -> Any:
         """`(pulled, variables, part, step) -> Sums` without gradients, in evaluation mode."""
 
-        def loss(pulled: Pieces, variables: Arrays, part: Any, step: Any) -> Sums:
-            sources = self.joined(pulled)
+        def loss(pulled: PulledShards, variables: Arrays, part: Any, step: Any) -> Sums:
+            sources = self.join(pulled)
             loss, _ = self.program.objective(sources, variables, part, step, 0, False)
             return Sums({}, loss.total, loss.weight, loss.metrics)
 
         return jax.jit(self.program.in_mesh(loss))
 
     def abstract(self, batch: Any, ranks: int) -> tuple[Any, ...]:
-        """The shapes that `gradients` is given, of a global batch."""
+        """The argument shapes of `gradients` for a global batch."""
         here = SingleDeviceSharding(self.first)
 
         def shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -136,32 +136,32 @@ class Worker:
 
         pulled = {}
         for row in self.program.table:
-            cut = self.cuts[row.path]
-            count = 1 if cut.dim is None else cut.at.mesh.size
-            piece = shape(cut.at.shard_shape(cut.stored), row.read.dtype)
-            pulled[row.path] = [piece] * count
+            layout = self.shards[row.path]
+            count = 1 if layout.dim is None else layout.at.mesh.size
+            shard = shape(layout.at.shard_shape(layout.stored), row.read.dtype)
+            pulled[row.path] = [shard] * count
         variables = {
             path: shape(x.shape, x.dtype) for path, x in self.program.model.variables.items()
         }
         step, scale = shape((), jnp.int32), shape((), jnp.float32)
         return pulled, variables, jax.tree.map(part, batch), step, scale, step
 
-    def joined(self, pulled: Pieces) -> Arrays:
-        """What layers read."""
-        return {path: self.cuts[path].joined(pieces) for path, pieces in pulled.items()}
+    def join(self, pulled: PulledShards) -> Arrays:
+        """Concatenate the shards of pulled parameters."""
+        return {path: self.shards[path].join(shards) for path, shards in pulled.items()}
 
-    def state(self, pulled: Pieces, rest: TrainState) -> TrainState:
-        """What the program reads of a state, on the first worker: no moments, no masters."""
+    def state(self, pulled: PulledShards, rest: TrainState) -> TrainState:
+        """The state that the program reads, on the first worker: without moments and masters."""
         here = {
             name: one_copy(getattr(rest, name), self.first)
             for name in ("step", "skipped", "variables", "loss_scale")
         }
-        params = jax.jit(self.joined)(pulled)
+        params = jax.jit(self.join)(pulled)
         return replace(rest, **here, params=params, master={}, opt=(), ema={})
 
 
 def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
-    """ModelError where a training pass changes what would then stay on the worker."""
+    """ModelError where the training pass changes statistics, which would stay on the worker."""
     count = program.batch.accumulation
     few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
     rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
@@ -169,11 +169,11 @@ def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
         raise ModelError(
             'parallel.data_reduction "parameter_server": the training pass changes statistics '
             "that the model keeps (of a batch norm, say), and workers push gradients alone. "
-            'Write "xla", or a norm that keeps nothing'
+            'Write "xla", or use a norm without running statistics'
         )
 
 
 def wire_of(config: Config) -> Any:
-    """The dtype in which gradients are pushed; None: as they are made."""
+    """The dtype in which gradients are pushed; None: their own."""
     wanted = config.communication_data_type
     return DTYPES[wanted] if wanted else None

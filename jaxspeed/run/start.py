@@ -22,7 +22,7 @@ from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import initialize
 from jaxspeed.objective.config_model import family_sizes, resolve_model
-from jaxspeed.parameter_server.ray import RayEngine, staff_of
+from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.step_records import recorder_of
@@ -74,14 +74,14 @@ class RaySource(Source):
 
     @staticmethod
     def start_devices(config: Config) -> None:
-        staff_of(config)  # what Ray cannot do is told before anything begins
+        ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
 
     def engine(self) -> RayEngine:
         return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
 
     def batch_size(self) -> int:
-        return staff_of(self.config).batch.train
+        return ray_resources(self.config).batch.train
 
 
 def source_of(

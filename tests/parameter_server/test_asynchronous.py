@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspeed.parameter_server import Rule, Service, Turns
+from jaxspeed.parameter_server import ParameterServer, Rule, WorkerSchedule
 from tests.parameter_server import serving
 from tests.parameter_server.serving import (
     BF16,
@@ -67,7 +67,7 @@ def test_each_accepted_push_is_one_version():
     told = train(engine, 5)
     assert [int(m["version"]) for m in told] == list(np.cumsum([m["accepted"] for m in told]))
     arrived = sum(engine.staleness.values())
-    state = engine.state  # once nothing is under way
+    state = engine.state  # once nothing is in flight
     assert sum(engine.staleness.values()) == 5 * RANKS > arrived
     assert int(state.step) == sum(n for age, n in engine.staleness.items() if age <= 4)
 
@@ -93,29 +93,29 @@ def test_it_is_plain_jax_with_each_gradient_of_the_version_that_was_pulled(rule)
         return jnp.square((x @ params["out"])[:, 0] - part["y"]).mean()
 
     gradient, plain = jax.jit(jax.grad(loss)), optax.sgd(0.05, momentum=0.5)
-    turns, versions, state = Turns(rule, SLOWED, seed=3), [start], plain.init(start)
-    under_way = {}
+    schedule, versions, state = WorkerSchedule(rule, SLOWED, seed=3), [start], plain.init(start)
+    in_flight = {}
     parts = [
         {name: x[MICRO * i : MICRO * (i + 1)] for name, x in serving.batch(step).items()}
         for step in range(steps)
         for i in range(RANKS)
     ]
     while True:
-        begun = turns.begin() if parts else None
+        begun = schedule.begin() if parts else None
         if begun is not None:
-            under_way[begun.worker] = gradient(versions[-1], parts.pop(0))
+            in_flight[begun.worker] = gradient(versions[-1], parts.pop(0))
             continue
-        arrival = turns.arrive()
+        arrival = schedule.arrive()
         if arrival is None:
             break
-        grads, push = under_way.pop(arrival.worker), arrival.push
+        grads, push = in_flight.pop(arrival.worker), arrival.push
         if push.accepted:
             grads = jax.tree.map(lambda g, by=push.factor: g * by, grads)
             updates, state = plain.update(grads, state)
             versions.append(optax.apply_updates(versions[-1], updates))
     after = parameters(engine)
-    assert len(versions) - 1 == int(engine.state.step) == turns.ledger.accepted
-    assert turns.ledger.dropped > 0 or rule.on_stale == "wait"
+    assert len(versions) - 1 == int(engine.state.step) == schedule.ledger.accepted
+    assert schedule.ledger.dropped > 0 or rule.on_stale == "wait"
     for path, value in versions[-1].items():
         np.testing.assert_allclose(after[path], value, atol=1e-5, err_msg=path)
 
@@ -212,16 +212,16 @@ def test_a_push_of_another_loss_scale_counts_as_much():
         sgd = {"type": "SGD", "params": {"lr": 0.1}}
         engine = served(parallel=WAIT, optimizer=sgd, **fp16)
         program = engine.program
-        service = Service(program, engine.state)
+        server = ParameterServer(program, engine.state)
         data = serving.batch(0)
         (part, *_) = program.parts(jax.device_put(data, program.batch_shardings(data)))
-        service.pull(0)
-        service.compute(0, part)
-        scale = service.state.loss_scale
+        server.pull(0)
+        server.compute(0, part)
+        scale = server.state.loss_scale
         fallen = scale._replace(scale=scale.scale / fall)
-        service.state = dataclasses.replace(service.state, loss_scale=fallen)
-        service.apply(service.fleet.push(0), service.scale_since(0))
-        return {path: np.array(x) for path, x in service.state.master.items()}
+        server.state = dataclasses.replace(server.state, loss_scale=fallen)
+        server.apply(server.workers.push(0), server.scale_since(0))
+        return {path: np.array(x) for path, x in server.state.master.items()}
 
     one, two = after_a_push(1), after_a_push(4)
     for path, value in one.items():
@@ -234,8 +234,8 @@ def test_each_part_is_used_once():
     engine = served(parallel={**DROP, "worker_pace": SLOWED}, optimizer=still)
     told = train(engine, 6)
     engine.wait()
-    service = engine._way
-    rest = {k: float(x) for k, x in service.service.program.mean_loss(service._losses).items()}
+    server = engine._schedule
+    rest = {k: float(x) for k, x in server.server.program.mean_loss(server._losses).items()}
     found = sum(m["loss"] * m["weight"] for m in [*told, rest])
     wanted = 0.0
     for step in range(6):

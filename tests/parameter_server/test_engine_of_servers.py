@@ -369,7 +369,7 @@ def test_any_way_of_reduction_restores_anothers_checkpoint(tmp_path):
     second.save_checkpoint(tmp_path / "b")
     second.wait()
     third = served(3, parallel=serving.WAIT)
-    train(third, 1)  # what is under way is forgotten
+    train(third, 1)  # what is in flight is forgotten
     third.load_checkpoint(tmp_path / "b")
     fourth = served(1)
     fourth.load_checkpoint(tmp_path / "b")

@@ -91,6 +91,6 @@ def test_running_out_of_memory_names_more_servers(monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(engine._way, "train", full)
+    monkeypatch.setattr(engine._schedule, "train", full)
     with pytest.raises(Exception, match=r"one more of parallel\.servers frees"):
         engine.train_batch(serving.batch(0))

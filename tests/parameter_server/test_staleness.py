@@ -1,12 +1,12 @@
-"""Bounded staleness: what the ledger and the turns promise, recounted by the test itself."""
+"""Bounded staleness: what the ledger and the schedule promise, recounted by the test itself."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspeed.parameter_server import Clock, Ledger, Rule, Turns
-from jaxspeed.parameter_server.turns import rounds_seconds
+from jaxspeed.parameter_server import Ledger, Rule, VirtualClock, WorkerSchedule
+from jaxspeed.parameter_server.worker_schedule import synchronous_step_seconds
 
 SLOWED = (1.0, 1.0, 1.0, 5.0)
 
@@ -18,20 +18,20 @@ rules = st.builds(
 )
 
 
-def applied(turns: Turns, steps: int) -> list[int]:
-    """Drives the turns; the age of each push that was applied, counted here and not by the ledger.
+def applied(schedule: WorkerSchedule, steps: int) -> list[int]:
+    """Drive the schedule; the age of each applied push, counted here and not by the ledger.
 
     As long as there are `steps` events, starts and arrivals together.
     """
     pulled: dict[int, int] = {}  # how many pushes had been applied at each worker's pull
     ages: list[int] = []
     for _ in range(steps):
-        start = turns.begin()
+        start = schedule.begin()
         if start is not None:
             assert start.worker not in pulled
             pulled[start.worker] = len(ages)
             continue
-        arrival = turns.arrive()
+        arrival = schedule.arrive()
         assert arrival is not None, "nobody may begin and nobody is in flight"
         age = len(ages) - pulled.pop(arrival.worker)
         assert age == arrival.push.staleness
@@ -42,11 +42,11 @@ def applied(turns: Turns, steps: int) -> list[int]:
 
 def seconds_a_push(rule: Rule, paces: tuple[float, ...], pushes: int = 400) -> float:
     """Virtual seconds an accepted push, from first to last."""
-    turns = Turns(rule, paces, seed=0)
-    while turns.ledger.accepted < pushes:
-        if turns.begin() is None:
-            turns.arrive()
-    return turns.clock.now / pushes
+    schedule = WorkerSchedule(rule, paces, seed=0)
+    while schedule.ledger.accepted < pushes:
+        if schedule.begin() is None:
+            schedule.arrive()
+    return schedule.clock.now / pushes
 
 
 @settings(max_examples=12, deadline=None)
@@ -54,11 +54,11 @@ def seconds_a_push(rule: Rule, paces: tuple[float, ...], pushes: int = 400) -> f
 def test_no_gradient_older_than_the_bound_is_applied_in_ten_thousand_steps(
     rule: Rule, paces: list[float], seed: int
 ) -> None:
-    turns = Turns(rule, paces, seed)
-    ages = applied(turns, 10_000)
+    schedule = WorkerSchedule(rule, paces, seed)
+    ages = applied(schedule, 10_000)
     assert rule.max_staleness is not None
     assert max(ages) <= rule.max_staleness
-    assert turns.ledger.accepted == len(ages) == turns.ledger.version
+    assert schedule.ledger.accepted == len(ages) == schedule.ledger.version
 
 
 @settings(max_examples=12, deadline=None)
@@ -92,50 +92,52 @@ def test_the_bound_holds_in_any_order_of_arrival(rule: Rule, workers: int, data:
 def test_who_waits_may_pull_once_all_that_is_in_flight_has_arrived(
     rule: Rule, workers: int, seed: int
 ) -> None:
-    turns = Turns(rule, [1.0] * workers, seed)
-    applied(turns, 100)
-    while turns.arrive() is not None:
+    schedule = WorkerSchedule(rule, [1.0] * workers, seed)
+    applied(schedule, 100)
+    while schedule.arrive() is not None:
         pass
-    assert turns.begin() is not None
+    assert schedule.begin() is not None
 
 
 def test_with_wait_the_slow_worker_sets_the_pace_after_s_versions() -> None:
     s = 4
-    turns = Turns(Rule(s, "wait"), SLOWED, seed=1)
+    schedule = WorkerSchedule(Rule(s, "wait"), SLOWED, seed=1)
     slow, versions_at = 3, []
     while len(versions_at) < 50:
-        if turns.begin() is None:
-            arrival = turns.arrive()
+        if schedule.begin() is None:
+            arrival = schedule.arrive()
             assert arrival is not None
             if arrival.worker == slow:
-                versions_at.append(turns.ledger.version)
+                versions_at.append(schedule.ledger.version)
     # While the slow worker computes, the others make s versions and then wait for it.
     assert set(np.diff(versions_at)) == {s + 1}
-    assert turns.ledger.waited > 0 and turns.ledger.dropped == 0
+    assert schedule.ledger.waited > 0 and schedule.ledger.dropped == 0
     a_cycle = (s + 1) * seconds_a_push(Rule(s, "wait"), SLOWED)
     assert a_cycle == pytest.approx(5.0, rel=0.05)
 
 
 def test_with_drop_a_slow_worker_does_not_hold_up_the_others() -> None:
     """At least twice the accepted pushes a second of rounds, where each waits for the slow one."""
-    clock = Clock(SLOWED)
+    clock = VirtualClock(SLOWED)
     rounds = 100
-    synchronous = sum(rounds_seconds(clock) for _ in range(rounds)) / (rounds * len(SLOWED))
+    synchronous = sum(synchronous_step_seconds(clock) for _ in range(rounds)) / (
+        rounds * len(SLOWED)
+    )
     assert synchronous >= 2 * seconds_a_push(Rule(4, "drop"), SLOWED)
 
 
 def test_without_a_slow_worker_nobody_is_dropped_and_nobody_waits() -> None:
     for on_stale in ("drop", "wait"):
-        turns = Turns(Rule(12, on_stale), [1.0] * 4, seed=0)
-        applied(turns, 1000)
-        assert (turns.ledger.dropped, turns.ledger.waited) == (0, 0)
-        assert set(turns.ledger.staleness) <= set(range(7))
+        schedule = WorkerSchedule(Rule(12, on_stale), [1.0] * 4, seed=0)
+        applied(schedule, 1000)
+        assert (schedule.ledger.dropped, schedule.ledger.waited) == (0, 0)
+        assert set(schedule.ledger.staleness) <= set(range(7))
 
 
 def test_waiting_keeps_at_most_s_and_one_in_flight() -> None:
-    turns = Turns(Rule(2, "wait"), [1.0] * 6, seed=0)
+    schedule = WorkerSchedule(Rule(2, "wait"), [1.0] * 6, seed=0)
     starts = 0
-    while turns.begin() is not None:
+    while schedule.begin() is not None:
         starts += 1
     assert starts == 3
 
@@ -162,8 +164,8 @@ def test_a_push_is_damped_by_its_age() -> None:
 
 def test_the_seed_alone_decides_the_order() -> None:
     def order(seed: int) -> list[int]:
-        turns = Turns(Rule(3, "drop"), [1.0] * 4, seed)
-        events = (turns.begin() or turns.arrive() for _ in range(200))
+        schedule = WorkerSchedule(Rule(3, "drop"), [1.0] * 4, seed)
+        events = (schedule.begin() or schedule.arrive() for _ in range(200))
         return [event.worker for event in events if event is not None]
 
     assert order(0) == order(0)
@@ -171,14 +173,14 @@ def test_the_seed_alone_decides_the_order() -> None:
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
-    clock = Clock((1.0, 3.0), seed=2)
-    taken = [rounds_seconds(clock) for _ in range(200)]
+    clock = VirtualClock((1.0, 3.0), seed=2)
+    taken = [synchronous_step_seconds(clock) for _ in range(200)]
     assert all(2.7 <= seconds < 3.3 for seconds in taken)
     assert np.mean(taken) == pytest.approx(3.0, rel=0.02)
     assert clock.now == pytest.approx(sum(taken))
 
 
 def test_rounds_need_no_ledger() -> None:
-    assert Rule(None).by_rounds and Rule(0).by_rounds and not Rule(1).by_rounds
-    with pytest.raises(ValueError, match="no push has an age"):
+    assert Rule(None).synchronous and Rule(0).synchronous and not Rule(1).synchronous
+    with pytest.raises(ValueError, match="needs no ledger: every push has staleness 0"):
         Ledger(Rule(0))

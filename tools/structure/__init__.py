@@ -1,4 +1,4 @@
-"""Figures that a restructuring of the package must not change, and those that it should.
+"""Figures of compiled programs that a refactoring must not change, and the package's size.
 
     python -m tools.structure record            # write record.json beside this file
     python -m tools.structure compare           # measure again; exit 1 if anything differs

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
-    """A line for each value that is not equal; of lists, what was taken away and what was added."""
+    """A line per differing value; for lists, the removed and added items."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in dict.fromkeys([*before, *after]):
             inner = f"{where}: {key}" if where else str(key)
@@ -59,7 +59,7 @@ def _change(before: Any, after: Any) -> str:
 
 
 def _measure(part: str) -> Any:
-    """Imported as it is measured: `size` needs neither JAX nor the package."""
+    """Measure with late imports: `size` needs neither JAX nor the package."""
     measures: dict[str, Callable[[], Any]] = {
         "size": _size,
         "flow": _flow,

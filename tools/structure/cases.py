@@ -39,7 +39,7 @@ WIDTH = 64  # of the Linen module and the pair
 
 
 class LinenNet(nn.Module):
-    """Unlike layers, dropout and batch statistics."""
+    """A model of unlike layers, with dropout and batch statistics."""
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -109,7 +109,7 @@ class Case:
     tpu: bool = False
 
     def config(self) -> dict[str, Any]:
-        """What `jaxspeed.initialize` is given."""
+        """The arguments of `jaxspeed.initialize`."""
         zero = {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero}
         config = {
             "train_micro_batch_size_per_gpu": 2,

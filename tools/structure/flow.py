@@ -1,12 +1,12 @@
-"""The files that a parameter, a batch and the ZeRO stage pass through on their way to the program.
+"""The files through which a parameter, a batch and the ZeRO stage reach the compiled program.
 
 Measured, not read: `initialize` and the first `train_batch` of a small gpt2 (ZeRO 3, bf16, two
 micro-batches; no pipeline, no offload) run under `sys.setprofile`. A file of the package counts
 where one of its functions is called with
 
-- the parameter: an array, tracer or shape with the shape of one chosen weight (whole, one layer of
-  it, or its shard; no other array of the run has these shapes, so its gradient and moments count as
-  well), or an object whose `path` is that weight's, as the table's rows have it;
+- the parameter: an array, tracer or shape with the shape of one chosen weight (unsharded, one
+  layer of it, or its shard; no other array of the run has these shapes, so its gradient and moments
+  count as well), or an object whose `path` is that weight's, as the table's rows have it;
 - the batch: an array, tracer or shape of integers whose last dim is the batch's own;
 - the stage: a marked integer that takes the place of `zero_optimization.stage`. A file that reads
   the attribute `stage` of the config's section, or of an object that holds the marked integer,
@@ -40,7 +40,7 @@ PACKAGE = Path(jaxspeed.__file__).parent
 OURS = tuple(str(path) for path in PACKAGE.iterdir() if path.name != "models")
 HIDDEN, LAYERS, SEQ, SHARDS = 40, 3, 22, 8
 PARAMETER = "blocks/mlp/up/kernel"
-# Of no other parameter: the weight of all layers and of one, whole and sharded over `data`.
+# Of no other parameter: the weight of all layers and of one, unsharded and sharded over `data`.
 SHAPES = {
     (*layers, *weight)
     for layers in ((), (LAYERS,))
@@ -132,7 +132,7 @@ def _is_stage(x: Any) -> bool:
 
 
 def _check_shapes(table: Any) -> None:
-    """An error unless the shapes are those of one weight, and of no other."""
+    """Raise unless the shapes belong to one weight and to no other."""
     ours = table[PARAMETER]
     shard = table.sharding(ours.source).shard_shape(ours.shape(ours.source))
     assert {ours.leaf.shape, tuple(shard)} <= SHAPES, (ours.leaf.shape, shard)
@@ -194,7 +194,7 @@ def _marked(section: Any) -> Any:
 
 @contextlib.contextmanager
 def _reads_of_stage(config: Any, readers: set[str]) -> Iterator[None]:
-    """Inside, a file that reads the stage as an attribute is put into `readers`."""
+    """Record files that read the stage as an attribute, within the context, in `readers`."""
     section = type(config.zero_optimization)
     holders = {section, jaxspeed.PlacementTable}
 

@@ -1,4 +1,4 @@
-"""Applies each mutation of `mutation_list.py` to a copy of the sources; a named test must fail.
+"""Mutation tests: apply each of `mutation_list.py` to a copy of the sources; a test must fail.
 
 A mutation is named by a text that occurs once in the package, and its test by name, so that files
 may move. The copies share the compilation cache of the test suite.
@@ -26,7 +26,7 @@ TESTS_FAILED = 1  # pytest's exit code; an error of import or collection has ano
 
 
 class Mutation(NamedTuple):
-    """One change of the sources: `old` becomes `new`, and `test` has to fail."""
+    """One change of the sources: `old` becomes `new`, and `test` must fail."""
 
     old: str
     new: str
@@ -34,7 +34,7 @@ class Mutation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its text in short."""
+        """The mutation's text, shortened."""
         return " ".join(self.old.split())[:60]
 
 
@@ -42,7 +42,7 @@ ALL = tuple(Mutation(*each) for each in MUTATIONS)
 
 
 def check() -> int:
-    """Whether each text is in one place and each test can be found; no test is run."""
+    """Check that each text occurs once and each test exists, without running tests."""
     problems = list(_problems(ROOT, ALL))
     print("\n".join(problems) if problems else f"{len(ALL)} mutations, each text and test found")
     return bool(problems)
@@ -128,7 +128,7 @@ def _pytest(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str
 
 
 def _all_pass(copy: Path, tests: Iterable[str]) -> bool:
-    """Whether the tests pass as the sources are: else their failures would say nothing."""
+    """Whether the tests pass on unchanged sources: otherwise a failure proves nothing."""
     done = _pytest(copy, tests)
     if done.returncode:
         print(f"without any mutation:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")

@@ -17,7 +17,7 @@ TPU = "v5e:2x4"
 
 
 def on_cpu(case: Case) -> dict[str, Any]:
-    """What XLA:CPU makes of the step of a case on 8 simulated devices."""
+    """Figures of a case's step compiled by XLA:CPU on 8 simulated devices."""
     model, loss = OWN_MODELS.get(case.family, (None, None))
     example = batch_of(case.family, 8) if case.family in OWN_MODELS else None
     engine = jaxspeed.initialize(model, loss, case.config(), example_batch=example)
@@ -28,7 +28,7 @@ def on_cpu(case: Case) -> dict[str, Any]:
 
 
 def on_tpu(case: Case) -> dict[str, Any]:
-    """What libtpu makes of it for a `v5e:2x4`, in a child process; and the planner's estimate."""
+    """Figures of libtpu's compile for a `v5e:2x4`, in a child process; the planner's estimate."""
     config = {**case.config(), "data": {"seq_len": SEQ}}
     plan = jaxspeed.plan(config, TPU, compile=True)
     assert plan.compiled is not None, plan.outcome
@@ -46,7 +46,7 @@ def _figures(report: Any) -> dict[str, Any]:
 
 
 def _estimate(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The planner's figures; what its parts are called is left out."""
+    """The planner's figures, without the names of its parts."""
     memory, time = figures["memory"], figures["time"]
     exchanges = Counter(
         (one["kind"], " x ".join(one["axes"]), one["bytes"], one["runs"])
@@ -64,12 +64,12 @@ def _estimate(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(seconds: float) -> float:
-    """To 9 digits: a sum in another order is no difference."""
+    """Round to 9 digits, so that another order of summation is no difference."""
     return float(f"{seconds:.9g}")
 
 
 def _collectives(found: Any) -> list[str] | None:
-    """Like collectives as one line with their number, sorted; None where there is no text."""
+    """Equal collectives as one line with their count, sorted; None without HLO text."""
     if found is None:
         return None
     alike = Counter((c.kind, " x ".join(c.axes), c.dtype, c.bytes, c.runs) for c in found)

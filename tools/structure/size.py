@@ -11,7 +11,7 @@ SMALL = 2048  # bytes: a file below this is seldom a concept of its own
 
 
 def size_of(folder: Path = ROOT / "jaxspeed") -> dict[str, Any]:
-    """Of the Python files under a folder; a function is as long as its lines from `def` on."""
+    """Measure the Python files under a folder; a function's length is in lines from `def` on."""
     files = sorted(folder.rglob("*.py"))
     texts = [file.read_bytes() for file in files]
     lengths = [

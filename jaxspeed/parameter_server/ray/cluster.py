@@ -1,7 +1,7 @@
-"""Ray, and room on it for the processes of a run.
+"""Connection to Ray, and the placement group of a run's processes.
 
-The room is taken as a whole before any process starts, so that a cluster without it is an error and
-no wait, and so that a process that died is followed by another in its place.
+All resources are reserved before any process starts: a cluster without them is an error instead of
+a wait, and a failed process is restarted in its place.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from jaxspeed.errors import ConfigError, RunError
 log = logging.getLogger("jaxspeed")
 
 SECONDS_TO_ANSWER = 10
-SECONDS_FOR_ROOM = 60
+SECONDS_TO_RESERVE = 60
 SECONDS_TO_START = 300
 _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "tpu": "TPU"}
-# What Ray would print to the standard output of whoever uses it is logged here, once.
+# Keeps from standard output what jaxspeed logs once.
 _DEATHS = "A worker died or was killed|marked dead|Raylet is terminated"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -32,12 +32,12 @@ QUIET = {
 
 
 def ray_module() -> Any:
-    """Ray, which an extra installs.
+    """Import Ray, which an extra installs.
 
     Raises:
       ConfigError: it is not installed.
     """
-    if "ray" not in sys.modules:  # they are read when it is imported
+    if "ray" not in sys.modules:  # Ray reads them when it is imported
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
     try:
@@ -50,12 +50,12 @@ def ray_module() -> Any:
 
 @contextlib.contextmanager
 def connected(address: str | None = None) -> Iterator[None]:
-    """Inside, this process is connected to a Ray cluster; as it was before where it is already.
+    """Connect to a Ray cluster within the context; a no-op if this process is connected.
 
-    Best entered before JAX starts its threads: a Ray of this machine is started by forks.
+    Best entered before JAX starts its threads: a local Ray is started by forks.
 
     Args:
-      address: as `ray.init` takes it; None starts a Ray of this machine, which ends on the way out.
+      address: as `ray.init` takes it; None starts a local Ray, which ends with the context.
 
     Raises:
       ConfigError: Ray is not installed.
@@ -84,7 +84,7 @@ def connected(address: str | None = None) -> Iterator[None]:
 
 
 def _check_address(address: str) -> None:
-    """Something answers there: Ray itself would ask for minutes, and say so line by line."""
+    """Raise unless something answers: Ray would retry for minutes, and log each try."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ConfigError(f"--ray-address: {address}; needs HOST:PORT of the head node, or auto")
@@ -96,7 +96,7 @@ def _check_address(address: str) -> None:
 
 
 class Cluster:
-    """Room for so many processes, by number; each may be started again.
+    """Reserved resources for a number of processes, each of which may be restarted.
 
     Args:
       processes: how many.
@@ -105,17 +105,17 @@ class Cluster:
 
     def __init__(self, processes: int, accelerated: int = 0, platform: str | None = None) -> None:
         self._ray = ray_module()
-        self._room = self._take_room(processes, accelerated, platform)
+        self._reserved = self._reserve(processes, accelerated, platform)
         self._actors: dict[int, Any] = {}
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- resources ------------------------------------------------------------------------------
 
-    def _take_room(self, processes: int, accelerated: int, platform: str | None) -> Any:
+    def _reserve(self, processes: int, accelerated: int, platform: str | None) -> Any:
         group = importlib.import_module("ray.util.placement_group")
         has = self._ray.cluster_resources()
-        # One machine is shared evenly, however few cores it has.
-        alone = len(self._ray.nodes()) == 1
-        cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if alone else 1.0
+        # The cores of a single machine are shared evenly, however few.
+        process_config = len(self._ray.nodes()) == 1
+        cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if process_config else 1.0
         kind = _ACCELERATORS.get(platform or "")
         bundles = [
             {"CPU": cores} | ({kind: 1} if kind and i < accelerated else {})
@@ -125,21 +125,21 @@ class Cluster:
         lacking = {name: need for name, need in wanted.items() if need > has.get(name, 0)}
         if lacking:
             raise RunError(_lacks(processes, lacking, has, "has"))
-        room = group.placement_group(bundles, strategy="SPREAD")
-        if not room.wait(SECONDS_FOR_ROOM):
+        reserved = group.placement_group(bundles, strategy="SPREAD")
+        if not reserved.wait(SECONDS_TO_RESERVE):
             free = self._ray.available_resources()
-            group.remove_placement_group(room)
+            group.remove_placement_group(reserved)
             raise RunError(_lacks(processes, wanted, free, "has free"))
-        return room
+        return reserved
 
     # -- processes ------------------------------------------------------------------------------
 
     def start(self, kind: type, number: int) -> Any:
-        """A new process in this place; one that is there is ended."""
+        """Start a new process in this place, after ending the one that is there."""
         self.end(number)
         strategies = importlib.import_module("ray.util.scheduling_strategies")
-        at = strategies.PlacementGroupSchedulingStrategy(self._room, number)
-        bundle = self._room.bundle_specs[number]
+        at = strategies.PlacementGroupSchedulingStrategy(self._reserved, number)
+        bundle = self._reserved.bundle_specs[number]
         rest = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
         actor = (
             self._ray.remote(kind)
@@ -163,20 +163,20 @@ class Cluster:
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """Ends all processes, and gives the room back."""
+        """End all processes, and release the resources."""
         if not self._ray.is_initialized():
             return
         for number in list(self._actors):
             self.end(number)
         group = importlib.import_module("ray.util.placement_group")
         with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):
-            group.remove_placement_group(self._room)
+            group.remove_placement_group(self._reserved)
 
 
 def _lacks(processes: int, wanted: dict[str, float], has: dict[str, float], verb: str) -> str:
     needs = " and ".join(f"{need:g} {name}s" for name, need in wanted.items())
     there = " and ".join(f"{has.get(name, 0):g}" for name in wanted)
     return (
-        f"Ray: the {processes} processes, mesh.data workers and parallel.servers servers, need "
+        f"Ray: the {processes} processes (mesh.data workers and parallel.servers servers) need "
         f"{needs}, and the cluster {verb} {there}; ask for fewer, or join a larger cluster"
     )

@@ -1,4 +1,4 @@
-"""What Ray's errors mean: a process that died, what was lost on the way, or what one raised."""
+"""Ray's errors: a process that died, an object that was lost, or an exception that was raised."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from jaxspeed.errors import JaxspeedError, RunError
 
 
 class PushLostError(Exception):
-    """A gradient was computed and did not reach the servers, whose state is as it was."""
+    """A computed gradient did not reach the servers, whose state is unchanged."""
 
 
 def died(ray: Any, error: BaseException) -> str | None:
-    """Why a process is no more; None where the error says something else."""
+    """Why a process died; None where the error is another."""
     kinds = ray.exceptions
     error = _first(ray, error)
     if isinstance(error, kinds.RayActorError | kinds.WorkerCrashedError | kinds.OutOfMemoryError):
@@ -19,12 +19,12 @@ def died(ray: Any, error: BaseException) -> str | None:
 
 
 def lost(ray: Any, error: BaseException) -> bool:
-    """Whether something that was computed is no longer anywhere."""
+    """Whether an object was lost from the object store."""
     return isinstance(_first(ray, error), ray.exceptions.ObjectLostError)
 
 
 def raised(ray: Any, error: Exception, who: str) -> JaxspeedError:
-    """What a process raised, as an error of this one: the user's own words once, and where."""
+    """A process's exception as an error of this one: the user's own text, and the traceback."""
     cause = _first(ray, error)
     if isinstance(cause, JaxspeedError):
         return cause
@@ -35,22 +35,22 @@ def raised(ray: Any, error: Exception, who: str) -> JaxspeedError:
 
 
 def _first(ray: Any, error: BaseException) -> BaseException:
-    """Where it began: what a call raised because of its arguments has their error as its cause."""
+    """The root cause: a call that failed because of its arguments has their error as its cause."""
     while isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
         error = error.cause
     return error
 
 
 def _reason(text: str) -> str:
-    """The telling part of what Ray says of a death."""
+    """The informative part of Ray's message about a death."""
     for line in text.splitlines():
-        _, found, detail = line.partition("Worker exit detail: ")
+        _, found, detail = line.partition("WorkerActor exit detail: ")
         if found:
             return detail.split(" Some common causes", 1)[0].strip().rstrip(".")
     return text.strip().splitlines()[0]
 
 
 def _trace(text: str) -> str:
-    """The remote traceback, without Ray's head line and its colours."""
+    """The remote traceback, without Ray's first line and its colours."""
     plain = text.replace("\x1b[36m", "").replace("\x1b[39m", "")
     return "\n".join(plain.splitlines()[1:])

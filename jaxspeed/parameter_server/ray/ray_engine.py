@@ -1,7 +1,7 @@
-"""The engine on Ray: the same face; the state is in servers' processes, and workers compute.
+"""Engine on Ray: the Engine API, with the state in server processes and workers as processes.
 
-This process holds no arrays of the model unless it is asked for them: `state` brings them here (for
-a checkpoint, a sample of text, a check), once for each version.
+This process holds no arrays of the model until `state` is read (for a checkpoint, a sample of text,
+a check), which fetches them once per version.
 """
 
 import contextlib
@@ -27,28 +27,32 @@ from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.programs import pull_and_push
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.cluster import Cluster, connected, ray_module
-from jaxspeed.parameter_server.ray.ownership import Pieces
-from jaxspeed.parameter_server.ray.ray_turns import OwnPace, Rounds, everyone
-from jaxspeed.parameter_server.ray.resources import Staff, staff_of
-from jaxspeed.parameter_server.ray.server_functions import together
-from jaxspeed.parameter_server.ray.server_pool import Servers
-from jaxspeed.parameter_server.ray.state_transfer import put_together, taken_apart, variables_of
-from jaxspeed.parameter_server.ray.worker_pool import Crew
+from jaxspeed.parameter_server.ray.ownership import OwnedParams
+from jaxspeed.parameter_server.ray.ray_schedules import (
+    RayAsynchronousSchedule,
+    RaySynchronousSchedule,
+    run_all,
+)
+from jaxspeed.parameter_server.ray.resources import RayResources, ray_resources
+from jaxspeed.parameter_server.ray.server_functions import combine_scalars
+from jaxspeed.parameter_server.ray.server_pool import ServerPool
+from jaxspeed.parameter_server.ray.state_transfer import join_state, split_state, variables_of
+from jaxspeed.parameter_server.ray.worker_pool import WorkerPool
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker_step import host_parts
 from jaxspeed.placement.rows import Row
-from jaxspeed.train.program import Metrics, Program, Serving
+from jaxspeed.train.program import Metrics, Program, ServerTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayProgram(Program):
-    """The whole of a run as a program of this process, with which its state is read and written.
+    """The full model's program in this process, with which its state is read and written.
 
-    Its `gradients` and `update` are run elsewhere, each by the process whose part they are.
+    Its `gradients` and `update` run in other processes, each by its owner.
     """
 
     workers: int
-    servers: tuple[Pieces, ...]  # what each of them owns
+    servers: tuple[OwnedParams, ...]  # the parameters of each
     rule: Rule
 
     @property
@@ -56,12 +60,12 @@ class RayProgram(Program):
         return self.workers
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServerTraffic:
         def logical(row: Row) -> int:
             return math.prod(row.leaf.shape)
 
         sends = pull_and_push(self, self.table, logical)
-        return Serving(len(self.servers), self.rule.pace, *sends)
+        return ServerTraffic(len(self.servers), self.rule.pace, *sends)
 
     @property
     def in_this_process(self) -> bool:
@@ -76,18 +80,20 @@ class RayProgram(Program):
 
 
 class RayEngine(Engine):
-    """`train_batch` gives each worker its part of a global batch."""
+    """`train_batch` assigns each worker a part of the global batch."""
 
     program: RayProgram
 
-    def __init__(self, program: RayProgram, staff: Staff, build: Build, cluster: Cluster) -> None:
+    def __init__(
+        self, program: RayProgram, resources: RayResources, build: Build, cluster: Cluster
+    ) -> None:
         ray = ray_module()
-        self._ray, self._staff = ray, staff
-        self.ends = contextlib.ExitStack()  # what ends with the engine
-        # Whoever computes takes the first places: those have the accelerators.
-        self._crew = Crew(ray, cluster, build)
-        self._servers = Servers(ray, cluster, build, first=staff.workers)
-        self._here: TrainState | None = None  # what was brought here of the state of now
+        self._ray, self._resources = ray, resources
+        self.ends = contextlib.ExitStack()  # closed with the engine
+        # Workers take the first places, which have the accelerators.
+        self._workers = WorkerPool(ray, cluster, build)
+        self._servers = ServerPool(ray, cluster, build, first=resources.workers)
+        self._local_state: TrainState | None = None  # a copy of the current state
         self._open(program, 0)
         self.reset()
 
@@ -95,115 +101,114 @@ class RayEngine(Engine):
 
     @property
     def state(self) -> TrainState:
-        """What the servers hold, once all that is under way has arrived: a copy, in this process.
+        """A copy of the servers' state, after everything in flight has arrived.
 
-        Another state may be put here; its step counts on.
+        Assign to replace it; its step counts on.
         """
-        self._asked(self._way.drain)
-        if self._here is None:
+        self._call(self._schedule.drain)
+        if self._local_state is None:
             program = self.program
-            given = self._servers.give()
-            self._here = put_together(program, given, program.servers, self._variables)
-        return self._here
+            given = self._servers.get_state()
+            self._local_state = join_state(program, given, program.servers, self._variables)
+        return self._local_state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        kept, self._variables = taken_apart(self.program, state, self.program.servers)
-        self._crew.forget()
-        self._servers.take(kept)
+        kept, self._variables = split_state(self.program, state, self.program.servers)
+        self._workers.discard()
+        self._servers.set_state(kept)
         self._begin(int(state.step))
 
     @property
     def held(self) -> TrainState | None:
-        """This process gives up nothing for another state."""
+        """None: no array of this process has to be freed for another state."""
         return None
 
     def reset(self) -> None:
-        """A fresh state, made in the processes that hold it."""
+        """Create a fresh state in the processes that hold it."""
         seed = self.config.run.seed
         self._variables = variables_of(self.program, seed)
-        self._crew.forget()
+        self._workers.discard()
         self._servers.fresh(seed)
         self._begin(0)
 
     def _begin(self, version: int) -> None:
         self._reporter.begin_at(version)
-        self._here = None
-        rule = self._staff.rule
-        self._crew.begin(self._ray.put(self._variables), self._servers.frozen)
-        self._way: Rounds | OwnPace
-        if rule.by_rounds:
-            self._way = Rounds(self._crew, self._servers, version)
+        self._local_state = None
+        rule = self._resources.rule
+        self._workers.begin(self._ray.put(self._variables), self._servers.frozen)
+        self._schedule: RaySynchronousSchedule | RayAsynchronousSchedule
+        if rule.synchronous:
+            self._schedule = RaySynchronousSchedule(self._workers, self._servers, version)
         else:
-            self._way = OwnPace(self._crew, self._servers, rule, version)
+            self._schedule = RayAsynchronousSchedule(self._workers, self._servers, rule, version)
 
     @property
     def staleness(self) -> Counter[int]:
-        """How many pushes had which staleness, the dropped ones included."""
-        return Counter(self._way.staleness)
+        """The number of pushes by staleness, including dropped ones."""
+        return Counter(self._schedule.staleness)
 
     @property
     def processes(self) -> dict[str, list[int]]:
-        """The ids of the workers' and the servers' processes."""
-        return {"workers": self._crew.pids(), "servers": self._servers.pids()}
+        """The process ids of workers and servers."""
+        return {"workers": self._workers.pids(), "servers": self._servers.pids()}
 
     # -- training -------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch) -> Metrics:
         """A part of the batch for each worker.
 
-        By rounds this is one step, and it is done when this returns. Otherwise it returns once all
-        parts are handed out and a push was accepted; others are under way.
+        Synchronous workers make one update, which is done when this returns. Otherwise it returns
+        once all parts are assigned and a push was accepted; others are in flight.
 
         Raises:
-          StateLostError: a server died. A state that is put to `state`, or `load_checkpoint`,
-            starts another in its place.
+          StateLostError: a server died. Assigning `state`, or `load_checkpoint`, starts another.
         """
         parts = self._parts(batch, self.program.batch.train)
         start = time.perf_counter()
-        self._here = None
-        metrics = _as_arrays(self._asked(self._way.train, parts))
+        self._local_state = None
+        metrics = _as_arrays(self._call(self._schedule.train, parts))
         self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch) -> Metrics:
-        """The loss of a batch in evaluation mode, once every push under way has arrived."""
+        """The loss of a batch in evaluation mode, once every push in flight has arrived."""
         parts = self._parts(batch, None)
-        self._asked(self._way.drain)
-        given = (self._crew, "evaluate", parts, self._servers.published)
-        done = self._asked(everyone, *given)
-        told, _ = together([one.told for one in done])
-        loss = told.total / told.weight if told.weight > 0 else np.float32(0)
-        return _as_arrays({**told.metrics, "loss": loss, "weight": told.weight})
+        self._call(self._schedule.drain)
+        given = (self._workers, "evaluate", parts, self._servers.published)
+        done = self._call(run_all, *given)
+        scalars, _ = combine_scalars([one.scalars for one in done])
+        loss = scalars.total / scalars.weight if scalars.weight > 0 else np.float32(0)
+        return _as_arrays({**scalars.metrics, "loss": loss, "weight": scalars.weight})
 
-    def _asked(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What is asked of the processes; where it fails, nothing is under way any more."""
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the pools; abort what is in flight where it fails."""
         try:
             return function(*args)
         except BaseException:
-            self._way.give_up()
+            self._schedule.abort()
             raise
 
     def _parts(self, batch: Batch, size: int | None) -> list[Any]:
-        """The workers' parts of a batch, in their order."""
+        """The workers' parts of a batch, by worker."""
         self.program.check_batch(batch, size)
         return host_parts(batch, self.program.ranks)
 
     def wait(self) -> None:
-        """Until all that is under way has arrived, and saves so far are done."""
-        self._asked(self._way.drain)
+        """Wait until everything in flight has arrived, and checkpoints are saved."""
+        self._call(self._schedule.drain)
         self._reporter.flush()
         self._saver.wait()
 
     def close(self) -> None:
-        """At the end of a run: ends its processes. What is under way is waited for before."""
+        """Wait for what is in flight, then end all processes."""
         try:
             self.wait()
             self._saver.close()
         finally:
             self.ends.close()
 
-    # -- looking --------------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------
 
     def compiled(self, batch: Batch) -> CompiledReport:
         raise JaxspeedError(
@@ -228,41 +233,50 @@ def initialize(
     example_batch: Any = None,
     trainable: Any = None,
 ) -> RayEngine:
-    """An engine whose workers and servers are processes on Ray; a fresh state is made in them.
+    """An engine whose workers and servers are processes on Ray, with a fresh state in them.
 
     `model`, `loss_fn`, `config`, `optimizer`, `example_batch` and `trainable` as
-    `jaxspeed.initialize` takes them; they travel to the processes by pickle. `mesh.data` is how
-    many workers there are and `parallel.servers` how many servers.
+    `jaxspeed.initialize` takes them; they are pickled for the processes. `mesh.data` is the number
+    of workers and `parallel.servers` that of servers.
 
     Args:
-      address: of a Ray cluster; None for the one that this process is connected to, or else one of
-        this machine alone, which ends with the engine.
+      address: of a Ray cluster; None for the one that this process is connected to, or else a local
+        Ray, which ends with the engine.
 
     Raises:
-      ConfigError, ModelError: what is wrong with the config or the model.
-      RunError: the cluster cannot be joined, or has no room.
+      ConfigError, ModelError: the config or the model is wrong.
+      RunError: the cluster cannot be joined, or lacks resources.
     """
     loaded = load_config({} if config is None else config)
-    staff = staff_of(loaded)
+    resources = ray_resources(loaded)
     passed = (model, loss_fn, optimizer, example_batch, trainable)
-    build = Build(staff.alone, staff.workers, staff.servers, staff.platform, staff.factor, *passed)
+    build = Build(
+        resources.process_config,
+        resources.workers,
+        resources.servers,
+        resources.platform,
+        resources.factor,
+        *passed,
+    )
     with contextlib.ExitStack() as opened:
         opened.enter_context(connected(address))
-        program = program_of(loaded, staff, build)
-        processes = staff.workers + staff.servers
-        cluster = Cluster(processes, accelerated=staff.workers, platform=staff.platform)
+        program = program_of(loaded, resources, build)
+        processes = resources.workers + resources.servers
+        cluster = Cluster(processes, accelerated=resources.workers, platform=resources.platform)
         opened.callback(cluster.close)
-        engine = RayEngine(program, staff, build, cluster)
+        engine = RayEngine(program, resources, build, cluster)
         engine.ends = opened.pop_all()
         return engine
 
 
-def program_of(config: Config, staff: Staff, build: Build) -> RayProgram:
-    """The run as this process sees it."""
+def program_of(config: Config, resources: RayResources, build: Build) -> RayProgram:
+    """The program of the run in this process."""
     program, servers = build.program(jax.local_devices(backend="cpu")[0])
     given = {name: getattr(program, name) for name in Program.__dataclass_fields__}
-    given |= {"config": config, "batch": staff.batch}
-    return RayProgram(**given, workers=staff.workers, servers=tuple(servers), rule=staff.rule)
+    given |= {"config": config, "batch": resources.batch}
+    return RayProgram(
+        **given, workers=resources.workers, servers=tuple(servers), rule=resources.rule
+    )
 
 
 def _as_arrays(metrics: Mapping[str, Any]) -> Metrics:

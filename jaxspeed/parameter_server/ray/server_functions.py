@@ -1,7 +1,7 @@
-"""What a server does, as functions of arrays: add up pushes, update, publish, give and take state.
+"""Compiled functions of a server: sum pushes, update, publish, save and restore its state.
 
     reduce   pushes of all workers -> gradients, and the sum of their squares
-    apply    gradients, the sums of squares of all servers -> the next state, and what is published
+    apply    gradients, the sums of squares of all servers -> the next state, and metrics
 
 Between the two every server learns the global norm, and so whether this step is skipped: either all
 of them apply it, or none.
@@ -21,53 +21,53 @@ from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
 from jaxspeed.optim import global_norm
-from jaxspeed.parameter_server.ray.server_program import UpdateShare
+from jaxspeed.parameter_server.ray.server_program import ServerUpdate
 from jaxspeed.train.program import Metrics, Program
 
 
-class Told(NamedTuple):
-    """What a push says beside its gradients."""
+class LossScalars(NamedTuple):
+    """The scalars of a push: loss, weight, metrics and loss scale."""
 
     total: Any  # of the loss
     weight: Any
     metrics: Mapping[str, Any]
-    scale: Any  # of the loss, which may have changed since
+    scale: Any  # the loss scale of the push
 
 
 class Published(NamedTuple):
     """What workers pull from one server."""
 
-    params: Arrays  # its pieces of the trained parameters, as layers read them
+    params: Arrays  # its rows of the trained parameters, as layers read them
     step: Any  # the version
     scale: Any  # the loss scale
 
 
-def together(told: Sequence[Told]) -> tuple[Told, np.ndarray]:
-    """What the pushes of one update say together, and the share of each, free of its scale."""
-    weights = np.array([one.weight for one in told], np.float32)
+def combine_scalars(scalars: Sequence[LossScalars]) -> tuple[LossScalars, np.ndarray]:
+    """The combined scalars of one update's pushes, and each one's weight share over its scale."""
+    weights = np.array([one.weight for one in scalars], np.float32)
     weight = weights.sum()
     shares = weights / weight if weight > 0 else np.zeros_like(weights)
     metrics = {
-        name: sum(np.float32(one.metrics[name]) * share for one, share in zip(told, shares))
-        for name in told[0].metrics
+        name: sum(np.float32(one.metrics[name]) * share for one, share in zip(scalars, shares))
+        for name in scalars[0].metrics
     }
-    total = sum(np.float32(one.total) for one in told)
-    scales = np.array([one.scale for one in told], np.float32)
-    return Told(total, weight, metrics, scales[0]), shares / scales
+    total = sum(np.float32(one.total) for one in scalars)
+    scales = np.array([one.scale for one in scalars], np.float32)
+    return LossScalars(total, weight, metrics, scales[0]), shares / scales
 
 
 @dataclass(frozen=True)
-class Serving:
-    """The compiled functions of one share."""
+class ServerFunctions:
+    """The compiled functions of one server's parameters."""
 
     program: Program
 
     @cached_property
     def reduce(self) -> Any:
-        """(pushes by worker, the share of each, the scale of now) -> (gradients, their squares).
+        """(pushes by worker, their shares, the current loss scale) -> (gradients, sum of squares).
 
-        Summed in the order of the workers, in the dtype of what is updated. A share is free of the
-        scale under which its push was computed, which another version may have changed since.
+        Summed in worker order, in the dtype of the updated arrays. A share is divided by the scale
+        under which its push was computed, which another version may have changed since.
         """
         wide = {row.path: wide_dtype(row) for row in self.program.table if row.leaf.trainable}
 
@@ -88,36 +88,36 @@ class Serving:
 
     @cached_property
     def apply(self) -> Any:
-        """(state, gradients, sums of squares of all servers, what was told) -> (state, metrics)."""
+        """(state, gradients, sums of squares of all servers, scalars) -> (state, metrics)."""
         update = self.program.update
-        assert isinstance(update, UpdateShare)
+        assert isinstance(update, ServerUpdate)
 
         def apply(
-            state: TrainState, grads: Arrays, squares: jax.Array, told: Told
+            state: TrainState, grads: Arrays, squares: jax.Array, scalars: LossScalars
         ) -> tuple[TrainState, Metrics]:
-            total, weight = jnp.asarray(told.total), jnp.asarray(told.weight)
-            sums = Sums(grads, total, weight, dict(told.metrics))
+            total, weight = jnp.asarray(scalars.total), jnp.asarray(scalars.weight)
+            sums = Sums(grads, total, weight, dict(scalars.metrics))
             return replace(update, norm=jnp.sqrt(jnp.sum(squares)))(state, sums, {})
 
         return jax.jit(apply, donate_argnums=0)
 
     def published(self, state: TrainState) -> Published:
-        """On the host; what is frozen is not in it."""
+        """The trained parameters as layers read them, on the host."""
         trained = (row.path for row in self.program.table if row.leaf.trainable)
         params = {path: np.asarray(state.params[path]) for path in trained}
         return Published(params, np.asarray(state.step), np.asarray(state.loss_scale.scale))
 
     def frozen(self, state: TrainState) -> Arrays:
-        """The pieces of the parameters that are not trained, on the host."""
+        """The rows of frozen parameters, on the host."""
         rest = (row.path for row in self.program.table if not row.leaf.trainable)
         return {path: np.asarray(state.params[path]) for path in rest}
 
-    def given(self, state: TrainState) -> Arrays:
-        """The state as a checkpoint names it, on the host."""
+    def saved(self, state: TrainState) -> Arrays:
+        """The state by checkpoint names, on the host."""
         return {name: np.asarray(x) for name, x in saved_arrays(self.program, state).items()}
 
-    def taken(self, kept: Mapping[str, np.ndarray]) -> TrainState:
-        """The state of these arrays, in buffers that updates can use up."""
+    def restored(self, kept: Mapping[str, np.ndarray]) -> TrainState:
+        """The state of these arrays, in buffers that updates can donate."""
         read = {name: jnp.asarray(x) for name, x in kept.items()}
         mine, params = donatable_arrays(self.program, read, saved_leaves(self.program))
         return as_state(self.program, mine, params)

@@ -1,4 +1,4 @@
-"""The servers of a run, called together. What one of them holds is nowhere else."""
+"""The server processes of a run, called together. Each holds the only copy of its state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from jaxspeed.objective.train_state import Arrays
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.cluster import SECONDS_TO_START, Cluster
 from jaxspeed.parameter_server.ray.failures import PushLostError, died, lost, raised
-from jaxspeed.parameter_server.ray.server_actor import Server
-from jaxspeed.parameter_server.ray.server_functions import Told
+from jaxspeed.parameter_server.ray.server_actor import ServerActor
+from jaxspeed.parameter_server.ray.server_functions import LossScalars
 
 
-class Servers:
-    """Servers by number. What is published last is at `published`: a reference for each of them."""
+class ServerPool:
+    """Servers by number; `published` has a reference to each one's current parameters."""
 
     def __init__(self, ray: Any, cluster: Cluster, build: Build, first: int) -> None:
         self._ray, self._cluster = ray, cluster
@@ -24,82 +24,86 @@ class Servers:
         self.published: list[Any] = []
         self.frozen: list[Any] = []
         for server in range(build.servers):
-            self._call_in(server)
+            self._start(server)
 
     # -- the state ------------------------------------------------------------------------------
 
     def fresh(self, seed: int) -> None:
-        """A fresh state, made where it is to live."""
-        self._revive()
-        self._began([handle.fresh.options(num_returns=2).remote(seed) for handle in self._handles])
+        """Create a fresh state on the servers."""
+        self._restart_dead()
+        self._set_published(
+            [handle.fresh.options(num_returns=2).remote(seed) for handle in self._handles]
+        )
 
-    def take(self, kept: Sequence[Arrays]) -> None:
-        """The state of these arrays, of each server its own."""
-        self._revive()
-        self._began(
+    def set_state(self, kept: Sequence[Arrays]) -> None:
+        """Send each server its arrays of the state."""
+        self._restart_dead()
+        self._set_published(
             [
-                handle.take.options(num_returns=2).remote(own)
+                handle.set_state.options(num_returns=2).remote(own)
                 for handle, own in zip(self._handles, kept, strict=True)
             ]
         )
 
-    def give(self) -> list[Arrays]:
-        """The arrays of the state, of each server its own."""
-        found: list[Arrays] = self._got([handle.give.remote() for handle in self._handles])
+    def get_state(self) -> list[Arrays]:
+        """Each server's arrays of the state."""
+        found: list[Arrays] = self._get([handle.get_state.remote() for handle in self._handles])
         return found
 
-    def _began(self, references: Sequence[Any]) -> None:
+    def _set_published(self, references: Sequence[Any]) -> None:
         self.published = [published for published, _ in references]
         self.frozen = [frozen for _, frozen in references]
-        self._got([handle.alive.remote() for handle in self._handles])
+        self._get([handle.alive.remote() for handle in self._handles])
 
     # -- updates --------------------------------------------------------------------------------
 
-    def update(self, pushes: Sequence[Sequence[Any]], shares: Any, told: Told) -> dict[str, Any]:
-        """One version, of pushes [worker][server]; its metrics.
+    def update(
+        self, pushes: Sequence[Sequence[Any]], shares: Any, scalars: LossScalars
+    ) -> dict[str, Any]:
+        """One version, from pushes [worker][server]; its metrics.
 
-        No server applies anything unless all of them have added up their gradients: what each
-        needs of the others, the sums of squares, is there only then. So where a push is lost on
-        the way (PushLostError), the state is as it was.
+        No server applies anything unless all of them have reduced their gradients: `apply` needs
+        the sums of squares of all. So where a push is lost (PushLostError), the state is unchanged.
         """
         squares = [
             handle.reduce.remote(shares, *(push[server] for push in pushes))
             for server, handle in enumerate(self._handles)
         ]
         applied = [
-            handle.apply.options(num_returns=2).remote(told, *squares) for handle in self._handles
+            handle.apply.options(num_returns=2).remote(scalars, *squares)
+            for handle in self._handles
         ]
-        metrics: list[dict[str, Any]] = self._got([found for _, found in applied])
+        metrics: list[dict[str, Any]] = self._get([found for _, found in applied])
         self.published = [published for published, _ in applied]
         return metrics[0]
 
     # -- processes ------------------------------------------------------------------------------
 
     def pids(self) -> list[int]:
-        """The processes of the servers, once they are there."""
-        found: list[int] = self._got(self._built, timeout=SECONDS_TO_START)
+        """The process ids of the servers, once they have started."""
+        found: list[int] = self._get(self._built, timeout=SECONDS_TO_START)
         return found
 
-    def _call_in(self, server: int) -> None:
-        self._handles[server] = self._cluster.start(Server, self._first + server)
+    def _start(self, server: int) -> None:
+        self._handles[server] = self._cluster.start(ServerActor, self._first + server)
         self._built[server] = self._handles[server].build.remote(self._build, server)
 
-    def _revive(self) -> None:
-        """Another process in the place of each that died."""
+    def _restart_dead(self) -> None:
+        """Start another process in the place of each that died."""
         for server, handle in enumerate(self._handles):
             try:
                 self._ray.get(handle.alive.remote(), timeout=SECONDS_TO_START)
             except self._ray.exceptions.RayActorError:
-                self._call_in(server)
+                self._start(server)
         self.pids()
 
-    def _got(self, references: Sequence[Any], timeout: float | None = None) -> Any:
-        """What these are, of each server one.
+    def _get(self, references: Sequence[Any], timeout: float | None = None) -> Any:
+        """The results of these references, one per server.
 
         Raises:
           StateLostError: a server died.
-          PushLostError: what it was to work on is gone.
-          JaxspeedError: what it raised.
+          PushLostError: its input was lost.
+          JaxspeedError: its exception.
         """
         try:
             return self._ray.get(list(references), timeout=timeout)

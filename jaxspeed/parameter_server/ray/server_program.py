@@ -1,8 +1,8 @@
-"""What one server runs: the program of its pieces of the parameters.
+"""The program of one server: that of its rows of the parameters.
 
-It is an ordinary Program over a model that has these pieces and nothing else, so its state, update,
-precision, skips, moving average and checkpoints are those of every other run. Only the global norm
-is not its own: each server adds up the squares of its gradients, and all are given all sums.
+It is an ordinary Program over a model of these rows alone, so its state, update, precision, skips,
+moving average and checkpoints are those of every other run. Only the global norm is not computed
+locally: each server sums the squares of its gradients, and all receive all sums.
 """
 
 import math
@@ -20,15 +20,20 @@ from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree, owner_of
 from jaxspeed.offload import Separated
 from jaxspeed.offload.offloaded_update import Streamed
-from jaxspeed.parameter_server.ray.ownership import Owned, OwnedRows, Pieces, deal
+from jaxspeed.parameter_server.ray.ownership import (
+    AssignableParam,
+    OwnedParams,
+    OwnedRows,
+    assign_params,
+)
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.table import build_table, device_memory_kind
 from jaxspeed.train.program import Program
 from jaxspeed.train.update import Update
 
 
-def shares(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
-    """What each server owns of a program's parameters.
+def assign_to_servers(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
+    """The parameters of each server.
 
     Raises:
       ConfigError: the update of one parameter reads another's, or there are too many servers.
@@ -36,7 +41,7 @@ def shares(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
     table, model, layout = program.table, program.model, program.layout
     update = Streamed(table, model, layout, program.optimizer.transform, False, None).whole
     _refuse_mixed(update)
-    dealt = deal(_parameters(program, update), servers)
+    dealt = assign_params(_parameters(program, update), servers)
     idle = sum(not pieces for pieces in dealt)
     if idle:
         raise ConfigError(
@@ -58,8 +63,8 @@ def _refuse_mixed(update: Separated) -> None:
     )
 
 
-def _parameters(program: Program, update: Separated) -> list[Owned]:
-    """The parameters as they are dealt, each with the bytes that its owner keeps."""
+def _parameters(program: Program, update: Separated) -> list[AssignableParam]:
+    """The parameters to assign, each with the bytes of its arrays on its owner."""
     table = program.table
     moments = dict.fromkeys(table.rows, 0)
     for path, (shape, _, at) in program.layout.places.items():
@@ -70,39 +75,44 @@ def _parameters(program: Program, update: Separated) -> list[Owned]:
     for row in table:
         each = sum(at.dtype.itemsize for at in (row.param, row.master) if at)
         leaf = row.leaf
-        cut = not leaf.trainable or update.leaf(leaf.path, leaf.shape).elementwise
+        elementwise = not leaf.trainable or update.leaf(leaf.path, leaf.shape).elementwise
         found.append(
-            Owned(leaf.path, leaf.shape, math.prod(leaf.shape) * each + moments[leaf.path], cut)
+            AssignableParam(
+                leaf.path,
+                leaf.shape,
+                math.prod(leaf.shape) * each + moments[leaf.path],
+                elementwise,
+            )
         )
     return found
 
 
 @dataclass(frozen=True)
-class ModelShare:
-    """A model as a server knows it: the pieces that it owns. It is never called."""
+class ServerModel:
+    """The model of a server: the parameters that it owns. It is never called."""
 
-    whole: Model
-    pieces: Pieces
+    model: Model
+    pieces: OwnedParams
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        found = {leaf.path: leaf for leaf in self.whole.leaves}
-        return tuple(replace(found[p], shape=x.own_shape) for p, x in self.pieces.items())
+        found = {leaf.path: leaf for leaf in self.model.leaves}
+        return tuple(replace(found[p], shape=x.shard_shape) for p, x in self.pieces.items())
 
     @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {}
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
-        """The pieces of the same fresh model on every server."""
-        values, _ = self.whole.init(seed)
+        """The rows of the same fresh model on every server."""
+        values, _ = self.model.init(seed)
         return {path: piece.of(values[path]) for path, piece in self.pieces.items()}, {}
 
     def notes(self, compute_dtype: Any) -> Sequence[str]:
-        return self.whole.notes(compute_dtype)
+        return self.model.notes(compute_dtype)
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
-        return self.whole.native(flat, absent)
+        return self.model.native(flat, absent)
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
         raise NotImplementedError("servers compute no loss")
@@ -115,8 +125,8 @@ class ModelShare:
 
 
 @dataclass(frozen=True)
-class UpdateShare(Update):
-    """The update of a share: the global norm is given, since it is of all shares."""
+class ServerUpdate(Update):
+    """The update of a server, with the global norm over all servers given."""
 
     norm: Any = None
 
@@ -126,12 +136,9 @@ class UpdateShare(Update):
         return norm
 
 
-def program_of_share(program: Program, pieces: Pieces, factor: float = 1) -> Program:
-    """A program of one device as the program of what one server owns.
-
-    Gradients count times `factor`.
-    """
-    model: Model = ModelShare(program.model, pieces)
+def program_of_server(program: Program, pieces: OwnedParams, factor: float = 1) -> Program:
+    """A one-device program restricted to a server's parameters; gradients count times `factor`."""
+    model: Model = ServerModel(program.model, pieces)
     table = build_table(model.leaves, program.mesh, precision=precision_of(program.config))
     transform = program.optimizer.transform
     trained = {
@@ -146,5 +153,5 @@ def program_of_share(program: Program, pieces: Pieces, factor: float = 1) -> Pro
     given = {field.name: getattr(program.update, field.name) for field in fields(Update)}
     given |= {"table": table, "model": model, "layout": layout, "gradient_factor": factor}
     gradients = replace(program.gradients, objective=objective)
-    update = UpdateShare(**given)
+    update = ServerUpdate(**given)
     return replace(program, objective=objective, gradients=gradients, update=update)

@@ -1,4 +1,4 @@
-"""Servers and workers as functions in this process, and the small runs that tests give them."""
+"""Server and worker functions in this process, and the small runs of tests."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from jaxspeed.config import load_config
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.ray_engine import program_of
-from jaxspeed.parameter_server.ray.resources import staff_of
-from jaxspeed.parameter_server.ray.server_functions import Serving, together
-from jaxspeed.parameter_server.ray.server_program import program_of_share
-from jaxspeed.parameter_server.ray.state_transfer import put_together
-from jaxspeed.parameter_server.ray.worker_functions import Working
+from jaxspeed.parameter_server.ray.resources import ray_resources
+from jaxspeed.parameter_server.ray.server_functions import ServerFunctions, combine_scalars
+from jaxspeed.parameter_server.ray.server_program import program_of_server
+from jaxspeed.parameter_server.ray.state_transfer import join_state
+from jaxspeed.parameter_server.ray.worker_functions import WorkerFunctions
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -76,37 +76,46 @@ class Parts:
 
     def __init__(self, given: dict[str, Any], **passed: Any) -> None:
         loaded = load_config(given)
-        staff = staff_of(loaded)
-        roles = (staff.alone, staff.workers, staff.servers, staff.platform, staff.factor)
+        resources = ray_resources(loaded)
+        roles = (
+            resources.process_config,
+            resources.workers,
+            resources.servers,
+            resources.platform,
+            resources.factor,
+        )
         build = Build(*roles, **passed)
-        self.program = program_of(loaded, staff, build)
+        self.program = program_of(loaded, resources, build)
         self.shares = list(self.program.servers)
-        alone, _ = build.program(jax.devices()[0])
-        self.servers = [Serving(program_of_share(alone, s, staff.factor)) for s in self.shares]
+        process_config, _ = build.program(jax.devices()[0])
+        self.servers = [
+            ServerFunctions(program_of_server(process_config, s, resources.factor))
+            for s in self.shares
+        ]
         self.states = [one.program.init(0) for one in self.servers]
-        self.worker = Working(alone, self.shares)
-        self.variables = alone.init(0).variables
+        self.worker = WorkerFunctions(process_config, self.shares)
+        self.variables = process_config.init(0).variables
 
     def step(self, batch: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         """One round; the metrics of each server."""
         ranks = self.program.ranks
         pairs = list(zip(self.servers, self.states, strict=True))
         published = [one.published(state) for one, state in pairs]
-        frozen = self.worker.joined([one.frozen(state) for one, state in pairs])
+        frozen = self.worker.join_rows([one.frozen(state) for one, state in pairs])
         sources = self.worker.sources(published, frozen)
         done = []
         for part in range(ranks):
             rows = {name: np.split(x, ranks)[part] for name, x in batch.items()}
             given = (sources, self.variables, rows, published[0].step, part, published[0].scale)
             done.append(self.worker.gradients(*given))
-        told, shares = together([one for _, one in done])
+        scalars, shares = combine_scalars([one for _, one in done])
         reduced = [
             server.reduce([pushes[i] for pushes, _ in done], shares, state.loss_scale.scale)
             for i, (server, state) in enumerate(pairs)
         ]
         squares = jnp.stack([one for _, one in reduced])
         applied = [
-            server.apply(state, grads, squares, told)
+            server.apply(state, grads, squares, scalars)
             for (server, state), (grads, _) in zip(pairs, reduced, strict=True)
         ]
         self.states = [state for state, _ in applied]
@@ -115,6 +124,6 @@ class Parts:
     def state(self) -> TrainState:
         """The whole of it."""
         pairs = zip(self.servers, self.states, strict=True)
-        given = [one.given(state) for one, state in pairs]
+        given = [one.saved(state) for one, state in pairs]
         variables = {path: np.asarray(key_data(x)) for path, x in self.variables.items()}
-        return put_together(self.program, given, self.shares, variables)
+        return join_state(self.program, given, self.shares, variables)

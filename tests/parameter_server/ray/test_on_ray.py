@@ -63,7 +63,7 @@ def fresh(engine):
 
 def under(engine, rule):
     """The same processes under another rule."""
-    engine._staff = replace(engine._staff, rule=rule)
+    engine._resources = replace(engine._resources, rule=rule)
     engine.reset()
     return engine
 
@@ -192,21 +192,21 @@ def test_workers_at_their_own_pace_keep_the_bound_though_one_dies(engine):
 
 def test_a_push_that_is_too_old_is_dropped_and_counted(engine):
     under(engine, Rule(max_staleness=1, on_stale="drop", decay=0.5))
-    batch, way = batches(1)[0], engine._way
+    batch, schedule = batches(1)[0], engine._schedule
     engine.train_batch(batch)
     engine.wait()
-    version = way._ledger.version
+    version = schedule._ledger.version
     # Worker 0 pulled three versions ago.
-    way._ledger.pull(0)
-    way._ledger.version += 3
-    way._free.remove(0)
+    schedule._ledger.pull(0)
+    schedule._ledger.version += 3
+    schedule._free.remove(0)
     part = engine._parts(batch, 8)[0]
-    engine._crew.start(0, crews.Task("gradients", 0, part, way._servers.published))
-    before = arrays(engine._servers.give())
-    way.drain()
-    assert way._ledger.dropped == 1 and way.staleness[3] == 1
-    assert way._ledger.version == version + 3
-    assert arrays(engine._servers.give()) == before
+    engine._workers.start(0, crews.WorkerTask("gradients", 0, part, schedule._servers.published))
+    before = arrays(engine._servers.get_state())
+    schedule.drain()
+    assert schedule._ledger.dropped == 1 and schedule.staleness[3] == 1
+    assert schedule._ledger.version == version + 3
+    assert arrays(engine._servers.get_state()) == before
 
 
 def test_a_mistake_in_the_loss_is_told_once_and_in_the_users_words(fresh, uninterrupted):
@@ -214,11 +214,11 @@ def test_a_mistake_in_the_loss_is_told_once_and_in_the_users_words(fresh, uninte
     with pytest.raises(ModelError, match=r"ValueError.*a mistake of my own") as caught:
         fresh.train_batch(wrong)
     assert str(caught.value).count("a mistake of my own") == 1
-    assert trained(fresh, batches(8)) == uninterrupted[0]  # nothing was left under way
+    assert trained(fresh, batches(8)) == uninterrupted[0]  # nothing was left in flight
 
 
 def test_a_worker_that_dies_again_and_again_ends_the_run(fresh, monkeypatch):
-    monkeypatch.setattr(crews, "DEATHS_IN_A_ROW", 1)
+    monkeypatch.setattr(crews, "MAX_CONSECUTIVE_DEATHS", 1)
     deadly = {name: x[:, :DEADLY] for name, x in batches(1)[0].items()}
     with pytest.raises(RunError, match=r"worker . died 1 times without doing any work"):
         fresh.train_batch(deadly)

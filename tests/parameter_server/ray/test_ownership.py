@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspeed.parameter_server.ray.ownership import Owned, deal
+from jaxspeed.parameter_server.ray.ownership import AssignableParam, assign_params
 
 SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
@@ -15,15 +15,17 @@ SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 def parameters(draw):
     found = draw(st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=8))
     return [
-        Owned(f"p{i}", shape, math.prod(shape) * draw(st.sampled_from([4, 12])), may_be_cut)
-        for i, (shape, may_be_cut) in enumerate(found)
+        AssignableParam(
+            f"p{i}", shape, math.prod(shape) * draw(st.sampled_from([4, 12])), divisible
+        )
+        for i, (shape, divisible) in enumerate(found)
     ]
 
 
 @given(parameters(), st.integers(1, 5))
 def test_every_element_has_one_owner(given_parameters, servers):
     owners = {p.path: np.zeros(p.shape, int) for p in given_parameters}
-    for own in deal(given_parameters, servers):
+    for own in assign_params(given_parameters, servers):
         for path, piece in own.items():
             part = piece.of(np.arange(owners[path].size).reshape(piece.shape))
             assert part.shape == piece.own_shape
@@ -33,15 +35,15 @@ def test_every_element_has_one_owner(given_parameters, servers):
 
 @given(parameters(), st.integers(1, 5))
 def test_what_must_stay_whole_does(given_parameters, servers):
-    dealt = deal(given_parameters, servers)
+    dealt = assign_params(given_parameters, servers)
     for one in given_parameters:
         has = [own[one.path] for own in dealt if one.path in own]
-        assert one.may_be_cut or (len(has) == 1 and has[0].is_whole)
+        assert one.divisible or (len(has) == 1 and has[0].is_full)
 
 
 @given(parameters(), st.integers(1, 5))
 def test_shares_differ_by_a_row_of_each_cut_where_all_may_be_cut(given_parameters, servers):
-    every = [Owned(p.path, p.shape, p.nbytes, True) for p in given_parameters]
+    every = [AssignableParam(p.path, p.shape, p.nbytes, True) for p in given_parameters]
     rows = [p.nbytes / max(p.shape, default=1) for p in every]
     total = sum(p.nbytes for p in every)
 
@@ -49,13 +51,13 @@ def test_shares_differ_by_a_row_of_each_cut_where_all_may_be_cut(given_parameter
         sizes = {p.path: p.nbytes / max(np.prod(p.shape), 1) for p in every}
         return sum(np.prod(piece.own_shape) * sizes[path] for path, piece in own.items())
 
-    for own in deal(every, servers):
+    for own in assign_params(every, servers):
         assert weight(own) <= total / servers + max(rows) + 1e-6
 
 
 def test_a_large_parameter_is_cut_among_all_and_keeps_its_order():
-    (table,) = [Owned("table", (100, 8), 3200, True)]
-    pieces = [own["table"] for own in deal([table], 4)]
+    (table,) = [AssignableParam("table", (100, 8), 3200, True)]
+    pieces = [own["table"] for own in assign_params([table], 4)]
     assert [(p.dim, p.start, p.stop) for p in pieces] == [
         (0, 0, 25),
         (0, 25, 50),

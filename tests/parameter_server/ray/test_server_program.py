@@ -1,4 +1,4 @@
-"""Servers and workers as functions: together they make the step of one controller."""
+"""Server and worker functions: combined they make the step of one controller."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ import pytest
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
-from jaxspeed.parameter_server.ray.server_functions import Told, together
+from jaxspeed.parameter_server.ray.server_functions import LossScalars, combine_scalars
 from jaxspeed.parameter_server.ray.server_program import shares
-from jaxspeed.parameter_server.ray.state_transfer import taken_apart
+from jaxspeed.parameter_server.ray.state_transfer import split_state
 from tests.parameter_server.ray.ray_parts import DROPPING, Parts, batches, config, plain
 
 
@@ -40,7 +40,7 @@ def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
     ids=lambda x: x["type"],
 )
 def test_ten_steps_are_those_of_data_parallelism(optimizer):
-    # Clipping is on: the global norm is of all servers together.
+    # Clipping is on: the global norm is over all servers.
     parts = Parts(config(optimizer=optimizer))
     assert_trains_as(reference(optimizer=optimizer), parts, batches(10))
 
@@ -49,7 +49,7 @@ def test_an_optimizer_that_looks_at_whole_matrices_gets_them_whole():
     parts = Parts(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}))
     pieces = {path: x for own in parts.shares for path, x in own.items()}
     matrices = [row.path for row in parts.program.table if "mlp/" in row.path]
-    assert matrices and all(pieces[path].is_whole for path in matrices)
+    assert matrices and all(pieces[path].is_full for path in matrices)
 
 
 def test_servers_hold_equal_shares_of_the_bytes():
@@ -72,7 +72,7 @@ def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
 
 def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}))
-    before = [server.given(state) for server, state in zip(parts.servers, parts.states)]
+    before = [server.saved(state) for server, state in zip(parts.servers, parts.states)]
     server = parts.servers[0]
     poisoned = []
 
@@ -84,7 +84,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
     server.__dict__["reduce"] = reduce
     metrics = parts.step(batches(1)[0])
     assert poisoned and all(bool(one["skipped"]) for one in metrics)
-    after = [server.given(state) for server, state in zip(parts.servers, parts.states)]
+    after = [server.saved(state) for server, state in zip(parts.servers, parts.states)]
     for old, new in zip(before, after, strict=True):
         assert int(new["skipped"]) == 1
         for name in old:
@@ -96,8 +96,8 @@ def test_a_push_of_another_loss_scale_counts_as_much():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}, gradient_clipping=0.0))
     server, state = parts.servers[0], parts.states[0]
     ones = {path: jnp.ones(x.shape) for path, x in server.published(state).params.items()}
-    told = Told(1.0, 1.0, {}, 64.0)  # pulled before the scale rose to 256
-    _, shares = together([told])
+    scalars = LossScalars(1.0, 1.0, {}, 64.0)  # pulled before the scale rose to 256
+    _, shares = combine_scalars([scalars])
     grads, _ = server.reduce([ones], shares, state.loss_scale.scale)
     assert all(float(x.reshape(-1)[0]) == 4.0 for x in grads.values())
 
@@ -114,9 +114,9 @@ def test_a_state_is_taken_apart_and_put_together_bit_for_bit():
     changes = {"optimizer": {**config()["optimizer"], "ema_decay": 0.9}, "bf16": {"enabled": True}}
     parts = Parts(config(**changes))
     parts.step(batches(1)[0])
-    again, _ = taken_apart(parts.program, parts.state(), parts.shares)
+    again, _ = split_state(parts.program, parts.state(), parts.shares)
     for server, state, theirs in zip(parts.servers, parts.states, again, strict=True):
-        ours = server.given(state)
+        ours = server.saved(state)
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert ours[name].tobytes() == theirs[name].tobytes(), name

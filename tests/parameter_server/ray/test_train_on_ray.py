@@ -94,7 +94,7 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     run = folder / "ray"
     child = started(folder, "ray")
     wait_for(child, lambda: done(run) >= 1)
-    workers, servers = processes(child, "Worker"), processes(child, "Server")
+    workers, servers = processes(child, "WorkerActor"), processes(child, "ServerActor")
     assert len(workers) == len(servers) == 2
     os.kill(workers[1], signal.SIGKILL)
     wait_for(child, (run / "checkpoints" / "step-00000004" / "manifest.json").exists)
@@ -103,8 +103,8 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     os.killpg(child.pid, signal.SIGINT)  # as a terminal sends it, to all of them
     out, errors = child.communicate(timeout=ENOUGH)
     assert child.returncode == 128 + signal.SIGINT, errors
-    told = json.loads(out)  # and nothing else was printed
-    assert told["stopped_by"] == "SIGINT" and told["steps"] == done(run)
+    printed = json.loads(out)  # and nothing else was printed
+    assert printed["stopped_by"] == "SIGINT" and printed["steps"] == done(run)
     said = " ".join(errors.split())
     assert re.search(r"worker [01] died", said) and "a server died" in said
     assert said.count("; another takes its place") == said.count("; the run resumes after") == 1
@@ -116,10 +116,10 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     engine = jaxspeed.initialize(config=config, devices=jax.devices()[:2])
     expected = [
         float(engine.train_batch(batches.train.batch(step, BATCH))["loss"])
-        for step in range(told["steps"])
+        for step in range(printed["steps"])
     ]
     steps, found = zip(*losses(run), strict=True)
-    assert list(steps) == list(range(1, told["steps"] + 1))  # what was done twice is there once
+    assert list(steps) == list(range(1, printed["steps"] + 1))  # what was done twice is there once
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     parameters = {path: np.asarray(x) for path, x in engine.parameters.items()}
     engine.load_checkpoint(run / "checkpoints")

@@ -1,7 +1,7 @@
-"""Whose turn it is: parts of the data to workers as they come free, pushes in order of arrival.
+"""Simulated order of asynchronous workers: a virtual clock, and parts for free workers.
 
-What drives it asks `begin` for a worker for the next part, and `arrive` for the next push wherever
-`begin` had none. Every choice follows from the rule, the paces and the seed.
+The caller asks `begin` for a worker for the next part, and `arrive` for the next push where none is
+free. Every choice follows from the rule, the paces and the seed.
 """
 
 import heapq
@@ -13,17 +13,17 @@ import numpy as np
 
 from jaxspeed.parameter_server.staleness import Ledger, Push, Rule
 
-SPREAD = 0.1  # of a task's time, each way
+SPREAD = 0.1  # of a task's time, in each direction
 
 
-class Clock:
-    """A virtual clock: which worker is done when, as a function of the seed alone.
+class VirtualClock:
+    """A virtual clock: when each worker finishes, as a function of the seed alone.
 
     On one controller the devices of the workers are driven by one program, so the order in which
-    they finish is not an event that could be waited for: it is simulated. A worker's n-th task
-    takes its pace times a factor that is drawn uniformly from [0.9, 1.1) by (seed, worker, n). So
-    workers of one pace do not march in step, and a run can be replayed. Time passes only by
-    `arrive`: from one finished task to the next.
+    they finish is no observable event: it is simulated. A worker's n-th task takes its pace times a
+    factor that is drawn uniformly from [0.9, 1.1) by (seed, worker, n). So workers of one pace do
+    not run in lockstep, and a run can be replayed. Time advances only by `arrive`: from one
+    finished task to the next.
     """
 
     def __init__(self, paces: Sequence[float], seed: int = 0) -> None:
@@ -34,7 +34,7 @@ class Clock:
         self._done: list[tuple[float, int]] = []  # a heap of (when, worker)
 
     def begin(self, worker: int) -> float:
-        """A worker begins a task now; when it will be done."""
+        """Start a task of a worker; return when it will finish."""
         drawn = np.random.default_rng((self.seed, worker, self._tasks[worker])).random()
         self._tasks[worker] += 1
         done = self.now + self.paces[worker] * (1 + SPREAD * (2 * drawn - 1))
@@ -42,19 +42,19 @@ class Clock:
         return done
 
     def arrive(self) -> int:
-        """The worker that is done next, which it then is."""
+        """Advance to the next finished task; return its worker."""
         self.now, worker = heapq.heappop(self._done)
         return worker
 
     @property
     def busy(self) -> int:
-        """How many workers have a task."""
+        """The number of workers that have a task."""
         return len(self._done)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A worker pulls a version and begins."""
+    """A worker that pulled a version and starts."""
 
     worker: int
     version: int
@@ -62,27 +62,27 @@ class Start:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker's push is there."""
+    """The arrival of a worker's push."""
 
     worker: int
     push: Push
 
 
-class Turns:
+class WorkerSchedule:
     """Workers under a rule of bounded staleness, in virtual time."""
 
     def __init__(self, rule: Rule, paces: Sequence[float], seed: int, version: int = 0) -> None:
-        self.clock = Clock(paces, seed)
+        self.clock = VirtualClock(paces, seed)
         self.ledger = Ledger(rule, version)
-        self._free = deque(range(len(paces)))  # who asked first pulls first
+        self._free = deque(range(len(paces)))  # first in, first out
 
     def begin(self) -> Start | None:
-        """The next free worker pulls; None where none is free, or the rule makes it wait."""
+        """Let the next free worker pull; None where none is free, or the rule makes it wait."""
         if not self._free:
             return None
         version = self.ledger.pull(self._free[0])
         if version is None:
-            # The others that are free wait as well: the rule does not look at who asks.
+            # The other free workers wait as well: the rule is the same for all.
             for worker in list(self._free)[1:]:
                 self.ledger.pull(worker)
             return None
@@ -99,8 +99,8 @@ class Turns:
         return Arrival(worker, self.ledger.push(worker))
 
 
-def rounds_seconds(clock: Clock) -> float:
-    """One round in virtual time: all workers begin, and the last to arrive ends it; its seconds."""
+def synchronous_step_seconds(clock: VirtualClock) -> float:
+    """Virtual seconds of one synchronous step: all workers start, the last arrival ends it."""
     begun = clock.now
     for worker in range(len(clock.paces)):
         clock.begin(worker)
