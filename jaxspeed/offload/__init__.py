@@ -2,11 +2,11 @@
 
 from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.offload.staged_init import made_in_groups
+from jaxspeed.offload.staged_init import init_in_groups
 from jaxspeed.offload.streaming import (
     StreamedArray,
     StreamPlan,
-    choose_walk,
+    choose_stream_plan,
     mean_in_host,
     stream,
     total,
@@ -25,8 +25,8 @@ __all__ = [
     "StreamPlan",
     "StreamedArray",
     "UpdateDevice",
-    "choose_walk",
-    "made_in_groups",
+    "choose_stream_plan",
+    "init_in_groups",
     "mean_in_host",
     "pinned_limit",
     "separate",

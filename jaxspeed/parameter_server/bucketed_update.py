@@ -32,7 +32,7 @@ def buckets_of(program: Program) -> "Buckets | None":
         return None
     parts = (program.table, program.model, program.layout, optimizer.transform)
     streamed = Streamed(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
-    return None if streamed.whole.mixed() else Buckets(program, streamed)
+    return None if streamed.full_update.mixed() else Buckets(program, streamed)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.offload.known_jax_bugs import refuse_faults
+from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import LOGICAL_RULES, model_cut
 from jaxspeed.placement.stacks import find_stack
@@ -197,7 +197,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
 def _may_offload(target: Target) -> bool:
     """Whether this JAX version offloads correctly on such devices."""
     try:
-        refuse_faults(["a candidate"], target.chip.platform, jax.lib.__version__)
+        refuse_known_bugs(["a candidate"], target.chip.platform, jax.lib.__version__)
     except ConfigError:
         return False
     return True

@@ -15,7 +15,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.objective.train_state import OptLayout, native_tree
 from jaxspeed.offload import OF_DEVICE, OF_HOST, UpdateDevice
-from jaxspeed.offload.known_jax_bugs import refuse_faults
+from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import Streamed
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.memory_kinds import in_host
@@ -52,7 +52,7 @@ def build_program(
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
-    refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
+    refuse_known_bugs(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(
         model,

@@ -34,7 +34,7 @@ def shares(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
       ConfigError: the update of one parameter reads another's, or there are too many servers.
     """
     table, model, layout = program.table, program.model, program.layout
-    update = Streamed(table, model, layout, program.optimizer.transform, False, None).whole
+    update = Streamed(table, model, layout, program.optimizer.transform, False, None).full_update
     _refuse_mixed(update)
     dealt = deal(_parameters(program, update), servers)
     idle = sum(not pieces for pieces in dealt)
