@@ -1,4 +1,4 @@
-"""What runs at once: exchanges beside operations that do not wait for them."""
+"""Overlap of communication with operations that do not depend on it."""
 
 import jax
 import pytest

@@ -1,5 +1,7 @@
-"""The time of a step, estimated from its traced program: collectives (`infer_collectives`) and
-operations (`op_cost`) on a target's `links`, what overlaps (`overlap`), summed in `roofline`.
+"""Estimate of a step's time from its traced program.
+
+Collectives (`infer_collectives`) on a target's `links` and operations (`op_cost`) are scheduled
+(`overlap`) and summed (`roofline`) into a report (`step_time`).
 """
 
 from jaxspeed.planner.time.roofline import time_in, time_of
