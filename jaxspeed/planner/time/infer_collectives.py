@@ -194,11 +194,11 @@ class _Inference:
         if broadcast is not None and broadcast.ins[0] is not None:
             v, dims = broadcast.ins[0], broadcast.params["broadcast_dimensions"]
             spec = [spec[int(e)] if n > 1 else v.spec[d] for d, (n, e) in _dims(v, dims)]
-        there = {a for e in spec for a in e}
+        remaining = {a for e in spec for a in e}
         moved = {a for e, new in zip(v.spec, spec, strict=True) for a in e if a not in new}
         moved = {a for a in moved if self.mesh[a] > 1}
-        gathers = {a for a in moved - there if (v, a) not in self.gathered}
-        changes = {a for a in moved & there if (v, a) not in self.gathered}
+        gathers = {a for a in moved - remaining if (v, a) not in self.gathered}
+        changes = {a for a in moved & remaining if (v, a) not in self.gathered}
         self.gathered |= {(v, a) for a in moved}
         if changes:
             self._send("all-to-all", changes, v, op, before=before)
@@ -312,7 +312,7 @@ class _Inference:
         for v, out in zip(op.ins, op.outs, strict=False):
             if v is None:
                 continue
-            if kind in ("all-gather",):  # the operand is a part: `_send` multiplies
+            if kind in ("all-gather",):  # the operand is a shard: `_send` multiplies
                 self._send(kind, axes, v, op)
             elif kind == "reduce-scatter":
                 self._send(kind, axes, out, op)
