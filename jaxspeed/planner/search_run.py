@@ -247,7 +247,7 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         fits = "does not fit"
     parts = {COMPUTE: spent.compute, MEMORY: spent.memory, PIPELINE: spent.bubble}
     for each in spent.exchanges:
-        what = f"{each.kind}s" if each.axes else f"moves {each.kind}"
+        what = f"{each.kind}s" if each.axes else f"transfers {each.kind}"
         name = f"{what} of {each.purpose}"
         parts[name] = parts.get(name, 0.0) + each.exposed
     return Estimate(
@@ -291,8 +291,8 @@ def search_run(
     trials = tuning.tuner_num_trials if tuning.said("tuner_num_trials") else 10**6
 
     def on_estimate(count: int, best: Choice | None) -> None:
-        now = f"; best {best.name(problem.samples)}" if best else ""
-        progress(f"searching {target}: {count} estimated{now}")
+        best_text = f"; best {best.name(problem.samples)}" if best else ""
+        progress(f"searching {target}: {count} estimated{best_text}")
 
     progress(f"searching {target}: analytic costs")
     with _pool(problem) as pool:

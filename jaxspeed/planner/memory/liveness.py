@@ -63,22 +63,22 @@ class _Liveness(OrderedScope):
         free, stacked = self._written_in_place()
         times = self.times(free)
         copies = self._copies()
-        lives: list[tuple[int, int, Value, int]] = []
+        lifetimes: list[tuple[int, int, Value, int]] = []
         for value in self.materialized:
             if value in free:
                 continue
             by = self.readers[value]
             is_output = OUT in by and value not in stacked
             last = end if is_output else max(times[i] for i in by - {OUT})
-            lives.append((times[self.producers[value]], last, value, self.sizes.of(value)))
-        lives += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
-        lives += self._zeros(times)
+            lifetimes.append((times[self.producers[value]], last, value, self.sizes.of(value)))
+        lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
+        lifetimes += self._zeros(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
-        for n, (first, last, _, _) in enumerate(lives):
+        for n, (first, last, _, _) in enumerate(lifetimes):
             starts.setdefault(first, []).append(n)
             ends.setdefault(last, []).append(n)
-        last_of = {value: last for _, last, value, _ in lives}
+        last_of = {value: last for _, last, value, _ in lifetimes}
         best = [0, 0]
         found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
@@ -87,7 +87,7 @@ class _Liveness(OrderedScope):
         for i in range(end + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
-                now[lives[n][2].host] += lives[n][3]
+                now[lifetimes[n][2].host] += lifetimes[n][3]
             op = ops[order[i]] if i < end else None
             inner = self._inside(op) if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
@@ -96,11 +96,12 @@ class _Liveness(OrderedScope):
                 total = now[host] + inner[host].bytes - credit
                 if total > best[host]:
                     best[host] = total
-                    held = [self._held(*lives[n]) for n in alive if lives[n][2].host == host]
+                    here = (lifetimes[n] for n in alive if lifetimes[n][2].host == host)
+                    held = [self._live_array(*lifetime) for lifetime in here]
                     found[host] = (held, inner[host], reused)
             for n in ends.get(i, ()):
                 alive.discard(n)
-                now[lives[n][2].host] -= lives[n][3]
+                now[lifetimes[n][2].host] -= lifetimes[n][3]
         made = []
         for host in (0, 1):
             held, within, reused = found[host]
@@ -108,7 +109,7 @@ class _Liveness(OrderedScope):
             made.append(Peak(best[host], mine + within.arrays))
         return made[0], made[1]
 
-    def _held(self, first: int, last: int, value: Value, size: int) -> LiveArray:
+    def _live_array(self, first: int, last: int, value: Value, size: int) -> LiveArray:
         if value not in self.producers:
             return LiveArray(value, size, None, self.depth, saved=False)
         producer = self.scope.ops[self.producers[value]]
@@ -175,8 +176,10 @@ class _Liveness(OrderedScope):
         return found
 
     def _written_in_place(self) -> tuple[set[Value], set[Value]]:
-        """Outputs written directly into their final buffer, and other outputs that a loop stacks,
-        which are copied into theirs."""
+        """Outputs written directly into their final buffer, and other outputs that a loop stacks.
+
+        The latter are copied into their final buffer.
+        """
         free: set[Value] = set()
         stacked: set[Value] = set()
         if not (self.donated or self.depth):

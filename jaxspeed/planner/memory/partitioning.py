@@ -67,9 +67,9 @@ def shards_per_dim(value: Value, mesh: Mapping[str, int]) -> list[int]:
 def _set(value: Value, spec: Any, fixed: bool = True) -> None:
     value.spec = dim_axes(spec, len(value.shape))
     value.axes |= {axis for entry in value.spec for axis in entry}
-    said = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
-    said += [True] * (len(value.shape) - len(said))
-    value.fixed = frozenset(d for d, says in enumerate(said) if says and fixed)
+    constrained = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
+    constrained += [True] * (len(value.shape) - len(constrained))
+    value.fixed = frozenset(d for d, is_set in enumerate(constrained) if is_set and fixed)
 
 
 def _propagate(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -> bool:

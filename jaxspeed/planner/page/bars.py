@@ -9,7 +9,7 @@ _LEAST = 0.001  # of the scale: thinner parts are invisible, and only in the tab
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A part of a bar, with its CSS class and tooltip; `key` is its number in the table."""
 
     name: str
@@ -24,7 +24,7 @@ class Bar:
     """One bar: label, parts in order, and the limit to mark (`room`), if any."""
 
     label: Children
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     room: float | None = None
     room_label: Children = None
 
@@ -55,7 +55,7 @@ def _bar(bar: Bar, scale: float) -> Markup:
     return join(tag("div", bar.label, cls="bar-label"), track)
 
 
-def _part(part: Part, at: float, share: float) -> Markup:
+def _part(part: BarPart, at: float, share: float) -> Markup:
     inside = join(
         tag("b", part.key, cls="key") if part.key else None, tag("span", part.name, cls="name")
     )

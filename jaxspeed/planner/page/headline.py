@@ -1,6 +1,6 @@
 """Headline of the page: the verdict (does it fit) and the main figures."""
 
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import Figures
 from jaxspeed.planner.page.markup import Children, Markup, tag
 
@@ -78,7 +78,7 @@ def _verdict(figures: Figures) -> Markup | None:
         share = figures.derived("ratio", "percent", place, ("target", "memory"))
         text = [tag("strong", figures.shown("bytes", *place)), of, ", ", share, f", {source}"]
         size, room = needed, figures.get("target", "memory")
-        part = Part("needed", size, f"single {style}", "per device")
+        part = BarPart("needed", size, f"single {style}", "per device")
         bar = stacked([Bar(None, [part], room, "available")], "memory per device")
     return tag(
         "div",
@@ -94,7 +94,7 @@ def _no_host(figures: Figures) -> Markup:
     needed = tag("strong", figures.shown("bytes", "outcome", "host_bytes"))
     has = figures.shown("bytes", "target", "host_memory")
     size, room = figures.get("outcome", "host_bytes"), figures.get("target", "host_memory")
-    part = Part("host memory", size, "single bad", "per device")
+    part = BarPart("host memory", size, "single bad", "per device")
     return tag(
         "div",
         tag(

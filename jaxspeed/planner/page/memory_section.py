@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspeed.planner.page import styles
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import FORMS, Figures, percent_text
 from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 
@@ -63,13 +63,13 @@ def _in_order(components: list[Mapping[str, Any]]) -> list[Numbered]:
     )
 
 
-def _parts(listed: list[Numbered], keys: Mapping[int, str], room: float | None) -> list[Part]:
+def _parts(listed: list[Numbered], keys: Mapping[int, str], room: float | None) -> list[BarPart]:
     parts = []
     for place, found in listed:
         share = f", {percent_text(found['bytes'] / room)} of the available memory" if room else ""
         tip = f"{FORMS['bytes'](found['bytes'])}{share}\n{found['formula']}"
         cls = styles.component(found["name"], found["lasting"])
-        parts.append(Part(found["name"], found["bytes"], cls, tip, keys[place]))
+        parts.append(BarPart(found["name"], found["bytes"], cls, tip, keys[place]))
     return parts
 
 
@@ -116,14 +116,14 @@ def _compiler(figures: Figures) -> list[Bar]:
     if found is None:
         label.append(": rejected")
         tip = f"{FORMS['bytes'](needed)}\n{figures.get('outcome', 'refused')}"
-        return [Bar(label, [Part("rejected", needed, "single bad", tip)], room)]
+        return [Bar(label, [BarPart("rejected", needed, "single bad", tip)], room)]
     outputs = found["output_bytes"] - found["alias_bytes"]
     sizes = (
         ("arguments", found["argument_bytes"], "k1", "state and batch"),
         ("temporaries", found["temp_bytes"], "k2 striped", "at the peak"),
         ("outputs", outputs, "k3", "that do not alias an argument"),
     )
-    parts = [Part(n, size, cls, f"{FORMS['bytes'](size)}\n{tip}") for n, size, cls, tip in sizes]
+    parts = [BarPart(n, size, cls, f"{FORMS['bytes'](size)}\n{tip}") for n, size, cls, tip in sizes]
     return [Bar(label, parts, room)]
 
 

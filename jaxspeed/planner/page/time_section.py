@@ -1,6 +1,6 @@
 """Page section: step time as a bar of compute, memory, exposed communication and bubble."""
 
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import FORMS, Figures, Place, percent_text
 from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 from jaxspeed.planner.page.styles import TIME
@@ -59,12 +59,12 @@ def _places(figures: Figures) -> dict[str, list[Place]]:
     return {name: of for name, of in places.items() if of and figures.computed("sum", *of) > 0}
 
 
-def _parts(figures: Figures) -> list[Part]:
+def _parts(figures: Figures) -> list[BarPart]:
     step, parts = figures.get("time", "step"), []
     for key, (name, of) in enumerate(_places(figures).items(), start=1):
         size = figures.computed("sum", *of)
         tip = f"{FORMS['seconds'](size)}, {percent_text(size / step)}\n{DESCRIPTIONS[name]}"
-        parts.append(Part(name, size, TIME[name], tip, str(key)))
+        parts.append(BarPart(name, size, TIME[name], tip, str(key)))
     return parts
 
 

@@ -120,8 +120,10 @@ class Links:
         return self._on_torus(first, across)
 
     def _on_torus(self, places: list[tuple[int, ...]], across: int) -> Route:
-        """A ring per torus dim of the group: bidirectional where the dim wraps around and is fully
-        used; otherwise a line."""
+        """The route of a group on a torus: per dim a ring, or a line where it does not wrap around.
+
+        A ring is bidirectional; a part of a dim has no wrap-around link.
+        """
         parallel_links, hops = 0.0, 0
         for d, size in enumerate(self.target.topology):
             extent = len({place[d] for place in places})

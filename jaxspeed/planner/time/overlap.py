@@ -17,7 +17,7 @@ UNITS = "units"
 
 
 @dataclass
-class Task:
+class TimedTask:
     """An occupation of `UNITS` (compute) or of a link."""
 
     on: str
@@ -25,7 +25,7 @@ class Task:
 
 
 @dataclass
-class Flow:
+class ScopeTiming:
     """Timing of a scope.
 
     Attributes:
@@ -37,7 +37,7 @@ class Flow:
     waited: dict[int, float] = field(default_factory=dict)
 
 
-def flow(scope: Scope, tasks: Sequence[Sequence[Task]]) -> Flow:
+def schedule_scope(scope: Scope, tasks: Sequence[Sequence[TimedTask]]) -> ScopeTiming:
     """Schedule a scope; `tasks[i]` are the consecutive tasks of operation i."""
     readers: dict[Value, list[int]] = defaultdict(list)
     for i, op in enumerate(scope.ops):
@@ -90,7 +90,7 @@ def flow(scope: Scope, tasks: Sequence[Sequence[Task]]) -> Flow:
         ready(i)
     if now > units_free:
         idle.append((units_free, now))
-    return Flow(now, _waited(idle, spans))
+    return ScopeTiming(now, _waited(idle, spans))
 
 
 def _waited(

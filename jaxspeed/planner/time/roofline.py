@@ -17,7 +17,7 @@ from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.op_cost import works
-from jaxspeed.planner.time.overlap import UNITS, Task, flow
+from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
 from jaxspeed.planner.time.step_time import Exchange, Time
 from jaxspeed.train.program import Program
 
@@ -63,13 +63,13 @@ class _Clock:
         """
         analysis.analyze()
         chip, scope = self.target.chip, analysis.scope
-        tasks: list[list[Task]] = []
+        tasks: list[list[TimedTask]] = []
         own = works(analysis, self.step.sizes, chip)
         for op, work in zip(scope.ops, own, strict=True):
             at = self.at.get((id(scope), id(op)), [])
             sends = {True: [], False: []}  # type: ignore[var-annotated]
             for moved in at:
-                task = Task(self.links.link(moved.communication), self.seconds[id(moved)])
+                task = TimedTask(self.links.link(moved.communication), self.seconds[id(moved)])
                 sends[moved.before].append(task)
             if op.bodies:
                 share = busy * (1 - self._idle(op.bodies))
@@ -78,8 +78,8 @@ class _Clock:
                 seconds = work.seconds
                 self.compute += work.compute * runs * busy
                 self.memory += (seconds - work.compute) * runs * busy
-            tasks.append([*sends[True], Task(UNITS, seconds), *sends[False]])
-        ran = flow(scope, tasks)
+            tasks.append([*sends[True], TimedTask(UNITS, seconds), *sends[False]])
+        ran = schedule_scope(scope, tasks)
         for i, waited in ran.waited.items():
             of = self.at[id(scope), id(scope.ops[i])]
             total = sum(self.seconds[id(m)] for m in of) or 1.0
