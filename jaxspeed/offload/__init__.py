@@ -12,12 +12,12 @@ from jaxspeed.offload.streaming import (
     total,
     zeros_in_host,
 )
-from jaxspeed.offload.update_device import OF_DEVICE, OF_HOST, UpdateDevice
+from jaxspeed.offload.update_device import ON_DEVICE, ON_HOST, UpdateDevice
 
 __all__ = [
     "GPU_LIMIT",
-    "OF_DEVICE",
-    "OF_HOST",
+    "ON_DEVICE",
+    "ON_HOST",
     "LeafProgram",
     "Separated",
     "Shared",

@@ -108,23 +108,23 @@ def transfers_in(
       activation_axes: the mesh axes over which activations are sharded.
       mesh: the sizes of the mesh axes.
     """
-    walk = _Walk(mesh, frozenset(activation_axes))
+    counter = _TransferCounter(mesh, frozenset(activation_axes))
     env = {}
     for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
         if _in_host(var):
-            env[var] = node = walk.node(var.aval.shape)
+            env[var] = node = counter.node(var.aval.shape)
             if argument is not None:
-                walk.arguments[node] = argument
-    walk.run(closed.jaxpr, env, 1, frozenset())
+                counter.arguments[node] = argument
+    counter.run(closed.jaxpr, env, 1, frozenset())
     pairs = zip(closed.jaxpr.invars, closed.jaxpr.outvars, arguments, strict=False)
     for var, out, argument in pairs:
         if argument is not None and is_var(out):
-            walk.join([env.get(var), env.get(out)])
-    return walk.summed(set(gradients))
+            counter.join([env.get(var), env.get(out)])
+    return counter.summed(set(gradients))
 
 
 @dataclass
-class _Move:
+class _Transfer:
     kind: str
     node: int  # the host value
     aval: Any  # shape per run, sharded over the `manual` axes only
@@ -138,14 +138,14 @@ class _Move:
 
 
 @dataclass
-class _Walk:
+class _TransferCounter:
     mesh: Mapping[str, int]
     activation_axes: frozenset[str]
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     arguments: dict[int, Argument] = field(default_factory=dict)
-    moves: list[_Move] = field(default_factory=list)
-    works: list[_Move] = field(default_factory=list)  # in-place reads of the host's cores
+    moves: list[_Transfer] = field(default_factory=list)
+    works: list[_Transfer] = field(default_factory=list)  # in-place reads of the host's cores
     host_io: set[int] = field(default_factory=set)  # inputs and outputs of the host's cores
     regions: int = 0
     flops: float = 0.0
@@ -167,7 +167,7 @@ class _Walk:
         for other in roots[1:]:
             self.parents[self.root(other)] = self.root(roots[0])
 
-    # -- one program -----------------------------------------------------------------------------
+    # -- traversal of the program -----------------------------------------------------------------
 
     def run(self, jaxpr: Any, env: dict[Any, int], trips: int, manual: frozenset[str]) -> None:
         """Add the nodes of all host values to `env`, which has those of the inputs."""
@@ -217,7 +217,7 @@ class _Walk:
                 else self._constrained_axes(source, producers)
             )
             kind = FROM_HOST if _in_host(source) else TO_HOST
-            self.moves.append(_Move(kind, node, made.aval, trips, axes, manual))
+            self.moves.append(_Transfer(kind, node, made.aval, trips, axes, manual))
 
     def _constrained_axes(self, source: Any, producers: Mapping[Any, Any]) -> frozenset[str] | None:
         """Axes of the constraint on a transferred value, and of activations where it is open."""
@@ -239,7 +239,7 @@ class _Walk:
         """Record computation on the host's cores; each output is an array."""
         for v in eqn.invars:
             if is_var(v) and v in env:
-                self.works.append(_Move(TO_HOST, env[v], v.aval, trips, None, manual))
+                self.works.append(_Transfer(TO_HOST, env[v], v.aval, trips, None, manual))
                 self.host_io |= {env[each] for each in _same_values(v, producers)}
         self.host_io |= {env[v] for v in eqn.outvars if v in env}
 
@@ -289,7 +289,7 @@ class _Walk:
         for made, carried in zip(outs, body.carried, strict=False):
             self.join([made, inner.get(carried)])
 
-    # -- the sums --------------------------------------------------------------------------------
+    # -- attribution and sums --------------------------------------------------------------------
 
     def summed(self, gradients: set[tuple[int, ...]]) -> HostTransfers:
         owners = {self.root(node): argument for node, argument in self.arguments.items()}
@@ -306,7 +306,7 @@ class _Walk:
                     streamed.add(root)
         axes |= {root: spec_axes(argument.sharding.spec) for root, argument in owners.items()}
 
-        def sent(move: _Move, purpose: str, site: str = "") -> Communication:
+        def sent(move: _Transfer, purpose: str, site: str = "") -> Communication:
             over = axes.get(self.root(move.node), self.activation_axes) - move.manual
             shards = math.prod(self.mesh[axis] for axis in over)
             elements, size, runs = move.aval.size, nbytes(move.aval), move.runs
@@ -324,7 +324,7 @@ class _Walk:
                 site=site,
             )
 
-        def attributed(move: _Move) -> Communication:
+        def attributed(move: _Transfer) -> Communication:
             root = self.root(move.node)
             if argument := owners.get(root):
                 return sent(move, argument.kind, argument.path)

@@ -31,7 +31,7 @@ from jaxspeed.objective.train_state import (
 )
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_plan, stream, total
-from jaxspeed.offload.update_device import OF_DEVICE, UpdateDevice
+from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.optim import ema, global_norm
 from jaxspeed.optim.skippable_update import guarded
 from jaxspeed.placement.memory_kinds import in_host, on_device
@@ -55,7 +55,7 @@ class Updated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedUpdate:
     """`__call__(grads, factor, state, finite) -> Updated`, for tables with rows in host memory."""
 
     table: PlacementTable
@@ -64,7 +64,7 @@ class Streamed:
     transform: optax.GradientTransformation
     by_layer: bool  # whether the optimizer updates each layer of a stack independently
     ema_decay: float | None
-    cores: UpdateDevice = OF_DEVICE  # for parameters with any array in host memory
+    cores: UpdateDevice = ON_DEVICE  # for parameters with any array in host memory
 
     # -- the optimizer, separated per parameter ---------------------------------------------------
 
@@ -223,7 +223,7 @@ class Streamed:
             if self.ema_decay is not None:
                 arrays[EMA] = average[row.path]
             arrays |= {OPT + path: x for path, x in opt.items() if self.owner(path) == row.path}
-            updated, token = _One(self, shared, factor, ready)(row, arrays, token)
+            updated, token = _ParameterUpdate(self, shared, factor, ready)(row, arrays, token)
             ready = self._after(updated[UPDATED], finite, state.step)
             (master if row.master else params)[row.path] = updated[UPDATED]
             if READ in updated:
@@ -237,12 +237,12 @@ class Streamed:
             opt[path] = jnp.where(finite, value, opt[path])
         return Updated(params, master, jax.tree.unflatten(self.layout.tree, opt.values()), average)
 
-    def one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
+    def update_one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
         """The updated arrays, without the gradient, of one parameter in device memory."""
         keep = jnp.asarray(True)
-        return _One(self, {id(self.full_update): shared}, factor, keep)(row, arrays, jnp.zeros(()))[
-            0
-        ]
+        return _ParameterUpdate(self, {id(self.full_update): shared}, factor, keep)(
+            row, arrays, jnp.zeros(())
+        )[0]
 
     def shared(self, opt: Arrays) -> Shared:
         """Values shared by all parameters, from the optimizer leaves that belong to none."""
@@ -272,10 +272,10 @@ class Streamed:
 
 
 @dataclass(frozen=True)
-class _One:
+class _ParameterUpdate:
     """The update of one parameter in one step."""
 
-    of: Streamed
+    of: StreamedUpdate
     shared: Mapping[int, Shared]
     factor: jax.Array | None
     finite: jax.Array
@@ -322,7 +322,7 @@ class _One:
     ) -> tuple[Arrays, jax.Array]:
         """Update an entire parameter at once, after the parameter before it."""
         offloaded = any(in_host(layout.at) for layout in layouts.values())
-        cores = self.of.cores if offloaded else OF_DEVICE
+        cores = self.of.cores if offloaded else ON_DEVICE
         if offloaded:
             arrays, token = jax.lax.optimization_barrier((arrays, token))
         slices = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.objective.accumulate import running_mean
-from jaxspeed.offload.update_device import OF_DEVICE, UpdateDevice
+from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.placement.memory_kinds import on_device, to_device, to_host
 from jaxspeed.placement.specs import num_shards
 
@@ -162,7 +162,7 @@ def stream(
     read: Arrays,
     carried: Arrays,
     compute: Callable[[Arrays, Any, int], Arrays],
-    cores: UpdateDevice = OF_DEVICE,
+    cores: UpdateDevice = ON_DEVICE,
     unread: Collection[str] = (),
 ) -> Arrays:
     """The carried arrays after `compute(slices, start, rows)` has replaced each of their slices.
@@ -193,7 +193,7 @@ def total(
     x: jax.Array,
     of: Callable[[jax.Array], jax.Array],
     seen: jax.Array,
-    cores: UpdateDevice = OF_DEVICE,
+    cores: UpdateDevice = ON_DEVICE,
 ) -> jax.Array:
     """`seen` plus the sum of `of(slice)` over the slices of one array, computed on `cores`."""
 

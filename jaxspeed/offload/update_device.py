@@ -52,5 +52,5 @@ def _to_host_memory(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-OF_DEVICE = UpdateDevice(to_device, _unchanged, of_host=False)
-OF_HOST = UpdateDevice(to_host, _on_host, of_host=True)
+ON_DEVICE = UpdateDevice(to_device, _unchanged, of_host=False)
+ON_HOST = UpdateDevice(to_host, _on_host, of_host=True)

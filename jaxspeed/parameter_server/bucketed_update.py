@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, updated_values, wide_dtype
-from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, Streamed, Updated
+from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
@@ -31,7 +31,7 @@ def buckets_of(program: Program) -> "Buckets | None":
     if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
         return None
     parts = (program.table, program.model, program.layout, optimizer.transform)
-    streamed = Streamed(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
+    streamed = StreamedUpdate(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
     return None if streamed.full_update.mixed() else Buckets(program, streamed)
 
 
@@ -40,7 +40,7 @@ class Buckets:
     """The parts of an update, each a compiled program on the servers."""
 
     program: Program
-    streamed: Streamed
+    streamed: StreamedUpdate
 
     @cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
@@ -71,7 +71,7 @@ class Buckets:
         after, published, squares = {}, {}, jnp.zeros(())
         for path, grad in grads.items():
             row = self.program.table[path]
-            after[path] = self.streamed.one(row, {GRAD: grad, **arrays[path]}, values, whole)
+            after[path] = self.streamed.update_one(row, {GRAD: grad, **arrays[path]}, values, whole)
             if row.source.dtype != row.read.dtype:
                 published[path] = after[path][UPDATED].astype(row.read.dtype)
             wide = grad.astype(wide_dtype(row)) * factor

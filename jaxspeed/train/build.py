@@ -14,9 +14,9 @@ from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.objective.train_state import OptLayout, native_tree
-from jaxspeed.offload import OF_DEVICE, OF_HOST, UpdateDevice
+from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
-from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
@@ -191,7 +191,7 @@ def offload_of(config: Config) -> Offload:
 def _cores_of(config: Config) -> UpdateDevice:
     """Those that update what waits in host memory."""
     optimizer = config.zero_optimization.offload_optimizer
-    return OF_HOST if optimizer.device == "cpu" and optimizer.where == "host" else OF_DEVICE
+    return ON_HOST if optimizer.device == "cpu" and optimizer.where == "host" else ON_DEVICE
 
 
 def _streamed(
@@ -201,7 +201,7 @@ def _streamed(
     optimizer: Optimizer,
     by_layer: bool,
     cores: UpdateDevice,
-) -> Streamed | None:
+) -> StreamedUpdate | None:
     """The update of what waits in host memory, where anything does.
 
     ConfigError where the optimizer is one that cannot be run on a parameter at a time.
@@ -210,7 +210,7 @@ def _streamed(
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
     if not any(place and in_host(place) for place in places):
         return None
-    streamed = Streamed(
+    streamed = StreamedUpdate(
         table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, cores
     )
     streamed.check()

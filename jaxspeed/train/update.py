@@ -19,7 +19,7 @@ from jaxspeed.objective.train_state import (
     updated_values,
     wide_dtype,
 )
-from jaxspeed.offload.offloaded_update import Streamed, Updated
+from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
 from jaxspeed.placement.constrain import constrain
@@ -43,7 +43,7 @@ class Update:
     optimizer: Optimizer
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
-    streamed: Streamed | None = None  # where state waits in host memory
+    streamed: StreamedUpdate | None = None  # if state is offloaded
     ring: Reduction | None = None  # where parameters come back around rings
 
     def __call__(

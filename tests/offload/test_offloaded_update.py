@@ -22,7 +22,7 @@ import jaxspeed
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan
-from jaxspeed.offload.update_device import OF_DEVICE
+from jaxspeed.offload.update_device import ON_DEVICE
 from jaxspeed.placement.rows import HOST, Offload
 from jaxspeed.train import build
 from jaxspeed.train.build import build_program
@@ -294,7 +294,7 @@ def test_an_unsliced_array_is_not_reshaped_in_host_memory():
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=at)
 
     def there_and_back(x):
-        return plan.write(x, layout, 0, 2 * plan.fetch(x, layout, 0, 16, OF_DEVICE), OF_DEVICE)
+        return plan.write(x, layout, 0, 2 * plan.fetch(x, layout, 0, 16, ON_DEVICE), ON_DEVICE)
 
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(x).eqns]
     assert "reshape" not in names

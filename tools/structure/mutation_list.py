@@ -332,8 +332,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
     ),
     (
-        "_Move(kind, node, made.aval, trips, axes, manual)",
-        "_Move(kind, node, made.aval, 1, axes, manual)",
+        "_Transfer(kind, node, made.aval, trips, axes, manual)",
+        "_Transfer(kind, node, made.aval, 1, axes, manual)",
         "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
     ),
     (

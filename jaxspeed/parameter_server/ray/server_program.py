@@ -19,7 +19,7 @@ from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree, owner_of
 from jaxspeed.offload import Separated
-from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.parameter_server.ray.ownership import Owned, OwnedRows, Pieces, deal
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.table import build_table, device_memory_kind
@@ -34,7 +34,8 @@ def shares(program: Program, servers: int) -> list[dict[str, OwnedRows]]:
       ConfigError: the update of one parameter reads another's, or there are too many servers.
     """
     table, model, layout = program.table, program.model, program.layout
-    update = Streamed(table, model, layout, program.optimizer.transform, False, None).full_update
+    transform = program.optimizer.transform
+    update = StreamedUpdate(table, model, layout, transform, False, None).full_update
     _refuse_mixed(update)
     dealt = deal(_parameters(program, update), servers)
     idle = sum(not pieces for pieces in dealt)

@@ -5,10 +5,10 @@ Collectives (`infer_collectives`) on a target's `links` and operations (`op_cost
 """
 
 from jaxspeed.planner.time.roofline import time_in, time_of
-from jaxspeed.planner.time.step_time import Exchange, Time
+from jaxspeed.planner.time.step_time import CommunicationGroup, Time
 
 __all__ = [
-    "Exchange",
+    "CommunicationGroup",
     "Time",
     "time_in",
     "time_of",

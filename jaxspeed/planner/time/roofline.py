@@ -18,7 +18,7 @@ from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collecti
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.op_cost import works
 from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
-from jaxspeed.planner.time.step_time import Exchange, Time
+from jaxspeed.planner.time.step_time import CommunicationGroup, Time
 from jaxspeed.train.program import Program
 
 COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined
@@ -161,13 +161,13 @@ def _grouped(
     exposed: Mapping[int, float],
     links: Links,
     step: Step,
-) -> Iterable[Exchange]:
+) -> Iterable[CommunicationGroup]:
     groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
     for moved in found:
         one = moved.communication
         groups[one.kind, one.axes, one.purpose, links.link(one)].append(moved)
     for (*_, link), group in groups.items():
-        yield Exchange(
+        yield CommunicationGroup(
             tuple(moved.communication for moved in group),
             link,
             seconds=sum(seconds[id(m)] * m.communication.runs for m in group),

@@ -16,7 +16,7 @@ SHOWN = {"collective-permute": "permute", TO_HOST: "to host", FROM_HOST: "from h
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CommunicationGroup:
     """The communications of a step of the same kind, axes and purpose.
 
     Attributes:
@@ -89,7 +89,7 @@ class Time:
 
     compute: float
     memory: float
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[CommunicationGroup, ...]
     bubble: float
     step: float
     devices: int
