@@ -2,22 +2,22 @@
 
 from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.offload.staged_init import made_in_groups
+from jaxspeed.offload.staged_init import init_in_groups
 from jaxspeed.offload.streaming import (
     StreamedArray,
     StreamPlan,
-    choose_walk,
+    choose_stream_plan,
     mean_in_host,
     stream,
     total,
     zeros_in_host,
 )
-from jaxspeed.offload.update_device import OF_DEVICE, OF_HOST, UpdateDevice
+from jaxspeed.offload.update_device import ON_DEVICE, ON_HOST, UpdateDevice
 
 __all__ = [
     "GPU_LIMIT",
-    "OF_DEVICE",
-    "OF_HOST",
+    "ON_DEVICE",
+    "ON_HOST",
     "LeafProgram",
     "Separated",
     "Shared",
@@ -25,8 +25,8 @@ __all__ = [
     "StreamPlan",
     "StreamedArray",
     "UpdateDevice",
-    "choose_walk",
-    "made_in_groups",
+    "choose_stream_plan",
+    "init_in_groups",
     "mean_in_host",
     "pinned_limit",
     "separate",

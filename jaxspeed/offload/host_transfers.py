@@ -1,10 +1,10 @@
 """Host transfers of a step: its device-to-host and host-to-device traffic, from the trace.
 
-A move is a `device_put` between two memory spaces; it runs as often as the scans around it have
-trips. Whose bytes they are follows from the host arrays that it touches: values in host memory that
-are slices, updates or carries of each other are one array, and where one of these is an argument of
-the step, they belong to what it is. What the host's cores compute with stays where it is; what they
-are handed by the device, and hand to it, is `HOST_UPDATE`.
+A transfer is a `device_put` between two memory spaces; it runs once per trip of the scans around
+it. Its purpose follows from the host array that it reads or writes: values in host memory that are
+slices, updates or carries of each other are one array, and one that is an argument of the step has
+the argument's kind. Arrays on which the host's cores compute are not transferred; their inputs from
+the device and outputs to it are `HOST_UPDATE`.
 """
 
 import math
@@ -29,13 +29,13 @@ ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "optimizer",
     "update on the host",
 )
-_BY_HOST = "compute_on"
-_FORMS = ("reshape", "device_put")
+_COMPUTE_ON = "compute_on"
+_SAME_VALUES = ("reshape", "device_put")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of the step: its path in the state, what it is, how it is cut."""
+    """An argument of the step: its path in the state, its kind and its sharding."""
 
     path: str
     kind: str
@@ -44,14 +44,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class HostTransfers:
-    """Of one step, a device.
+    """Host transfers of one step, per device.
 
     Attributes:
-      moves: what comes to the device and what leaves it; the purpose is one of the kinds above, the
-        site the path of an argument in host memory, where it is one's.
-      by_host: {path of an argument: bytes of it with which the host's cores compute}.
-      regions: how many pieces of the backward pass are made again.
-      flops: what a device computes, where devices share the work evenly; an estimate.
+      moves: the transfers; the purpose is one of the kinds above, the site the path of the argument
+        in host memory, if it is an argument.
+      by_host: {path of an argument: bytes that the host's cores read in place}.
+      regions: number of rematerialized regions of the backward pass.
+      flops: FLOPs per device, if devices share the work evenly; an estimate.
     """
 
     moves: Sequence[Communication]
@@ -61,22 +61,22 @@ class HostTransfers:
 
     @property
     def to_device(self) -> dict[str, int]:
-        """{purpose: bytes that come to the device}."""
+        """Host-to-device bytes by purpose."""
         return _sums((m.purpose, m) for m in self.moves if m.kind == FROM_HOST)
 
     @property
     def to_host(self) -> dict[str, int]:
-        """{purpose: bytes that leave it}."""
+        """Device-to-host bytes by purpose."""
         return _sums((m.purpose, m) for m in self.moves if m.kind == TO_HOST)
 
     @property
     def fetched(self) -> dict[str, int]:
-        """{path of an argument: bytes of it that come to the device}."""
+        """Host-to-device bytes by path of the argument."""
         return _sums((m.site, m) for m in self.moves if m.kind == FROM_HOST and m.site)
 
     @property
     def stored(self) -> dict[str, int]:
-        """... and that leave for it."""
+        """Device-to-host bytes by path of the argument."""
         return _sums((m.site, m) for m in self.moves if m.kind == TO_HOST and m.site)
 
     @property
@@ -98,38 +98,38 @@ def transfers_in(
     activation_axes: Iterable[str],
     mesh: Mapping[str, int],
 ) -> HostTransfers:
-    """Read a traced step.
+    """Host transfers of a traced step.
 
     Args:
       closed: its jaxpr.
-      arguments: what its inputs are; None for what is no array of a state. Their next values are
+      arguments: one per input; None for inputs that are not in the state. Their next values are
         the step's first outputs, in the same order.
-      gradients: shapes of gradients that no walk over host memory fetches.
-      activation_axes: the mesh axes over which activations are cut.
+      gradients: shapes of the gradients that are not streamed.
+      activation_axes: the mesh axes over which activations are sharded.
       mesh: the sizes of the mesh axes.
     """
-    walk = _Walk(mesh, frozenset(activation_axes))
+    counter = _TransferCounter(mesh, frozenset(activation_axes))
     env = {}
     for var, argument in zip(closed.jaxpr.invars, arguments, strict=True):
         if _in_host(var):
-            env[var] = node = walk.node(var.aval.shape)
+            env[var] = node = counter.node(var.aval.shape)
             if argument is not None:
-                walk.arguments[node] = argument
-    walk.run(closed.jaxpr, env, 1, frozenset())
+                counter.arguments[node] = argument
+    counter.run(closed.jaxpr, env, 1, frozenset())
     pairs = zip(closed.jaxpr.invars, closed.jaxpr.outvars, arguments, strict=False)
     for var, out, argument in pairs:
         if argument is not None and is_var(out):
-            walk.join([env.get(var), env.get(out)])
-    return walk.summed(set(gradients))
+            counter.join([env.get(var), env.get(out)])
+    return counter.summed(set(gradients))
 
 
 @dataclass
-class _Move:
+class _Transfer:
     kind: str
     node: int  # the host value
-    aval: Any  # what all devices that `manual` axes do not cut move in a run
+    aval: Any  # shape per run, sharded over the `manual` axes only
     runs: int
-    axes: frozenset[str] | None  # that cut it, where the move says so
+    axes: frozenset[str] | None  # that shard it; None: unknown from the transfer
     manual: frozenset[str]
 
     @property
@@ -138,15 +138,15 @@ class _Move:
 
 
 @dataclass
-class _Walk:
+class _TransferCounter:
     mesh: Mapping[str, int]
     activation_axes: frozenset[str]
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     arguments: dict[int, Argument] = field(default_factory=dict)
-    moves: list[_Move] = field(default_factory=list)
-    works: list[_Move] = field(default_factory=list)  # what the host's cores read, in place
-    handed: set[int] = field(default_factory=set)  # the values that these read or made
+    moves: list[_Transfer] = field(default_factory=list)
+    works: list[_Transfer] = field(default_factory=list)  # in-place reads of the host's cores
+    host_io: set[int] = field(default_factory=set)  # inputs and outputs of the host's cores
     regions: int = 0
     flops: float = 0.0
 
@@ -167,22 +167,22 @@ class _Walk:
         for other in roots[1:]:
             self.parents[self.root(other)] = self.root(roots[0])
 
-    # -- one program -----------------------------------------------------------------------------
+    # -- traversal of the program -----------------------------------------------------------------
 
     def run(self, jaxpr: Any, env: dict[Any, int], trips: int, manual: frozenset[str]) -> None:
-        """`env` has the nodes of the inputs that are in host memory, and then of all that is."""
+        """Add the nodes of all host values to `env`, which has those of the inputs."""
         for var in jaxpr.constvars:
             if _in_host(var):
                 env.setdefault(var, self.node(var.aval.shape))
-        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         for eqn in jaxpr.eqns:
             for v in eqn.outvars:
                 if _in_host(v):
                     env[v] = self.node(v.aval.shape)
             if eqn.primitive.name in CHECKPOINTS and eqn.params.get("differentiated"):
                 self.regions += trips
-            if eqn.primitive.name == _BY_HOST:
-                self._by_host(eqn, env, trips, manual, makers)
+            if eqn.primitive.name == _COMPUTE_ON:
+                self._host_compute(eqn, env, trips, manual, producers)
                 continue
             inner = bodies(eqn)
             if eqn.primitive.name == "cond":
@@ -191,12 +191,12 @@ class _Walk:
                 for body in inner:
                     self._into(eqn, body, env, trips, manual)
             elif eqn.primitive.name == "device_put":
-                self._put(eqn, env, trips, manual, makers)
+                self._put(eqn, env, trips, manual, producers)
             else:
                 self._host_only(eqn, env)
-                whole = math.prod(n for axis, n in self.mesh.items() if axis not in manual)
+                devices = math.prod(n for axis, n in self.mesh.items() if axis not in manual)
                 if eqn.primitive.name not in KERNELS:
-                    self.flops += trips * of_all(eqn) / whole
+                    self.flops += trips * of_all(eqn) / devices
 
     def _put(
         self,
@@ -204,7 +204,7 @@ class _Walk:
         env: dict[Any, int],
         trips: int,
         manual: frozenset[str],
-        makers: Mapping[Any, Any],
+        producers: Mapping[Any, Any],
     ) -> None:
         for source, made, to in zip(eqn.invars, eqn.outvars, eqn.params["devices"], strict=True):
             if _in_host(source) == _in_host(made):
@@ -212,37 +212,39 @@ class _Walk:
                 continue
             node = env[source] if _in_host(source) else env[made]
             axes = (
-                spec_axes(to.spec) if isinstance(to, NamedSharding) else self._said(source, makers)
+                spec_axes(to.spec)
+                if isinstance(to, NamedSharding)
+                else self._constrained_axes(source, producers)
             )
             kind = FROM_HOST if _in_host(source) else TO_HOST
-            self.moves.append(_Move(kind, node, made.aval, trips, axes, manual))
+            self.moves.append(_Transfer(kind, node, made.aval, trips, axes, manual))
 
-    def _said(self, source: Any, makers: Mapping[Any, Any]) -> frozenset[str] | None:
-        """The axes of a constraint on what is moved, beside those of any activation."""
-        maker = makers.get(source) if is_var(source) else None
-        if maker is None or maker.primitive.name != CONSTRAINT:
+    def _constrained_axes(self, source: Any, producers: Mapping[Any, Any]) -> frozenset[str] | None:
+        """Axes of the constraint on a transferred value, and of activations where it is open."""
+        producer = producers.get(source) if is_var(source) else None
+        if producer is None or producer.primitive.name != CONSTRAINT:
             return None
-        spec = getattr(maker.params["sharding"], "spec", PartitionSpec())
+        spec = getattr(producer.params["sharding"], "spec", PartitionSpec())
         open_ = PartitionSpec.UNCONSTRAINED in tuple(spec)
         return spec_axes(spec) | (self.activation_axes if open_ else frozenset())
 
-    def _by_host(
+    def _host_compute(
         self,
         eqn: Any,
         env: dict[Any, int],
         trips: int,
         manual: frozenset[str],
-        makers: Mapping[Any, Any],
+        producers: Mapping[Any, Any],
     ) -> None:
-        """The host's cores: what they make is as many arrays as they return."""
+        """Record computation on the host's cores; each output is an array."""
         for v in eqn.invars:
             if is_var(v) and v in env:
-                self.works.append(_Move(TO_HOST, env[v], v.aval, trips, None, manual))
-                self.handed |= {env[each] for each in _same_values(v, makers)}
-        self.handed |= {env[v] for v in eqn.outvars if v in env}
+                self.works.append(_Transfer(TO_HOST, env[v], v.aval, trips, None, manual))
+                self.host_io |= {env[each] for each in _same_values(v, producers)}
+        self.host_io |= {env[v] for v in eqn.outvars if v in env}
 
     def _host_only(self, eqn: Any, env: dict[Any, int]) -> None:
-        """An operation on host values: what it reads and gives is one array."""
+        """Join inputs and outputs of an operation on host values into one array."""
         read = [env.get(v) if is_var(v) else None for v in eqn.invars]
         made = [env.get(v) for v in eqn.outvars]
         if eqn.primitive.name == "optimization_barrier":
@@ -250,8 +252,8 @@ class _Walk:
                 self.join(pair)
         elif any(node is not None for node in made):
             self.join([*read, *made])
-            if eqn.primitive.name == "reshape" and self.handed & set(read):
-                self.handed |= {node for node in made if node is not None}
+            if eqn.primitive.name == "reshape" and self.host_io & set(read):
+                self.host_io |= {node for node in made if node is not None}
 
     def _largest(
         self,
@@ -261,7 +263,7 @@ class _Walk:
         trips: int,
         manual: frozenset[str],
     ) -> None:
-        """Of branches the one that moves most."""
+        """Count the branch that transfers most."""
         before, runs = self.moves, []
         for body in branches:
             self.moves = []
@@ -287,28 +289,28 @@ class _Walk:
         for made, carried in zip(outs, body.carried, strict=False):
             self.join([made, inner.get(carried)])
 
-    # -- the sums --------------------------------------------------------------------------------
+    # -- attribution and sums --------------------------------------------------------------------
 
     def summed(self, gradients: set[tuple[int, ...]]) -> HostTransfers:
         owners = {self.root(node): argument for node, argument in self.arguments.items()}
         shapes, axes = defaultdict(set), {}
         for node, shape in enumerate(self.shapes):
             shapes[self.root(node)].add(shape)
-        # Is fetched in pieces of a known cut, or read by the host's cores: no activation is.
-        walked = {self.root(work.node) for work in self.works}
+        # Fetched with a known sharding, or read by the host's cores: not an activation.
+        streamed = {self.root(work.node) for work in self.works}
         for move in self.moves:
             root = self.root(move.node)
             if move.axes is not None:
                 axes[root] = move.axes
                 if move.kind == FROM_HOST:
-                    walked.add(root)
+                    streamed.add(root)
         axes |= {root: spec_axes(argument.sharding.spec) for root, argument in owners.items()}
 
-        def sent(move: _Move, purpose: str, site: str = "") -> Communication:
-            cut = axes.get(self.root(move.node), self.activation_axes) - move.manual
-            shards = math.prod(self.mesh[axis] for axis in cut)
+        def sent(move: _Transfer, purpose: str, site: str = "") -> Communication:
+            over = axes.get(self.root(move.node), self.activation_axes) - move.manual
+            shards = math.prod(self.mesh[axis] for axis in over)
             elements, size, runs = move.aval.size, nbytes(move.aval), move.runs
-            if size % shards:  # no whole number of bytes in a run: those of all runs together
+            if size % shards:  # not divisible per run: the bytes of all runs together
                 elements, size, runs = elements * runs, size * runs, 1
             return Communication(
                 move.kind,
@@ -322,25 +324,29 @@ class _Walk:
                 site=site,
             )
 
-        def told(move: _Move) -> Communication:
+        def attributed(move: _Transfer) -> Communication:
             root = self.root(move.node)
             if argument := owners.get(root):
                 return sent(move, argument.kind, argument.path)
-            if move.node in self.handed:
+            if move.node in self.host_io:
                 return sent(move, HOST_UPDATE)
-            gradient = root in walked or shapes[root] & gradients
+            gradient = root in streamed or shapes[root] & gradients
             return sent(move, GRADIENTS if gradient else ACTIVATIONS)
 
         read = ((owners.get(self.root(work.node)), work) for work in self.works)
         by_host = _sums((owner.path, sent(work, HOST_UPDATE)) for owner, work in read if owner)
-        return HostTransfers(tuple(map(told, self.moves)), by_host, self.regions, self.flops)
+        return HostTransfers(tuple(map(attributed, self.moves)), by_host, self.regions, self.flops)
 
 
-def _same_values(v: Any, makers: Mapping[Any, Any]) -> Iterator[Any]:
-    """A host value, and those of which it is another form."""
+def _same_values(v: Any, producers: Mapping[Any, Any]) -> Iterator[Any]:
+    """A host value, and the values of which it is a reshape or copy."""
     yield v
-    while v in makers and makers[v].primitive.name in _FORMS and _in_host(makers[v].invars[0]):
-        v = makers[v].invars[0]
+    while (
+        v in producers
+        and producers[v].primitive.name in _SAME_VALUES
+        and _in_host(producers[v].invars[0])
+    ):
+        v = producers[v].invars[0]
         yield v
 
 

@@ -1,6 +1,6 @@
 """Bugs of JAX and XLA that affect offload, by version and platform.
 
-One row a fault: what it does, where, and where not. A row goes when its versions do.
+One row per bug: symptom, platforms and versions. A row is removed with support for its versions.
 """
 
 import re
@@ -11,32 +11,32 @@ from jaxspeed.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What host memory meets on some platforms, from one release of jax until before another.
+class KnownBug:
+    """A bug in offload on some platforms, in a half-open range of jaxlib releases.
 
     Attributes:
-      platforms: as devices name theirs.
-      since: the first release that has it.
-      until: the first that has it no more.
-      what: it does.
-      source: where it is told.
+      platforms: names of JAX platforms.
+      since: the first affected release.
+      until: the first fixed release.
+      symptom: its effect, as a verb phrase whose subject is XLA.
+      source: the upstream report.
     """
 
     platforms: tuple[str, ...]
     since: tuple[int, ...]
     until: tuple[int, ...]
-    what: str
+    symptom: str
     source: str
 
-    def meets(self, platform: str, version: tuple[int, ...]) -> bool:
+    def affects(self, platform: str, version: tuple[int, ...]) -> bool:
         return platform in self.platforms and self.since <= version < self.until
 
 
-FAULTS = (
-    # An index into host memory that is a function of a loop's counter is taken for the counter: the
-    # backward pass of a scan reads what was saved in the wrong order, with no error. Seen for saved
-    # activations; weights, gradients and moments are walked by such indices too.
-    Fault(
+KNOWN_BUGS = (
+    # An index into host memory that is a function of a loop's counter is replaced by the counter:
+    # the backward pass of a scan reads residuals in the wrong order, with no error. Weights,
+    # gradients and moments are streamed with such indices too.
+    KnownBug(
         ("cuda", "gpu"),
         (0, 11, 0),
         (0, 11, 1),
@@ -46,21 +46,21 @@ FAULTS = (
 )
 
 
-def refuse_faults(asked: Iterable[str], platform: str, version: str) -> None:
-    """ConfigError where offload would compute wrong numbers.
+def refuse_known_bugs(keys: Iterable[str], platform: str, version: str) -> None:
+    """Raise ConfigError where offload would compute wrong numbers.
 
     Args:
-      asked: the keys of the config that put something into host memory.
-      platform: of the devices.
-      version: of jaxlib.
+      keys: the config keys that place arrays in host memory.
+      platform: platform of the devices.
+      version: version of jaxlib.
     """
-    keys = ", ".join(asked)
-    for fault in FAULTS:
-        if keys and fault.meets(platform, _numbers(version)):
-            before, after = (".".join(map(str, v)) for v in (fault.since, fault.until))
+    named = ", ".join(keys)
+    for bug in KNOWN_BUGS:
+        if named and bug.affects(platform, _numbers(version)):
+            before, after = (".".join(map(str, v)) for v in (bug.since, bug.until))
             raise ConfigError(
-                f"{keys}: with jaxlib {version}, XLA {fault.what} on {platform} "
-                f"({fault.source}). jaxlib before {before}, or {after} and later, is right"
+                f"{named}: with jaxlib {version}, XLA {bug.symptom} on {platform} "
+                f"({bug.source}). jaxlib before {before}, or {after} and later, is correct"
             )
 
 
@@ -69,18 +69,18 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-# -- how much host memory a backend pins for its devices ------------------------------------------
+# -- size of a backend's pool of pinned host memory ------------------------------------------------
 
 GPU_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _GPU_DEFAULT = 64
 
 
 def pinned_limit(platform: str, environment: Mapping[str, str]) -> int | None:
-    """Bytes of the pool of pinned memory that a process has for its devices, where it is bounded.
+    """Bytes of a process's pool of pinned host memory; None where it is unbounded.
 
     JAX's CUDA client reads the variable when it starts, in units of 2^30 bytes.
     """
     if platform not in ("gpu", "cuda"):
         return None
-    said = environment.get(GPU_LIMIT, "")
-    return (int(said) if said.isdigit() else _GPU_DEFAULT) << 30
+    value = environment.get(GPU_LIMIT, "")
+    return (int(value) if value.isdigit() else _GPU_DEFAULT) << 30

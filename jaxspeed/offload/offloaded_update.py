@@ -1,11 +1,10 @@
 """Optimizer update of offloaded state: parameter by parameter, streamed in slices.
 
-A piece is cut from all arrays of a parameter alike: its gradient, moments, master, what is
-published to layers, the moving average. It is updated as the whole would be, on the device or on
-the host's cores, and each part goes back to where it lay.
+The same slice of all arrays of a parameter (gradient, moments, master, compute-dtype copy, moving
+average) is updated on the device or on the host's cores, and written back to where each is stored.
 
-What a piece is depends on the optimizer. Where its operations are element-wise, any run of rows
-along any dim; where it looks at matrices (LAMB, Muon) a layer of a stack, and else the parameter.
+The optimizer determines the slices: any rows along any dim where its operations are element-wise;
+one layer of a stack where it needs full matrices (LAMB, Muon); otherwise the entire parameter.
 """
 
 import math
@@ -31,8 +30,8 @@ from jaxspeed.objective.train_state import (
     wide_dtype,
 )
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_walk, stream, total
-from jaxspeed.offload.update_device import OF_DEVICE, UpdateDevice
+from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_plan, stream, total
+from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.optim import ema, global_norm
 from jaxspeed.optim.skippable_update import guarded
 from jaxspeed.placement.memory_kinds import in_host, on_device
@@ -43,11 +42,11 @@ from jaxspeed.placement.table import PlacementTable
 
 GRAD, UPDATED, READ, EMA, OPT = "grad", "updated", "read", "ema", "opt/"
 _ONLY_WRITTEN = (READ,)
-_UNSTACKED = 1 << 22  # elements of a piece, where no parameter stacks layers
+_UNSTACKED = 1 << 22  # elements of a slice, where no parameter stacks layers
 
 
 class Updated(NamedTuple):
-    """The parts of a state that an update changes."""
+    """The fields of a train state that an update replaces."""
 
     params: Arrays
     master: Arrays
@@ -56,48 +55,48 @@ class Updated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedUpdate:
     """`__call__(grads, factor, state, finite) -> Updated`, for tables with rows in host memory."""
 
     table: PlacementTable
     model: Model
     layout: OptLayout
     transform: optax.GradientTransformation
-    by_layer: bool  # whether the optimizer takes the layers of a stack one by one, and any of them
+    by_layer: bool  # whether the optimizer updates each layer of a stack independently
     ema_decay: float | None
-    cores: UpdateDevice = OF_DEVICE  # that update what has anything in host memory
+    cores: UpdateDevice = ON_DEVICE  # for parameters with any array in host memory
 
-    # -- the optimizer, taken apart ---------------------------------------------------------------
+    # -- the optimizer, separated per parameter ---------------------------------------------------
 
     @cached_property
-    def whole(self) -> Separated:
-        """The update of whole parameters."""
+    def full_update(self) -> Separated:
+        """The traced update of unsliced parameters."""
         return self._separated({})
 
     def check(self) -> None:
-        """ConfigError where the update of one parameter reads another."""
-        mixed = self.whole.mixed()
+        """Raise ConfigError where the update of one parameter reads another."""
+        mixed = self.full_update.mixed()
         if mixed:
             slot, others = mixed
             raise ConfigError(_refusal(slot, sorted(others)))
 
     @cached_property
-    def _layered(self) -> Separated:
-        """The update of pieces of those whose pieces are layers."""
+    def _layer_update(self) -> Separated:
+        """The traced update with layers in place of the stacks that are streamed by layer."""
         shapes = {}
         for row in self._trained:
-            walk = self.walk(row, self.lanes(row))
-            if walk and not self.whole.leaf(row.path, row.leaf.shape).elementwise:
-                shapes[row.path] = walk.piece_shape(row.leaf.shape)
+            plan = self.plan(row, self.layouts(row))
+            if plan and not self.full_update.leaf(row.path, row.leaf.shape).elementwise:
+                shapes[row.path] = plan.slice_shape(row.leaf.shape)
         return self._separated(shapes)
 
     def _separated(self, shapes: Mapping[str, tuple[int, ...]]) -> Separated:
-        """The update traced with these shapes in place of the parameters' own."""
+        """The update traced with `shapes` overriding the shapes of parameters."""
         rows = {row.path: row for row in self._trained}
 
         def shape_of(path: str | None, own: tuple[int, ...]) -> tuple[int, ...]:
-            piece = shapes.get(path or "")
-            return piece if piece and path and own == rows[path].leaf.shape else own
+            part = shapes.get(path or "")
+            return part if part and path and own == rows[path].leaf.shape else own
 
         def tree(wide: bool) -> Any:
             flat = {}
@@ -126,46 +125,46 @@ class Streamed:
         return separate(update, (grads, opt, params), inputs, [*states, *own])
 
     def owner(self, path: str) -> str | None:
-        """The parameter that a leaf of the optimizer's state belongs to."""
+        """The parameter to which a leaf of the optimizer state belongs."""
         return owner_of(path, self.table.rows)
 
-    # -- pieces -----------------------------------------------------------------------------------
+    # -- slices -----------------------------------------------------------------------------------
 
     @property
     def _trained(self) -> list[Row]:
         return [row for row in self.table if row.leaf.trainable]
 
     @cached_property
-    def piece(self) -> int:
-        """The elements of one array that a device should hold at once: a layer of the largest."""
+    def slice_elements(self) -> int:
+        """Elements of an array that a device should hold at once: a layer of the largest stack."""
         sizes = [
             self._elements(row) // row.leaf.shape[0] for row in self._trained if row.leaf.stacked
         ]
         return max(sizes, default=_UNSTACKED)
 
     def _elements(self, row: Row) -> int:
-        """Of a device, cut as the optimizer's state is."""
+        """Elements per device, sharded as the optimizer state."""
         assert row.opt is not None
         at = self.table.sharding(row.opt)
         return math.prod(at.shard_shape(row.shape(row.opt)))
 
-    def lanes(self, row: Row) -> dict[str, StreamedArray]:
-        """The arrays of a parameter."""
+    def layouts(self, row: Row) -> dict[str, StreamedArray]:
+        """Shape and sharding of each array of a parameter."""
         assert row.opt is not None and row.grad is not None
 
-        def lane(placement: Any) -> StreamedArray:
+        def layout(placement: Any) -> StreamedArray:
             return StreamedArray(row.shape(placement), self.table.sharding(placement))
 
-        moments = lane(row.opt)
+        moments = layout(row.opt)
         on_device = StreamedArray(moments.shape, moments.at.with_memory_kind(row.read.memory_kind))
         found = {
-            GRAD: lane(row.grad) if in_host(row.grad) else on_device,
-            UPDATED: lane(row.updated),
+            GRAD: layout(row.grad) if in_host(row.grad) else on_device,
+            UPDATED: layout(row.updated),
         }
         if row.master and row.param:
-            read, updated = lane(row.param), found[UPDATED]
+            read, updated = layout(row.param), found[UPDATED]
             if read.shape == updated.shape and not in_host(read.at):
-                # Each device brings what it has, and gathers there.
+                # Each device fetches its shard, and gathers in device memory.
                 read = StreamedArray(read.shape, updated.at.with_memory_kind(row.read.memory_kind))
             found[READ] = read
         if self.ema_decay is not None:
@@ -175,46 +174,47 @@ class Streamed:
                 found[OPT + path] = StreamedArray(stored, self.table.sharding(at))
         return found
 
-    def walk(self, row: Row, lanes: Mapping[str, StreamedArray]) -> StreamPlan | None:
-        """How a parameter is walked; None where all of it is on the device at once."""
-        if not any(in_host(lane.at) for lane in lanes.values()):
+    def plan(self, row: Row, layouts: Mapping[str, StreamedArray]) -> StreamPlan | None:
+        """How a parameter is streamed; None where all of it is on the device at once."""
+        if not any(in_host(layout.at) for layout in layouts.values()):
             return None
         assert row.opt is not None
-        cut = StreamedArray(row.shape(row.opt), self.table.sharding(row.opt))
-        if self.whole.leaf(row.path, row.leaf.shape).elementwise:
-            return choose_walk(lanes, cut, range(len(row.leaf.shape)), self.piece)
+        sharded = StreamedArray(row.shape(row.opt), self.table.sharding(row.opt))
+        if self.full_update.leaf(row.path, row.leaf.shape).elementwise:
+            return choose_stream_plan(
+                layouts, sharded, range(len(row.leaf.shape)), self.slice_elements
+            )
         if self.by_layer and row.leaf.stacked:
-            return choose_walk(lanes, cut, range(1), self.piece, even=True)
+            return choose_stream_plan(layouts, sharded, range(1), self.slice_elements, even=True)
         return None
 
     def with_squares(self, seen: jax.Array, row: Row, grad: jax.Array) -> jax.Array:
-        """A sum of squares with those of a gradient that waits in host memory.
-
-        In the dtype of an update.
-        """
+        """Add to a sum of squares those of a gradient in host memory, in the update's dtype."""
         assert row.grad is not None
-        lane = StreamedArray(row.shape(row.grad), self.table.sharding(row.grad))
-        walk = choose_walk({GRAD: lane}, lane, range(len(lane.shape)), self.piece)
+        layout = StreamedArray(row.shape(row.grad), self.table.sharding(row.grad))
+        plan = choose_stream_plan(
+            {GRAD: layout}, layout, range(len(layout.shape)), self.slice_elements
+        )
 
-        def squares(piece: jax.Array) -> jax.Array:
-            return global_norm(piece.astype(wide_dtype(row))) ** 2
+        def squares(part: jax.Array) -> jax.Array:
+            return global_norm(part.astype(wide_dtype(row))) ** 2
 
-        if walk is None:
-            return seen + on_device(self.cores.compute(squares)(self.cores.brought(grad, lane.at)))
-        return total(walk, lane, grad, squares, seen, self.cores)
+        if plan is None:
+            return seen + on_device(self.cores.compute(squares)(self.cores.fetch(grad, layout.at)))
+        return total(plan, layout, grad, squares, seen, self.cores)
 
     # -- the update -------------------------------------------------------------------------------
 
     def __call__(
         self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
     ) -> Updated:
-        """The state's next parts; `factor` is what gradients are multiplied with, if anything."""
+        """The updated state; `factor` multiplies the gradients, where it is not None."""
         opt = flat_with_paths(state.opt)
         params, master, average = dict(state.params), dict(state.master), dict(state.ema)
         shared = {
             id(each): each.shared(self._shared_values(each, opt)) for each in self._programs()
         }
-        token, turn = jnp.zeros(()), finite
+        token, ready = jnp.zeros(()), finite
         for row in self._trained:
             arrays = {GRAD: grads[row.path]}
             arrays[UPDATED] = (master if row.master else params)[row.path]
@@ -223,36 +223,41 @@ class Streamed:
             if self.ema_decay is not None:
                 arrays[EMA] = average[row.path]
             arrays |= {OPT + path: x for path, x in opt.items() if self.owner(path) == row.path}
-            new, token = _One(self, shared, factor, turn)(row, arrays, token)
-            turn = self._after(new[UPDATED], finite, state.step)
-            (master if row.master else params)[row.path] = new[UPDATED]
-            if READ in new:
-                params[row.path] = new[READ]
-            if EMA in new:
-                average[row.path] = new[EMA]
-            opt |= {name.removeprefix(OPT): x for name, x in new.items() if name.startswith(OPT)}
-        for path, value in shared[id(self.whole)].outputs().items():
+            updated, token = _ParameterUpdate(self, shared, factor, ready)(row, arrays, token)
+            ready = self._after(updated[UPDATED], finite, state.step)
+            (master if row.master else params)[row.path] = updated[UPDATED]
+            if READ in updated:
+                params[row.path] = updated[READ]
+            if EMA in updated:
+                average[row.path] = updated[EMA]
+            opt |= {
+                name.removeprefix(OPT): x for name, x in updated.items() if name.startswith(OPT)
+            }
+        for path, value in shared[id(self.full_update)].outputs().items():
             opt[path] = jnp.where(finite, value, opt[path])
         return Updated(params, master, jax.tree.unflatten(self.layout.tree, opt.values()), average)
 
-    def one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
-        """What becomes of the arrays of one parameter that is on the device, but the gradient's."""
+    def update_one(self, row: Row, arrays: Arrays, shared: Shared, factor: Any = None) -> Arrays:
+        """The updated arrays, without the gradient, of one parameter in device memory."""
         keep = jnp.asarray(True)
-        return _One(self, {id(self.whole): shared}, factor, keep)(row, arrays, jnp.zeros(()))[0]
+        return _ParameterUpdate(self, {id(self.full_update): shared}, factor, keep)(
+            row, arrays, jnp.zeros(())
+        )[0]
 
     def shared(self, opt: Arrays) -> Shared:
-        """What all parameters share, from the optimizer's leaves that are no parameter's."""
+        """Values shared by all parameters, from the optimizer leaves that belong to none."""
         values = [
-            opt[s.path] if s.role == "opt" and not s.owner else None for s in self.whole.inputs
+            opt[s.path] if s.role == "opt" and not s.owner else None
+            for s in self.full_update.inputs
         ]
-        return self.whole.shared(values)
+        return self.full_update.shared(values)
 
     def _after(self, last: jax.Array, finite: jax.Array, step: jax.Array) -> jax.Array:
-        """`finite`, not before the last parameter's loop is done.
+        """`finite`, with a data dependency on the last parameter's loop on simulated devices.
 
-        Simulated devices run loops that wait for nothing of each other in any order, each device in
-        another, and these gather and scatter: there each takes something of the last one's result,
-        by a condition that never holds.
+        Simulated devices run independent loops in any order, each device in another, and these
+        loops contain collectives, which would deadlock. The dependency is a condition that never
+        holds.
         """
         if not simulated(self.table.mesh) or not last.size:
             return finite
@@ -260,79 +265,81 @@ class Streamed:
         return jnp.where(step < 0, on_device(first).reshape(()) > 0, finite)
 
     def _programs(self) -> list[Separated]:
-        return [self.whole, *([self._layered] if self.by_layer else [])]
+        return [self.full_update, *([self._layer_update] if self.by_layer else [])]
 
     def _shared_values(self, separated: Separated, opt: Arrays) -> list[Any]:
         return [opt[slot.path] if slot.owner is None else None for slot in separated.inputs]
 
 
 @dataclass(frozen=True)
-class _One:
+class _ParameterUpdate:
     """The update of one parameter in one step."""
 
-    of: Streamed
+    of: StreamedUpdate
     shared: Mapping[int, Shared]
     factor: jax.Array | None
     finite: jax.Array
 
     def __call__(self, row: Row, arrays: Arrays, token: jax.Array) -> tuple[Arrays, jax.Array]:
-        """(what becomes of the arrays but the gradient, what the next parameter waits for)."""
+        """The updated arrays without the gradient, and the token for the next parameter."""
         of = self.of
-        lanes = of.lanes(row)
-        walk = of.walk(row, lanes)
-        program = of.whole.leaf(row.path, row.leaf.shape)
-        separated = of.whole
-        if walk and not program.elementwise:
-            separated = of._layered
-            program = separated.leaf(row.path, walk.piece_shape(row.leaf.shape))
+        layouts = of.layouts(row)
+        plan = of.plan(row, layouts)
+        program = of.full_update.leaf(row.path, row.leaf.shape)
+        separated = of.full_update
+        if plan and not program.elementwise:
+            separated = of._layer_update
+            program = separated.leaf(row.path, plan.slice_shape(row.leaf.shape))
         values = [self.shared[id(separated)](var) for var in program.shared]
-        if walk is None:
-            return self._at_once(row, lanes, program, values, arrays, token)
+        if plan is None:
+            return self._at_once(row, layouts, program, values, arrays, token)
 
-        def compute(pieces: Arrays, start: Any, rows: int) -> Arrays:
-            shape = walk.part_shape(row.leaf.shape, rows)
-            fitted = program.on(shape, row.leaf.shape) if program.elementwise else program
+        def compute(slices: Arrays, start: Any, rows: int) -> Arrays:
+            shape = plan.slice_shape(row.leaf.shape, rows)
+            fitted = program.on_slice(shape, row.leaf.shape) if program.elementwise else program
             keep = self.finite
-            if any(lane.shape[walk.dim] > row.leaf.shape[walk.dim] for lane in lanes.values()):
-                inside = walk.positions(start, rows) < row.leaf.shape[walk.dim]
-                keep = keep & inside.reshape(-1, *[1] * (len(shape) - walk.dim - 1))
-            stored = {n: walk.part_shape(lane.shape, rows) for n, lane in lanes.items()}
+            if any(
+                layout.shape[plan.dim] > row.leaf.shape[plan.dim] for layout in layouts.values()
+            ):
+                inside = plan.positions(start, rows) < row.leaf.shape[plan.dim]
+                keep = keep & inside.reshape(-1, *[1] * (len(shape) - plan.dim - 1))
+            stored = {n: plan.slice_shape(layout.shape, rows) for n, layout in layouts.items()}
             run = of.cores.compute(partial(self._computed, row, stored, fitted, shape))
-            return run(pieces, values, self.factor, keep)
+            return run(slices, values, self.factor, keep)
 
         carried = {name: x for name, x in arrays.items() if name != GRAD}
         read = {GRAD: arrays[GRAD]}
-        return stream(walk, lanes, read, carried, compute, of.cores, _ONLY_WRITTEN), token
+        return stream(plan, layouts, read, carried, compute, of.cores, _ONLY_WRITTEN), token
 
     def _at_once(
         self,
         row: Row,
-        lanes: Mapping[str, StreamedArray],
+        layouts: Mapping[str, StreamedArray],
         program: LeafProgram,
         values: list[Any],
         arrays: Arrays,
         token: jax.Array,
     ) -> tuple[Arrays, jax.Array]:
-        """All of a parameter, after the one before it."""
-        waits = any(in_host(lane.at) for lane in lanes.values())
-        cores = self.of.cores if waits else OF_DEVICE
-        if waits:
+        """Update an entire parameter at once, after the parameter before it."""
+        offloaded = any(in_host(layout.at) for layout in layouts.values())
+        cores = self.of.cores if offloaded else ON_DEVICE
+        if offloaded:
             arrays, token = jax.lax.optimization_barrier((arrays, token))
-        pieces = {
-            name: cores.brought(x, lanes[name].at) if name in lanes else x
+        slices = {
+            name: cores.fetch(x, layouts[name].at) if name in layouts else x
             for name, x in arrays.items()
             if name not in _ONLY_WRITTEN
         }
-        stored = {name: lane.shape for name, lane in lanes.items()}
+        stored = {name: layout.shape for name, layout in layouts.items()}
         run = cores.compute(partial(self._computed, row, stored, program, row.leaf.shape))
-        made = run(pieces, values, self.factor, self.finite)
-        if waits:
-            made = {
-                name: cores.put_back(x, lanes[name].at) if name in lanes else on_device(x)
-                for name, x in made.items()
+        results = run(slices, values, self.factor, self.finite)
+        if offloaded:
+            results = {
+                name: cores.store(x, layouts[name].at) if name in layouts else on_device(x)
+                for name, x in results.items()
             }
-            made, token = jax.lax.optimization_barrier((made, token))
-        return made, token
+            results, token = jax.lax.optimization_barrier((results, token))
+        return results, token
 
     def _computed(
         self,
@@ -340,16 +347,16 @@ class _One:
         stored: Mapping[str, tuple[int, ...]],
         program: LeafProgram,
         shape: tuple[int, ...],
-        pieces: Arrays,
+        slices: Arrays,
         shared: Sequence[Any],
         factor: jax.Array | None,
         keep: jax.Array,
     ) -> Arrays:
-        """What becomes of a piece of this shape, padded to how its arrays are `stored`.
+        """The update of a slice of this shape, padded to the `stored` shapes of its arrays.
 
-        All arrays that it reads are arguments, since whose cores run it is not its business.
+        All arrays that it reads are arguments, so that it runs on the device and on the host.
         """
-        old = {name: unpad(x, shape) if name in stored else x for name, x in pieces.items()}
+        old = {name: unpad(x, shape) if name in stored else x for name, x in slices.items()}
         grad = old[GRAD].astype(wide_dtype(row))
         if factor is not None:
             grad = grad * factor.astype(grad.dtype)
@@ -367,24 +374,24 @@ class _One:
             [old[UPDATED]],
             keep,
         )
-        new = {OPT + slot.path: x for slot, x in zip(states, done)}
-        new[UPDATED] = done[-1]
+        updated = {OPT + slot.path: x for slot, x in zip(states, done)}
+        updated[UPDATED] = done[-1]
         if READ in stored:
             assert row.param is not None
-            new[READ] = done[-1].astype(row.param.dtype)
+            updated[READ] = done[-1].astype(row.param.dtype)
         if EMA in old:
             assert self.of.ema_decay is not None
             average = ema.update(old[EMA], done[-1], self.of.ema_decay)
-            new[EMA] = jnp.where(keep, average, old[EMA])
-        return {name: pad(x, stored[name]) if name in stored else x for name, x in new.items()}
+            updated[EMA] = jnp.where(keep, average, old[EMA])
+        return {name: pad(x, stored[name]) if name in stored else x for name, x in updated.items()}
 
 
 def _refusal(slot: Slot, others: list[str]) -> str:
-    whose = f"{slot.owner}" if slot.owner else f"the optimizer's own {slot.path}"
+    updated = slot.owner or f"the optimizer's {slot.path}"
     return (
-        "zero_optimization.offload_optimizer: the optimizer's state is updated a parameter at a "
-        f"time, and in this optimizer what becomes of {whose} depends on "
-        f"{len(others)} other parameter{'s' if len(others) > 1 else ''} ({others[0]}, ...). What "
-        "works: gradient_clipping in the config in place of optax.clip_by_global_norm, and "
-        "gradient_accumulation_steps in place of optax.MultiSteps; or leave offload_optimizer out"
+        "zero_optimization.offload_optimizer: offloaded state is updated one parameter at a time, "
+        f"and this optimizer's update of {updated} depends on "
+        f"{len(others)} other parameter{'s' if len(others) > 1 else ''} ({others[0]}, ...). Use "
+        "gradient_clipping of the config instead of optax.clip_by_global_norm, and "
+        "gradient_accumulation_steps instead of optax.MultiSteps; or remove offload_optimizer"
     )

@@ -1,12 +1,11 @@
 """Per-leaf optimizer updates, extracted from the traced update of all parameters.
 
-State in host memory is updated a parameter at a time, so the update of one may read nothing of
-another. That is proven here from the program: each equation is followed to the parameters that it
-depends on. What depends on none (counts, learning rates, bias corrections) is shared, and is
-evaluated once.
+State in host memory is updated one parameter at a time, which is valid only if the update of one
+reads no other. The jaxpr proves it: the parameters on which each equation depends are propagated
+through the program. Values that depend on none (counts, learning rates, bias corrections) are
+shared and evaluated once.
 
-Where a parameter's own part has element-wise operations alone, it runs on any piece of the
-parameter as it does on the whole, and the same equations are run on the piece.
+Where a parameter's update is element-wise, the same equations also run on any slice of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,30 +26,30 @@ class Slot(NamedTuple):
 
     role: str  # grad, opt or param
     path: str
-    owner: str | None  # the parameter that it belongs to; None: it is shared
+    owner: str | None  # the parameter to which it belongs; None: shared
 
 
 class LeafProgram(NamedTuple):
-    """What an update does to one parameter, as a jaxpr: first its state, then itself."""
+    """The update of one parameter as a jaxpr; its outputs are its state, then the parameter."""
 
     jaxpr: Any
-    inputs: Sequence[Slot]  # then come the shared values
+    inputs: Sequence[Slot]  # followed by the shared values
     shared: Sequence[Any]  # variables
     outputs: Sequence[Slot]
     elementwise: bool
 
-    def on(self, shape: tuple[int, ...], whole: tuple[int, ...]) -> "LeafProgram":
-        """The same operations on a piece of the parameter."""
-        if shape == whole:
+    def on_slice(self, shape: tuple[int, ...], full: tuple[int, ...]) -> "LeafProgram":
+        """The same operations on a slice of the parameter."""
+        if shape == full:
             return self
         assert self.elementwise
-        eqns = [_resized(eqn, shape, whole) for eqn in self.jaxpr.eqns]
+        eqns = [_resized(eqn, shape, full) for eqn in self.jaxpr.eqns]
         return self._replace(jaxpr=self.jaxpr.replace(eqns=eqns))
 
 
 @dataclass(frozen=True)
 class Separated:
-    """A traced update; `inputs` and `outputs` say what its variables are."""
+    """A traced update of all parameters, with one slot per input and output."""
 
     jaxpr: Any
     consts: Sequence[Any]
@@ -59,7 +58,7 @@ class Separated:
 
     @cached_property
     def owners(self) -> dict[Any, frozenset[str]]:
-        """{variable: the parameters on which it depends}."""
+        """Parameters on which each variable depends."""
         none: frozenset[str] = frozenset()
         found = dict.fromkeys(self.jaxpr.constvars, none)
         for var, slot in zip(self.jaxpr.invars, self.inputs, strict=True):
@@ -71,7 +70,7 @@ class Separated:
         return found
 
     def mixed(self) -> tuple[Slot, frozenset[str]] | None:
-        """An output that depends on what is not its own, and the parameters on which; or None."""
+        """An output that depends on parameters other than its owner, and those; or None."""
         for var, slot in zip(self.jaxpr.outvars, self.outputs, strict=True):
             others = self._owners(var) - {slot.owner}
             if others:
@@ -82,7 +81,7 @@ class Separated:
         return self.owners[atom] if is_var(atom) else frozenset()
 
     @cached_property
-    def _maker(self) -> dict[Any, int]:
+    def _producers(self) -> dict[Any, int]:
         return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
 
     @cached_property
@@ -93,16 +92,16 @@ class Separated:
         return found
 
     def leaf(self, owner: str, shape: tuple[int, ...]) -> LeafProgram:
-        """The part of one parameter, whose shape is this."""
+        """The update of one parameter of this shape."""
         outs = self._by_owner[owner]
         slots = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
         numbers: set[int] = set()
         inputs: dict[Any, Slot] = {}
         shared: dict[Any, None] = {}
-        waiting = [var for var, _ in outs if is_var(var)]
-        while waiting:
-            var = waiting.pop()
-            number = self._maker.get(var)
+        pending = [var for var, _ in outs if is_var(var)]
+        while pending:
+            var = pending.pop()
+            number = self._producers.get(var)
             own = self.owners[var] or (shape and var.aval.shape == shape)
             if number is None and self.owners[var]:
                 inputs[var] = slots[var]
@@ -110,7 +109,7 @@ class Separated:
                 shared[var] = None
             elif number not in numbers:
                 numbers.add(number)
-                waiting += [v for v in self.jaxpr.eqns[number].invars if is_var(v)]
+                pending += [v for v in self.jaxpr.eqns[number].invars if is_var(v)]
         eqns = [self.jaxpr.eqns[number] for number in sorted(numbers)]
         elementwise = bool(shape) and all(_is_elementwise(eqn, shape) for eqn in eqns)
         elementwise &= all(v.aval.shape == shape for v in inputs)
@@ -121,7 +120,7 @@ class Separated:
         )
 
     def shared(self, values: Sequence[Any]) -> "Shared":
-        """The values that all parameters share, from those of the inputs (None: not shared)."""
+        """The shared values, from the values of the inputs (None for inputs of one parameter)."""
         env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         env |= {
             var: value
@@ -132,7 +131,7 @@ class Separated:
 
 
 class Shared:
-    """Shared values, each evaluated once, when it is first asked for."""
+    """Shared values of an update, evaluated lazily and once."""
 
     def __init__(self, of: Separated, env: dict[Any, Any]) -> None:
         self._of, self._env = of, env
@@ -141,13 +140,13 @@ class Shared:
         if not is_var(var):
             return var.val
         if var not in self._env:
-            eqn = self._of.jaxpr.eqns[self._of._maker[var]]
+            eqn = self._of.jaxpr.eqns[self._of._producers[var]]
             values = run_equation(self._of.jaxpr, eqn, self)
             self._env.update(zip(eqn.outvars, values, strict=True))
         return self._env[var]
 
     def outputs(self) -> dict[str, Any]:
-        """The optimizer's own leaves after the update, by path."""
+        """The updated optimizer leaves that belong to no parameter, by path."""
         return {slot.path: self(var) for var, slot in self._of._by_owner.get(None, [])}
 
 
@@ -157,7 +156,7 @@ def separate(
     inputs: Sequence[Slot],
     outputs: Sequence[Slot],
 ) -> Separated:
-    """Trace `update(*args)` on shapes; the slots are of the leaves of `args` and of its result."""
+    """Trace `update(*args)` on shapes; one slot per leaf of `args` and of the result."""
     closed = jax.make_jaxpr(update)(*args)
     flat = jax.make_jaxpr(lambda *leaves: evaluate(closed.jaxpr, closed.consts, leaves))(
         *jax.tree.leaves(args)
@@ -176,8 +175,8 @@ def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _resized(eqn: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> Any:
+def _resized(eqn: Any, shape: tuple[int, ...], full: tuple[int, ...]) -> Any:
     if eqn.primitive.name != "broadcast_in_dim":
         return eqn
-    assert eqn.params["shape"] == whole
+    assert eqn.params["shape"] == full
     return eqn.replace(params={**eqn.params, "shape": shape})

@@ -1,7 +1,7 @@
-"""Staged initialization of host arrays, with few of them on the device at once.
+"""Staged initialization of host arrays: a bounded number of bytes on the device at once.
 
-One program would make all of them on the device first, as far as its scheduler likes. Here the
-program is traced once and run in groups, each of which makes some of its results.
+A single program may compute all of them on the device before it copies any, at its scheduler's
+choice. Here the program is traced once and run per group of results.
 """
 
 import itertools
@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
-_TOGETHER = 256 << 20  # bytes a device
+_GROUP_BYTES = 256 << 20  # per device
 
 
-def made_in_groups(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
-    """`function(*args)`, its results in these shardings."""
+def init_in_groups(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Evaluate `function(*args)` into these shardings, one group of results per program."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves, places = jax.tree.leaves(shape), jax.tree.leaves(shardings)
     inputs = jax.tree.leaves(args)
-    made: list[Any] = []
+    results: list[Any] = []
     for group in _groups(leaves, places):
 
         def some(*inputs: Any, group: Sequence[int] = group) -> list[Any]:
@@ -27,8 +27,8 @@ def made_in_groups(function: Callable[..., Any], shardings: Any, *args: Any) -> 
             return [values[i] for i in group]
 
         run = jax.jit(some, out_shardings=[places[i] for i in group])
-        made += jax.block_until_ready(run(*inputs))
-    return jax.tree.unflatten(jax.tree.structure(shape), made)
+        results += jax.block_until_ready(run(*inputs))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def _groups(leaves: Sequence[Any], places: Sequence[Any]) -> Iterator[list[int]]:
@@ -38,7 +38,7 @@ def _groups(leaves: Sequence[Any], places: Sequence[Any]) -> Iterator[list[int]]
         nonlocal total
         elements = math.prod(places[i].shard_shape(leaves[i].shape))
         total += elements * getattr(leaves[i].dtype, "itemsize", 1)
-        return total // _TOGETHER
+        return total // _GROUP_BYTES
 
     for _, numbers in itertools.groupby(range(len(leaves)), group):
         yield list(numbers)

@@ -1,4 +1,4 @@
-"""Expected time of a step's host transfers, against the time of its compute."""
+"""Report of a step's host transfers: bytes by purpose, and their time compared with compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,32 +19,33 @@ from jaxspeed.offload.host_transfers import (
 )
 from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 
-ASSUMED = "A100"  # for devices of which nothing is known, as simulated ones
+ASSUMED = "A100"  # for devices without published figures, such as simulated ones
 ESTIMATED = "estimated from the traced step"
 _HELP = {
-    OPTIMIZER: "it crosses once a step: more gradient_accumulation_steps, or a larger "
+    OPTIMIZER: "it is transferred once per step: more gradient_accumulation_steps, or a larger "
     "train_micro_batch_size_per_gpu, computes more for the same bytes",
-    HOST_UPDATE: "gradients leave once a step, and parameters come back: more "
+    HOST_UPDATE: "gradients and parameters are transferred once per step: more "
     "gradient_accumulation_steps, or a larger train_micro_batch_size_per_gpu, computes more for "
     "the same bytes",
-    PARAMETERS: "they cross in each micro-batch, twice: a larger train_micro_batch_size_per_gpu "
-    "computes more for the same bytes; more data ranks under stage 3 move less each",
-    GRADIENTS: "they cross in each micro-batch: a larger train_micro_batch_size_per_gpu computes "
-    "more for the same bytes; fewer gradient_accumulation_steps add up fewer",
-    ACTIVATIONS: 'parallel.remat makes them again in place of moving them: "full" without '
+    PARAMETERS: "they are transferred twice per micro-batch: a larger "
+    "train_micro_batch_size_per_gpu computes more for the same bytes; with stage 3, more data "
+    "ranks transfer less each",
+    GRADIENTS: "they are transferred per micro-batch: a larger train_micro_batch_size_per_gpu "
+    "computes more for the same bytes; fewer gradient_accumulation_steps transfer fewer",
+    ACTIVATIONS: 'parallel.remat recomputes them instead: "full" without '
     'cpu_checkpointing, or {"recompute": [...]} for what {"offload": [...]} names',
 }
 
 
 @dataclass(frozen=True)
 class TransferReport:
-    """Host transfers of a step, a device, and how long these and computing take at best.
+    """Host transfers of a step per device, with lower bounds of transfer and compute time.
 
     Attributes:
       transfers: from the traced step.
-      device_kind: of the devices that run it.
-      flops: what a device computes in a step.
-      flops_from: who says so.
+      device_kind: kind of the devices that run it.
+      flops: FLOPs per device and step.
+      flops_from: source of `flops`.
     """
 
     transfers: HostTransfers
@@ -53,14 +54,14 @@ class TransferReport:
     flops_from: str = ESTIMATED
 
     def counted(self, flops: int | None) -> "TransferReport":
-        """With the compiler's count of flops, where there is one."""
+        """Replace the estimate with the compiler's FLOP count, if there is one."""
         if not flops:
             return self
         return replace(self, flops=flops, flops_from="as compiled")
 
     @property
     def is_known(self) -> bool:
-        """Whether its figures are of the devices that run it."""
+        """Whether link and peak are those of the devices that run it."""
         return peak_flops(self.device_kind) is not None
 
     @property
@@ -69,7 +70,7 @@ class TransferReport:
 
     @property
     def link(self) -> float:
-        """Bytes a second, in one direction."""
+        """Bytes per second in one direction."""
         return host_link(self._rated)
 
     @property
@@ -80,7 +81,7 @@ class TransferReport:
 
     @property
     def seconds(self) -> float:
-        """Of moving: one way after the other, as within one layer or piece it is."""
+        """Time of the transfers; the directions take turns, as within one layer or slice."""
         return self.transfers.bytes / self.link
 
     @property
@@ -89,44 +90,44 @@ class TransferReport:
 
     @property
     def by_kind(self) -> Mapping[str, tuple[int, int]]:
-        """{kind: (bytes to the device, bytes to the host)}."""
+        """(bytes to the device, bytes to the host) by kind."""
         there, back = self.transfers.to_device, self.transfers.to_host
         return {kind: (there.get(kind, 0), back.get(kind, 0)) for kind in {**there, **back}}
 
     @property
     def warning(self) -> str | None:
-        """Where moving takes longer than computing: why, and what would help."""
+        """Cause and remedy where transfers take longer than compute."""
         if self.seconds <= self.compute_seconds:
             return None
         most = max(self.by_kind, key=lambda kind: sum(self.by_kind[kind]))
         share = sum(self.by_kind[most]) / self.transfers.bytes
         return (
-            f"offload: moving takes {_times(self.seconds / self.compute_seconds)} as long as "
-            f"computing; {share:.0%} of what moves is {most}: {_HELP[most]}"
+            f"offload: host transfers take {_times(self.seconds / self.compute_seconds)} as long "
+            f"as compute; {share:.0%} of the bytes are {most}: {_HELP[most]}"
         )
 
     def _lines(self) -> tuple[str, str, str]:
-        whose = self._rated if self.is_known else f"an {ASSUMED}: of this device none is known"
+        rated = self._rated if self.is_known else f"{ASSUMED} (this device's link is unknown)"
         return (
-            f"expected at best, as of {whose}",
-            f"moving {seconds_text(self.seconds)} = {bytes_text(self.transfers.bytes)} "
+            f"lower bounds, with the link and peak of {rated}",
+            f"transfers {seconds_text(self.seconds)} = {bytes_text(self.transfers.bytes)} "
             f"(traced step) / {bytes_text(self.link)}/s",
-            f"computing {seconds_text(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
+            f"compute {seconds_text(self.compute_seconds)} = {scaled_text(self.flops, 'flop')} "
             f"({self.flops_from}) / {scaled_text(self.peak, 'flop')}/s",
         )
 
     def __str__(self) -> str:
-        whose, moving, computing = self._lines()
-        return f"{moving}; {computing}; {whose}"
+        basis, transfers, compute = self._lines()
+        return f"{transfers}; {compute}; {basis}"
 
     def __rich__(self) -> Group:
         table = Table(
-            title="over the link to host memory, per device and step",
+            title="host transfers, per device and step",
             title_justify="left",
             box=None,
             min_width=52,
         )
-        table.add_column("of")
+        table.add_column("purpose")
         for name in ("to the device", "to the host", "time"):
             table.add_column(name, justify="right")
         rows = dict(sorted(self.by_kind.items(), key=lambda item: -sum(item[1])))
@@ -134,17 +135,17 @@ class TransferReport:
         for kind, sizes in {**rows, "sum": (sum(there), sum(back))}.items():
             cells = [*map(bytes_text, sizes), seconds_text(sum(sizes) / self.link)]
             table.add_row(kind, *cells, style="bold" if kind == "sum" else None)
-        whose, *times = self._lines()
-        lines = [Text(f"{whose}:"), *(Text(f" {each}") for each in times)]
+        basis, *times = self._lines()
+        lines = [Text(f"{basis}:"), *(Text(f" {each}") for each in times)]
         if self.transfers.by_host:
             held = bytes_text(sum(self.transfers.by_host.values()))
-            lines.append(Text(f"the host's cores update {held} in place, which takes its own time"))
+            lines.append(Text(f"the host's cores update {held} in place; not in these times"))
         if self.warning:
             lines.append(Text(self.warning, style="yellow"))
         return Group(table, *lines)
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain numbers and words."""
+        """JSON-serializable figures."""
         return {
             "to_device": dict(self.transfers.to_device),
             "to_host": dict(self.transfers.to_host),

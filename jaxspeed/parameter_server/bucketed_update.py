@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import Arrays, TrainState, updated_values, wide_dtype
-from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, Streamed, Updated
+from jaxspeed.offload.offloaded_update import EMA, GRAD, OPT, UPDATED, StreamedUpdate, Updated
 from jaxspeed.optim.loss_scale import StaticRule
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
@@ -31,8 +31,8 @@ def buckets_of(program: Program) -> "UpdateBuckets | None":
     if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
         return None
     parts = (program.table, program.model, program.layout, optimizer.transform)
-    streamed = Streamed(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
-    return None if streamed.whole.mixed() else UpdateBuckets(program, streamed)
+    streamed = StreamedUpdate(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
+    return None if streamed.full_update.mixed() else UpdateBuckets(program, streamed)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class UpdateBuckets:
     """An update partitioned into buckets, with its compiled programs on the servers."""
 
     program: Program
-    streamed: Streamed
+    streamed: StreamedUpdate
 
     @cached_property
     def paths(self) -> tuple[tuple[str, ...], ...]:
@@ -71,7 +71,9 @@ class UpdateBuckets:
         after, published, squares = {}, {}, jnp.zeros(())
         for path, grad in grads.items():
             row = self.program.table[path]
-            after[path] = self.streamed.one(row, {GRAD: grad, **arrays[path]}, values, multiplier)
+            after[path] = self.streamed.update_one(
+                row, {GRAD: grad, **arrays[path]}, values, multiplier
+            )
             if row.source.dtype != row.read.dtype:
                 published[path] = after[path][UPDATED].astype(row.read.dtype)
             wide = grad.astype(wide_dtype(row)) * factor

@@ -1,1 +1,1 @@
-"""Plans for devices that are not here: estimate, compile, search, page."""
+"""Plans for absent devices: estimate of memory and time, compile, search, page."""

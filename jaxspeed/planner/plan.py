@@ -131,16 +131,16 @@ class Plan:
 
     def _expected(self, memory: Memory, target: Target) -> list[str]:
         """Whether the estimate fits the chip's memory, and its error against the compiler."""
-        chip, word = target.chip, memory.on(target.chip.memory)
+        chip, verdict = target.chip, memory.on(target.chip.memory)
         of = (
             f"{show.bytes_text(memory.device)} of the {show.bytes_text(chip.memory)} of {chip.name}"
         )
-        said = {
+        verdicts = {
             "fits": f"expected to fit: {of}",
             "tight": f"tight: {of}, within the error of the estimate; --compile gives the answer",
             "does not fit": f"not expected to fit: {of}",
         }
-        lines = [said[word]]
+        lines = [verdicts[verdict]]
         if self.advice and not self.outcome:
             lines += self.advice.lines()
         compiled = self.outcome.device_bytes if self.outcome else None

@@ -14,7 +14,7 @@ from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.offload.known_jax_bugs import refuse_faults
+from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
@@ -197,7 +197,7 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
 def _may_offload(target: Target) -> bool:
     """Whether this JAX version offloads correctly on such devices."""
     try:
-        refuse_faults(["a candidate"], target.chip.platform, jax.lib.__version__)
+        refuse_known_bugs(["a candidate"], target.chip.platform, jax.lib.__version__)
     except ConfigError:
         return False
     return True
@@ -247,7 +247,7 @@ def estimate_of(memory: Memory, spent: Time, target: Target) -> Estimate:
         fits = "does not fit"
     parts = {COMPUTE: spent.compute, MEMORY: spent.memory, PIPELINE: spent.bubble}
     for each in spent.exchanges:
-        what = f"{each.kind}s" if each.axes else f"moves {each.kind}"
+        what = f"{each.kind}s" if each.axes else f"transfers {each.kind}"
         name = f"{what} of {each.purpose}"
         parts[name] = parts.get(name, 0.0) + each.exposed
     return Estimate(
@@ -291,8 +291,8 @@ def search_run(
     trials = tuning.tuner_num_trials if tuning.has("tuner_num_trials") else 10**6
 
     def on_estimate(count: int, best: Choice | None) -> None:
-        now = f"; best {best.name(problem.samples)}" if best else ""
-        progress(f"searching {target}: {count} estimated{now}")
+        best_text = f"; best {best.name(problem.samples)}" if best else ""
+        progress(f"searching {target}: {count} estimated{best_text}")
 
     progress(f"searching {target}: analytic costs")
     with _pool(problem) as pool:

@@ -14,9 +14,9 @@ from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
 from jaxspeed.objective.train_state import OptLayout, native_tree
-from jaxspeed.offload import OF_DEVICE, OF_HOST, UpdateDevice
-from jaxspeed.offload.known_jax_bugs import refuse_faults
-from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
+from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
+from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
@@ -52,7 +52,7 @@ def build_program(
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
-    refuse_faults(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
+    refuse_known_bugs(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(
         model,
@@ -191,7 +191,7 @@ def offload_of(config: Config) -> Offload:
 def _update_device_of(config: Config) -> UpdateDevice:
     """Where offloaded state is updated: on the host's cores or on the device."""
     optimizer = config.zero_optimization.offload_optimizer
-    return OF_HOST if optimizer.device == "cpu" and optimizer.where == "host" else OF_DEVICE
+    return ON_HOST if optimizer.device == "cpu" and optimizer.where == "host" else ON_DEVICE
 
 
 def _streamed(
@@ -201,7 +201,7 @@ def _streamed(
     optimizer: RunOptimizer,
     by_layer: bool,
     update_device: UpdateDevice,
-) -> Streamed | None:
+) -> StreamedUpdate | None:
     """The streamed update of state in host memory; None without offload.
 
     Raises ConfigError for an optimizer that cannot update one parameter at a time.
@@ -210,7 +210,7 @@ def _streamed(
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
     if not any(place and in_host(place) for place in places):
         return None
-    streamed = Streamed(
+    streamed = StreamedUpdate(
         table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device
     )
     streamed.check()

@@ -22,7 +22,7 @@ from jaxspeed.objective.accumulate import per_weight
 from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
-from jaxspeed.offload import made_in_groups
+from jaxspeed.offload import init_in_groups
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
@@ -254,7 +254,7 @@ class Program:
         """Compile with output shardings, in groups of outputs if some are in host memory."""
         in_mesh = self.in_mesh(function)
         if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(made_in_groups, in_mesh, shardings)
+            return functools.partial(init_in_groups, in_mesh, shardings)
         return jax.jit(in_mesh, out_shardings=shardings)
 
     # -- steps ----------------------------------------------------------------------------------

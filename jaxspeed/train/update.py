@@ -19,7 +19,7 @@ from jaxspeed.objective.train_state import (
     updated_values,
     wide_dtype,
 )
-from jaxspeed.offload.offloaded_update import Streamed, Updated
+from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
 from jaxspeed.placement.constrain import constrain
@@ -43,7 +43,7 @@ class Update:
     optimizer: RunOptimizer
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
-    streamed: Streamed | None = None  # with state in host memory
+    streamed: StreamedUpdate | None = None  # with state in host memory
     ring: Reduction | None = None  # where parameters are all-gathered by rings
 
     def __call__(

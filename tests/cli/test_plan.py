@@ -50,8 +50,8 @@ OFFLOAD = (
 def test_offloaded_arrays_have_a_column_and_host_transfers_a_table(config):
     said = plan(config, *OFFLOAD).stdout
     assert "in host memory (from the table)" in said
-    assert "over the link to host memory, per device and step" in said
-    assert "expected at best, as of an A100: of this device none is known" in said
+    assert "host transfers, per device and step" in said
+    assert "lower bounds, with the link and peak of A100 (this device's link is unknown)" in said
 
 
 def test_host_transfers_are_there_as_data(config):

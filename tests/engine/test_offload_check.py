@@ -266,5 +266,5 @@ def test_a_slow_link_is_warned_of_before_the_first_step(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "jaxspeed"):
         engine.train_batch(data)
     (record,) = [r for r in caplog.records if "offload" in r.message]
-    assert "100% of what moves is optimizer" in record.message
-    assert "as of TPU v5p" in record.message
+    assert "100% of the bytes are optimizer" in record.message
+    assert "the link and peak of TPU v5p" in record.message

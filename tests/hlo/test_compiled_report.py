@@ -76,7 +76,7 @@ def test_what_crosses_is_timed_against_the_compilers_flops(mesh):
         made.flops,
         "as compiled",
     )
-    assert "moving 2 ms = 32 MB (traced step) / 16 GB/s" in str(made)
+    assert "transfers 2 ms = 32 MB (traced step) / 16 GB/s" in str(made)
 
 
 def test_a_donated_argument_is_aliased(mesh):

@@ -1,4 +1,4 @@
-"""What crosses to host memory and back, counted from traced programs."""
+"""Host transfers, counted from traced programs."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(1, 4, 2), tuple(SIZES))
 
 
-def waiting(mesh, shape, *spec, dtype=jnp.float32):
+def in_host(mesh, shape, *spec, dtype=jnp.float32):
     at = NamedSharding(mesh, P(*spec), memory_kind="pinned_host")
     return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
 
@@ -47,7 +47,7 @@ def test_a_loop_over_layers_moves_each_once_and_a_device_its_shard(mesh):
     def forward(weights, x):
         return jax.lax.scan(lambda h, w: (h @ jax.device_put(w, DEVICE), None), x, weights)[0]
 
-    weights = waiting(mesh, (6, 32, 32), None, "data", "tensor")
+    weights = in_host(mesh, (6, 32, 32), None, "data", "tensor")
     found = of(forward, weights, here(mesh, (8, 32), "data"), kinds=(PARAMETERS, None))
     assert (
         found.to_device
@@ -65,7 +65,7 @@ def test_loops_in_loops_multiply(mesh):
 
         return jax.lax.scan(lambda h, n: (micro(h, n)[0], None), x, None, length=3)[0]
 
-    found = of(forward, waiting(mesh, (5, 16)), here(mesh, (16,)), kinds=(PARAMETERS, None))
+    found = of(forward, in_host(mesh, (5, 16)), here(mesh, (16,)), kinds=(PARAMETERS, None))
     assert found.to_device == {PARAMETERS: 3 * 5 * 16 * 4}
 
 
@@ -81,18 +81,18 @@ def test_an_array_updated_in_a_loop_leaves_as_it_came(mesh):
 
         return jax.lax.fori_loop(0, 6, body, moments)
 
-    found = of(update, waiting(mesh, (6, 64), None, "data"), kinds=(OPTIMIZER,))
+    found = of(update, in_host(mesh, (6, 64), None, "data"), kinds=(OPTIMIZER,))
     assert found.to_device == found.to_host == {OPTIMIZER: 6 * 64 * 4 // 4}
     assert found.fetched == found.stored == {"argument 0": 6 * 64 * 4 // 4}
 
 
-def test_an_array_replaced_as_a_whole_leaves_as_it_came(mesh):
+def test_an_array_replaced_at_once_leaves_as_it_came(mesh):
     at = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
 
     def update(moments):
         return jax.device_put(0.9 * jax.device_put(moments, at.with_memory_kind("device")), at)
 
-    found = of(update, waiting(mesh, (64,), "data"), kinds=(OPTIMIZER,))
+    found = of(update, in_host(mesh, (64,), "data"), kinds=(OPTIMIZER,))
     assert found.fetched == found.stored == {"argument 0": 64 * 4 // 4}
 
 
@@ -117,7 +117,7 @@ def test_what_no_argument_owns_is_a_gradient_by_its_shape_or_an_activation(mesh)
         assert found.to_device == found.to_host == {kind: 8 * 16 * 4 // 4}
 
 
-def test_activations_that_are_cut_over_tensor_too_move_less(mesh):
+def test_activations_sharded_over_tensor_too_transfer_less(mesh):
     at = NamedSharding(mesh, P(P.UNCONSTRAINED, "tensor"))
 
     def there(x):
@@ -145,12 +145,12 @@ def test_of_branches_the_one_that_moves_most_counts(mesh):
         return jax.lax.cond(flag, fetch, lambda w: fetch(w[:1]), weights)
 
     flag = jax.ShapeDtypeStruct((), jnp.bool_)
-    found = of(either, flag, waiting(mesh, (6, 64)), kinds=(None, PARAMETERS))
+    found = of(either, flag, in_host(mesh, (6, 64)), kinds=(None, PARAMETERS))
     assert found.to_device == {PARAMETERS: 6 * 64 * 4}
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_what_the_backward_pass_makes_again_is_counted(mesh, again):
+def test_rematerialized_regions_of_the_backward_pass_are_counted(mesh, again):
     def loss(x):
         layer = jax.checkpoint(jnp.sin) if again else jnp.sin
         return jax.lax.scan(lambda h, _: (layer(h), None), x, None, length=4)[0].sum()

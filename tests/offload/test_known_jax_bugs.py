@@ -5,7 +5,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed.errors import ConfigError
-from jaxspeed.offload.known_jax_bugs import refuse_faults
+from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from tests.engine.tiny import Listed, squared_error
 
 ASKED = ["activation_checkpointing.cpu_checkpointing"]
@@ -15,7 +15,7 @@ ASKED = ["activation_checkpointing.cpu_checkpointing"]
 @pytest.mark.parametrize("version", ["0.11.0", "0.11.0.dev20260701"])
 def test_jaxlib_0_11_0_is_refused_on_gpus(platform, version):
     with pytest.raises(ConfigError) as error:
-        refuse_faults(ASKED, platform, version)
+        refuse_known_bugs(ASKED, platform, version)
     for word in (*ASKED, version, platform, "before 0.11.0", "0.11.1 and later", "46231"):
         assert word in str(error.value)
 
@@ -25,11 +25,11 @@ def test_jaxlib_0_11_0_is_refused_on_gpus(platform, version):
     [("tpu", "0.11.0"), ("cpu", "0.11.0"), ("cuda", "0.10.2"), ("gpu", "0.11.1"), ("gpu", "0.12")],
 )
 def test_others_are_not(platform, version):
-    refuse_faults(ASKED, platform, version)
+    refuse_known_bugs(ASKED, platform, version)
 
 
 def test_what_stays_on_the_device_is_not_refused():
-    refuse_faults([], "gpu", "0.11.0")
+    refuse_known_bugs([], "gpu", "0.11.0")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_each_word_for_offload_is_asked_about(monkeypatch, config, key):
         if asked:
             raise ConfigError(*asked)
 
-    monkeypatch.setattr("jaxspeed.train.build.refuse_faults", refused)
+    monkeypatch.setattr("jaxspeed.train.build.refuse_known_bugs", refused)
     adam = {"type": "Adam", "params": {"lr": 0.1}}
     plain = {"train_micro_batch_size_per_gpu": 1, "optimizer": adam}
     with pytest.raises(ConfigError, match=key):

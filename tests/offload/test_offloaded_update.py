@@ -1,8 +1,8 @@
-"""The update of state in host memory is the resident one, whatever is cut and however it is walked.
+"""The update of state in host memory equals the resident one, for any sharding and slices.
 
-Both are given the same gradients and state. An optimizer's operations are the same on a piece as on
-the whole; the compiler may contract a product and a sum in one and not in the other, so numbers
-differ by 2 units in the last place of the larger of what was added.
+Both are given the same gradients and state. An optimizer's operations are the same on a slice as on
+the full array; the compiler may contract a product and a sum in one and not in the other, so
+numbers differ by 2 units in the last place of the larger summand.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import jaxspeed
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.offload.streaming import StreamedArray, StreamPlan
-from jaxspeed.offload.update_device import OF_DEVICE
+from jaxspeed.offload.update_device import ON_DEVICE
 from jaxspeed.placement.rows import HOST, Offload
 from jaxspeed.train import build
 from jaxspeed.train.build import build_program
@@ -182,7 +182,7 @@ def test_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
         [("moves zeros", "host"), ("by position", "device")],
     ),
 )
-def test_padding_stays_zero_and_positions_are_those_of_the_whole(optimizer, where):
+def test_padding_stays_zero_and_positions_are_those_of_the_full_array(optimizer, where):
     shapes = {"table": (29, 7), "other": (31, 7), "stack/w": (3, 9, 7)}
     assert_streamed_as_resident(shapes, {"data": 2}, 3, optimizer, False, where)
 
@@ -221,7 +221,7 @@ def assert_streamed_as_resident(shapes, mesh, stage, optimizer, bf16, where):
         ],
     ),
 )
-def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, where, bf16):
+def test_gradients_and_parameters_may_be_offloaded_too(monkeypatch, optimizer, stage, where, bf16):
     shapes = {"stack/w": (5, 6, 3), "stack/b": (5, 3), "table": (17, 6), "scale": (3,)}
     case = (shapes, {"data": 2}, stage, optimizer)
     theirs = updated(program(*case, False, bf16))
@@ -236,8 +236,8 @@ def test_gradients_and_parameters_may_wait_too(monkeypatch, optimizer, stage, wh
         b = (theirs.master or theirs.params)[row.path]
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
         read = np.asarray(ours.params[row.path]), np.asarray(a).astype(row.read.dtype)
-        whole = tuple(map(slice, row.leaf.shape))
-        np.testing.assert_array_equal(read[0][whole], read[1][whole])
+        full = tuple(map(slice, row.leaf.shape))
+        np.testing.assert_array_equal(read[0][full], read[1][full])
 
 
 @pytest.mark.parametrize(
@@ -270,31 +270,31 @@ def test_an_optimizer_that_mixes_parameters_is_refused(name):
         program({"table": (4, 4), "b": (4,)}, {"data": 1}, 0, MIXING[name], True)
 
 
-def test_what_is_elementwise_is_walked_and_a_matrix_of_its_own_is_whole():
+def test_elementwise_updates_are_streamed_and_an_unstacked_matrix_is_not():
     shapes = {"stack/w": (6, 8, 8), "stack/b": (6, 8), "table": (50, 8), "scale": (8,)}
     adam, lamb = (
         program(shapes, {"data": 1}, 0, name, True).update.streamed for name in ("adamw", "lamb")
     )
-    walks = {
-        kind: {r.path: each.walk(r, each.lanes(r)) for r in each.table}
+    plans = {
+        kind: {r.path: each.plan(r, each.layouts(r)) for r in each.table}
         for kind, each in (("adam", adam), ("lamb", lamb))
     }
-    assert walks["adam"]["stack/w"].piece_shape((6, 8, 8)) == (1, 8, 8)
-    assert walks["adam"]["table"].piece_shape((50, 8)) == (8, 8)
-    assert walks["lamb"]["stack/w"].piece_shape((6, 8, 8)) == (1, 8, 8)
-    assert walks["lamb"]["table"] is None
+    assert plans["adam"]["stack/w"].slice_shape((6, 8, 8)) == (1, 8, 8)
+    assert plans["adam"]["table"].slice_shape((50, 8)) == (8, 8)
+    assert plans["lamb"]["stack/w"].slice_shape((6, 8, 8)) == (1, 8, 8)
+    assert plans["lamb"]["table"] is None
 
 
-def test_what_is_brought_at_once_is_not_reshaped_in_host_memory():
-    """XLA:GPU compiles no reshape of a whole array there ("Bitcast cannot have different memory
-    spaces"): a vector over several devices is one piece."""
+def test_an_unsliced_array_is_not_reshaped_in_host_memory():
+    """XLA:GPU compiles no reshape of a full array there ("Bitcast cannot have different memory
+    spaces"): a vector over several devices is one slice."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     at = NamedSharding(mesh, PartitionSpec("data"), memory_kind=HOST)
-    lane, walk = StreamedArray((64,), at), StreamPlan(0, parts=4, size=16, rows=16)
+    layout, plan = StreamedArray((64,), at), StreamPlan(0, num_shards=4, size=16, rows=16)
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=at)
 
     def there_and_back(x):
-        return walk.write(x, lane, 0, 2 * walk.fetch(x, lane, 0, 16, OF_DEVICE), OF_DEVICE)
+        return plan.write(x, layout, 0, 2 * plan.fetch(x, layout, 0, 16, ON_DEVICE), ON_DEVICE)
 
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(there_and_back)(x).eqns]
     assert "reshape" not in names

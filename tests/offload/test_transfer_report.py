@@ -1,4 +1,4 @@
-"""The expected time of moving, against computing, and what is said of it."""
+"""Times of host transfers and compute, and the warning."""
 
 import pytest
 
@@ -28,9 +28,9 @@ def test_the_times_are_bytes_over_the_link_and_flops_over_the_peak():
     assert one.seconds == (48e9 + 16e9) / 16e9
     assert one.compute_seconds == 1
     text = as_text(one, 80)
-    assert "moving 4 s = 64 GB (traced step) / 16 GB/s" in text
-    assert "computing 1 s = 459 Tflop (estimated from the traced step) / 459 Tflop/s" in text
-    assert "as of TPU v5p" in text
+    assert "transfers 4 s = 64 GB (traced step) / 16 GB/s" in text
+    assert "compute 1 s = 459 Tflop (estimated from the traced step) / 459 Tflop/s" in text
+    assert "lower bounds, with the link and peak of TPU v5p" in text
 
 
 def test_the_compilers_flops_replace_the_estimate():
@@ -48,23 +48,23 @@ def test_the_compilers_flops_replace_the_estimate():
         (ACTIVATIONS, "parallel.remat"),
     ],
 )
-def test_where_moving_takes_longer_it_says_what_moves_most_and_what_helps(kind, advice):
+def test_where_transfers_take_longer_the_warning_has_the_cause_and_a_remedy(kind, advice):
     others = dict.fromkeys((OPTIMIZER, PARAMETERS, GRADIENTS, ACTIVATIONS), 1000000000.0)
     slow = transfer({**others, kind: 60e9}, {}, 459e12)
-    assert slow.warning and f"% of what moves is {kind}" in slow.warning
+    assert slow.warning and f"% of the bytes are {kind}" in slow.warning
     assert advice in slow.warning
     assert "3.9 times as long" in slow.warning
 
 
-def test_where_computing_takes_longer_nothing_is_said():
+def test_where_compute_takes_longer_there_is_no_warning():
     assert transfer({OPTIMIZER: 1e9}, {}, 459e12).warning is None
 
 
-def test_devices_of_which_nothing_is_known_are_taken_for_one_that_is_named():
+def test_unknown_devices_get_the_figures_of_a_named_one():
     one = transfer({OPTIMIZER: 32e9}, {}, 312e12, kind="cpu")
     assert not one.is_known
     assert (one.seconds, one.compute_seconds) == (1, 1)
-    assert "an A100: of this device none is known" in str(one)
+    assert "A100 (this device's link is unknown)" in str(one)
     assert one.figures()["as_on"] == "A100"
 
 

@@ -128,7 +128,7 @@ def in_child(name: str) -> Estimated:
 
 
 def _table() -> None:
-    print("| run | on | published | estimated | apart | compute, memory, exchanges, bubble |")
+    print("| run | on | published | estimated | error | compute, memory, communication, bubble |")
     print("|---|---|---|---|---|---|")
     for name, run in listed().items():
         found = in_child(name)

@@ -120,15 +120,15 @@ def test_names_that_are_markup_stay_text():
 
 @pytest.mark.parametrize("missing", ["memory", "time", "search", "advice", "target"])
 def test_a_part_without_figures_is_left_out(missing):
-    whole = ["advice", "memory", "time", "exchanges", "mesh", "search"]
-    assert sections(page_of(page_figures.gpus())) == whole
+    all_sections = ["advice", "memory", "time", "exchanges", "mesh", "search"]
+    assert sections(page_of(page_figures.gpus())) == all_sections
     gone = {"time": {"time", "exchanges"}, "target": {"mesh"}}.get(missing, {missing})
     if missing == "target":  # without devices to hold it against there is no estimate either
         found = page_figures.without("target", "memory")
         gone = {"mesh", "memory"}
     else:
         found = page_figures.without(missing)
-    assert sections(page_of(found)) == [name for name in whole if name not in gone]
+    assert sections(page_of(found)) == [name for name in all_sections if name not in gone]
 
 
 def test_bars_are_as_long_as_their_bytes():
@@ -161,15 +161,15 @@ VERDICTS = {
     "not": ({"memory": "does not fit"}, None, "Not expected to fit"),
     "compiled": ({"memory": "tight"}, (60e9, 0, True), "Fits"),
     "refused": ({"memory": "fits"}, (None, 0, False), "Does not fit"),
-    "host": ({"memory": "fits"}, (60e9, 300e9, False), "Does not fit its host"),
+    "host": ({"memory": "fits"}, (60e9, 300e9, False), "Does not fit in host memory"),
 }
 
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_the_headline_says_whether_it_fits_by_the_compiler_where_it_was_asked(name):
-    told, outcome, says = VERDICTS[name]
+    memory, outcome, says = VERDICTS[name]
     figures = page_figures.gpus()
-    figures["memory"]["verdict"] = told["memory"]
+    figures["memory"]["verdict"] = memory["memory"]
     if outcome:
         needs, host, fits = outcome
         figures["outcome"] = {
@@ -213,19 +213,19 @@ def test_the_chart_has_a_cell_for_each_piece_of_work_at_its_tick(name, stages, m
         assert sorted(cells) == sorted(np.nonzero(work.busy)[0].tolist())
 
 
-def test_many_stages_are_told_by_the_first_and_the_last():
+def test_of_many_stages_the_first_and_the_last_are_drawn():
     figures, _ = piped(stages=64, micro=128)
     rows = [
         e
         for e in page_read.elements(page_of(figures))
         if e.name == "g" and "data-tip" in e.attributes
     ]
-    told = [
+    memory = [
         e.attributes["data-tip"].splitlines()[0]
         for e in rows
         if "stage" in e.attributes["data-tip"]
     ]
-    assert told[0] == "stage 0" and told[-1] == "stage 63" and len(told) < 64
+    assert memory[0] == "stage 0" and memory[-1] == "stage 63" and len(memory) < 64
 
 
 LAID_OUT = {

@@ -1,4 +1,4 @@
-"""The time of a step: what it is made of, and how it is told."""
+"""The time of a step: its parts, and its report."""
 
 import functools
 import json
@@ -88,7 +88,7 @@ def test_it_prints_within_80_columns_and_as_json():
     assert len(figures["exchanges"]) == len(found.exchanges)
 
 
-def test_a_model_without_tokens_is_told_by_samples():
+def test_a_model_without_tokens_is_reported_by_samples():
     found = time("mixer: stage 1")
     assert (found.unit, found.tokens) == ("samples", 32)
     assert 0 < found.mfu < 1

@@ -1,10 +1,10 @@
-"""What runs at once: exchanges beside operations that do not wait for them."""
+"""Overlap of communication with operations that do not depend on it."""
 
 import jax
 import pytest
 
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
-from jaxspeed.planner.time.overlap import UNITS, Task, flow
+from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
 
 pytestmark = pytest.mark.fast
 
@@ -22,39 +22,39 @@ A, B, C, D = (value() for _ in range(4))
 
 def test_an_exchange_hides_behind_work_that_does_not_read_it():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
-    tasks = [[Task("links", 2.0)], [Task(UNITS, 3.0)], [Task(UNITS, 1.0)]]
-    found = flow(Scope([], [C], ops), tasks)
+    tasks = [[TimedTask("links", 2.0)], [TimedTask(UNITS, 3.0)], [TimedTask(UNITS, 1.0)]]
+    found = schedule_scope(Scope([], [C], ops), tasks)
     assert found.seconds == pytest.approx(4.0)
     assert sum(found.waited.values()) == 0
 
 
 def test_what_reads_an_exchange_waits_for_it():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
-    tasks = [[Task("links", 5.0)], [Task(UNITS, 3.0)], [Task(UNITS, 1.0)]]
-    found = flow(Scope([], [C], ops), tasks)
+    tasks = [[TimedTask("links", 5.0)], [TimedTask(UNITS, 3.0)], [TimedTask(UNITS, 1.0)]]
+    found = schedule_scope(Scope([], [C], ops), tasks)
     assert found.seconds == pytest.approx(6.0)
     assert found.waited == {0: pytest.approx(2.0)}
 
 
 def test_work_that_need_not_wait_goes_ahead():
     ops = [op([], [A]), op([A], [B]), op([], [C]), op([B, C], [D])]
-    tasks = [[Task("links", 3.0)], [Task(UNITS, 1.0)], [Task(UNITS, 3.0)], []]
-    assert flow(Scope([], [D], ops), tasks).seconds == pytest.approx(4.0)
+    tasks = [[TimedTask("links", 3.0)], [TimedTask(UNITS, 1.0)], [TimedTask(UNITS, 3.0)], []]
+    assert schedule_scope(Scope([], [D], ops), tasks).seconds == pytest.approx(4.0)
 
 
 def test_exchanges_of_one_link_go_in_turn_and_of_two_at_once():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
-    same = [[Task("links", 2.0)], [Task("links", 2.0)], [Task(UNITS, 1.0)]]
-    apart = [[Task("links", 2.0)], [Task("network", 2.0)], [Task(UNITS, 1.0)]]
-    assert flow(Scope([], [C], ops), same).seconds == pytest.approx(5.0)
-    found = flow(Scope([], [C], ops), apart)
+    same = [[TimedTask("links", 2.0)], [TimedTask("links", 2.0)], [TimedTask(UNITS, 1.0)]]
+    apart = [[TimedTask("links", 2.0)], [TimedTask("network", 2.0)], [TimedTask(UNITS, 1.0)]]
+    assert schedule_scope(Scope([], [C], ops), same).seconds == pytest.approx(5.0)
+    found = schedule_scope(Scope([], [C], ops), apart)
     assert found.seconds == pytest.approx(3.0)
     assert found.waited == {0: pytest.approx(1.0), 1: pytest.approx(1.0)}
 
 
 def test_a_sum_is_sent_after_its_work():
     ops = [op([], [A]), op([A], [B])]
-    tasks = [[Task(UNITS, 1.0), Task("links", 2.0)], [Task(UNITS, 1.0)]]
-    found = flow(Scope([], [B], ops), tasks)
+    tasks = [[TimedTask(UNITS, 1.0), TimedTask("links", 2.0)], [TimedTask(UNITS, 1.0)]]
+    found = schedule_scope(Scope([], [B], ops), tasks)
     assert found.seconds == pytest.approx(4.0)
     assert found.waited == {0: pytest.approx(2.0)}

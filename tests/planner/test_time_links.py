@@ -22,14 +22,14 @@ def moved(kind, *axes, payload=GB):
 
 def test_an_axis_sends_both_ways_along_each_dim_of_the_torus_that_it_takes():
     found = links("v5p:4x4x4", data=16, tensor=4)
-    assert found.route(("tensor",)).lanes == 2
-    assert found.route(("data",)).lanes == 4
-    assert found.route(("data", "tensor")).lanes == 6
+    assert found.route(("tensor",)).parallel_links == 2
+    assert found.route(("data",)).parallel_links == 4
+    assert found.route(("data", "tensor")).parallel_links == 6
 
 
 def test_a_slice_that_is_not_closed_sends_one_way():
-    assert links("v5e:4x4", data=16).route(("data",)).lanes == 2
-    assert links("v5e:16x16", data=256).route(("data",)).lanes == 4
+    assert links("v5e:4x4", data=16).route(("data",)).parallel_links == 2
+    assert links("v5e:16x16", data=256).route(("data",)).parallel_links == 4
 
 
 def test_a_gather_takes_its_bytes_over_all_lanes():

@@ -1,4 +1,4 @@
-"""The exchanges read from a traced step, against those of the compiled one and formulas."""
+"""The collectives inferred from a traced step, against those of the compiled one and formulas."""
 
 import functools
 from collections import Counter
@@ -11,7 +11,7 @@ from jaxspeed.config import Config
 from jaxspeed.hlo.collectives import collectives
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.memory import read_step
-from jaxspeed.planner.time.infer_collectives import traffic
+from jaxspeed.planner.time.infer_collectives import infer_collectives
 from jaxspeed.train.build import build_program
 
 LAYERS, WIDTH, SEQ, SAMPLES = 4, 64, 128, 2
@@ -83,7 +83,7 @@ def program(way):
 @functools.cache
 def read(way):
     step = read_step(*program(way), "cpu")
-    found = traffic(step.scope, step.sizes, step.kinds, step.state)
+    found = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
     return [each.communication for each in found]
 
 

@@ -63,7 +63,7 @@ def test_it_is_as_on_the_compiler_s_own_devices():
 def test_a_mesh_that_a_torus_cannot_hold_is_told_with_those_that_can(written, sizes, nearest):
     said = refused(written, sizes)
     assert f"cannot be laid out on {written}" in said
-    shown = said.partition("these can be: ")[2].split("; ")
+    shown = said.partition("possible: ")[2].split("; ")
     assert shown[0] == nearest
     for each in shown:
         found = {axis: int(size) for axis, size in re.findall(r"(\w+) (\d+)", each)}

@@ -332,8 +332,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
     ),
     (
-        "_Move(kind, node, made.aval, trips, axes, manual)",
-        "_Move(kind, node, made.aval, 1, axes, manual)",
+        "_Transfer(kind, node, made.aval, trips, axes, manual)",
+        "_Transfer(kind, node, made.aval, 1, axes, manual)",
         "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
     ),
     (
@@ -342,12 +342,12 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_of_branches_the_one_that_moves_most_counts",
     ),
     (
-        "cut = axes.get(self.root(move.node), self.activation_axes) - move.manual",
-        "cut = axes.get(self.root(move.node), self.activation_axes)",
+        "over = axes.get(self.root(move.node), self.activation_axes) - move.manual",
+        "over = axes.get(self.root(move.node), self.activation_axes)",
         "test_what_one_shard_does_is_what_its_device_does",
     ),
     (
-        "last = end if kept else max(times[i] for i in by - {OUT})",
+        "last = end if is_output else max(times[i] for i in by - {OUT})",
         "last = end",
         "test_full_recompute_saves_the_inputs_of_the_blocks",
     ),

@@ -19,7 +19,7 @@ from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.train_state import Arrays, OptLayout, native_tree, owner_of
 from jaxspeed.offload import Separated
-from jaxspeed.offload.offloaded_update import Streamed
+from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.parameter_server.ray.ownership import (
     AssignableParam,
     OwnedParams,
@@ -39,7 +39,8 @@ def assign_to_servers(program: Program, servers: int) -> list[dict[str, OwnedRow
       ConfigError: the update of one parameter reads another's, or there are too many servers.
     """
     table, model, layout = program.table, program.model, program.layout
-    update = Streamed(table, model, layout, program.optimizer.transform, False, None).whole
+    transform = program.optimizer.transform
+    update = StreamedUpdate(table, model, layout, transform, False, None).full_update
     _refuse_mixed(update)
     dealt = assign_params(_parameters(program, update), servers)
     idle = sum(not pieces for pieces in dealt)

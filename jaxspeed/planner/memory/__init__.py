@@ -1,9 +1,9 @@
 """The memory of a step, estimated from its traced program.
 
-The traced step becomes a list of operations (`trace_ir`), is partitioned as XLA would
-(`partitioning`), and walked for what is alive at once (`liveness`), in a device's layout (`tiles`);
-what is alive is classified (`classify`) and summed by component (`components`, `estimate`). A
-`traced_step` is made once; `planner.time` reads the same.
+The traced step becomes a list of operations (`trace_ir`) and is partitioned as XLA would
+(`partitioning`); peak memory follows from liveness (`liveness`) and the device's layout (`tiles`).
+The arrays alive at the peak are classified (`classify`) and summed by component (`components`,
+`estimate`). `planner.time` reads the same `traced_step`.
 """
 
 from jaxspeed.planner.memory.components import Component, Memory

@@ -1,8 +1,8 @@
-"""Which fp32 arrays a TPU keeps in 16 bits: those that only products read.
+"""The fp32 arrays that XLA:TPU stores as bf16: those that only matmuls read.
 
-Its matrix units multiply bf16 numbers. An operand in fp32, of a product at the default precision,
-is rounded before, and XLA:TPU moves that rounding to where the operand is made (seen in its buffer
-assignment: residuals of a loop that only products read are stacked as bf16).
+A TPU's matrix units multiply bf16 numbers. At the default precision an fp32 operand is rounded
+first, and XLA:TPU moves the rounding to the operand's producer (seen in its buffer assignment:
+residuals of a loop that only matmuls read are stacked as bf16).
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 
 
 def narrow_values(scope: Scope) -> frozenset[Value]:
-    """Of a program for a TPU."""
+    """The demoted arrays of a program for a TPU."""
     wide = {v for v in scope.outs if v is not None}
     wide |= set(scope.ins)
     ops = list(all_ops(scope))
@@ -40,13 +40,13 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
         before = len(wide)
         for op in reversed(ops):
             wide.update(_read_through(op, wide))
-    made = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
+    outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
-    return frozenset(v for v in (*made, *inner) if v not in wide)
+    return frozenset(v for v in (*outputs, *inner) if v not in wide)
 
 
 def _read_through(op: Op, wide: set[Value]) -> list[Value]:
-    """What is read in full because a view of it, or a loop's part of it, is."""
+    """Operands read in fp32 because a view of them, or a loop's slice of them, is."""
     if op.name == "scan":
         body, (_, carry) = op.bodies[0], consts_and_carry(op)
         given = zip(op.ins, body.ins, strict=True)

@@ -1,19 +1,19 @@
-"""What arrays of a step are: read from where they come and where they go.
+"""Kind of each array of a step (gradient, logits, saved activation, ...), from its data flow.
 
-- A **gradient** reaches the next state by element-wise operations, exchanges and loops, and by
-  nothing that multiplies matrices.
-- **Logits** are what an activation gives with the table of a vocabulary, where that is wider.
-- **Gathered weights** are made of the state alone.
-- What waited in host memory is an **offload buffer**.
-- A **saved activation** is handed on by a loop, or made by a forward pass and read by a backward
-  pass; any other activation belongs to the **working set**.
+- A **gradient** reaches the next state through element-wise operations, collectives and loops, and
+  through no matrix product.
+- **Logits** are the product of an activation and a vocabulary's table, where that is wider.
+- **Gathered weights** depend on the state alone.
+- An **offload buffer** is a copy of an array in host memory.
+- A **saved activation** is an output of a loop, or is computed in a forward pass and read in a
+  backward pass; any other activation belongs to the **working set**.
 """
 
 from collections.abc import Callable, Iterable
 
 from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.planner.memory.liveness import Held
+from jaxspeed.planner.memory.liveness import LiveArray
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
@@ -25,12 +25,12 @@ _ENDS = {*PRODUCTS, "pallas_call", "gather"}
 
 
 class Kinds:
-    """The kinds of a step's arrays.
+    """Classifier of a step's arrays.
 
     Args:
       scope: the step.
-      state: how many of its inputs are the state, and of its outputs the next one.
-      vocabularies: its inputs that are tables of a vocabulary.
+      state: number of inputs that are the state, and of outputs that are the next one.
+      vocabularies: the inputs with a vocabulary dim.
     """
 
     def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
@@ -57,8 +57,8 @@ class Kinds:
 
         return rule
 
-    def of(self, held: Held) -> str:
-        value, op = held.value, held.op
+    def of(self, array: LiveArray) -> str:
+        value, op = array.value, array.op
         if op is None:
             return COPIES
         if op.name == "device_put":
@@ -69,16 +69,16 @@ class Kinds:
             return LOGITS
         if value in self.of_state and value not in self.of_batch:
             return WEIGHTS
-        return SAVED if held.kept or op.bodies else WORKING
+        return SAVED if array.saved or op.bodies else WORKING
 
 
 def _table(op: Op, tables: set[Value]) -> bool:
-    """Whether it moves, casts or cuts a table."""
+    """Whether the operation only copies, casts or slices a table."""
     return any(v in tables for v in op.values) and len(op.values) == 1
 
 
 def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
-    """Adds what operations of the rule make, also through loops."""
+    """Add the outputs of operations that match the rule, through loops too."""
     for op in scope.ops:
         if op.name in PAIRWISE:
             found.update(out for v, out in zip(op.ins, op.outs, strict=True) if v in found)
@@ -87,7 +87,7 @@ def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
             if rule(op):
                 found.update(op.outs)
             continue
-        for _ in range(2):  # what a loop carries comes around
+        for _ in range(2):  # twice, for loop carries
             for body in op.bodies:
                 given = op.ins[len(op.ins) - len(body.ins) :]
                 found |= {b for v, b in zip(given, body.ins, strict=True) if v in found}
@@ -100,10 +100,10 @@ def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
 
 
 def _reach_back(scope: Scope, found: set[Value]) -> None:
-    """Adds what is found is made of, but for what products, kernels and sums read."""
+    """Add the operands of found values, except those of matmuls, kernels and reductions."""
     for op in reversed(scope.ops):
         if not op.bodies:
-            found.update(v for out in op.outs if out in found for v in _made_of(op, out))
+            found.update(v for out in op.outs if out in found for v in _sources(op, out))
             continue
         for _ in range(2):
             for body in op.bodies:
@@ -123,7 +123,7 @@ def _carried(op: Op, body: Scope) -> list[Value]:
     return body.ins[op.params["body_nconsts"] :] if op.name == "while" else []
 
 
-def _made_of(op: Op, out: Value) -> list[Value]:
+def _sources(op: Op, out: Value) -> list[Value]:
     if op.name in _ENDS:
         return []
     if op.name in SCATTERS:
@@ -131,8 +131,8 @@ def _made_of(op: Op, out: Value) -> list[Value]:
     if op.name in PAIRWISE:
         source = op.ins[op.outs.index(out)]
         return [source] if source is not None else []
-    if op.name in REDUCTIONS:  # over ranks, whose parts a region has stacked, and over nothing else
-        return [v for v in op.values if v.cut and len(v.cut) == len(out.cut) + 1 and v.cut[0]]
+    if op.name in REDUCTIONS:  # only over ranks, whose shards a region has stacked
+        return [v for v in op.values if v.spec and len(v.spec) == len(out.spec) + 1 and v.spec[0]]
     if op.name in (*SLICES, *JOINS):
         return [v for v in op.values if v.shape]
     return [v for v in op.values if v.size == out.size]

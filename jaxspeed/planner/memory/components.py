@@ -1,4 +1,4 @@
-"""The bytes that a step needs of a device, by what they are for."""
+"""Memory per component of a device (parameters, optimizer, saved activations, ...): a report."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,23 +9,23 @@ from rich.text import Text
 
 from jaxspeed.placement.show import as_text, bytes_text
 
-# How far below a compiler's figure the estimate may be: tests/plan holds it within a fifth of the
-# compiler's, over a grid of compiled steps.
+# How far below the compiler's figure the estimate may be: tests/planner bounds the error by a fifth
+# over a grid of compiled steps.
 MAY_BE_BELOW = 0.2
-# Where layers' parameters come from host memory, XLA:TPU opens loops to bring them ahead, and what
-# it then holds hangs on their length (a fifth above the estimate in the worst that was compiled).
+# With parameters in host memory, XLA:TPU unrolls loops to prefetch them, and its memory depends on
+# the loop's length (at worst a fifth above the estimate of what was compiled).
 MAY_BE_BELOW_WITH_TRANSFERS = 0.5
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
 class Component:
-    """One use of memory, on each device.
+    """One use of memory, per device.
 
     Attributes:
-      formula: its numbers: shapes on a device.
+      formula: number and shapes of its arrays, per device.
       host: in host memory, not in the device's.
-      lasting: state that stays from step to step; else there when most memory is in use.
+      lasting: state that persists between steps; otherwise alive at the peak.
     """
 
     name: str
@@ -37,8 +37,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Memory:
-    """M: an estimate of the bytes that each device needs. All stages of a pipeline run one program
-    over arrays of one shape, so all need the same."""
+    """M, the estimated bytes per device, by component.
+
+    All stages of a pipeline run one program over arrays of the same shapes, so they need the same.
+    """
 
     components: tuple[Component, ...]
 
@@ -49,26 +51,26 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """State and what is alive beside it, at the most."""
+        """Peak device memory: state and temporaries."""
         return self._sum(host=False)
 
     @property
     def state(self) -> int:
-        """Of the device: what stays from step to step, and the batch."""
+        """Device memory of the state and the batch."""
         return self._sum(host=False, lasting=True)
 
     @property
     def temporary(self) -> int:
-        """Of the device: what is alive beside the state, at the most."""
+        """Device memory of temporaries at the peak."""
         return self._sum(host=False, lasting=False)
 
     @property
     def host(self) -> int:
-        """Of host memory, for each device."""
+        """Host memory per device."""
         return self._sum(host=True)
 
     def on(self, device_bytes: int) -> Verdict:
-        """M against N. "fits" is said only where it holds although the estimate may be low."""
+        """Compare with the device's memory; "fits" only with a margin for the estimate's error."""
         streamed = any(c.host and c.lasting and c.name == "parameters" for c in self.components)
         below = MAY_BE_BELOW_WITH_TRANSFERS if streamed else MAY_BE_BELOW
         if self.device * (1 + below) <= device_bytes:
@@ -76,15 +78,15 @@ class Memory:
         return "tight" if self.device <= device_bytes else "does not fit"
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain numbers and words."""
+        """JSON-serializable figures."""
         sums = {n: getattr(self, n) for n in ("device", "state", "temporary", "host")}
         return {**sums, "components": [vars(c) for c in self.components]}
 
     def __rich__(self) -> Group:
-        table = Table(title="memory of a device (estimate)", title_justify="left", box=None)
+        table = Table(title="memory per device (estimate)", title_justify="left", box=None)
         table.add_column("component")
         table.add_column("bytes", justify="right")
-        table.add_column("of", overflow="fold")
+        table.add_column("arrays", overflow="fold")
         for c in sorted(self.components, key=lambda c: (c.host, not c.lasting, -c.bytes)):
             where = f"{c.name} (host memory)" if c.host else c.name
             table.add_row(where, bytes_text(c.bytes), c.formula)

@@ -1,4 +1,4 @@
-"""The memory that a device needs for a step, by component: from the traced step, not compiled."""
+"""Estimate of a step's peak memory per device by component, from the traced step, uncompiled."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -7,37 +7,37 @@ from typing import Any
 from jaxspeed.placement.show import bytes_text, dtype_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
-from jaxspeed.planner.memory.liveness import Held, Peak, peaks
+from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
 from jaxspeed.planner.memory.tiles import Sizes, local_shape, nbytes
 from jaxspeed.planner.memory.trace_ir import Value
 from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.train.program import Program
 
-MOST_TERMS = 4  # of a formula; the rest is a sum
-# Fields of a TrainState, as components are named.
+MOST_TERMS = 4  # of a formula; the rest is summed
+# {field of a TrainState: its component's name}.
 STATE = {"params": "parameters", "master": "masters", "opt": "optimizer", "ema": "average"}
 REST, BATCH = "other state", "batch"
 
 
 def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memory:
-    """What a device needs of its own memory, and of its host's, for a step.
+    """Estimate device and host memory per device for a step.
 
     Args:
-      program: on any devices, simulated ones too.
-      batch: arrays or their shapes, of a whole step.
-      platform: "tpu", "cuda" or "cpu", whose kernels and layouts count; by default the devices'.
+      program: for any devices, simulated ones too.
+      batch: arrays or their shapes, of an entire step.
+      platform: "tpu", "cuda" or "cpu", for its kernels and layouts; by default the devices'.
     """
     return memory_in(read_step(program, batch, platform))
 
 
 def memory_in(step: Step) -> Memory:
-    """As `memory_of`, of a step that was read."""
+    """As `memory_of`, for a step that is already traced."""
     scope, sizes, kinds = step.scope, step.sizes, step.kinds
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
     state = _state(names, scope.ins, step.in_host, sizes)
-    made = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
-    return Memory((*state, *made))
+    temporary = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
+    return Memory((*state, *temporary))
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -46,12 +46,12 @@ def _name(path: Sequence[Any]) -> str:
 
 
 def _state(
-    names: Sequence[str], values: Sequence[Value], waits: Sequence[bool], sizes: Sizes
+    names: Sequence[str], values: Sequence[Value], in_host: Sequence[bool], sizes: Sizes
 ) -> Iterator[Component]:
-    """What stays from step to step."""
+    """Components that persist between steps."""
     total: dict[tuple[bool, str], int] = defaultdict(int)
     terms: dict[tuple[bool, str], Counter[str]] = defaultdict(Counter)
-    for name, value, host in zip(names, values, waits, strict=True):
+    for name, value, host in zip(names, values, in_host, strict=True):
         shape = local_shape(value, sizes.mesh)
         size = nbytes(shape, value.dtype, sizes.tiled and not host)
         total[host, name] += size
@@ -63,24 +63,24 @@ def _state(
 
 
 def _temporary(peak: Peak, kinds: Kinds, sizes: Sizes, host: bool) -> Iterator[Component]:
-    """What is alive at once, when most is."""
-    by_kind: dict[str, list[Held]] = defaultdict(list)
-    for held in peak.held:
-        by_kind[kinds.of(held)].append(held)
+    """Components alive at the peak."""
+    by_kind: dict[str, list[LiveArray]] = defaultdict(list)
+    for array in peak.arrays:
+        by_kind[kinds.of(array)].append(array)
     for kind in KINDS:
         size = sum(h.bytes for h in by_kind[kind])
         if size:
             yield Component(kind, size, _formula(by_kind[kind], sizes), host)
 
 
-def _formula(arrays: Sequence[Held], sizes: Sizes) -> str:
-    """`6 bf16[12,8,1024,2816] + ...`: shapes on a device, the largest first."""
+def _formula(arrays: Sequence[LiveArray], sizes: Sizes) -> str:
+    """`6 bf16[12,8,1024,2816] + ...`: shapes per device, the largest first."""
     bytes_: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for held in arrays:
-        shape = ",".join(map(str, local_shape(held.value, sizes.mesh)))
-        text = f"{dtype_text(held.value.dtype)}[{shape}]"
-        bytes_[text] += held.bytes
+    for array in arrays:
+        shape = ",".join(map(str, local_shape(array.value, sizes.mesh)))
+        text = f"{dtype_text(array.value.dtype)}[{shape}]"
+        bytes_[text] += array.bytes
         counts[text] += 1
     largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]
     terms = [f"{counts[t]} x {t}" if counts[t] > 1 else t for t, _ in largest]

@@ -1,6 +1,6 @@
-"""What is alive at once: a walk over an opened program, loop by loop, as a compiler would place it.
+"""Peak memory from buffer lifetimes, loop by loop, as a compiler's buffer assignment.
 
-What a loop hands from trip to trip is updated where it lies, as is an argument that is given up.
+Loop carries and donated arguments are updated in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,87 +8,87 @@ from dataclasses import dataclass
 
 from jaxspeed.jaxpr.primitives import LOOPS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.planner.memory.materialization import MOVES, OUT, WHOLE
-from jaxspeed.planner.memory.op_order import Ordered
+from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT
+from jaxspeed.planner.memory.op_order import OrderedScope
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
-# XLA:TPU opens loops of so many trips whose parts come from host memory, to bring them ahead, and
-# does not keep apart what the trips hold (libtpu 0.0.52; of six trips it keeps them apart).
-OPENED = 3
+# XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
+# them, and the trips' buffers are alive at once (libtpu 0.0.52; with six trips they are not).
+UNROLLED_TRIPS = 3
 
 
 @dataclass(frozen=True)
-class Held:
-    """One array that is alive at a peak."""
+class LiveArray:
+    """One array alive at a peak."""
 
     value: Value
     bytes: int
-    op: Op | None  # that made it
-    depth: int  # in how many loops
-    kept: bool  # made by a forward pass, and read by a backward pass
+    op: Op | None  # its producer
+    depth: int  # number of enclosing loops
+    saved: bool  # computed in a forward pass and read in a backward pass
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one memory: its bytes, and what they are."""
+    """Peak of one memory: its bytes and the arrays alive."""
 
     bytes: int = 0
-    held: tuple[Held, ...] = ()
+    arrays: tuple[LiveArray, ...] = ()
 
 
 def peaks(
     scope: Scope,
     sizes: Sizes,
-    given_up: Sequence[Value | None] = (),
+    donated: Sequence[Value | None] = (),
     depth: int = 0,
     origins: dict[Value, int] | None = None,
 ) -> tuple[Peak, Peak]:
-    """The peaks of (device memory, host memory) while a scope runs, beside what it is given.
+    """The peaks of (device memory, host memory) while a scope runs, without its inputs.
 
-    `given_up[i]` is the input in whose place output i is written; `origins` are of outer loops.
+    `donated[i]` is the input into whose buffer output i is written; `origins` are of outer loops.
     """
-    return _Lives(scope, sizes, given_up, depth, {} if origins is None else origins).peaks()
+    return _Liveness(scope, sizes, donated, depth, {} if origins is None else origins).peaks()
 
 
-class _Lives(Ordered):
-    """A scope with how long each of its values lives."""
+class _Liveness(OrderedScope):
+    """A scope with the lifetime of each of its buffers."""
 
     def peaks(self) -> tuple[Peak, Peak]:
-        self.settle()
+        self.analyze()
         return self._device_and_host()
 
     def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
-        free, stacked = self._written_elsewhere()
+        free, stacked = self._written_in_place()
         times = self.times(free)
         copies = self._copies()
-        lives: list[tuple[int, int, Value, int]] = []
-        for value in self.real:
+        lifetimes: list[tuple[int, int, Value, int]] = []
+        for value in self.materialized:
             if value in free:
                 continue
             by = self.readers[value]
-            kept = OUT in by and value not in stacked
-            last = end if kept else max(times[i] for i in by - {OUT})
-            lives.append((times[self.makers[value]], last, value, self.sizes.of(value)))
-        lives += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
-        lives += self._zeros(times)
+            is_output = OUT in by and value not in stacked
+            last = end if is_output else max(times[i] for i in by - {OUT})
+            lifetimes.append((times[self.producers[value]], last, value, self.sizes.of(value)))
+        lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
+        lifetimes += self._zeros(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
-        for n, (first, last, _, _) in enumerate(lives):
+        for n, (first, last, _, _) in enumerate(lifetimes):
             starts.setdefault(first, []).append(n)
             ends.setdefault(last, []).append(n)
-        last_of = {value: last for _, last, value, _ in lives}
+        last_of = {value: last for _, last, value, _ in lifetimes}
         best = [0, 0]
-        found: list[tuple[list[Held], Peak, set[Value]]] = [([], Peak(), set())] * 2
+        found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
         now = [0, 0]
-        in_turn = sorted(range(end), key=times.__getitem__)
+        order = sorted(range(end), key=times.__getitem__)
         for i in range(end + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
-                now[lives[n][2].host] += lives[n][3]
-            op = ops[in_turn[i]] if i < end else None
+                now[lifetimes[n][2].host] += lifetimes[n][3]
+            op = ops[order[i]] if i < end else None
             inner = self._inside(op) if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
             for host in (0, 1):
@@ -96,25 +96,26 @@ class _Lives(Ordered):
                 total = now[host] + inner[host].bytes - credit
                 if total > best[host]:
                     best[host] = total
-                    held = [self._held(*lives[n]) for n in alive if lives[n][2].host == host]
+                    here = (lifetimes[n] for n in alive if lifetimes[n][2].host == host)
+                    held = [self._live_array(*lifetime) for lifetime in here]
                     found[host] = (held, inner[host], reused)
             for n in ends.get(i, ()):
                 alive.discard(n)
-                now[lives[n][2].host] -= lives[n][3]
+                now[lifetimes[n][2].host] -= lifetimes[n][3]
         made = []
         for host in (0, 1):
             held, within, reused = found[host]
             mine = tuple(h for h in held if h.value not in reused)
-            made.append(Peak(best[host], mine + within.held))
+            made.append(Peak(best[host], mine + within.arrays))
         return made[0], made[1]
 
-    def _held(self, first: int, last: int, value: Value, size: int) -> Held:
-        if value not in self.makers:
-            return Held(value, size, None, self.depth, kept=False)
-        made_by = self.scope.ops[self.makers[value]]
+    def _live_array(self, first: int, last: int, value: Value, size: int) -> LiveArray:
+        if value not in self.producers:
+            return LiveArray(value, size, None, self.depth, saved=False)
+        producer = self.scope.ops[self.producers[value]]
         readers = [self.scope.ops[i] for i in self.readers[value] if i != OUT]
-        kept = not made_by.backward and any(op.backward for op in readers)
-        return Held(value, size, made_by, self.depth, kept)
+        saved = not producer.backward and any(op.backward for op in readers)
+        return LiveArray(value, size, producer, self.depth, saved)
 
     def _inside(self, op: Op) -> tuple[Peak, Peak]:
         found = [Peak(), Peak()]
@@ -125,38 +126,38 @@ class _Lives(Ordered):
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
             if op.name == "scan":
-                self.hand_origins(op.ins[:consts], body.ins)
+                self.pass_origins(op.ins[:consts], body.ins)
                 parts = op.ins[consts + carry :]
                 streams = self.sizes.tiled and any(v is not None and v.host for v in parts)
-                times = op.trips if streams and op.trips <= OPENED else 1
+                times = op.trips if streams and op.trips <= UNROLLED_TRIPS else 1
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
             for host, peak in enumerate(inner):
                 if peak.bytes * times > found[host].bytes:
-                    found[host] = Peak(peak.bytes * times, peak.held * times)
+                    found[host] = Peak(peak.bytes * times, peak.arrays * times)
         return found[0], found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[tuple[int, int, Value, int]]:
-        """What loops in a single round stack (the last one of a pipeline, say), until that begins.
+        """Zero-initialized buffers of loops of one trip (a pipeline's last), until the loop runs.
 
-        XLA:GPU opens such a round, and fills all that is written piece by piece when the program
-        begins.
+        XLA:GPU unrolls such a loop, and initializes all buffers that are written slice by slice
+        when the program begins.
         """
         for i, op in enumerate(self.scope.ops):
             if self.sizes.library and op.name == "scan" and op.trips == 1 and times[i]:
-                for held in self._inside(op)[0].held:
+                for held in self._inside(op)[0].arrays:
                     if held.op and held.op.bodies and held.value.shape:
                         yield 0, times[i] - 1, held.value, held.bytes
 
     def _copies(self) -> dict[Value, int]:
-        """Arguments that are read, and whose next value is no element-wise result: by the last of
-        those that read them. What is gathered into an argument's place, or written there piece by
-        piece by a loop after others read it, has XLA:TPU copy it when the step begins (seen in
-        buffer assignments of libtpu 0.0.52).
+        """Arguments that XLA:TPU copies when the step begins, with their last reader.
+
+        It copies an argument whose buffer receives a gathered value, or is written slice by slice
+        by a loop after others read it (seen in buffer assignments of libtpu 0.0.52).
         """
         found: dict[Value, int] = {}
 
         def add(place: Value | None, writer: int) -> None:
-            if place is None or place in self.makers or place.host:
+            if place is None or place in self.producers or place.host:
                 return
             by = self.readers.get(place, set()) - {OUT, writer}
             if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
@@ -169,49 +170,51 @@ class _Lives(Ordered):
                 consts, carry = consts_and_carry(op)
                 for v in op.ins[consts : consts + carry]:
                     add(v and self.root(v), i)
-        for out, place in zip(self.scope.outs, self.given_up, strict=False):
+        for out, place in zip(self.scope.outs, self.donated, strict=False):
             if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
                 add(place, OUT)
         return found
 
-    def _written_elsewhere(self) -> tuple[set[Value], set[Value]]:
-        """Outputs that are written to where they shall lie, and of the others those that a loop
-        stacks: copied there once made."""
+    def _written_in_place(self) -> tuple[set[Value], set[Value]]:
+        """Outputs written directly into their final buffer, and other outputs that a loop stacks.
+
+        The latter are copied into their final buffer.
+        """
         free: set[Value] = set()
         stacked: set[Value] = set()
-        if not (self.given_up or self.depth):
+        if not (self.donated or self.depth):
             return free, stacked
         for i, out in enumerate(self.scope.outs):
             if out is None:
                 continue
             r = self.root(out)
-            if r not in self.real:
+            if r not in self.materialized:
                 continue
-            place = self.given_up[i] if i < len(self.given_up) else None
-            if place is None:  # a part of what a loop stacks
+            place = self.donated[i] if i < len(self.donated) else None
+            if place is None:  # a slice of a loop's stacked output
                 if self.depth:
                     (free if self.readers[r] == {OUT} else stacked).add(r)
                 continue
             read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
-            if read_last <= self.makers[r]:
+            if read_last <= self.producers[r]:
                 free.add(r)
-        carried = {self.root(v) for v, at in zip(self.scope.outs, self.given_up) if v and at}
+        carried = {self.root(v) for v, at in zip(self.scope.outs, self.donated) if v and at}
         return free, stacked - carried
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
-        """Operands that end here, and in whose place a result is written."""
+        """Operands whose last use this is, and whose buffer a result reuses."""
         found: set[Value] = set()
         if op.name == "scan":
             consts, carry = consts_and_carry(op)
             pairs = list(zip(op.ins[consts : consts + carry], op.outs, strict=False))
         elif op.name in ("while", "dynamic_update_slice", *SCATTERS):
             pairs = list(zip(op.ins[-len(op.outs) :] if op.name == "while" else op.ins, op.outs))
-        elif op.name in WHOLE or op.name in MOVES:
+        elif op.name in MATERIALIZED or op.name in MOVES:
             return found
         else:
             pairs = [(v, out) for out in op.outs for v in self.sources.get(out, ())]
         for v, out in pairs:
-            if v is None or out not in self.real or out not in last_of:
+            if v is None or out not in self.materialized or out not in last_of:
                 continue
             r = self.root(v)
             ends_here = r not in found and last_of.get(r) == i

@@ -1,8 +1,8 @@
-"""Over which mesh axes each array of an opened program is cut.
+"""Sharding propagation as by XLA's partitioner: the mesh axes of each dim of each array.
 
-The compiler's partitioner in small: what the program says (its arguments and its constraints) goes
-along the operations, with the data and against it, until nothing changes. A dim is tied to another
-where an operation reads the same index along both.
+The shardings of arguments and constraints propagate through the operations, with the data and
+against it, until nothing changes. Two dims are tied where an operation reads the same index along
+both.
 """
 
 import math
@@ -24,13 +24,13 @@ from jaxspeed.planner.memory.trace_ir import (
     all_ops,
 )
 
-Cut = tuple[str, ...]
+DimAxes = tuple[str, ...]
 Tie = tuple[Value, int, Value, int]  # (an input, its dim, an output, its dim)
 CONSTRAINT = "sharding_constraint"
 
 
-def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None:
-    """Sets `cut` of every value; `given` are the PartitionSpecs of the scope's inputs."""
+def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None:
+    """Set the `spec` of every value from `given`, the PartitionSpecs of the scope's inputs."""
     for value, spec in zip(scope.ins, given, strict=True):
         _set(value, spec)
     ops = list(all_ops(scope))
@@ -44,52 +44,52 @@ def cut_all(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None
     changed = True
     while changed:
         changed = False
-        went = True  # forward as far as it goes, because data says more than what becomes of it
+        went = True  # forward to a fixpoint first: producers determine a sharding before consumers
         while went:
             went = False
             for source, d, target, e in ties:
-                went |= _go(source, d, target, e, mesh)
+                went |= _propagate(source, d, target, e, mesh)
             changed |= went
         for source, d, target, e in reversed(ties):
-            changed |= _go(target, e, source, d, mesh)
+            changed |= _propagate(target, e, source, d, mesh)
 
 
-def cut_of(spec: Any, rank: int) -> list[Cut]:
-    """The entries of a PartitionSpec, one a dim."""
+def dim_axes(spec: Any, rank: int) -> list[DimAxes]:
+    """The axes of each dim of a PartitionSpec."""
     return [entry_axes(entry) for entry in by_dim(spec, rank)]
 
 
-def ways(value: Value, mesh: Mapping[str, int]) -> list[int]:
-    """Into how many parts each dim is cut."""
-    return [math.prod(mesh[a] for a in cut) for cut in value.cut]
+def shards_per_dim(value: Value, mesh: Mapping[str, int]) -> list[int]:
+    """The number of shards of each dim."""
+    return [math.prod(mesh[a] for a in axes) for axes in value.spec]
 
 
 def _set(value: Value, spec: Any, fixed: bool = True) -> None:
-    value.cut = cut_of(spec, len(value.shape))
-    value.axes |= {axis for entry in value.cut for axis in entry}
-    said = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
-    said += [True] * (len(value.shape) - len(said))
-    value.fixed = frozenset(d for d, says in enumerate(said) if says and fixed)
+    value.spec = dim_axes(spec, len(value.shape))
+    value.axes |= {axis for entry in value.spec for axis in entry}
+    constrained = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
+    constrained += [True] * (len(value.shape) - len(constrained))
+    value.fixed = frozenset(d for d, is_set in enumerate(constrained) if is_set and fixed)
 
 
-def _go(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -> bool:
-    cut = source.cut[d]
-    if not cut or e in target.fixed or target.cut[e] or target.axes.intersection(cut):
+def _propagate(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -> bool:
+    axes = source.spec[d]
+    if not axes or e in target.fixed or target.spec[e] or target.axes.intersection(axes):
         return False
-    parts = math.prod(mesh[axis] for axis in cut)
-    if parts == 1 or target.shape[e] % parts:
+    shards = math.prod(mesh[axis] for axis in axes)
+    if shards == 1 or target.shape[e] % shards:
         return False
-    target.cut[e] = cut
-    target.axes.update(cut)
+    target.spec[e] = axes
+    target.axes.update(axes)
     return True
 
 
 def ties_of(op: Op) -> Iterator[Tie]:
     """Dims along which an operation reads and writes the same index.
 
-    Also along which it mixes, and dims of one place and size where nothing is known of it: a
-    partitioner goes on there. Constraints are such operations: what their user says of a result
-    also says how what is constrained is best made.
+    Includes dims along which it mixes elements and, for an unknown operation, dims of the same
+    position and size: XLA's partitioner propagates there too. Constraints propagate to their
+    operand.
     """
     if op.name in _LOOPS_AND_BRANCHES:
         yield from _LOOPS_AND_BRANCHES[op.name](op)
@@ -114,7 +114,7 @@ def _relations(op: Op) -> DimRelations:
 
 
 def _leading(v: Value | None, more: int, out: Value, skip: int) -> Iterator[Tie]:
-    """Dims of `v` from `more` on are those of `out` from `skip` on."""
+    """Tie the dims of `v` from `more` on to those of `out` from `skip` on."""
     if v is not None:
         count = min(len(v.shape) - more, len(out.shape) - skip)
         yield from ((v, d + more, out, d + skip) for d in range(count))

@@ -1,9 +1,9 @@
-"""How many bytes an array takes on a device.
+"""Bytes of an array in device memory, with a TPU's tiles and padding.
 
-A TPU's memory holds tiles of 8 x 128 elements, over the two dims that its layout puts last (XLA
-writes T(8,128); of 16-bit numbers two share a word, T(8,128)(2,1), and shorter columns have tiles
-of 4, 2 and 1 rows). The compiler chooses a layout that wastes little, of arguments too: here the
-dim that fills its lanes best is last.
+A TPU stores the two minor dims of an array in tiles of 8 x 128 elements (XLA writes T(8,128);
+16-bit numbers are packed in pairs, T(8,128)(2,1), and fewer rows have tiles of 4, 2 and 1 rows).
+The compiler chooses layouts with little padding, for arguments too: here the minor dim is the one
+that needs the least.
 """
 
 import math
@@ -14,41 +14,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspeed.planner.memory.partitioning import ways
+from jaxspeed.planner.memory.partitioning import shards_per_dim
 from jaxspeed.planner.memory.trace_ir import Value
 
-LANES, ROWS = 128, 8
+COLUMNS, ROWS = 128, 8
 
 
 @dataclass
 class Sizes:
-    """Bytes of values on a device."""
+    """Bytes of values per device."""
 
     mesh: Mapping[str, int]
     tiled: bool
     narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
-    library: bool = False  # products are a library's kernels, into which nothing is fused
+    library: bool = False  # matmuls are library kernels, into which nothing is fused
 
     def of(self, value: Value) -> int:
         dtype = jnp.bfloat16 if value in self.narrow else value.dtype
         return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
 
     def plain(self, value: Value) -> int:
-        """As it is sent: without tiles."""
+        """Bytes without tiles, as in a message."""
         return nbytes(local_shape(value, self.mesh), value.dtype, False)
 
-    def cut(self, value: Value) -> list[tuple[str, ...]]:
-        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.cut]
+    def sharded_axes(self, value: Value) -> list[tuple[str, ...]]:
+        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.spec]
 
 
 def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Of one device's part."""
-    pairs = zip(value.shape, ways(value, mesh), strict=True)
-    return tuple(-(-n // parts) for n, parts in pairs)
+    """Shape of one device's shard."""
+    pairs = zip(value.shape, shards_per_dim(value, mesh), strict=True)
+    return tuple(-(-n // shards) for n, shards in pairs)
 
 
 def nbytes(shape: Sequence[int], dtype: Any, tiled: bool) -> int:
-    """Bytes of an array on a device; `tiled` where its memory holds tiles."""
+    """Bytes of an array; `tiled` where device memory stores tiles."""
     width = _width(dtype)
     if not tiled or not shape:
         return math.prod(shape) * width
@@ -57,7 +57,7 @@ def nbytes(shape: Sequence[int], dtype: Any, tiled: bool) -> int:
 
 def _in_tiles(shape: Sequence[int], last: int) -> int:
     rest = [n for d, n in enumerate(shape) if d != last]
-    columns = _up(shape[last], LANES)
+    columns = _up(shape[last], COLUMNS)
     if not rest:
         return columns
     rows = min(

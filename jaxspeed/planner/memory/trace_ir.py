@@ -1,7 +1,7 @@
-"""A traced step as one list of operations a loop: calls are opened, the platform's branch is taken.
+"""The planner's IR of a traced step: operations per loop, calls inlined, platform branches taken.
 
-What nobody reads is left out, also of what loops hand on: a compiler leaves it out too, and a
-derivative's residuals for another platform's kernel are a large part of what JAX traces.
+Dead code is removed, loop outputs included, as a compiler does: residuals for another platform's
+kernel are a large part of what JAX traces.
 """
 
 import math
@@ -15,8 +15,8 @@ from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 
 PLATFORM = "platform_index"
-# A region that is manual over some axes: its inputs come to lie as it says, are then each device's
-# part, and its results are whole arrays again.
+# A shard_map region: its inputs are resharded to its in_specs (PLACED) and become per-device shards
+# (ENTER); its results become global arrays (LEAVE).
 PLACED, ENTER, LEAVE = "placed", "enter", "leave"
 PAIRWISE = (PLACED, ENTER, LEAVE, "optimization_barrier", "device_put")
 
@@ -25,22 +25,22 @@ _NEVER_MERGED = {CONSTRAINT, "optimization_barrier", "device_put", "empty2"}
 
 
 class Value:
-    """One array of the program: its shape on the devices that no `cut` tells apart.
+    """One array of the program, with its global shape over the axes that are not manual.
 
     Attributes:
-      cut: for each dim the mesh axes over which it is cut.
-      fixed: the dims of which the program says so, and not only what it is made of.
+      spec: for each dim the mesh axes over which it is sharded.
+      fixed: the dims whose sharding the program sets, in contrast to propagated ones.
     """
 
-    __slots__ = ("axes", "cut", "dtype", "fixed", "host", "shape", "size")
+    __slots__ = ("axes", "dtype", "fixed", "host", "shape", "size", "spec")
 
     def __init__(self, aval: Any, manual: frozenset[str] = frozenset()) -> None:
         self.shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
         self.dtype = getattr(aval, "dtype", None)
         self.size = math.prod(self.shape)
         self.host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
-        self.cut: list[tuple[str, ...]] = [()] * len(self.shape)
-        self.axes = set(manual)  # all of the cut's, and those that cannot cut it
+        self.spec: list[tuple[str, ...]] = [()] * len(self.shape)
+        self.axes = set(manual)  # those of the spec and the manual ones, which cannot shard it
         self.fixed: frozenset[int] = frozenset()
 
 
@@ -49,10 +49,10 @@ class Op:
     """One operation; `None` among its inputs is a literal.
 
     Attributes:
-      bodies: what it runs, of a loop or a branch.
-      backward: whether it belongs to a derivative's backward pass.
-      again: whether that makes again what the forward pass did not keep.
-      scopes: of a kernel, the named scopes that it was traced under.
+      bodies: the bodies of a loop, or the branches of a cond.
+      backward: whether it belongs to a backward pass.
+      rematerialized: whether it recomputes forward values in the backward pass.
+      scopes: for a kernel, the named scopes under which it was traced.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Op:
     outs: list[Value]
     bodies: list["Scope"] = field(default_factory=list)
     backward: bool = False
-    again: bool = False
+    rematerialized: bool = False
     trips: int = 1
     scopes: str = ""
 
@@ -72,7 +72,7 @@ class Op:
 
 @dataclass(eq=False)
 class Scope:
-    """Operations in their order, with what they are given and give."""
+    """Operations in program order, with their inputs and outputs."""
 
     ins: list[Value]
     outs: list[Value | None]
@@ -80,20 +80,20 @@ class Scope:
 
 
 def open_program(closed: Any, platform: str) -> Scope:
-    """The program of a traced function for one platform ("tpu", "cuda", "cpu")."""
-    scope = _Opening(platform).scope(open_jaxpr(closed)[0])
-    _leave_out(scope, [True] * len(scope.outs))
+    """Convert a traced function for one platform ("tpu", "cuda", "cpu")."""
+    scope = _Converter(platform).scope(open_jaxpr(closed)[0])
+    _remove_dead(scope, [True] * len(scope.outs))
     return scope
 
 
-class _Opening:
+class _Converter:
     def __init__(self, platform: str) -> None:
         self.platform = platform
-        self.manual: frozenset[str] = frozenset()  # the axes of the regions that are open
-        self.backward = False  # whether in a call of a backward pass
-        self.again = False  # ... that makes things again
-        self.scopes = ""  # the named scopes around the calls that are open
-        self.made: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
+        self.manual: frozenset[str] = frozenset()  # manual axes of the enclosing regions
+        self.backward = False  # inside of a backward pass
+        self.rematerialized = False  # ... and of a rematerialized region
+        self.scopes = ""  # named scopes of the enclosing calls
+        self.merged: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
 
     def value(self, variable: Any) -> Value:
         return Value(variable.aval, self.manual)
@@ -109,7 +109,7 @@ class _Opening:
     def run(
         self, jaxpr: Any, env: dict[Any, Any], ops: list[Op], chosen: dict[Any, int | None]
     ) -> None:
-        """Appends the operations; `chosen` are the branches that the platform takes."""
+        """Append the operations to `ops`; `chosen` has the platform's branches."""
         for eqn in jaxpr.eqns:
             name, params = eqn.primitive.name, eqn.params
             ins: list[Value | None] = [env[v] if is_var(v) else None for v in eqn.invars]
@@ -120,25 +120,30 @@ class _Opening:
                 outs = self._inline(params["branches"][branch], ins[1:], ops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             elif name in CALLS or name == "shard_map":
-                outside = self.backward, self.again, self.scopes
+                outside = self.backward, self.rematerialized, self.scopes
                 self.backward |= _is_backward(eqn)
-                self.again |= bool(params.get("differentiated"))
+                self.rematerialized |= bool(params.get("differentiated"))
                 self.scopes += f"{eqn.source_info.name_stack}/"
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
-                self.backward, self.again, self.scopes = outside
-            elif (twin := self.made.get(key := _key(eqn, ins, ops))) is not None:
+                self.backward, self.rematerialized, self.scopes = outside
+            elif (twin := self.merged.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
                 new = [self.value(v) for v in eqn.outvars]
                 env.update(zip(eqn.outvars, new, strict=True))
                 ops.append(self._op(eqn, ins, new))
                 if key is not None:
-                    self.made[key] = ops[-1]
+                    self.merged[key] = ops[-1]
 
     def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
         name, params = eqn.primitive.name, eqn.params
         op = Op(
-            name, params, ins, outs, backward=self.backward or _is_backward(eqn), again=self.again
+            name,
+            params,
+            ins,
+            outs,
+            backward=self.backward or _is_backward(eqn),
+            rematerialized=self.rematerialized,
         )
         if name == "pallas_call":
             op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
@@ -150,10 +155,10 @@ class _Opening:
     def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
         params, inner = eqn.params, called(eqn)
         if params.get("differentiated") and params.get("prevent_cse"):
-            # What is made again must not be taken for what was made before.
-            again = [self.value(v) for v in eqn.invars]
-            ops.append(Op("optimization_barrier", {}, ins, again))
-            return self._inline(inner, again, ops)
+            # Recomputed values must not be merged with the originals.
+            recomputed = [self.value(v) for v in eqn.invars]
+            ops.append(Op("optimization_barrier", {}, ins, recomputed))
+            return self._inline(inner, recomputed, ops)
         if eqn.primitive.name != "shard_map":
             return self._inline(inner, ins, ops)
         placed = [self.value(v) for v in eqn.invars]
@@ -161,12 +166,12 @@ class _Opening:
         outside = self.manual
         (body,) = bodies(eqn)
         self.manual |= {axis for axis, _ in body.manual}
-        parts = [self.value(v) for v in body.jaxpr.invars]
-        ops.append(Op(ENTER, {}, list(placed), parts))
-        made = self._inline(inner, parts, ops)
+        shards = [self.value(v) for v in body.jaxpr.invars]
+        ops.append(Op(ENTER, {}, list(placed), shards))
+        results = self._inline(inner, shards, ops)
         self.manual = outside
         outs = [self.value(v) for v in eqn.outvars]
-        ops.append(Op(LEAVE, {"specs": params["out_specs"]}, made, outs))
+        ops.append(Op(LEAVE, {"specs": params["out_specs"]}, results, outs))
         return list(outs)
 
     def _inline(
@@ -199,7 +204,7 @@ def all_ops(scope: Scope) -> Iterator[Op]:
 
 
 def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
-    """By what two operations of a scope are one; None of those that are never merged."""
+    """Key under which equal operations of a scope are merged (CSE); None if never."""
     if eqn.effects or len(eqn.outvars) != 1 or eqn.primitive.name in _NEVER_MERGED:
         return None
     given = [
@@ -218,26 +223,26 @@ def _is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def _leave_out(scope: Scope, read: Sequence[bool]) -> None:
-    """Drops operations whose results nobody reads; an output that is not read is set to None."""
+def _remove_dead(scope: Scope, read: Sequence[bool]) -> None:
+    """Remove operations whose results are not read; set unread outputs to None."""
     scope.outs = [v if on else None for v, on in zip(scope.outs, read, strict=True)]
     live = {v for v in scope.outs if v is not None}
-    kept = []
+    remaining = []
     for op in reversed(scope.ops):
         wanted = [v in live for v in op.outs]
         if not any(wanted) and op.outs:
             continue
-        kept.append(op)
+        remaining.append(op)
         if op.name == "scan":
             _of_scan(op, wanted)
         elif op.name == "cond":
             _of_cond(op, wanted)
         elif op.name == "while":
-            _leave_out(op.bodies[0], [True] * len(op.outs))
+            _remove_dead(op.bodies[0], [True] * len(op.outs))
         elif op.name in PAIRWISE:
             op.ins = [v if on else None for v, on in zip(op.ins, wanted, strict=True)]
         live.update(op.values)
-    scope.ops = kept[::-1]
+    scope.ops = remaining[::-1]
 
 
 def _of_scan(op: Op, wanted: list[bool]) -> None:
@@ -246,7 +251,7 @@ def _of_scan(op: Op, wanted: list[bool]) -> None:
     while True:
         body.outs = list(outs)
         ops = body.ops
-        _leave_out(body, read)
+        _remove_dead(body, read)
         reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
         more = [
             read[i] or (i < carry and body.ins[consts + i] in reached) for i in range(len(read))
@@ -264,11 +269,11 @@ def _of_scan(op: Op, wanted: list[bool]) -> None:
 def _of_cond(op: Op, wanted: list[bool]) -> None:
     used = [True] + [False] * (len(op.ins) - 1)
     for body in op.bodies:
-        _leave_out(body, wanted)
+        _remove_dead(body, wanted)
         reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
         for i, v in enumerate(body.ins):
             used[i + 1] |= v in reached
     op.ins = [v if on else None for v, on in zip(op.ins, used, strict=True)]
 
 
-_Unread = Value(None)  # stands where a loop gives something that nobody reads
+_Unread = Value(None)  # in place of a loop's unread output

@@ -1,4 +1,4 @@
-"""The step of a program, traced and opened once: what estimates of memory and of time read."""
+"""The traced and partitioned step that the estimates of memory and time read."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from jaxspeed.ops import cudnn
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.partitioning import cut_all
+from jaxspeed.planner.memory.partitioning import propagate_shardings
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Scope, Value, open_program
 from jaxspeed.tensor_parallel import best_overlap
@@ -22,14 +22,14 @@ from jaxspeed.train.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A training step as operations loop by loop, each array with the axes over which it is cut.
+    """A training step as operations per loop, with the sharding of each array.
 
     Attributes:
-      platform: whose kernels and layouts count: "tpu", "cuda" or "cpu".
+      platform: "tpu", "cuda" or "cpu", for its kernels and layouts.
       scope: the operations.
-      state: how many of its inputs are the state, and of its outputs the next one.
-      paths: of its inputs: where each is in (state, batch).
-      in_host: of its inputs: whether it waits in host memory.
+      state: number of inputs that are the state, and of outputs that are the next one.
+      paths: for each input its path in (state, batch).
+      in_host: for each input whether it is in host memory.
     """
 
     program: Program
@@ -42,39 +42,39 @@ class Step:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """How many bytes arrays take on a device."""
+        """Bytes of arrays per device."""
         tiled = self.platform == "tpu"
         narrow = narrow_values(self.scope) if tiled else frozenset()
         return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda")
 
     @cached_property
     def kinds(self) -> Kinds:
-        """What its arrays are."""
+        """Kinds of its arrays."""
         return Kinds(self.scope, self.state, self._vocabularies())
 
     def _vocabularies(self) -> list[Value]:
-        """The stored copies of parameters with a dim of the vocabulary."""
+        """The stored copies of parameters with a vocabulary dim."""
         tables = {row.path for row in self.program.table if "vocab" in row.leaf.names}
         pairs = zip(self.paths, self.scope.ins, strict=True)
         return [value for path, value in pairs if getattr(path[-1], "key", None) in tables]
 
 
 def read_step(program: Program, batch: Any, platform: str | None = None) -> Step:
-    """The step of a program on any devices, simulated ones too.
+    """Trace and partition the step of a program, on any devices, simulated ones too.
 
     Args:
-      batch: arrays or their shapes, of a whole step.
-      platform: by default the devices'.
+      batch: arrays or their shapes, of an entire step.
+      platform: by default that of the devices.
     """
     own = _platform(program)
     platform = platform or own
     given = (program.state, program.abstract_batch(batch))
-    # On the devices themselves JAX keeps the trace for the first step: it is to choose what runs.
+    # JAX caches the trace for the first step on these devices: it must choose kernels that run.
     with as_on("" if platform == own else platform):
         traced = program.step.trace(*given)
     scope = open_program(traced.jaxpr, platform)
     leaves = jax.tree_util.tree_flatten_with_path(given)[0]
-    cut_all(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
+    propagate_shardings(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
     count = len(jax.tree.leaves(program.state))
     in_host = [x.sharding.memory_kind == HOST for _, x in leaves]
     return Step(program, given[1], platform, scope, count, [path for path, _ in leaves], in_host)
@@ -86,12 +86,12 @@ def _platform(program: Program) -> str:
 
 
 def as_on(platform: str) -> AbstractContextManager[None]:
-    """What is traced inside takes the attention kernel of a GPU although no cuDNN is here."""
+    """Trace inside with a GPU's attention kernel although cuDNN is absent."""
     return cudnn.assumed() if platform == "cuda" else nullcontext()
 
 
 def with_overlap(config: Config, platform: str) -> Config:
-    """The config with `parallel.tensor_overlap: auto` as it is on that platform."""
+    """The config with `parallel.tensor_overlap: auto` resolved for the platform."""
     best = best_overlap({"cuda": "gpu"}.get(platform, platform))
     if config.tensor_overlap != "auto" or not config.parallel.sequence_parallel_activations:
         return config

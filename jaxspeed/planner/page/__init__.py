@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing else: a pure function of the figures of `--json`."""
+"""The HTML page of a plan: one self-contained file, a pure function of the figures of `--json`."""
 
 from jaxspeed.planner.page.document import page_of
 

@@ -1,4 +1,4 @@
-"""What would make it fit."""
+"""Page section: config changes that make the plan fit."""
 
 from typing import Any
 
@@ -19,26 +19,27 @@ def advice(figures: Figures) -> Markup | None:
 def _card(figures: Figures, name: str, found: dict[str, Any]) -> Markup:
     at = ("advice", name)
     numbers: list[Children] = [
-        ["a device then needs ", figures.shown("bytes", *at, "device_bytes")]
+        ["needs ", figures.shown("bytes", *at, "device_bytes"), " per device"]
     ]
     if found.get("frees") is not None:
         numbers.append(["frees ", figures.shown("bytes", *at, "frees")])
     if found.get("seconds") is not None:
-        numbers.append([figures.shown("seconds", *at, "seconds"), " a step"])
+        numbers.append([figures.shown("seconds", *at, "seconds"), " per step"])
     if (found.get("slower") or 0) > 0:
         numbers.append([figures.shown("seconds", *at, "slower"), " slower"])
     return tag(
         "div",
         tag("h3", TITLES[name]),
         tag(
-            "ul", [tag("li", tag("code", words(key, value))) for key, value in found["set"].items()]
+            "ul",
+            [tag("li", tag("code", setting(key, value))) for key, value in found["set"].items()],
         ),
         tag("p", [tag("span", each) for each in numbers], cls="chips"),
         cls="card",
     )
 
 
-def words(key: str, value: Any) -> str:
-    """A key of the config and its value, as `--set` takes them."""
+def setting(key: str, value: Any) -> str:
+    """A config key and its value, in the form of `--set`."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"{key}={text}"

@@ -1,9 +1,8 @@
-"""The figures of a plan, shown so that each can be held against the JSON that it is from.
+"""The figures of a plan as HTML elements that can be verified against the embedded JSON.
 
-A number on the page is an element that says where its value stands: `data-at` has one or more JSON
-pointers (RFC 6901) with blanks between them, `data-how` what is made of them (`value`, `sum`,
-`ratio`, `difference`, `product`, or `products`, a sum of products of pairs), and `data-form` how it
-is written.
+A number on the page is an element with its source: `data-at` has one or more JSON pointers (RFC
+6901) separated by blanks, `data-how` the function of their values (`value`, `sum`, `ratio`,
+`difference`, `product`, or `products`, a sum of products of pairs), and `data-form` the format.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 from jaxspeed.planner.page.markup import Markup, tag
 
-# -- numbers as people read them, each form by the name that it has in the page -------------------
+# -- number formats, by their name in the page -----------------------------------------------------
 
 _LARGE = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
@@ -27,7 +26,7 @@ def count_text(count: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """`41.3%`, `103%`, and `<0.1%` of what is not nothing."""
+    """`41.3%`, `103%`, and `<0.1%` for small positive shares."""
     if 0 < share < 0.0005:
         return "<0.1%"
     return f"{share:.{0 if share >= 0.995 or share == 0 else 1}%}"
@@ -43,7 +42,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "flops a second": lambda rate: scaled_text(rate, "FLOP/s"),
 }
 
-# -- numbers with their places ---------------------------------------------------------------------
+# -- numbers with their JSON pointers --------------------------------------------------------------
 
 Place = tuple[str | int, ...]  # in the tree of figures
 
@@ -64,7 +63,7 @@ class Figures:
         self.tree = tree
 
     def get(self, *place: str | int) -> Any:
-        """What stands at a place, None where nothing does."""
+        """The value at a place, or None."""
         found: Any = self.tree
         for part in place:
             try:
@@ -73,19 +72,19 @@ class Figures:
                 return None
         return found
 
-    def made(self, how: str, *places: Place) -> float:
-        """A number made of others."""
+    def computed(self, how: str, *places: Place) -> float:
+        """A number computed from figures."""
         return float(HOW[how]([self.get(*place) for place in places]))
 
     def shown(self, form: str, *place: str | int) -> Markup:
-        """One figure."""
+        """One figure as an element."""
         return self.derived("value", form, place)
 
     def derived(self, how: str, form: str, *places: Place) -> Markup:
-        """A number made of several figures."""
+        """A number computed from several figures, as an element."""
         return tag(
             "span",
-            FORMS[form](self.made(how, *places)),
+            FORMS[form](self.computed(how, *places)),
             cls="n",
             data_at=" ".join(map(_pointer, places)),
             data_how=None if how == "value" else how,

@@ -1,11 +1,11 @@
-"""The answer before anything else: does it fit, and how fast is it."""
+"""Headline of the page: the verdict (does it fit) and the main figures."""
 
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import Figures
 from jaxspeed.planner.page.markup import Children, Markup, tag
 
-# From the words of the estimate to (look, sign, words).
-SAID = {
+# {verdict of the estimate: (CSS class, sign, text)}.
+VERDICTS = {
     "fits": ("good", "✓", "Expected to fit"),
     "tight": ("tight", "!", "Tight"),
     "does not fit": ("bad", "✕", "Not expected to fit"),
@@ -13,8 +13,8 @@ SAID = {
 
 
 def title_of(figures: Figures) -> str:
-    """Of the document: the model and where it would run."""
-    model = figures.get("model", "name") or "own model"
+    """Title of the document: the model and its target."""
+    model = figures.get("model", "name") or "custom model"
     where = figures.get("target", "name")
     if where is None:
         where = f"{figures.get('devices', 'count')} x {figures.get('devices', 'kind')}"
@@ -50,61 +50,61 @@ def _what(figures: Figures) -> Children:
 
 
 def _verdict(figures: Figures) -> Markup | None:
-    """M against N, by the compiler where it was asked."""
+    """Whether the step fits in memory: by the compiler if it ran, otherwise estimated."""
     if figures.get("target") is None:
         return None
     compiled = figures.get("outcome") is not None
     if compiled:
         found = figures.get("outcome", "fits")
-        look, sign, words = ("good", "✓", "Fits") if found else ("bad", "✕", "Does not fit")
+        style, sign, words = ("good", "✓", "Fits") if found else ("bad", "✕", "Does not fit")
         place: tuple[str, ...] = ("outcome", "device_bytes")
         source = "by the compiler"
     elif figures.get("memory") is not None:
-        look, sign, words = SAID[figures.get("memory", "verdict")]
+        style, sign, words = VERDICTS[figures.get("memory", "verdict")]
         place, source = ("memory", "device"), "estimated"
     else:
         return None
     if (
         compiled
-        and look == "bad"
+        and style == "bad"
         and figures.get("outcome", "host_bytes") > figures.get("target", "host_memory")
     ):
         return _no_host(figures)
-    of = [" of ", figures.shown("bytes", "target", "memory"), " a device"]
+    of = [" of ", figures.shown("bytes", "target", "memory"), " per device"]
     needed = figures.get(*place)
-    said: Children = "more than a device has"
+    text: Children = "more than the device's memory"
     bar = None
     if needed is not None:
         share = figures.derived("ratio", "percent", place, ("target", "memory"))
-        said = [tag("strong", figures.shown("bytes", *place)), of, ", ", share, f", {source}"]
+        text = [tag("strong", figures.shown("bytes", *place)), of, ", ", share, f", {source}"]
         size, room = needed, figures.get("target", "memory")
-        part = Part("M", size, f"whole {look}", "what a device needs")
-        bar = stacked([Bar(None, [part], room, "N")], "M against N")
+        part = BarPart("needed", size, f"single {style}", "per device")
+        bar = stacked([Bar(None, [part], room, "available")], "memory per device")
     return tag(
         "div",
         tag("p", tag("span", sign, cls="sign", aria_hidden="true"), words, cls="words"),
-        tag("p", said, cls="m"),
+        tag("p", text, cls="m"),
         bar,
-        cls=f"verdict {look}",
+        cls=f"verdict {style}",
     )
 
 
 def _no_host(figures: Figures) -> Markup:
-    """What lacks is memory of the host, not of the device."""
+    """The verdict where host memory is insufficient."""
     needed = tag("strong", figures.shown("bytes", "outcome", "host_bytes"))
     has = figures.shown("bytes", "target", "host_memory")
     size, room = figures.get("outcome", "host_bytes"), figures.get("target", "host_memory")
-    part = Part("host memory", size, "whole bad", "what a device needs of its host")
+    part = BarPart("host memory", size, "single bad", "per device")
     return tag(
         "div",
         tag(
             "p",
             tag("span", "✕", cls="sign", aria_hidden="true"),
-            "Does not fit its host",
+            "Does not fit in host memory",
             cls="words",
         ),
-        tag("p", needed, " of host memory for a device, and there are ", has, cls="m"),
-        stacked([Bar(None, [part], room, "of the host")], "host memory"),
+        tag("p", needed, " of host memory per device, of ", has, cls="m"),
+        stacked([Bar(None, [part], room, "available")], "host memory"),
         cls="verdict bad",
     )
 
@@ -115,14 +115,14 @@ def _numbers(figures: Figures) -> Markup | None:
     unit = figures.get("time", "unit") or "tokens"
     entries: list[tuple[Children, Markup]] = [
         ("step", figures.shown("seconds", "time", "step")),
-        (f"{unit} a second", figures.shown("count", "time", "tokens_per_second")),
+        (f"{unit} per second", figures.shown("count", "time", "tokens_per_second")),
         ("MFU", figures.shown("percent", "time", "mfu")),
-        (f"{unit} a step", figures.shown("count", "time", "tokens")),
+        (f"{unit} per step", figures.shown("count", "time", "tokens")),
     ]
     if figures.get("time", "run", "device_hours"):
         run = ("time", "run")
         tokens = figures.shown("count", *run, "tokens")
-        name = tag("span", "device-hours of ", tokens, f" {unit}")
+        name = tag("span", "device-hours for ", tokens, f" {unit}")
         entries.append((name, figures.shown("count", *run, "device_hours")))
     return tag(
         "dl",

@@ -1,4 +1,4 @@
-"""HTML made of nested calls; what is not markup already is escaped. Headings and tables too."""
+"""HTML from nested calls, with text escaped: elements, sections, tables."""
 
 import html
 from collections.abc import Iterable, Iterator
@@ -9,11 +9,11 @@ Children = Any  # text, markup, None, or an iterable of them
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def tag(name: str, /, *children: Children, **attributes: Any) -> Markup:
-    """An element. `cls` is its class, `data_x` becomes `data-x`; None leaves an attribute out."""
+    """An element. `cls` is its class, `data_x` becomes `data-x`; None omits an attribute."""
     words = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -42,7 +42,7 @@ def _texts(children: Iterable[Children]) -> Iterator[str]:
 
 
 def section(name: str, title: str, lead: Children, *content: Children) -> Markup:
-    """A part of the page, with its heading."""
+    """A section of the page, with its heading."""
     return tag(
         "section",
         tag("h2", title, id=f"{name}-title"),
@@ -54,7 +54,7 @@ def section(name: str, title: str, lead: Children, *content: Children) -> Markup
 
 
 def table(heads: tuple[str, ...], rows: Children, cls: str) -> Markup:
-    """A table; a head that begins with "r " is of a column of numbers."""
+    """A table; a head that starts with "r " marks a column of numbers."""
     cells = (
         tag("th", head[2:], scope="col", cls="r")
         if head.startswith("r ")
@@ -65,8 +65,8 @@ def table(heads: tuple[str, ...], rows: Children, cls: str) -> Markup:
     return tag("div", tag("table", body, cls=cls), cls="wide")
 
 
-def folded(heads: tuple[str, ...], rows: list[Markup], cls: str, shown: int) -> Markup:
-    """A table whose later rows are folded away."""
+def collapsible(heads: tuple[str, ...], rows: list[Markup], cls: str, shown: int) -> Markup:
+    """A table whose later rows are collapsed."""
     first = table(heads, rows[:shown], cls)
     if len(rows) <= shown:
         return first

@@ -1,14 +1,14 @@
-"""What a device needs by component, against what it has; host memory and the compiler beside it."""
+"""Page section: memory per device by component and its limit; host memory; compiler's figures."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspeed.planner.page import looks
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page import styles
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import FORMS, Figures, percent_text
 from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 
-THIN = 0.03  # of N: less is drawn to its own scale
+THIN = 0.03  # of the available memory: less is drawn without that limit
 Numbered = tuple[int, Mapping[str, Any]]  # a component and its place in the figures
 
 
@@ -20,9 +20,9 @@ def memory(figures: Figures) -> Markup | None:
     device = [each for each in listed if not each[1]["host"]]
     host = [each for each in listed if each[1]["host"]]
     bars = [_estimate(figures, device, keys), *_compiler(figures)]
-    charts = [stacked(bars, "memory of a device")]
+    charts = [stacked(bars, "memory per device")]
     if host:
-        charts.append(stacked([_host(figures, host, keys)], "host memory of a device"))
+        charts.append(stacked([_host(figures, host, keys)], "host memory per device"))
     return section(
         "memory",
         "Memory",
@@ -36,40 +36,40 @@ def memory(figures: Figures) -> Markup | None:
 
 def _lead(figures: Figures) -> Children:
     said: list[Children] = [
-        "At its fullest moment a device holds ",
+        "Peak memory per device is ",
         figures.shown("bytes", "memory", "device"),
         ": ",
         figures.shown("bytes", "memory", "state"),
-        " that stay from step to step, and ",
+        " of state and ",
         figures.shown("bytes", "memory", "temporary"),
-        " that come and go.",
+        " of temporaries.",
     ]
     if figures.get("pipeline"):
         said.append(
             [
                 " All ",
                 figures.shown("count", "pipeline", "stages"),
-                " stages run one program over arrays of one shape, so one bar is each of them.",
+                " stages run one program on arrays of the same shapes and need the same memory.",
             ]
         )
     return said
 
 
 def _in_order(components: list[Mapping[str, Any]]) -> list[Numbered]:
-    """As they are stacked: what stays first, the largest first; host memory after the device's."""
+    """Stacking order: state first, the largest first; host memory after device memory."""
     return sorted(
         enumerate(components),
         key=lambda each: (each[1]["host"], not each[1]["lasting"], -each[1]["bytes"]),
     )
 
 
-def _parts(listed: list[Numbered], keys: Mapping[int, str], room: float | None) -> list[Part]:
+def _parts(listed: list[Numbered], keys: Mapping[int, str], room: float | None) -> list[BarPart]:
     parts = []
     for place, found in listed:
-        share = f", {percent_text(found['bytes'] / room)} of what there is" if room else ""
+        share = f", {percent_text(found['bytes'] / room)} of the available memory" if room else ""
         tip = f"{FORMS['bytes'](found['bytes'])}{share}\n{found['formula']}"
-        look = looks.component(found["name"], found["lasting"])
-        parts.append(Part(found["name"], found["bytes"], look, tip, keys[place]))
+        cls = styles.component(found["name"], found["lasting"])
+        parts.append(BarPart(found["name"], found["bytes"], cls, tip, keys[place]))
     return parts
 
 
@@ -78,16 +78,16 @@ def _estimate(figures: Figures, listed: list[Numbered], keys: Mapping[int, str])
     label: list[Children] = ["estimate  ", figures.shown("bytes", "memory", "device")]
     parts = _parts(listed, keys, room)
     if _thin(figures):
-        return Bar([*label, "  of ", _n(figures), ", which is too long to draw"], parts)
-    return Bar(label, parts, room, _n(figures))
+        return Bar([*label, "  of ", _available(figures), " (not drawn)"], parts)
+    return Bar(label, parts, room, _available(figures))
 
 
-def _n(figures: Figures) -> Children:
-    return ["N = ", figures.shown("bytes", "target", "memory")]
+def _available(figures: Figures) -> Children:
+    return [figures.shown("bytes", "target", "memory"), " available"]
 
 
 def _thin(figures: Figures) -> bool:
-    """Whether nothing could be seen of M at the scale of N."""
+    """Whether the bar would be invisible at the scale of the available memory."""
     needed = max(figures.get("memory", "device"), figures.get("outcome", "device_bytes") or 0)
     return bool(needed < THIN * figures.get("target", "memory"))
 
@@ -95,18 +95,18 @@ def _thin(figures: Figures) -> bool:
 def _host(figures: Figures, listed: list[Numbered], keys: Mapping[int, str]) -> Bar:
     room = figures.get("target", "host_memory")
     label: list[Children] = [
-        "host memory, for a device  ",
+        "host memory per device  ",
         figures.shown("bytes", "memory", "host"),
     ]
-    has: list[Children] = ["of ", figures.shown("bytes", "target", "host_memory")]
+    has: list[Children] = [figures.shown("bytes", "target", "host_memory"), " available"]
     parts = _parts(listed, keys, room)
     if figures.get("memory", "host") < THIN * room:
-        return Bar([*label, "  ", *has], parts)
+        return Bar([*label, "  of ", *has], parts)
     return Bar(label, parts, room, has)
 
 
 def _compiler(figures: Figures) -> list[Bar]:
-    """The compiler's own figures, where there are any."""
+    """The compiler's figures, if any."""
     needed = figures.get("outcome", "device_bytes")
     room = None if _thin(figures) else figures.get("target", "memory")
     if needed is None:
@@ -114,24 +114,24 @@ def _compiler(figures: Figures) -> list[Bar]:
     label: list[Children] = ["compiler  ", figures.shown("bytes", "outcome", "device_bytes")]
     found = figures.get("compiled")
     if found is None:
-        label.append(": refused")
+        label.append(": rejected")
         tip = f"{FORMS['bytes'](needed)}\n{figures.get('outcome', 'refused')}"
-        return [Bar(label, [Part("refused", needed, "whole bad", tip)], room)]
-    results = found["output_bytes"] - found["alias_bytes"]
+        return [Bar(label, [BarPart("rejected", needed, "single bad", tip)], room)]
+    outputs = found["output_bytes"] - found["alias_bytes"]
     sizes = (
         ("arguments", found["argument_bytes"], "k1", "state and batch"),
-        ("temporaries", found["temp_bytes"], "k2 striped", "alive beside them at the most"),
-        ("results", results, "k3", "that do not overwrite an argument"),
+        ("temporaries", found["temp_bytes"], "k2 striped", "at the peak"),
+        ("outputs", outputs, "k3", "that do not alias an argument"),
     )
-    parts = [Part(n, size, look, f"{FORMS['bytes'](size)}\n{tip}") for n, size, look, tip in sizes]
+    parts = [BarPart(n, size, cls, f"{FORMS['bytes'](size)}\n{tip}") for n, size, cls, tip in sizes]
     return [Bar(label, parts, room)]
 
 
 def _legend() -> Markup:
     return tag(
         "p",
-        tag("span", tag("i", cls="swatch c12"), "stays from step to step"),
-        tag("span", tag("i", cls="swatch c12 striped"), "there at the fullest moment only"),
+        tag("span", tag("i", cls="swatch c12"), "state, persists between steps"),
+        tag("span", tag("i", cls="swatch c12 striped"), "temporary, at the peak"),
         cls="legend",
     )
 
@@ -140,10 +140,10 @@ def _table(figures: Figures, listed: list[Numbered], keys: Mapping[int, str]) ->
     def row(place: int, found: Mapping[str, Any]) -> Markup:
         room = "host_memory" if found["host"] else "memory"
         at = ("memory", "components", place, "bytes")
-        look = looks.component(found["name"], found["lasting"])
+        cls = styles.component(found["name"], found["lasting"])
         return tag(
             "tr",
-            tag("td", tag("i", keys[place], cls=f"swatch {look}"), cls="k"),
+            tag("td", tag("i", keys[place], cls=f"swatch {cls}"), cls="k"),
             tag("th", found["name"], " (host)" if found["host"] else None, scope="row"),
             tag("td", figures.shown("bytes", *at), cls="r"),
             tag("td", figures.derived("ratio", "percent", at, ("target", room)), cls="r"),
@@ -151,7 +151,7 @@ def _table(figures: Figures, listed: list[Numbered], keys: Mapping[int, str]) ->
         )
 
     return table(
-        ("", "component", "r bytes", "r of N", "formula"),
+        ("", "component", "r bytes", "r of available", "formula"),
         [row(*each) for each in listed],
         "components",
     )
@@ -164,6 +164,6 @@ def _difference(figures: Figures) -> Markup | None:
     return tag(
         "p",
         ["The estimate is ", figures.derived("ratio", "percent", *places)],
-        [" of what the compiler says, ", figures.shown("bytes", "outcome", "device_bytes")],
-        [", in ", figures.shown("seconds", "outcome", "seconds"), " of compiling."],
+        [" of the compiler's figure, ", figures.shown("bytes", "outcome", "device_bytes")],
+        [" (compiled in ", figures.shown("seconds", "outcome", "seconds"), ")."],
     )

@@ -1,23 +1,23 @@
-"""The mesh: its devices drawn with their links, and over which links each axis exchanges."""
+"""Page section: the mesh, its devices with their links, and the links of each axis."""
 
 from collections.abc import Iterator, Mapping
 
-from jaxspeed.planner.page import looks
+from jaxspeed.planner.page import styles
 from jaxspeed.planner.page.figures import Figures
 from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
 from jaxspeed.planner.page.torus_section import torus
 
-# What an axis is for, whatever the stage.
+# {axis: its use, for any ZeRO stage}.
 PURPOSE = {
-    "pipe": "cuts the layers into stages",
-    "replica": "copies of the whole, each with its part of the batch",
-    "data": "cuts the batch; ZeRO cuts state along it",
-    "seq": "cuts the sequence",
-    "expert": "cuts the experts",
-    "tensor": "cuts each layer's products",
+    "pipe": "splits the layers into pipeline stages",
+    "replica": "shards the batch; replicates state",
+    "data": "shards the batch; ZeRO shards state",
+    "seq": "shards the sequence",
+    "expert": "shards the experts",
+    "tensor": "shards each layer's matmuls",
 }
 SPEED = {"slice": "outside", "network": "outside"}
-MOST_NODES = 6  # of more the first and the last are drawn
+MOST_NODES = 6  # beyond that only the first and the last are drawn
 MOST_DEVICES = 16  # of a node, likewise
 
 
@@ -33,8 +33,8 @@ def _lead(figures: Figures) -> Children:
     axes = [axis for axis, size in figures.get("mesh").items() if size > 1]
     counted = [[figures.shown("count", "mesh", axis), f" {axis}"] for axis in axes]
     product = [part for each in counted for part in (" × ", each)][1:]
-    said = [figures.shown("count", "devices", "count"), " devices"]
-    return [*said, *([" = ", product] if product else []), "."]
+    items = [figures.shown("count", "devices", "count"), " devices"]
+    return [*items, *([" = ", product] if product else []), "."]
 
 
 def _axes(figures: Figures) -> Markup | None:
@@ -45,19 +45,19 @@ def _axes(figures: Figures) -> Markup | None:
     def row(axis: str) -> Markup:
         return tag(
             "tr",
-            tag("th", tag("i", cls=f"dot {looks.AXES[axis]}"), axis, scope="row"),
+            tag("th", tag("i", cls=f"dot {styles.AXES[axis]}"), axis, scope="row"),
             tag("td", figures.shown("count", "mesh", axis), cls="r"),
-            tag("td", _along(figures, axis)),
+            tag("td", _links(figures, axis)),
             tag("td", PURPOSE[axis], cls="purpose"),
         )
 
-    heads = ("axis", "r size", "over", "what it does")
+    heads = ("axis", "r size", "links", "use")
     return table(heads, [row(axis) for axis in layout], "axes")
 
 
-def _along(figures: Figures, axis: str) -> Children:
-    """Over which links, and how fast one is in one direction."""
-    said: list[Children] = []
+def _links(figures: Figures, axis: str) -> Children:
+    """The links of an axis, with the bandwidth of one in one direction."""
+    items: list[Children] = []
     for link in figures.get("target", "layout", axis):
         speed = SPEED.get(link, "link")
         name = link_name(figures, link)
@@ -65,16 +65,16 @@ def _along(figures: Figures, axis: str) -> Children:
         rate: Children = [", ", figures.shown("bytes a second", "target", speed)]
         if link == "core":
             rate = None
-        said.append(tag("div", count, f" {name}", rate))
-    return said
+        items.append(tag("div", count, f" {name}", rate))
+    return items
 
 
 def link_name(figures: Figures, link: str) -> str:
-    """A kind of link in words."""
+    """Display name of a kind of link."""
     topology = figures.get("target", "topology")
     if link in "xyz":
         ring = figures.get("target", "wraps")["xyz".index(link)]
-        return f"along {link}{' (a ring)' if ring and topology['xyz'.index(link)] > 2 else ''}"
+        return f"along {link}{' (ring)' if ring and topology['xyz'.index(link)] > 2 else ''}"
     return {
         "core": "cores of a chip",
         "slice": "slices, over the network",
@@ -83,7 +83,7 @@ def link_name(figures: Figures, link: str) -> str:
     }[link]
 
 
-# -- nodes behind switches: their devices share a fast link, and the network is between them ------
+# -- nodes with switches: fast links inside, the network between them ------------------------------
 
 
 def nodes(figures: Figures) -> Markup:
@@ -97,7 +97,7 @@ def nodes(figures: Figures) -> Markup:
 
 
 def _some(count: int, most: int) -> Iterator[int | None]:
-    """All numbers, or the first and the last with None between them."""
+    """All numbers, or the first ones and the last with None between them."""
     if count <= most:
         yield from range(count)
         return
@@ -107,7 +107,7 @@ def _some(count: int, most: int) -> Iterator[int | None]:
 
 
 def _gap(many: int) -> Markup:
-    return tag("span", f"⋯ {many} nodes in all ⋯", cls="more")
+    return tag("span", f"⋯ {many} nodes in total ⋯", cls="more")
 
 
 def _node(figures: Figures, number: int, size: int) -> Markup:
@@ -130,13 +130,13 @@ def _inside(figures: Figures) -> str:
 
 
 def _bar(figures: Figures, link: str, name: str, speed: str) -> Markup:
-    """A switch, with the axes whose exchanges go over it and one device's speed."""
+    """A switch, with the axes that communicate over it and the bandwidth of a device."""
     layout: Mapping[str, Mapping[str, int]] = figures.get("target", "layout")
     axes = [axis for axis, links in layout.items() if link in links]
-    said: list[Children] = [
+    items: list[Children] = [
         [
             " ",
-            tag("i", cls=f"dot {looks.AXES[axis]}"),
+            tag("i", cls=f"dot {styles.AXES[axis]}"),
             f"{axis} ",
             figures.shown("count", "target", "layout", axis, link),
         ]
@@ -147,6 +147,6 @@ def _bar(figures: Figures, link: str, name: str, speed: str) -> Markup:
         tag("b", name),
         " ",
         figures.shown("bytes a second", "target", speed),
-        said,
-        cls=f"switch {looks.AXES[axes[0]] if axes else 'a0'}",
+        items,
+        cls=f"switch {styles.AXES[axes[0]] if axes else 'a0'}",
     )

@@ -1,5 +1,5 @@
 "use strict";
-// The theme: what the system prefers, until the button says otherwise.
+// The theme: the system's preference, until the button overrides it.
 (() => {
   const root = document.documentElement;
   const button = document.getElementById("theme");
@@ -11,7 +11,7 @@
   dark.addEventListener("change", name);
   name();
 })();
-// What a part says of itself, where it is pointed at, tapped or reached by key.
+// Tooltips on hover, tap and keyboard focus.
 (() => {
   const tip = document.getElementById("tip");
   let shown = null;
@@ -34,7 +34,7 @@
   document.addEventListener("pointerover", over);
   document.addEventListener("focusin", over);
   document.addEventListener("focusout", hide);
-  // The page scrolls to what is reached by key: it is still told of where it then stands.
+  // Focus scrolls the page: the tooltip follows the focused element.
   const moved = () => { if (shown && shown === document.activeElement) show(shown); else hide(); };
   document.addEventListener("scroll", moved, { passive: true });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a Gantt chart: time to the right, two lanes a stage."""
+"""Page section: a pipeline's schedule as a Gantt chart, a forward and a backward row per stage."""
 
 from collections.abc import Iterator, Sequence
 from string import ascii_letters
@@ -7,10 +7,10 @@ from typing import Any
 from jaxspeed.planner.page.figures import Figures
 from jaxspeed.planner.page.markup import Children, Markup, section, tag
 
-MOST_STAGES = 32  # more are shown by their first and last
+MOST_STAGES = 32  # beyond that only the first and last are drawn
 SHOWN_ENDS = (12, 6)
-MOST_CELLS = 6000  # more are drawn run by run
-MOST_TICKS_NUMBERED = 48  # more leave no room for numbers
+MOST_CELLS = 6000  # beyond that consecutive micro-batches are drawn as one cell
+MOST_TICKS_NUMBERED = 48  # beyond that cells are too narrow for numbers
 _HEAD = 20  # above the first row, for the ticks' numbers
 
 
@@ -33,17 +33,17 @@ def _lead(figures: Figures) -> Children:
         ": ",
         [figures.shown("count", "pipeline", "micro_batches"), " micro-batches pass "],
         [figures.shown("count", "pipeline", "stages"), " stages in "],
-        [figures.shown("count", "pipeline", "ticks"), " ticks; "],
-        [figures.shown("percent", "pipeline", "bubble"), " of the time is waiting."],
+        [figures.shown("count", "pipeline", "ticks"), " ticks; the bubble is "],
+        [figures.shown("percent", "pipeline", "bubble"), " of the time."],
     ]
 
 
 def _chart(figures: Figures) -> Markup:
     found = figures.get("pipeline")
     stages = list(_stages(found["stages"]))
-    lane = 11 if found["stages"] <= 8 else 7 if found["stages"] <= 16 else 4
-    row = 2 * lane + 5
-    busy = sum(run[3] for way in found["work"].values() for runs in way for run in runs)
+    pass_height = 11 if found["stages"] <= 8 else 7 if found["stages"] <= 16 else 4
+    row = 2 * pass_height + 5
+    busy = sum(run[3] for direction in found["work"].values() for runs in direction for run in runs)
     cells = busy <= MOST_CELLS
     height = _HEAD + row * len(stages)
     labels, drawn = [], [_ruler(found["ticks"], height)]
@@ -55,7 +55,7 @@ def _chart(figures: Figures) -> Markup:
             continue
         if number % every == 0:
             labels.append(tag("span", f"{stage}", style=f"top:{top}px;height:{row}px"))
-        drawn.append(_stage(found, stage, top, lane, cells))
+        drawn.append(_stage(found, stage, top, pass_height, cells))
     return tag(
         "div",
         tag("div", tag("span", "stage", cls="head"), labels, cls="stages"),
@@ -73,7 +73,7 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _stages(count: int) -> Iterator[int | None]:
-    """Those to draw; None where some are left out."""
+    """The stages to draw; None where some are omitted."""
     if count <= MOST_STAGES:
         yield from range(count)
         return
@@ -93,40 +93,55 @@ def _ruler(ticks: int, height: int) -> Markup:
     return tag("g", marks, cls="ruler", aria_hidden="true")
 
 
-def _stage(found: dict[str, Any], stage: int, top: int, lane: int, cells: bool) -> Markup:
+def _stage(found: dict[str, Any], stage: int, top: int, pass_height: int, cells: bool) -> Markup:
     ticks, work = found["ticks"], found["work"]
-    lanes, busy = [], {}
-    for number, way in enumerate(("forward", "backward")):
-        runs = work[way][stage]
-        busy[way] = sum(run[3] for run in runs)
-        y = top + number * (lane + 1)
+    drawn, busy = [], {}
+    for number, direction in enumerate(("forward", "backward")):
+        runs = work[direction][stage]
+        busy[direction] = sum(run[3] for run in runs)
+        y = top + number * (pass_height + 1)
         if runs:
-            lanes.append(
-                tag("rect", x=0, y=y, width="100%", height=lane, cls="idle", aria_hidden="true")
+            drawn.append(
+                tag(
+                    "rect",
+                    x=0,
+                    y=y,
+                    width="100%",
+                    height=pass_height,
+                    cls="idle",
+                    aria_hidden="true",
+                )
             )
-        lanes += _lane(runs, ticks, y, lane, way[0], found["chunks"], cells)
+        drawn += _pass(runs, ticks, y, pass_height, direction[0], found["chunks"], cells)
     tip = f"stage {stage}\n{busy['forward']} ticks forward, {busy['backward']} backward, of {ticks}"
-    return tag("g", lanes, tabindex=0, data_tip=tip, role="img", aria_label=tip.replace("\n", ": "))
+    return tag(
+        "g",
+        drawn,
+        tabindex=0,
+        data_tip=tip,
+        role="img",
+        aria_label=tip.replace("\n", ": "),
+    )
 
 
-def _lane(
+def _pass(
     runs: Sequence[Sequence[int]],
     ticks: int,
     y: int,
     height: int,
-    way: str,
+    direction: str,
     chunks: int,
     cells: bool,
 ) -> Iterator[Markup]:
     numbered = ticks <= MOST_TICKS_NUMBERED and height >= 11
     for tick, chunk, micro, length in runs:
-        pieces = (
+        spans = (
             [(tick + i, micro + i, 1) for i in range(length)] if cells else [(tick, micro, length)]
         )
-        for at, which, long in pieces:
-            look = f"{way}{chunk % 4 if chunks > 1 else which % 2}"
+        for at, which, long in spans:
+            style = f"{direction}{chunk % 4 if chunks > 1 else which % 2}"
             x, width = f"{at / ticks:.3%}", f"{long / ticks:.3%}"
-            yield tag("rect", x=x, y=y, width=width, height=height, cls=look)
+            yield tag("rect", x=x, y=y, width=width, height=height, cls=style)
             if numbered:
                 middle = f"{(at + 0.5) / ticks:.3%}"
                 text = f"{ascii_letters[chunk % 52]}{which}" if chunks > 1 else which
@@ -137,28 +152,28 @@ def _legend(figures: Figures) -> Markup:
     chunks = figures.get("pipeline", "chunks") or 1
     if chunks > 1:
         letters = ", ".join(ascii_letters[i] for i in range(min(chunks, 4)))
-        apart = f"shades: the {chunks} chunks of a stage ({letters}{' ...' if chunks > 4 else ''})"
+        shades = f"shades: the {chunks} chunks of a stage ({letters}{' ...' if chunks > 4 else ''})"
     else:
-        apart = "light and dark: one micro-batch and the next"
+        shades = "light and dark: alternating micro-batches"
     return tag(
         "p",
-        tag("span", tag("i", cls="swatch f0"), "forward (upper lane)"),
-        tag("span", tag("i", cls="swatch b0"), "backward (lower lane)"),
-        tag("span", tag("i", cls="swatch idle"), "waiting"),
-        tag("span", apart),
+        tag("span", tag("i", cls="swatch f0"), "forward (upper row)"),
+        tag("span", tag("i", cls="swatch b0"), "backward (lower row)"),
+        tag("span", tag("i", cls="swatch idle"), "idle"),
+        tag("span", shades),
         cls="legend",
     )
 
 
 def _costs(figures: Figures) -> Markup:
     rows = (
-        ("a stage holds", "count", "layers_of_a_chunk", "layers a chunk"),
-        ("inputs kept", "count", "live_inputs", "at the most"),
-        ("kept of them", "bytes", "live_bytes", "on each device"),
-        ("a message on", "bytes", "forward_bytes", "to the next stage, of one micro-batch"),
-        ("a message back", "bytes", "backward_bytes", "its gradient"),
-        ("messages", "bytes", "message_bytes", "that a device sends in a step"),
-        ("embedding, head", "bytes", "shared_bytes", "between all stages in a step, at the most"),
+        ("layers", "count", "layers_of_a_chunk", "per chunk"),
+        ("saved inputs", "count", "live_inputs", "at the peak"),
+        ("their bytes", "bytes", "live_bytes", "per device"),
+        ("forward message", "bytes", "forward_bytes", "per micro-batch, to the next stage"),
+        ("backward message", "bytes", "backward_bytes", "per micro-batch, its gradient"),
+        ("messages", "bytes", "message_bytes", "sent per device and step"),
+        ("embedding, head", "bytes", "shared_bytes", "between all stages per step, at most"),
     )
     return tag(
         "dl",

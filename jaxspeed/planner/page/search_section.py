@@ -1,4 +1,4 @@
-"""The search: each candidate by the time of its step and what a device needs, and why it lost."""
+"""Page section: a search, as a scatter plot of step time and memory and a table of candidates."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.placement.show import bytes_text, seconds_text
-from jaxspeed.planner.page.advice_section import words
+from jaxspeed.planner.page.advice_section import setting
 from jaxspeed.planner.page.figures import Figures, percent_text
-from jaxspeed.planner.page.markup import Children, Markup, folded, section, tag
+from jaxspeed.planner.page.markup import Children, Markup, collapsible, section, tag
 
 HEIGHT = 340
 FITS = {"fits": "fits", "tight": "tight", "does not fit": "no"}
-SHOWN = 15  # rows; the rest is folded away
-_FAR = 12.0  # from the least to the most: beyond that places are those of logarithms
+SHOWN = 15  # rows; the rest is collapsed
+_FAR = 12.0  # ratio of maximum and minimum above which a scale is logarithmic
 
 
 def search(figures: Figures) -> Markup | None:
@@ -30,53 +30,56 @@ def search(figures: Figures) -> Markup | None:
 
 
 def _lead(figures: Figures) -> Children:
-    said: list[Children] = [figures.shown("count", "search", "tried"), " configs of a batch of "]
-    said += [figures.shown("count", "search", "global_batch"), " tried in "]
-    said += [figures.shown("seconds", "search", "seconds"), "."]
+    text: list[Children] = [
+        figures.shown("count", "search", "tried"),
+        " configs with global batch ",
+    ]
+    text += [figures.shown("count", "search", "global_batch"), " estimated in "]
+    text += [figures.shown("seconds", "search", "seconds"), "."]
     best = figures.get("search", "best")
     if best is None:
-        return [*said, " None of them fits."]
+        return [*text, " None of them fits."]
     at = ("search", "candidates", best)
     return [
-        *said,
-        " The best: ",
+        *text,
+        " Best: ",
         tag("b", figures.get(*at, "name")),
         ", ",
         figures.shown("seconds", *at, "seconds"),
-        " a step and ",
+        " per step and ",
         figures.shown("bytes", *at, "device_bytes"),
-        " a device.",
+        " per device.",
     ]
 
 
 def _scatter(figures: Figures) -> Markup:
     found = figures.get("search", "candidates")
     room = figures.get("target", "memory")
-    across = scale_of([each["seconds"] for each in found], whole=False)
+    across = scale_of([each["seconds"] for each in found], from_zero=False)
     up = scale_of([*(each["device_bytes"] for each in found), *([room] if room else [])])
     best = figures.get("search", "best")
-    order = sorted(range(len(found)), key=lambda i: i == best)  # the best is on top
+    order = sorted(range(len(found)), key=lambda i: i == best)  # the best last, on top
     points = [_point(found[i], across, up, i == best) for i in order]
     lines = [*_grid(across, up)]
     if room:
         y = _y(up, room)
         lines.append(tag("line", x1="0", x2="100%", y1=y, y2=y, cls="n-line"))
-        text = f"N = {bytes_text(room)}"
+        text = f"{bytes_text(room)} available"
         lines.append(tag("text", text, x="99.5%", y=y, dy=-6, cls="n-text", text_anchor="end"))
     svg = tag("svg", lines, points, width="100%", height=HEIGHT, role="group", aria_label="search")
     return tag(
         "div",
-        tag("span", "memory of a device", cls="y-title"),
+        tag("span", "memory per device", cls="y-title"),
         tag("div", tag("div", _ticks_up(up), cls="y-ticks"), svg, cls="plot"),
         tag("div", _ticks_across(across), cls="x-ticks"),
-        tag("span", "seconds a step (left is faster)", cls="x-title"),
+        tag("span", "step time (left is faster)", cls="x-title"),
         cls="scatter",
     )
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Places from 0 to 1 of figures from `low` to `high`."""
+    """A mapping of [low, high] to [0, 1]."""
 
     low: float
     high: float
@@ -89,9 +92,8 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def scale_of(values: Sequence[float], whole: bool = True) -> Scale:
-    """Of all these: from 0, or where not `whole` from the least; by logarithms if they are far
-    apart."""
+def scale_of(values: Sequence[float], from_zero: bool = True) -> Scale:
+    """The scale of these values, from 0 or from the minimum; logarithmic if they are far apart."""
     least, most = min(values), max(values)
     if least > 0 and most / least > _FAR:
         low, high = least / 1.15, most * 1.15
@@ -101,16 +103,16 @@ def scale_of(values: Sequence[float], whole: bool = True) -> Scale:
         made = (step * 10.0**power for power in powers for step in steps)
         return Scale(low, high, True, tuple(t for t in made if low <= t <= high))
     low, high = 0.0, (most * 1.08 or 1.0)
-    if not whole:
-        beside = 0.05 * (most - least) or 0.5 * most or 1.0
-        low, high = max(0.0, least - beside), most + beside
+    if not from_zero:
+        margin = 0.05 * (most - least) or 0.5 * most or 1.0
+        low, high = max(0.0, least - margin), most + margin
     step = _round((high - low) / 5)
     first_tick = math.ceil(low / step)
     return Scale(low, high, False, tuple(step * n for n in range(first_tick, int(high / step) + 1)))
 
 
 def _round(step: float) -> float:
-    """The next of 1, 2, 5, 10, ... that is no less."""
+    """Round up to 1, 2, 5 or 10 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= step * 0.999)
 
@@ -143,11 +145,11 @@ def _ticks_across(across: Scale) -> list[Markup]:
 def _point(each: dict[str, Any], across: Scale, up: Scale, best: bool) -> Markup:
     x, y = _x(across, each["seconds"]), _y(up, each["device_bytes"])
     tip = _tip(each, best)
-    look = FITS[each["fits"]]
+    style = FITS[each["fits"]]
     shape: list[Markup]
-    if look == "no":  # a hollow point
+    if style == "no":  # a hollow point
         shape = [tag("circle", cx=x, cy=y, r=4, cls="point no")]
-    elif look == "tight":
+    elif style == "tight":
         shape = [
             tag("circle", cx=x, cy=y, r=5, cls="point tight"),
             tag("circle", cx=x, cy=y, r=2, cls="core"),
@@ -162,24 +164,24 @@ def _point(each: dict[str, Any], across: Scale, up: Scale, best: bool) -> Markup
 def _tip(each: dict[str, Any], best: bool) -> str:
     lines = [
         each["name"],
-        f"{seconds_text(each['seconds'])} a step, MFU {percent_text(each['mfu'])}",
-        f"{bytes_text(each['device_bytes'])} a device: {each['fits']}",
+        f"{seconds_text(each['seconds'])} per step, MFU {percent_text(each['mfu'])}",
+        f"{bytes_text(each['device_bytes'])} per device: {each['fits']}",
     ]
-    return "\n".join([*lines, "the best" if best else each.get("lost") or ""]).strip()
+    return "\n".join([*lines, "best" if best else each.get("lost") or ""]).strip()
 
 
 def _legend() -> Markup:
-    def mark(look: str) -> Markup:
-        circle = tag("circle", cx=7, cy=7, r=4.5, cls=f"point {look}")
-        core = tag("circle", cx=7, cy=7, r=2, cls="core") if look == "tight" else None
+    def mark(style: str) -> Markup:
+        circle = tag("circle", cx=7, cy=7, r=4.5, cls=f"point {style}")
+        core = tag("circle", cx=7, cy=7, r=2, cls="core") if style == "tight" else None
         return tag("svg", circle, core, width=14, height=14, aria_hidden="true")
 
     best = tag("svg", tag("circle", cx=7, cy=7, r=6, cls="ring"), width=14, height=14)
     names = (("fits", "fits"), ("tight", "tight"), ("no", "does not fit"))
     return tag(
         "p",
-        [tag("span", mark(look), f" {name}") for look, name in names],
-        tag("span", best, " the best"),
+        [tag("span", mark(style), f" {name}") for style, name in names],
+        tag("span", best, " best"),
         cls="legend",
     )
 
@@ -187,8 +189,8 @@ def _legend() -> Markup:
 def _table(figures: Figures) -> Markup:
     found = figures.get("search", "candidates")
     rows = [_row(figures, i) for i in range(len(found))]
-    heads = ("", "candidate", "r step", "r tokens/s", "r MFU", "r device", "r host", "why it lost")
-    return folded(heads, rows, "candidates", SHOWN)
+    heads = ("", "candidate", "r step", "r tokens/s", "r MFU", "r device", "r host", "reason")
+    return collapsible(heads, rows, "candidates", SHOWN)
 
 
 def _row(figures: Figures, i: int) -> Markup:
@@ -200,7 +202,7 @@ def _row(figures: Figures, i: int) -> Markup:
         size = figures.shown("bytes", *at, "compiled", "device_bytes")
         proved = tag("small", "compiled: ", size, f", {each['compiled']['fits']}")
     host = figures.shown("bytes", *at, "host_bytes") if each["host_bytes"] else None
-    sets = [tag("code", words(k, v)) for k, v in (each.get("set") or {}).items()]
+    sets = [tag("code", setting(k, v)) for k, v in (each.get("set") or {}).items()]
     name: Children = each["name"]
     if sets:
         name = tag("details", tag("summary", each["name"]), tag("div", sets, cls="sets"))

@@ -1,52 +1,52 @@
-"""A torus of chips as a lattice: a part of it where it is large, with the counts beside it."""
+"""Drawing of a TPU torus as a lattice, truncated where it is large, with the size of each dim."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxspeed.planner.page import looks
+from jaxspeed.planner.page import styles
 from jaxspeed.planner.page.figures import Figures
 from jaxspeed.planner.page.markup import Markup, tag
 
-MOST = 4  # places drawn along a dim: of more the first three and the last
+MOST = 4  # chips drawn along a dim: beyond that the first three and the last
 Place = tuple[int, ...]
-# Steps on the paper of x, y and z, in units of the drawing.
+# Projected steps along x, y and z, in units of the drawing.
 SOLID = ((50.0, 15.0), (34.0, -23.0), (0.0, -52.0))
 FLAT = ((58.0, 0.0), (0.0, -52.0))
 
 
 class Dim(NamedTuple):
-    """One dim of the torus as it is drawn."""
+    """One drawn dim of the torus."""
 
     name: str
     size: int
     shown: int
     wraps: bool
-    axes: tuple[tuple[str, int], ...]  # that lie along it, with how far
+    axes: tuple[tuple[str, int], ...]  # mesh axes along it, with their extents
     step: tuple[float, float]
 
     @property
-    def look(self) -> str:
-        return looks.AXES[self.axes[0][0]] if self.axes else "a0"
+    def style(self) -> str:
+        return styles.AXES[self.axes[0][0]] if self.axes else "a0"
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         return self.shown < self.size
 
 
 def torus(figures: Figures) -> Markup:
-    """The lattice; `slices` of them stand behind each other in words."""
+    """The lattice of one slice, and the number of slices as text."""
     dims = _dims(figures)
     slices = figures.get("target", "slices")
     note = [
         tag("b", figures.shown("count", "target", "slices")),
-        " such slices, joined by the network",
+        " such slices, connected by the network",
     ]
     drawn = _drawing(dims)
     return tag(
         "figure",
         drawn,
-        tag("figcaption", [_said(figures, i, dim) for i, dim in enumerate(dims)]),
+        tag("figcaption", [_caption(figures, i, dim) for i, dim in enumerate(dims)]),
         tag("p", note, cls="slices") if slices > 1 else None,
         cls="torus",
     )
@@ -64,12 +64,12 @@ def _dims(figures: Figures) -> list[Dim]:
     return dims
 
 
-def _said(figures: Figures, number: int, dim: Dim) -> Markup:
+def _caption(figures: Figures, number: int, dim: Dim) -> Markup:
     axes = ", ".join(axis for axis, _ in dim.axes) or "no axis"
-    ring = "a ring" if dim.wraps else "a line"
+    ring = "ring" if dim.wraps else "line"
     return tag(
         "span",
-        tag("i", cls=f"dot {dim.look}"),
+        tag("i", cls=f"dot {dim.style}"),
         tag("b", dim.name, " "),
         figures.shown("count", "target", "topology", number),
         f" chips, {ring}: {axes}",
@@ -83,7 +83,7 @@ def _drawing(dims: Sequence[Dim]) -> Markup:
     margin = 46 if any(dim.wraps for dim in dims) else 30
     left, right = min(x for x, _ in ends) - margin, max(x for x, _ in ends) + margin
     top, bottom = min(y for _, y in ends) - margin, max(y for _, y in ends) + margin
-    # What is behind is drawn first: y grows away from who looks.
+    # Back to front: y grows away from the viewer.
     order = sorted(places, key=lambda p: (-p[1], p[0], *p[2:]) if len(dims) == 3 else p)
     parts: list[Markup] = [*_wraps(dims)]
     for place in order:
@@ -101,16 +101,16 @@ def _drawing(dims: Sequence[Dim]) -> Markup:
 
 
 def _at(dims: Sequence[Dim], place: Place) -> tuple[float, float]:
-    """On the paper; before the last of a dim that is cut there is a gap."""
+    """Projected position, with a gap before the last chip of a truncated dim."""
     x = y = 0.0
     for dim, n in zip(dims, place, strict=True):
-        far = n + (0.5 if dim.cut and n == dim.shown - 1 else 0)
+        far = n + (0.5 if dim.truncated and n == dim.shown - 1 else 0)
         x, y = x + far * dim.step[0], y + far * dim.step[1]
     return x, y
 
 
 def _seen(dims: Sequence[Dim], place: Place, *more: Place) -> bool:
-    """Whether all these are on one of the sides that are seen: front, right or top."""
+    """Whether all these places are on one visible side: front, right or top."""
     if len(dims) < 3 or all(dim.shown <= 2 for dim in dims):
         return True
     sides = (
@@ -135,12 +135,12 @@ def _chip(x: float, y: float) -> Markup:
 
 
 def _links(dims: Sequence[Dim], place: Place) -> Iterator[Markup]:
-    """To the next in each dim."""
+    """Links to the next chip in each dim."""
     x, y = _at(dims, place)
     for i, dim in enumerate(dims):
         if place[i] + 1 == dim.shown:
             continue
-        gap = dim.cut and place[i] + 2 == dim.shown
+        gap = dim.truncated and place[i] + 2 == dim.shown
         following = (*place[:i], place[i] + 1, *place[i + 1 :])
         if not _seen(dims, place, following):
             continue
@@ -151,12 +151,12 @@ def _links(dims: Sequence[Dim], place: Place) -> Iterator[Markup]:
             y1=f"{y:.1f}",
             x2=f"{u:.1f}",
             y2=f"{v:.1f}",
-            cls=f"link {dim.look}{' gap' if gap else ''}",
+            cls=f"link {dim.style}{' gap' if gap else ''}",
         )
 
 
 def _wraps(dims: Sequence[Dim]) -> Iterator[Markup]:
-    """Of each dim that is a ring one link from its last to its first, along the nearest edge."""
+    """Wrap-around link of each ring dim, along the nearest edge."""
     for i, dim in enumerate(dims):
         if not dim.wraps:
             continue
@@ -165,11 +165,11 @@ def _wraps(dims: Sequence[Dim]) -> Iterator[Markup]:
         bend_x, bend_y = _outward(dims, i)
         middle = f"{(x + u) / 2 + bend_x:.1f} {(y + v) / 2 + bend_y:.1f}"
         path = f"M{x:.1f} {y:.1f}Q{middle} {u:.1f} {v:.1f}"
-        yield tag("path", d=path, cls=f"link wrap {dim.look}")
+        yield tag("path", d=path, cls=f"link wrap {dim.style}")
 
 
 def _edge(dims: Sequence[Dim], along: int) -> tuple[Place, Place]:
-    """The ends of the outer edge by which a dim is told: x below, y at the right, z at the left."""
+    """Ends of a dim's labelled outer edge: x at the bottom, y on the right, z on the left."""
     last = [dim.shown - 1 for dim in dims]
     start = [0] * len(dims)
     if along == 1 and len(dims) == 3:
@@ -196,4 +196,4 @@ def _labels(dims: Sequence[Dim]) -> Iterator[Markup]:
         scale = 0.66 if dim.wraps else 0.45
         at_x, at_y = (x + u) / 2 + scale * bend_x, (y + v) / 2 + scale * bend_y
         text = f"{dim.name} {dim.size}"
-        yield tag("text", text, x=f"{at_x:.1f}", y=f"{at_y + 4:.1f}", cls=f"{dim.look} count")
+        yield tag("text", text, x=f"{at_x:.1f}", y=f"{at_y + 4:.1f}", cls=f"{dim.style} count")

@@ -1,13 +1,13 @@
-"""The communications of a step, each at its place in the opened program.
+"""Collectives that XLA's partitioner inserts into a step, each at its place in the traced program.
 
-A partitioner exchanges where an operation wants an array to lie otherwise than it does:
+A collective is needed where an operation requires another sharding of an array than it has:
 
-- A constraint (or a region's, or a loop's door) that takes an axis from a dim gathers over it; one
-  that adds an axis slices, which costs nothing; one that moves it to another dim is an all-to-all.
-- A product whose contracted dim is cut, a sum over a cut dim and a lookup in a cut table give
-  partial sums. They are reduced where something other than a sum or a view reads them: to parts
-  (reduce-scatter) where they lie cut over that axis by then, else whole (all-reduce).
-- In regions that are manual over an axis the program says itself what it exchanges.
+- A constraint, or the entry of a region or loop, that removes an axis from a dim is an all-gather;
+  one that adds an axis is a slice, which is free; one that moves it to another dim an all-to-all.
+- A matmul with a sharded contracted dim, a reduction over a sharded dim and a lookup in a sharded
+  table give partial sums. They are reduced where anything but a sum or a view reads them: by a
+  reduce-scatter where the result is sharded over that axis, else by an all-reduce.
+- In regions that are manual over an axis the collectives are in the program.
 """
 
 import math
@@ -32,14 +32,14 @@ from jaxspeed.planner.memory.trace_ir import (
 
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}
-_SAID = {  # by a manual region: its primitive, and what it is
+_EXPLICIT = {  # primitives of manual regions, and their collectives
     "psum": "all-reduce", "psum2": "all-reduce", "psum_invariant": "all-reduce",
     "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
     "all_to_all": "all-to-all", "ppermute": "collective-permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
-_NOWHERE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
+_FREE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +48,9 @@ class CollectiveOp:
 
     Attributes:
       communication: its purpose is "parameters", "gradients", "activations" or "stages".
-      value: what is sent.
-      scope: in which it runs.
-      op: of that scope, which waits for it or has made what is sent.
+      value: the array that is sent.
+      scope: the scope in which it runs.
+      op: the operation of that scope that reads the result or computes the array that is sent.
       before: whether it runs before `op`, or after it.
     """
 
@@ -61,24 +61,24 @@ class CollectiveOp:
     before: bool
 
 
-def traffic(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[CollectiveOp]:
-    """All that is sent, in the order of the program.
+def infer_collectives(scope: Scope, sizes: Sizes, kinds: Kinds, state: int) -> list[CollectiveOp]:
+    """The communications of a step, in program order.
 
     Args:
-      state: how many of its inputs are the state, and of its outputs the next one.
+      state: number of inputs that are the state, and of outputs that are the next one.
     """
-    walk = _Walk(scope, sizes, kinds, 1)
-    walk.run()
-    walk.stored(state)
-    return walk.found
+    inference = _Inference(scope, sizes, kinds, 1)
+    inference.run()
+    inference.reshard_state(state)
+    return inference.found
 
 
-class _Walk:
+class _Inference:
     def __init__(self, scope: Scope, sizes: Sizes, kinds: Kinds, runs: int) -> None:
         self.scope, self.sizes, self.kinds = scope, sizes, kinds
         self.mesh: Mapping[str, int] = sizes.mesh
         self.runs = runs
-        self.makers = {v: op for op in scope.ops for v in op.outs}
+        self.producers = {v: op for op in scope.ops for v in op.outs}
         self.readers: dict[Value, int] = defaultdict(int)
         for op in scope.ops:
             for v in set(op.values):
@@ -86,27 +86,27 @@ class _Walk:
         for given in scope.outs:
             if given is not None:
                 self.readers[given] += 1
-        self.pending: dict[Value, tuple[set[str], Value]] = {}  # axes, and as what it was made
+        self.pending: dict[Value, tuple[set[str], Value]] = {}  # partial sums: axes, original value
         self.gathered: set[tuple[Value, str]] = set()
         self.found: list[CollectiveOp] = []
 
     def run(self) -> list[CollectiveOp]:
         for op in self.scope.ops:
-            self._settle(op)
-            if op.name in _NOWHERE:
+            self._reduce_operands(op)
+            if op.name in _FREE:
                 continue
             if op.bodies:
                 self._loop(op)
-            elif op.name in _SAID:
-                self._said(op)
+            elif op.name in _EXPLICIT:
+                self._explicit(op)
             elif op.name == "device_put":
-                self._put(op)
-            elif op.name == "pallas_call":  # in a region that is manual over all that cuts
+                self._device_put(op)
+            elif op.name == "pallas_call":  # in a region that is manual over all sharded axes
                 continue
             elif op.name in (CONSTRAINT, PLACED):
                 for v, out in zip(op.ins, op.outs, strict=True):
                     if v is not None:
-                        self._lie(v, out.cut, op)
+                        self._reshard(v, out.spec, op)
             else:
                 self._operate(op)
         for end in self.scope.outs:
@@ -114,24 +114,24 @@ class _Walk:
                 self._reduce(end)
         return self.found
 
-    # -- what an operation wants -----------------------------------------------------------------
+    # -- required shardings ----------------------------------------------------------------------
 
     def _operate(self, op: Op) -> None:
-        """An operation that runs on each device's parts, and what that takes."""
+        """Reshard the operands so that the operation runs on local shards."""
         out = op.outs[0]
-        wanted: dict[tuple[Value, int], set[str]] = defaultdict(set)
+        required: dict[tuple[Value, int], set[str]] = defaultdict(set)
         for v, d, to, e in ties_of(op):
-            wanted[v, d] |= set(to.cut[e])
+            required[v, d] |= set(to.spec[e])
         partial: set[str] = set()
         for v, d, axes in self._summed(op):
-            wanted[v, d] |= axes
+            required[v, d] |= axes
             partial |= axes
         for v, d in (*_batching(op), *_filled(op)):
-            wanted[v, d] |= set(v.cut[d])
+            required[v, d] |= set(v.spec[d])
         for v in dict.fromkeys(op.values):
-            if v.cut and any(v.cut):
-                cut = [tuple(a for a in e if a in wanted[v, d]) for d, e in enumerate(v.cut)]
-                self._lie(v, cut, op)
+            if v.spec and any(v.spec):
+                spec = [tuple(a for a in e if a in required[v, d]) for d, e in enumerate(v.spec)]
+                self._reshard(v, spec, op)
         partial = {a for a in partial if self.mesh[a] > 1}
         if partial:
             if op.name in REDUCTIONS and op.name not in ("reduce", "reduce_sum"):
@@ -140,19 +140,19 @@ class _Walk:
                 self.pending[out] = (partial, out)
 
     def _summed(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
-        """Dims that the devices of some axes may each sum over their part of."""
+        """Sharded dims over which the result is a partial sum: (operand, dim, axes)."""
         if op.name == "dot_general":
             yield from self._contracted(op)
         elif op.name in REDUCTIONS:
             for v in op.values:
                 for d in op.params.get("axes", op.params.get("dimensions", ())):
-                    yield v, int(d), set(v.cut[int(d)])
+                    yield v, int(d), set(v.spec[int(d)])
         elif op.name == "gather" and op.ins[0] is not None:
             table, sizes = op.ins[0], op.params["slice_sizes"]
             batching = getattr(op.params["dimension_numbers"], "operand_batching_dims", ())
             for d, size in enumerate(sizes):
                 if size != table.shape[d] and d not in batching:
-                    yield table, d, set(table.cut[d])
+                    yield table, d, set(table.spec[d])
         elif op.name in SCATTERS:
             yield from self._scattered(op)
 
@@ -164,57 +164,57 @@ class _Walk:
                 if v is None:
                     continue
                 elsewhere = (
-                    {a for k, cut in enumerate(other.cut) if k != there for a in cut}
+                    {a for k, spec in enumerate(other.spec) if k != there for a in spec}
                     if other is not None
                     else set()
                 )
-                yield v, at, set(v.cut[at]) - elsewhere
+                yield v, at, set(v.spec[at]) - elsewhere
 
     def _scattered(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
-        """Each device adds its own updates; what a table's part lacks it passes over."""
+        """Each device adds its updates, and skips indices outside of its shard of the table."""
         into, updates = op.ins[0], op.ins[2] if len(op.ins) > 2 else None
         numbers = op.params["dimension_numbers"]
         batching = getattr(numbers, "scatter_indices_batching_dims", ())
         if updates is None:
             return
-        held = {a for cut in op.outs[0].cut for a in cut} if into is not None else set()
-        for d, cut in enumerate(updates.cut):
+        held = {a for spec in op.outs[0].spec for a in spec} if into is not None else set()
+        for d, spec in enumerate(updates.spec):
             if d not in numbers.update_window_dims and not batching:
-                yield updates, d, set(cut) if op.name == "scatter-add" else set(cut) - held
+                yield updates, d, set(spec) if op.name == "scatter-add" else set(spec) - held
 
-    # -- what that sends -------------------------------------------------------------------------
+    # -- the resulting collectives ---------------------------------------------------------------
 
-    def _lie(
-        self, v: Value, cut: Sequence[tuple[str, ...]], op: Op, *, before: bool = True
+    def _reshard(
+        self, v: Value, spec: Sequence[tuple[str, ...]], op: Op, *, before: bool = True
     ) -> None:
-        """`v` shall lie cut so: what is gathered, and what changes its dim."""
-        if len(cut) != len(v.cut):
+        """Reshard `v`: all-gather removed axes, all-to-all those that change their dim."""
+        if len(spec) != len(v.spec):
             return
-        spread = self._spread(v)
-        if spread is not None and spread.ins[0] is not None:
-            v, dims = spread.ins[0], spread.params["broadcast_dimensions"]
-            cut = [cut[int(e)] if n > 1 else v.cut[d] for d, (n, e) in _dims(v, dims)]
-        there = {a for e in cut for a in e}
-        moved = {a for e, new in zip(v.cut, cut, strict=True) for a in e if a not in new}
+        broadcast = self._broadcast_of(v)
+        if broadcast is not None and broadcast.ins[0] is not None:
+            v, dims = broadcast.ins[0], broadcast.params["broadcast_dimensions"]
+            spec = [spec[int(e)] if n > 1 else v.spec[d] for d, (n, e) in _dims(v, dims)]
+        remaining = {a for e in spec for a in e}
+        moved = {a for e, new in zip(v.spec, spec, strict=True) for a in e if a not in new}
         moved = {a for a in moved if self.mesh[a] > 1}
-        gathers = {a for a in moved - there if (v, a) not in self.gathered}
-        changes = {a for a in moved & there if (v, a) not in self.gathered}
+        gathers = {a for a in moved - remaining if (v, a) not in self.gathered}
+        changes = {a for a in moved & remaining if (v, a) not in self.gathered}
         self.gathered |= {(v, a) for a in moved}
         if changes:
             self._send("all-to-all", changes, v, op, before=before)
         if gathers:
             self._send("all-gather", gathers, v, op, before=before)
 
-    def _spread(self, v: Value) -> Op | None:
-        """The operation that has spread a smaller array to this one: the smaller one is sent."""
-        maker = self.makers.get(v)
-        while maker and maker.name in (CONSTRAINT, "convert_element_type"):
-            v = maker.ins[0] if maker.ins[0] is not None else v
-            maker = self.makers.get(v) if maker.ins[0] is not None else None
-        return maker if maker and maker.name == "broadcast_in_dim" else None
+    def _broadcast_of(self, v: Value) -> Op | None:
+        """The broadcast of a smaller array that gave this value: the smaller array is sent."""
+        producer = self.producers.get(v)
+        while producer and producer.name in (CONSTRAINT, "convert_element_type"):
+            v = producer.ins[0] if producer.ins[0] is not None else v
+            producer = self.producers.get(v) if producer.ins[0] is not None else None
+        return producer if producer and producer.name == "broadcast_in_dim" else None
 
-    def _settle(self, op: Op) -> None:
-        """Reduces the partial sums that this operation reads, or hands them on."""
+    def _reduce_operands(self, op: Op) -> None:
+        """Reduce the partial sums that this operation reads, or defer them to its result."""
         read = [v for v in dict.fromkeys(op.values) if v in self.pending]
         if not read:
             return
@@ -223,24 +223,24 @@ class _Walk:
         out = op.outs[0] if op.outs else None
         like = len({frozenset(a) for a in axes}) == 1
         arrays = [v for v in op.values if v.shape]
-        goes_on = op.name in _PASS and len(read) == 1
+        passes = op.name in _PASS and len(read) == 1
         adds_up = op.name in _SUMS_OF_SUMS and len(read) == len(set(arrays)) > 1 and like
-        if alone and out is not None and (goes_on or adds_up):
-            made = self.pending[read[0]][1]
+        if alone and out is not None and (passes or adds_up):
+            original = self.pending[read[0]][1]
             for v in read:
                 del self.pending[v]
-            self.pending[out] = (axes[0], made)
+            self.pending[out] = (axes[0], original)
             return
         for v in read:
             self._reduce(v)
 
     def _reduce(self, v: Value) -> None:
-        axes, made = self.pending.pop(v)
-        cut, op = {a for e in v.cut for a in e}, self.makers[v]
-        if axes & cut:
-            self._send("reduce-scatter", axes & cut, v, op, made, before=False)
-        if axes - cut:
-            self._send("all-reduce", axes - cut, v, op, made, before=False)
+        axes, original = self.pending.pop(v)
+        spec, op = {a for e in v.spec for a in e}, self.producers[v]
+        if axes & spec:
+            self._send("reduce-scatter", axes & spec, v, op, original, before=False)
+        if axes - spec:
+            self._send("all-reduce", axes - spec, v, op, original, before=False)
 
     def _send(
         self,
@@ -248,19 +248,22 @@ class _Walk:
         axes: set[str],
         v: Value,
         op: Op,
-        made: Value | None = None,
+        original: Value | None = None,
         *,
         before: bool = True,
     ) -> None:
-        """`v` is what a device has before a gather, and after the others; `made` what was summed,
-        in the dtype in which it is sent."""
+        """Record a collective.
+
+        `v` is the shard before an all-gather, the result of the others; `original` is the partial
+        sum, whose dtype is sent.
+        """
         ordered = tuple(a for a in self.mesh if a in axes and self.mesh[a] > 1)
-        ways = math.prod(self.mesh[a] for a in ordered)
-        if ways == 1 or v.dtype is None or not v.size:
+        shards = math.prod(self.mesh[a] for a in ordered)
+        if shards == 1 or v.dtype is None or not v.size:
             return
-        own = self.sizes.plain(v) * _width(made or v) / max(_width(v), 1)
-        payload = own * ways if kind in ("all-gather", "reduce-scatter") else own
-        self._add(kind, ordered, int(payload), v, op, made or v, before=before)
+        local = self.sizes.plain(v) * _width(original or v) / max(_width(v), 1)
+        payload = local * shards if kind in ("all-gather", "reduce-scatter") else local
+        self._add(kind, ordered, int(payload), v, op, original or v, before=before)
 
     def _add(
         self,
@@ -269,7 +272,7 @@ class _Walk:
         payload: int,
         v: Value,
         op: Op,
-        made: Value,
+        original: Value,
         *,
         before: bool = True,
     ) -> None:
@@ -279,8 +282,8 @@ class _Walk:
             payload,
             self.runs,
             "trace",
-            dtypes_text([made.dtype]),
-            payload // _width(made),
+            dtypes_text([original.dtype]),
+            payload // _width(original),
             group_size=math.prod(self.mesh[a] for a in axes),
             purpose=self._purpose(v, kind, axes),
             backward=op.backward,
@@ -298,30 +301,30 @@ class _Walk:
             return "parameters"
         return "activations"
 
-    # -- what the program says itself ------------------------------------------------------------
+    # -- explicit collectives of the program -----------------------------------------------------
 
-    def _said(self, op: Op) -> None:
+    def _explicit(self, op: Op) -> None:
         params = op.params
         named = params.get("axes", params.get("axis_name", params.get("axis", ())))
         axes = set(named if isinstance(named, (tuple, list, set, frozenset)) else (named,))
         axes = {a for a in axes if isinstance(a, str)}
-        kind = _SAID[op.name]
+        kind = _EXPLICIT[op.name]
         for v, out in zip(op.ins, op.outs, strict=False):
             if v is None:
                 continue
-            if kind in ("all-gather",):  # the operand is a part: `_send` multiplies
+            if kind in ("all-gather",):  # the operand is a shard: `_send` multiplies
                 self._send(kind, axes, v, op)
             elif kind == "reduce-scatter":
                 self._send(kind, axes, out, op)
             else:
                 self._send(kind, axes, v, op)
 
-    def _put(self, op: Op) -> None:
+    def _device_put(self, op: Op) -> None:
         for v, out in zip(op.ins, op.outs, strict=True):
             if v is None:
                 continue
             if v.host == out.host:
-                self._lie(v, out.cut, op)
+                self._reshard(v, out.spec, op)
                 continue
             smaller = min(v, out, key=self.sizes.plain)
             payload = self.sizes.plain(smaller)
@@ -330,60 +333,60 @@ class _Walk:
     # -- loops -----------------------------------------------------------------------------------
 
     def _loop(self, op: Op) -> None:
-        """Of branches the one that sends most."""
+        """Add the collectives of the body, or of the branch that sends most."""
         best: list[CollectiveOp] = []
         for body in op.bodies:
-            within = _Walk(body, self.sizes, self.kinds, self.runs * max(op.trips, 1))
+            within = _Inference(body, self.sizes, self.kinds, self.runs * max(op.trips, 1))
             if op.name == "scan":
-                self._doors_in(op, within)
+                self._reshard_inputs(op, within)
             within.run()
             if op.name == "scan":
-                within.doors_out(op)
+                within.reshard_outputs(op)
             if _sum(within.found) >= _sum(best):
                 best = within.found
         self.found += best
 
-    def stored(self, state: int) -> None:
-        """The next state comes to lie as the last one does."""
+    def reshard_state(self, state: int) -> None:
+        """Reshard the next state as the current one."""
         for v, place in zip(self.scope.outs[:state], self.scope.ins[:state], strict=True):
-            if v in self.makers and v is not None:
-                self._lie(v, place.cut, self.makers[v], before=False)
+            if v in self.producers and v is not None:
+                self._reshard(v, place.spec, self.producers[v], before=False)
 
-    def _doors_in(self, op: Op, within: "_Walk") -> None:
+    def _reshard_inputs(self, op: Op, within: "_Inference") -> None:
         consts, carry = consts_and_carry(op)
         for i, (v, inner) in enumerate(zip(op.ins, within.scope.ins, strict=True)):
             if v is None:
                 continue
             if i < consts + carry:
-                self._lie(v, inner.cut, op)
+                self._reshard(v, inner.spec, op)
             else:
-                within.part_of(v.cut[1:], inner)
+                within.gather_slice(v.spec[1:], inner)
 
-    def part_of(self, cut: Sequence[tuple[str, ...]], inner: Value) -> None:
-        """A trip's part of an array lies otherwise than the array."""
-        now = {a for e in inner.cut for a in e}
-        axes = {a for e in cut for a in e if a not in now and self.mesh[a] > 1}
+    def gather_slice(self, spec: Sequence[tuple[str, ...]], inner: Value) -> None:
+        """Gather a scanned array's slice whose sharding differs from the array's."""
+        current = {a for e in inner.spec for a in e}
+        axes = {a for e in spec for a in e if a not in current and self.mesh[a] > 1}
         reader = next((op for op in self.scope.ops if inner in op.values), None)
         if axes and reader:
-            self._send("all-gather", axes, _cut_as(inner, cut), reader)
+            self._send("all-gather", axes, _with_spec(inner, spec), reader)
 
-    def doors_out(self, op: Op) -> None:
+    def reshard_outputs(self, op: Op) -> None:
         consts, carry = consts_and_carry(op)
-        wanted = [v.cut for v in self.scope.ins[consts : consts + carry]]
-        wanted += [out.cut[1:] for out in op.outs[carry:]]
-        for v, cut in zip(self.scope.outs, wanted, strict=True):
-            if v is not None and v in self.makers:
-                self._lie(v, cut, self.makers[v], before=False)
+        required = [v.spec for v in self.scope.ins[consts : consts + carry]]
+        required += [out.spec[1:] for out in op.outs[carry:]]
+        for v, spec in zip(self.scope.outs, required, strict=True):
+            if v is not None and v in self.producers:
+                self._reshard(v, spec, self.producers[v], before=False)
 
 
 def _filled(op: Op) -> Iterator[tuple[Value, int]]:
-    """Dims that are filled up, or cut to size: neighbours exchange their edges, which is little."""
+    """Padded or sliced dims: neighbours exchange only their edges, which is neglected."""
     if op.name in ("slice", "pad") and op.ins[0] is not None:
         yield from ((op.ins[0], d) for d in range(len(op.ins[0].shape)))
 
 
 def _batching(op: Op) -> Iterator[tuple[Value, int]]:
-    """Dims of a lookup along which tables and indices go together."""
+    """Batching dims of a gather or scatter."""
     if op.name != "gather" and op.name not in SCATTERS:
         return
     numbers = op.params["dimension_numbers"]
@@ -397,14 +400,14 @@ def _batching(op: Op) -> Iterator[tuple[Value, int]]:
 
 
 def _dims(v: Value, dims: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(dim of `v`, (its size, which dim of what it is spread to it becomes))."""
+    """(dim of `v`, (its size, the dim that it becomes in the broadcast result))."""
     yield from enumerate(zip(v.shape, dims, strict=True))
 
 
-def _cut_as(value: Value, cut: Sequence[tuple[str, ...]]) -> Value:
+def _with_spec(value: Value, spec: Sequence[tuple[str, ...]]) -> Value:
     new = Value(None)
     new.shape, new.dtype, new.size, new.host = value.shape, value.dtype, value.size, value.host
-    new.cut = list(cut)
+    new.spec = list(spec)
     return new
 
 

@@ -1,4 +1,4 @@
-"""Over what an exchange goes, and how long it takes there alone."""
+"""Links of a target that a collective uses (torus, node, network), and its time on them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ LINKS, NETWORK, HOST = "links", "network", "host"
 
 @dataclass(frozen=True)
 class Route:
-    """Where the devices of a group stand.
+    """Topology of a group of devices.
 
     Attributes:
-      inside: how many share links (a slice, a node).
-      across: over how many slices or nodes they are.
-      lanes: links of a device over which a ring sends at once; 0 where `inside` is 1.
-      hops: from one end of the group inside to the other.
+      inside: number of devices in the same slice or node.
+      across: number of slices or nodes.
+      parallel_links: links per device that a ring uses at once; 0 where `inside` is 1.
+      hops: diameter of the group inside of a slice or node.
     """
 
     inside: int
     across: int
-    lanes: float
+    parallel_links: float
     hops: int
 
 
@@ -34,7 +34,7 @@ class Links:
     """The links of a target under a mesh.
 
     Args:
-      sizes: of all axes of the mesh.
+      sizes: sizes of all mesh axes.
     """
 
     def __init__(self, target: Target, sizes: Mapping[str, int]) -> None:
@@ -48,13 +48,13 @@ class Links:
         return self._routes[key]
 
     def link(self, one: Communication) -> str:
-        """What it is bound by."""
+        """The kind of link that bounds it."""
         if not one.axes:
             return HOST
         return NETWORK if self.route(one.axes).across > 1 else LINKS
 
     def seconds(self, one: Communication, latency: bool = True) -> float:
-        """Of one run; without `latency` it goes with another."""
+        """Seconds of one run; without `latency` if it is combined with another."""
         chip = self.target.chip
         if not one.axes:
             return one.bytes / (chip.host_link * chip.reached["host"])
@@ -72,7 +72,7 @@ class Links:
         chip = self.target.chip
         if route.inside == 1:
             return 0.0
-        rate = chip.link * chip.reached["links"] * route.lanes
+        rate = chip.link * chip.reached["links"] * route.parallel_links
         turns = ring_passes(one.kind) * latency
         bytes_ = ring_share(one.bytes, one.kind, route.inside)
         if one.kind == "all-to-all" and chip.torus_dims:
@@ -81,12 +81,12 @@ class Links:
         return bytes_ / rate + turns * self._latency(route)
 
     def _latency(self, route: Route) -> float:
-        """Of a message all the way round: by hop on a torus, once through a switch."""
+        """Latency around the group: per hop on a torus, once through a switch."""
         chip = self.target.chip
         return chip.hop["links"] * (route.hops if chip.torus_dims else 1)
 
     def _across(self, one: Communication, route: Route, latency: bool) -> float:
-        """Each device sends its part of what its slice or node has to the others."""
+        """Time between slices or nodes, where each device sends its share of its slice's bytes."""
         chip = self.target.chip
         turns = ring_passes(one.kind) * latency
         steps = math.ceil(math.log2(route.across))
@@ -100,11 +100,11 @@ class Links:
             return one.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
         return one.bytes / (chip.link * chip.reached["links"]) + chip.hop["links"]
 
-    # -- where devices stand ---------------------------------------------------------------------
+    # -- topology --------------------------------------------------------------------------------
 
     @cached_property
     def _places(self) -> list[tuple[int, ...]]:
-        """Of each device in the mesh's order: (slice or node, then coordinates inside)."""
+        """(slice or node, coordinates inside) of each device, in mesh order."""
         return placed_on(self.target, self.sizes)
 
     def _find(self, axes: tuple[str, ...]) -> Route:
@@ -120,20 +120,22 @@ class Links:
         return self._on_torus(first, across)
 
     def _on_torus(self, places: list[tuple[int, ...]], across: int) -> Route:
-        """Along each dim of the torus that the group takes, rings go both ways where it is closed;
-        along a part of a dim the last has nobody to send on to."""
-        lanes, hops = 0.0, 0
+        """The route of a group on a torus: per dim a ring, or a line where it does not wrap around.
+
+        A ring is bidirectional; a part of a dim has no wrap-around link.
+        """
+        parallel_links, hops = 0.0, 0
         for d, size in enumerate(self.target.topology):
             extent = len({place[d] for place in places})
             if extent == 1:
                 continue
             closed = extent == size and self.target.wraps[d] and size > 2
-            lanes += 2 if closed else 1
+            parallel_links += 2 if closed else 1
             hops += extent // 2 if closed else extent - 1
-        return Route(len(places), across, max(lanes, 1), max(hops, 1))
+        return Route(len(places), across, max(parallel_links, 1), max(hops, 1))
 
     def _group(self, axes: tuple[str, ...]) -> list[int]:
-        """The devices of the first group, as indices of the mesh."""
+        """Mesh indices of the first group's devices."""
         strides, step = {}, 1
         for axis in reversed(AXES):
             strides[axis] = step

@@ -1,4 +1,4 @@
-"""What the operations of a scope cost a device: its matrix units, and its memory."""
+"""Cost of a scope's operations per device: FLOPs on the matrix units, bytes of memory traffic."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,51 +19,55 @@ KERNELS = ("pallas_call", CUDNN_ATTENTION)
 
 @dataclass(frozen=True)
 class Work:
-    """Of one run of an operation on one device."""
+    """Cost of one run of an operation on one device."""
 
     flops: float
     compute: float  # seconds on the matrix units
-    memory: float  # seconds for the bytes that it reads and writes
+    memory: float  # seconds for the bytes read and written
 
     @property
     def seconds(self) -> float:
         return max(self.compute, self.memory)
 
 
-def works(walk: ScopeAnalysis, sizes: Sizes, chip: Chip) -> list[Work]:
-    """Of a scope's operations, in their order; of loops none, which have scopes of their own."""
-    bytes_ = _passed(walk, sizes)
+def works(analysis: ScopeAnalysis, sizes: Sizes, chip: Chip) -> list[Work]:
+    """The work of a scope's operations, in order; zero for loops, whose bodies are scopes."""
+    bytes_ = _traffic(analysis, sizes)
     found = []
-    for op, passed in zip(walk.scope.ops, bytes_, strict=True):
+    for op, traffic in zip(analysis.scope.ops, bytes_, strict=True):
         flops, rate = _product(op, sizes.mesh, chip)
-        memory = passed / (chip.bandwidth * chip.reached["bandwidth"])
+        memory = traffic / (chip.bandwidth * chip.reached["bandwidth"])
         found.append(Work(flops, flops / rate if flops else 0.0, memory))
     return found
 
 
-def _passed(walk: ScopeAnalysis, sizes: Sizes) -> list[float]:
-    """Bytes that each operation reads from memory and writes to it."""
-    ops = walk.scope.ops
+def _traffic(analysis: ScopeAnalysis, sizes: Sizes) -> list[float]:
+    """Bytes that each operation reads from memory and writes to memory."""
+    ops = analysis.scope.ops
     found = [0.0] * len(ops)
-    by_product = _read_for_products(walk)
-    for value, by in walk.readers.items():
-        if value.host or not value.shape or (value not in walk.real and value in walk.makers):
+    by_product = _read_for_products(analysis)
+    for value, by in analysis.readers.items():
+        if (
+            value.host
+            or not value.shape
+            or (value not in analysis.materialized and value in analysis.producers)
+        ):
             continue
         for reader in by - {OUT}:
             i = by_product.get((value, reader), reader)
             if not ops[i].bodies and not _is_view(ops[i]):
                 base = ops[i].ins[0]
-                indexed = base is not None and walk.root(base) is value
+                indexed = base is not None and analysis.root(base) is value
                 found[i] += _read_of(ops[i], sizes) if indexed else sizes.of(value)
-    for value in walk.real:
-        i = walk.makers[value]
+    for value in analysis.materialized:
+        i = analysis.producers[value]
         if not ops[i].bodies and not _is_view(ops[i]) and not value.host and value.shape:
             found[i] += _written_of(ops[i], value, sizes)
     return found
 
 
 def _read_of(op: Op, sizes: Sizes) -> float:
-    """Of its first operand, which some operations read by indices."""
+    """Bytes read of the first operand, of which some operations read only indexed elements."""
     if op.name in ("gather", "dynamic_slice"):
         return sizes.of(op.outs[0])
     if op.name == "dynamic_update_slice":
@@ -80,38 +84,38 @@ def _written_of(op: Op, value: Value, sizes: Sizes) -> float:
 
 
 def _updates(op: Op, sizes: Sizes) -> float:
-    """Of what is written in the place of an operand's part."""
+    """Bytes of an in-place update."""
     updates = op.ins[1 if op.name == "dynamic_update_slice" else 2]
     return min(sizes.of(updates), sizes.of(op.outs[0])) if updates else sizes.of(op.outs[0])
 
 
 def _is_view(op: Op) -> bool:
-    """Whether it passes nothing: what it gives is what it reads."""
+    """Whether the output is a view of the input, without memory traffic."""
     if op.name == "broadcast_in_dim":
         return op.ins[0] is not None and op.ins[0].size == op.outs[0].size
     return op.name in VIEWS
 
 
-def _read_for_products(walk: ScopeAnalysis) -> dict[tuple[Value, int], int]:
-    """What is read where a product's result goes on, but by the product."""
+def _read_for_products(analysis: ScopeAnalysis) -> dict[tuple[Value, int], int]:
+    """{(operand of a fused matmul, consumer): the matmul, which reads it instead}."""
     found = {}
-    for j, op in enumerate(walk.scope.ops):
-        if op.name not in PRODUCTS or op.outs[0] in walk.real:
+    for j, op in enumerate(analysis.scope.ops):
+        if op.name not in PRODUCTS or op.outs[0] in analysis.materialized:
             continue
-        for i in walk.readers.get(op.outs[0], set()) - {OUT}:
-            found.update({(r, i): j for v in op.values for r in walk.read_by(v)})
+        for i in analysis.readers.get(op.outs[0], set()) - {OUT}:
+            found.update({(r, i): j for v in op.values for r in analysis.read_by(v)})
     return found
 
 
-# -- products --------------------------------------------------------------------------------------
+# -- matmuls, convolutions, kernels ----------------------------------------------------------------
 
 
 def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
-    """(flops of a device, flops a second that it reaches)."""
+    """(FLOPs per device, achieved FLOP/s)."""
     if op.name == "dot_general":
         return _dot(op, mesh, chip)
     if op.name == "conv_general_dilated" and op.ins[1] is not None:
-        axes = {a for v in (op.ins[1], op.outs[0]) for e in v.cut for a in e}
+        axes = {a for v in (op.ins[1], op.outs[0]) for e in v.spec for a in e}
         return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"]
     if op.name.startswith(KERNELS):
         return _kernel(op, mesh), _peak(op, chip) * chip.reached["attention"]
@@ -119,7 +123,7 @@ def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]
 
 
 def _flops(op: Op, axes: Iterable[str], mesh: Mapping[str, int]) -> float:
-    """Of a product whose dims these axes cut."""
+    """FLOPs per device of a matmul or convolution sharded over these axes."""
     shapes = [() if v is None else v.shape for v in op.ins]
     flops = product_flops(op.name, op.params, shapes, op.outs[0].shape)
     assert flops is not None
@@ -135,28 +139,28 @@ def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
     first = len(batch)
     axes: set[str] = set()
 
-    def parts(*dims: tuple[Value, int]) -> int:
-        """Elements of a device along these dims; an axis cuts a product once."""
-        new = {a for v, d in dims for a in v.cut[d]} - axes
+    def shards(*dims: tuple[Value, int]) -> int:
+        """Number of shards along these dims; an axis shards a matmul only once."""
+        new = {a for v, d in dims for a in v.spec[d]} - axes
         axes.update(new)
         return math.prod(mesh[a] for a in new)
 
     def along(v: Value, dims: range) -> float:
-        return math.prod(v.shape[d] for d in dims) / parts(*((v, d) for d in dims))
+        return math.prod(v.shape[d] for d in dims) / shards(*((v, d) for d in dims))
 
     depth: float = math.prod(left.shape[int(d)] for d in contracted)
-    depth /= parts(*((left, int(d)) for d in contracted), *((right, int(d)) for d in other))
-    parts(*((out, d) for d in range(first)))  # batch dims take their axes before the others do
+    depth /= shards(*((left, int(d)) for d in contracted), *((right, int(d)) for d in other))
+    shards(*((out, d) for d in range(first)))  # batch dims claim their axes first
     rows = along(out, range(first, first + free))
     columns = along(out, range(first + free, len(out.shape)))
-    if min(rows, columns) <= 1:  # a sum of products: no work for matrix units
+    if min(rows, columns) <= 1:  # a vector product: not on the matrix units
         return 0.0, 1.0
-    whole = _filled(rows, columns, depth, chip)
-    return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"] * whole
+    filled = _filled(rows, columns, depth, chip)
+    return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"] * filled
 
 
 def _filled(rows: float, columns: float, depth: float, chip: Chip) -> float:
-    """The share of the matrix units' tiles that a product fills, where all dims count alike."""
+    """The filled share of the matrix units' tiles."""
     tile = chip.tile
     dims = sorted((rows, columns, depth))
     full = 1.0
@@ -180,7 +184,7 @@ def _floats(v: Value) -> bool:
 
 
 def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
-    """Of a kernel: its whole grid, less the blocks that the mask of `ops.attention` leaves out."""
+    """FLOPs of a kernel: its grid without the blocks that the mask of `ops.attention` skips."""
     if op.name == "pallas_call":
         grid = op.params["grid_mapping"].grid
         blocks = computed_blocks(op.scopes)
@@ -193,10 +197,10 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
     batch, seq, heads, dim = query.shape  # or [batch, heads, seq, dim]
     if op.params.get("layout") == 1:
         heads, seq = seq, heads
-    ways = math.prod(mesh[a] for e in query.cut for a in e)
+    shards = math.prod(mesh[a] for e in query.spec for a in e)
     products = 2 if "fwd" in op.name else 5
     keys = op.ins[1].shape[2 if op.params.get("layout") == 1 else 1] if op.ins[1] else seq
-    # cuDNN's window looks back: a query sees itself and so many keys less one before it.
+    # cuDNN's window is causal: a query attends to itself and the length - 1 keys before it.
     mask = Mask("CAUSAL" in str(op.params.get("mask_type")), op.params.get("sliding_window_length"))
     seen = mask.share(seq, keys)
-    return products * 2 * batch * heads * seq * keys * dim * seen / ways
+    return products * 2 * batch * heads * seq * keys * dim * seen / shards

@@ -1,9 +1,8 @@
-"""When the operations of a scope run: on the device's units, and beside them on its links.
+"""Schedule of a scope's operations and collectives: which communication overlaps with compute.
 
-What a compiler's scheduler may do, and no more: an operation starts once what it reads is there, an
-exchange runs beside the operations that do not wait for it. Operations go in the program's order,
-and where one waits, the next that need not wait goes ahead. A trip of a loop begins when the one
-before has ended.
+The schedule is one that a compiler's scheduler may choose: an operation starts once its operands
+are available, and a collective overlaps with operations that do not depend on it. Operations are
+issued in program order, and ready ones overtake those that wait. Trips of a loop do not overlap.
 """
 
 import heapq
@@ -18,39 +17,39 @@ UNITS = "units"
 
 
 @dataclass
-class Task:
-    """Something that takes time: on `UNITS`, or on a link."""
+class TimedTask:
+    """An occupation of `UNITS` (compute) or of a link."""
 
     on: str
     seconds: float
 
 
 @dataclass
-class Flow:
-    """How a scope ran.
+class ScopeTiming:
+    """Timing of a scope.
 
     Attributes:
-      seconds: from its begin to its end.
-      waited: by the index of an operation (its exchange), the seconds that units waited for it.
+      seconds: from start to end.
+      waited: {index of an operation: seconds that the units were idle for its communication}.
     """
 
     seconds: float = 0.0
     waited: dict[int, float] = field(default_factory=dict)
 
 
-def flow(scope: Scope, tasks: Sequence[Sequence[Task]]) -> Flow:
-    """Runs a scope; `tasks[i]` are those of operation i, in turn: its exchanges, then its work."""
+def schedule_scope(scope: Scope, tasks: Sequence[Sequence[TimedTask]]) -> ScopeTiming:
+    """Schedule a scope; `tasks[i]` are the consecutive tasks of operation i."""
     readers: dict[Value, list[int]] = defaultdict(list)
     for i, op in enumerate(scope.ops):
         for v in set(op.values):
             readers[v].append(i)
-    made = {v for op in scope.ops for v in op.outs}
-    missing = [len({v for v in op.values if v in made}) for op in scope.ops]
+    outputs = {v for op in scope.ops for v in op.outs}
+    missing = [len({v for v in op.values if v in outputs}) for op in scope.ops]
     queues: dict[str, list[int]] = defaultdict(list)
     stage = [0] * len(scope.ops)  # which of its tasks is next
     running: list[tuple[float, int, str]] = []  # (end, operation, on)
     busy: set[str] = set()
-    spans: list[tuple[float, float, int]] = []  # of exchanges
+    spans: list[tuple[float, float, int]] = []  # of communications
     idle: list[tuple[float, float]] = []
     now = units_free = 0.0
 
@@ -91,13 +90,13 @@ def flow(scope: Scope, tasks: Sequence[Sequence[Task]]) -> Flow:
         ready(i)
     if now > units_free:
         idle.append((units_free, now))
-    return Flow(now, _waited(idle, spans))
+    return ScopeTiming(now, _waited(idle, spans))
 
 
 def _waited(
     idle: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float, int]]
 ) -> dict[int, float]:
-    """Each idle moment is shared by the exchanges that run in it."""
+    """Divide each idle interval among the communications that run in it."""
     found: dict[int, float] = defaultdict(float)
     for start, end in idle:
         over = [(max(a, start), min(b, end), i) for a, b, i in spans if a < end and b > start]

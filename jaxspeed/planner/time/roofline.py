@@ -1,4 +1,4 @@
-"""The time of a step on a target: its work, its exchanges, and what of them runs at once."""
+"""Step time on a target: a roofline per operation, plus communication that is not overlapped."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,28 +14,28 @@ from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
 from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, read_step
-from jaxspeed.planner.time.infer_collectives import CollectiveOp, traffic
+from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.op_cost import works
-from jaxspeed.planner.time.overlap import UNITS, Task, flow
-from jaxspeed.planner.time.step_time import Exchange, Time
+from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
+from jaxspeed.planner.time.step_time import CommunicationGroup, Time
 from jaxspeed.train.program import Program
 
-COMBINED = 1 << 20  # bytes below which exchanges of one kind and axes go together
+COMBINED = 1 << 20  # bytes below which collectives of the same kind and axes are combined
 
 
 def time_of(program: Program, batch: Any, target: Target) -> Time:
-    """How long a step takes on the target, by what.
+    """Estimate the time of a step on the target.
 
     Args:
-      program: on as many devices, simulated ones too.
-      batch: arrays or their shapes, of a whole step.
+      program: on as many devices as the target has, simulated ones too.
+      batch: arrays or their shapes, of an entire step.
     """
     return time_in(read_step(program, batch, target.chip.platform), target)
 
 
 def time_in(step: Step, target: Target) -> Time:
-    """As `time_of`, of a step that was read."""
+    """As `time_of`, for a step that is already traced."""
     clock = _Clock(step, target)
     clock.run(ScopeAnalysis(step.scope, step.sizes, (), 0, {}), 1)
     return clock.time()
@@ -46,7 +46,7 @@ class _Clock:
         self.step, self.target = step, target
         self.links = Links(target, dict(step.program.mesh.shape))
         self.at: dict[tuple[int, int], list[CollectiveOp]] = defaultdict(list)
-        found = traffic(step.scope, step.sizes, step.kinds, step.state)
+        found = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
         self.seconds = _alone(found, self.links)
         self.moved = found
         for moved in found:
@@ -56,43 +56,45 @@ class _Clock:
 
     # -- scope by scope --------------------------------------------------------------------------
 
-    def run(self, walk: ScopeAnalysis, runs: int, busy: float = 1.0) -> float:
-        """Seconds of one run of a scope; its parts are added up. `busy` is the share of its runs
-        in which a stage of a pipeline has work."""
-        walk.settle()
-        chip, scope = self.target.chip, walk.scope
-        tasks: list[list[Task]] = []
-        own = works(walk, self.step.sizes, chip)
+    def run(self, analysis: ScopeAnalysis, runs: int, busy: float = 1.0) -> float:
+        """Seconds of one run of a scope, added to the totals.
+
+        `busy` is the share of its runs in which a pipeline stage is not idle.
+        """
+        analysis.analyze()
+        chip, scope = self.target.chip, analysis.scope
+        tasks: list[list[TimedTask]] = []
+        own = works(analysis, self.step.sizes, chip)
         for op, work in zip(scope.ops, own, strict=True):
             at = self.at.get((id(scope), id(op)), [])
             sends = {True: [], False: []}  # type: ignore[var-annotated]
             for moved in at:
-                task = Task(self.links.link(moved.communication), self.seconds[id(moved)])
+                task = TimedTask(self.links.link(moved.communication), self.seconds[id(moved)])
                 sends[moved.before].append(task)
             if op.bodies:
                 share = busy * (1 - self._idle(op.bodies))
-                seconds = max(self._inside(walk, op, runs, share))
+                seconds = max(self._inside(analysis, op, runs, share))
             else:
                 seconds = work.seconds
                 self.compute += work.compute * runs * busy
                 self.memory += (seconds - work.compute) * runs * busy
-            tasks.append([*sends[True], Task(UNITS, seconds), *sends[False]])
-        ran = flow(scope, tasks)
+            tasks.append([*sends[True], TimedTask(UNITS, seconds), *sends[False]])
+        ran = schedule_scope(scope, tasks)
         for i, waited in ran.waited.items():
             of = self.at[id(scope), id(scope.ops[i])]
-            whole = sum(self.seconds[id(m)] for m in of) or 1.0
+            total = sum(self.seconds[id(m)] for m in of) or 1.0
             for moved in of:
-                self.exposed[id(moved)] += waited * runs * busy * self.seconds[id(moved)] / whole
+                self.exposed[id(moved)] += waited * runs * busy * self.seconds[id(moved)] / total
         return ran.seconds
 
-    def _inside(self, walk: ScopeAnalysis, op: Any, runs: int, busy: float) -> list[float]:
+    def _inside(self, analysis: ScopeAnalysis, op: Any, runs: int, busy: float) -> list[float]:
         """Seconds of all trips of each of its bodies."""
         found = []
         for body in op.bodies:
             trips = max(op.trips, 1)
             if op.name == "scan":
-                walk.hand_origins(op.ins, body.ins)
-            inner = ScopeAnalysis(body, self.step.sizes, (), walk.depth + 1, walk.origins)
+                analysis.pass_origins(op.ins, body.ins)
+            inner = ScopeAnalysis(body, self.step.sizes, (), analysis.depth + 1, analysis.origins)
             seconds = self.run(inner, runs * trips, busy) * trips
             if busy < 1 and self._idle([body]):
                 self.bubble += seconds * (1 - busy) * runs
@@ -100,7 +102,7 @@ class _Clock:
         return found or [0.0]
 
     def _idle(self, bodies: Iterable[Scope]) -> float:
-        """The share of a pipeline's ticks in which a stage waits, of a loop over ticks."""
+        """The bubble fraction, if the bodies are a pipeline's loop over ticks."""
         pipeline = self.step.program.pipeline
         if pipeline is None:
             return 0.0
@@ -111,10 +113,10 @@ class _Clock:
         )
         return pipeline.schedule(self.step.program.batch.accumulation).bubble if ticks else 0.0
 
-    # -- telling ---------------------------------------------------------------------------------
+    # -- the result ------------------------------------------------------------------------------
 
     def time(self) -> Time:
-        exchanges = tuple(_told(self.moved, self.seconds, self.exposed, self.links, self.step))
+        exchanges = tuple(_grouped(self.moved, self.seconds, self.exposed, self.links, self.step))
         exposed = sum(e.exposed for e in exchanges)
         program, target = self.step.program, self.target
         flops, tokens = model_flops(self.step)
@@ -134,7 +136,7 @@ class _Clock:
 
 
 def _alone(found: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
-    """Seconds of a run of each. Small ones go with the largest of a kind: compilers combine."""
+    """Seconds per run of each. Small ones have no latency, as compilers combine collectives."""
     largest: dict[Any, CollectiveOp] = {}
 
     def key(moved: CollectiveOp) -> Any:
@@ -153,19 +155,19 @@ def _alone(found: Sequence[CollectiveOp], links: Links) -> dict[int, float]:
     return seconds
 
 
-def _told(
+def _grouped(
     found: Sequence[CollectiveOp],
     seconds: Mapping[int, float],
     exposed: Mapping[int, float],
     links: Links,
     step: Step,
-) -> Iterable[Exchange]:
+) -> Iterable[CommunicationGroup]:
     groups: dict[Any, list[CollectiveOp]] = defaultdict(list)
     for moved in found:
         one = moved.communication
         groups[one.kind, one.axes, one.purpose, links.link(one)].append(moved)
     for (*_, link), group in groups.items():
-        yield Exchange(
+        yield CommunicationGroup(
             tuple(moved.communication for moved in group),
             link,
             seconds=sum(seconds[id(m)] * m.communication.runs for m in group),
@@ -175,7 +177,7 @@ def _told(
 
 
 def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:
-    """`32 x bf16[4096,14336] + ...`: how often, and what a device has of it, the largest first."""
+    """`32 x bf16[4096,14336] + ...`: runs and shape per device, the largest first."""
     terms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for m in group:
         shape = ",".join(map(str, local_shape(m.value, mesh)))
@@ -183,12 +185,12 @@ def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:
         terms[name][0] += m.communication.runs
         terms[name][1] += m.communication.payload
     most = sorted(terms.items(), key=lambda item: -item[1][1])
-    said = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
-    return " + ".join([*said, *(["..."] if len(most) > 3 else [])])
+    shown = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
+    return " + ".join([*shown, *(["..."] if len(most) > 3 else [])])
 
 
 def model_flops(step: Step) -> tuple[ModelFlops, int]:
-    """(what the model itself computes for a token or sample, how many of them a step has)."""
+    """(Model FLOPs per token or sample, tokens or samples per step)."""
     program, batch = step.program, step.batch
     samples = program.batch.train
     sizes = family_sizes(program.config)
@@ -216,7 +218,7 @@ def model_flops(step: Step) -> tuple[ModelFlops, int]:
 
 
 def _peak(program: Program, target: Target) -> float:
-    """Of the dtype in which the model computes."""
+    """Peak FLOP/s in the compute dtype."""
     flops, config = target.chip.flops, program.config
     if config.fp16.enabled and "fp16" in flops:
         return flops["fp16"]

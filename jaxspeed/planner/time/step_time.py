@@ -1,4 +1,4 @@
-"""The time of a step, as it is told."""
+"""Report of the estimated step time: compute, memory, exposed communication, bubble; MFU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,14 @@ SHOWN = {"collective-permute": "permute", TO_HOST: "to host", FROM_HOST: "from h
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The communications of a step that are of one kind, over the same axes, for one purpose.
+class CommunicationGroup:
+    """The communications of a step of the same kind, axes and purpose.
 
     Attributes:
       link: "links" (ICI, NVLink), "network" (between nodes or slices) or "host".
-      seconds: of all runs, alone on its link.
-      exposed: of these, what is not hidden behind compute.
-      formula: its numbers in words, the largest first.
+      seconds: of all runs, alone on the link.
+      exposed: seconds of these that do not overlap with compute.
+      formula: runs and shapes, the largest first.
     """
 
     communications: tuple[Communication, ...]
@@ -34,13 +34,13 @@ class Exchange:
 
     @property
     def kind(self) -> str:
-        """As it is shown."""
+        """Kind of collective or transfer, for display."""
         kind = self.communications[0].kind
         return SHOWN.get(kind, kind)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Of the mesh; () of host transfers."""
+        """Mesh axes; () for host transfers."""
         return self.communications[0].axes
 
     @property
@@ -49,12 +49,12 @@ class Exchange:
 
     @property
     def bytes(self) -> int:
-        """That a device sends in a step, over all runs."""
+        """Bytes that a device sends per step, over all runs."""
         return int(sum(map(ring_bytes, self.communications)))
 
     @property
     def runs(self) -> int:
-        """How often in a step."""
+        """Runs per step."""
         return sum(one.runs for one in self.communications)
 
     def figures(self) -> dict[str, Any]:
@@ -73,23 +73,23 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Time:
-    """An estimate of the seconds of a step, and of what they go to.
+    """Estimated seconds of a step, by cause.
 
     Attributes:
-      compute: of a step in products, at what the chip reaches.
-      memory: in which device memory, not the matrix units, is the limit (beyond compute).
-      exchanges: what a device sends, with how long that takes and how much of it is waited for.
-      bubble: that a pipeline's stages wait.
-      step: the whole.
-      tokens: of a step; samples where the batch has no sequence (`unit` says which).
-      model_flops: of a step, all devices.
-      formula: of model_flops.
-      peak: FLOP/s of a device that mfu is against.
+      compute: seconds of matmuls and kernels, at the chip's achieved rate.
+      memory: seconds beyond compute in which memory bandwidth is the bottleneck.
+      exchanges: communication by kind, axes and purpose, with its exposed time.
+      bubble: idle seconds of a pipeline's stages.
+      step: total seconds.
+      tokens: tokens per step, or samples where the batch has no sequence (see `unit`).
+      model_flops: model FLOPs per step on all devices.
+      formula: the formula of model_flops.
+      peak: peak FLOP/s per device, for `mfu`.
     """
 
     compute: float
     memory: float
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[CommunicationGroup, ...]
     bubble: float
     step: float
     devices: int
@@ -101,25 +101,25 @@ class Time:
 
     @property
     def exchanged(self) -> float:
-        """Seconds of a step that wait for exchanges."""
+        """Exposed seconds of communication."""
         return sum(e.exposed for e in self.exchanges)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Throughput of all devices."""
         return self.tokens / self.step
 
     @property
     def mfu(self) -> float:
-        """The model's flops a second over the peak of all devices."""
+        """Model FLOPs utilization: model FLOP/s over the peak of all devices."""
         return self.model_flops / (self.step * self.peak * self.devices)
 
     def device_hours(self, tokens: float) -> float:
-        """That so many tokens take."""
+        """Device-hours to train on `tokens`."""
         return tokens / self.tokens_per_second * self.devices / HOUR
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain numbers and words, in seconds and bytes."""
+        """JSON-serializable figures, in seconds and bytes."""
         plain = ("compute", "memory", "bubble", "step", "devices", "tokens", "unit")
         more = ("model_flops", "formula", "peak", "exchanged", "tokens_per_second", "mfu")
         return {
@@ -128,41 +128,41 @@ class Time:
         }
 
     def __rich__(self) -> Group:
-        parts = Table(title="time of a step (estimate)", title_justify="left", box=None)
+        parts = Table(title="step time (estimate)", title_justify="left", box=None)
         parts.add_column("")
         parts.add_column("", justify="right")
         parts.add_column("")
         for name, seconds, of in (
-            ("compute", self.compute, "products and kernels, at what the chip reaches"),
-            ("memory", self.memory, "where device memory is the limit"),
-            ("exchanges", self.exchanged, "what is waited for"),
-            ("bubble", self.bubble, "stages of the pipeline that wait"),
+            ("compute", self.compute, "matmuls and kernels, at the achieved rate"),
+            ("memory", self.memory, "memory-bound operations"),
+            ("communication", self.exchanged, "not overlapped with compute"),
+            ("bubble", self.bubble, "idle pipeline stages"),
         ):
             if seconds:
                 parts.add_row(name, seconds_text(seconds), f"{seconds / self.step:4.0%}  {of}")
         parts.add_row("step", seconds_text(self.step), "", style="bold")
         rate = (
             f"{self.tokens_per_second:,.0f} {self.unit}/s, "
-            f"{self.tokens_per_second / self.devices:,.0f} a device; MFU {self.mfu:.1%}"
+            f"{self.tokens_per_second / self.devices:,.0f} per device; MFU {self.mfu:.1%}"
         )
-        said: list[Any] = [parts, Text(rate), Text(f"  MFU by {self.formula}")]
+        lines: list[Any] = [parts, Text(rate), Text(f"  MFU by {self.formula}")]
         if self.exchanges:
-            said += [Text(), self._links()]
-        return Group(*said)
+            lines += [Text(), self._links()]
+        return Group(*lines)
 
     def _links(self) -> Table:
-        table = Table(title="what a device sends in a step", title_justify="left", box=None)
-        for column in ("", "of", "along"):
+        table = Table(title="communication, per device and step", title_justify="left", box=None)
+        for column in ("", "of", "over"):
             table.add_column(column, overflow="fold")
-        for column in ("runs", "bytes", "alone", "waited"):
+        for column in ("runs", "bytes", "time", "exposed"):
             table.add_column(column, justify="right", no_wrap=True)
         for e in sorted(self.exchanges, key=lambda e: -e.seconds)[:12]:
-            along = ", ".join(e.axes) or "host"
-            along += " (network)" if e.link == "network" else ""
+            over = ", ".join(e.axes) or "host"
+            over += " (network)" if e.link == "network" else ""
             table.add_row(
                 e.kind,
                 e.purpose,
-                along,
+                over,
                 str(e.runs),
                 bytes_text(e.bytes),
                 seconds_text(e.seconds),

@@ -1,4 +1,4 @@
-"""Whether the links of a TPU slice can hold a mesh, without its compiler."""
+"""Layout of a mesh on a TPU torus: whether it is possible, and each axis's links; no compiler."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _TRIES, _SHOWN = 60, 4
 
 @dataclass(frozen=True)
 class _Standin:
-    """What JAX asks of a device when it lays out a mesh."""
+    """A stand-in for a device, with the attributes that JAX's mesh layout reads."""
 
     id: int
     platform: str
@@ -29,11 +29,11 @@ class _Standin:
 
 
 def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
-    """PlacementError with the nearest meshes that would do, unless the target can hold this one.
+    """Raise PlacementError, with the nearest possible meshes, if the target cannot hold this one.
 
     Args:
-      target: devices that need not be here.
-      sizes: of all axes.
+      target: devices, which may be absent.
+      sizes: sizes of all mesh axes.
     """
     if not target.topology:
         return
@@ -42,21 +42,20 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
         return
     near = itertools.islice(_nearest(sizes), _TRIES)
     works = [mesh_text(other) for other in near if _holds(other, devices)][:_SHOWN]
-    hint = f"; these can be: {'; '.join(works)}" if works else ""
+    hint = f"; possible: {'; '.join(works)}" if works else ""
     raise PlacementError(
-        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes whole "
+        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes entire "
         f"dims of the torus{hint}"
     )
 
 
 def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
-    """Whether the target can lay out this mesh."""
+    """Whether this mesh can be laid out on the target."""
     return not target.topology or _holds(sizes, _standins(target))
 
 
 def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Where each device of a mesh stands, in the mesh's order: its slice or node, and on a torus
-    its coordinates there."""
+    """Slice or node of each device, and its coordinates on a torus, in mesh order."""
     if not target.topology:
         return [(i // target.node,) for i in range(target.count)]
     mesh = laid_out(tuple(sizes[axis] for axis in AXES), _standins(target))
@@ -83,7 +82,7 @@ def _holds(sizes: Mapping[str, int], devices: list[_Standin]) -> bool:
 
 
 def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Meshes of as many devices over the same axes and `data`, those that differ least first."""
+    """Meshes of as many devices over the same axes and `data`, the most similar first."""
     used = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
     total = math.prod(sizes.values())
 
@@ -94,21 +93,21 @@ def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
         yield {**sizes, **dict(zip(used, other))}
 
 
-# -- along which links of a target each axis of a mesh lies ---------------------------------------
+# -- links of each mesh axis -----------------------------------------------------------------------
 
 DIMS = ("x", "y", "z")  # of a torus
 
 
 def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Of each axis longer than one: how many places it takes along each kind of link.
+    """{axis larger than one: {kind of link: its extent along the link}}.
 
     The links are the dims of a torus (`x`, `y`, `z`), `core` within its chips and `slice` between
-    tori; of GPUs `node` within a node and `network` between nodes. `data 16` on v5p:4x4x8 may be
+    tori; for GPUs `node` within a node and `network` between nodes. `data 16` on v5p:4x4x8 may be
     `{"x": 4, "y": 4}`.
 
     Args:
-      target: devices that can hold the mesh.
-      sizes: of all axes.
+      target: devices on which the mesh can be laid out.
+      sizes: sizes of all mesh axes.
     """
     shape = tuple(sizes[axis] for axis in AXES)
     placed = np.array(placed_on(target, sizes)).reshape(*shape, -1)
@@ -117,7 +116,7 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
         if sizes[axis] > 1:
             first = tuple(slice(None) if i == number else 0 for i in range(len(AXES)))
             outside, *dims = (len(set(places)) for places in placed[first].T.tolist())
-            inside = sizes[axis] // outside // math.prod(dims)  # at one and the same place
+            inside = sizes[axis] // outside // math.prod(dims)  # at the same coordinates
             links = {**dict(zip(DIMS, dims)), _INSIDE[bool(dims)]: inside}
             links[_OUTSIDE[bool(dims)]] = outside
             found[axis] = {link: n for link, n in links.items() if n > 1}

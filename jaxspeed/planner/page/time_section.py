@@ -1,28 +1,28 @@
-"""The time of a step as one bar: what the device is busy with, and what it waits for."""
+"""Page section: step time as a bar of compute, memory, exposed communication and bubble."""
 
-from jaxspeed.planner.page.bars import Bar, Part, stacked
+from jaxspeed.planner.page.bars import Bar, BarPart, stacked
 from jaxspeed.planner.page.figures import FORMS, Figures, Place, percent_text
-from jaxspeed.planner.page.looks import TIME
 from jaxspeed.planner.page.markup import Children, Markup, section, table, tag
+from jaxspeed.planner.page.styles import TIME
 
-SAYS = {
-    "compute": "products, at what the chip reaches",
-    "memory": "device memory is the limit, not the matrix units",
-    "links": "waiting for links between devices",
-    "network": "waiting for the network",
-    "host": "waiting for host memory",
-    "bubble": "stages wait for each other",
+DESCRIPTIONS = {
+    "compute": "matmuls and kernels, at the achieved rate",
+    "memory": "memory-bound operations",
+    "links": "exposed communication over links",
+    "network": "exposed communication over the network",
+    "host": "exposed host transfers",
+    "bubble": "idle pipeline stages",
 }
 
 
-def steptime(figures: Figures) -> Markup | None:
+def step_time(figures: Figures) -> Markup | None:
     if figures.get("time") is None:
         return None
     return section(
         "time",
-        "Time of a step",
+        "Step time",
         _lead(figures),
-        stacked([Bar(_label(figures), _parts(figures))], "time of a step"),
+        stacked([Bar(_label(figures), _parts(figures))], "step time"),
         _table(figures),
         tag("p", "model FLOPs: ", tag("code", figures.get("time", "formula")), cls="note"),
     )
@@ -31,13 +31,13 @@ def steptime(figures: Figures) -> Markup | None:
 def _lead(figures: Figures) -> Children:
     return [
         figures.shown("seconds", "time", "step"),
-        " a step, ",
+        " per step, ",
         figures.shown("count", "time", "tokens_per_second"),
-        f" {figures.get('time', 'unit')} a second, ",
+        f" {figures.get('time', 'unit')} per second, MFU ",
         figures.shown("percent", "time", "mfu"),
         " of ",
         figures.shown("flops a second", "time", "peak"),
-        " a device. An estimate: a roofline of the traced step.",
+        " per device. Estimated by a roofline model of the traced step.",
     ]
 
 
@@ -46,7 +46,7 @@ def _label(figures: Figures) -> Children:
 
 
 def _places(figures: Figures) -> dict[str, list[Place]]:
-    """Of each part of a step the figures that add up to it."""
+    """{part of a step: places of the figures that sum to it}."""
     found = figures.get("time", "exchanges")
     places: dict[str, list[Place]] = {
         "compute": [("time", "compute")],
@@ -56,22 +56,22 @@ def _places(figures: Figures) -> dict[str, list[Place]]:
         of = [i for i, each in enumerate(found) if each["link"] == link]
         places[link] = [("time", "exchanges", i, "exposed") for i in of]
     places["bubble"] = [("time", "bubble")]
-    return {name: of for name, of in places.items() if of and figures.made("sum", *of) > 0}
+    return {name: of for name, of in places.items() if of and figures.computed("sum", *of) > 0}
 
 
-def _parts(figures: Figures) -> list[Part]:
+def _parts(figures: Figures) -> list[BarPart]:
     step, parts = figures.get("time", "step"), []
     for key, (name, of) in enumerate(_places(figures).items(), start=1):
-        size = figures.made("sum", *of)
-        tip = f"{FORMS['seconds'](size)}, {percent_text(size / step)}\n{SAYS[name]}"
-        parts.append(Part(name, size, TIME[name], tip, str(key)))
+        size = figures.computed("sum", *of)
+        tip = f"{FORMS['seconds'](size)}, {percent_text(size / step)}\n{DESCRIPTIONS[name]}"
+        parts.append(BarPart(name, size, TIME[name], tip, str(key)))
     return parts
 
 
 def _table(figures: Figures) -> Markup:
     rows, step = [], figures.get("time", "step")
     for key, (name, of) in enumerate(_places(figures).items(), start=1):
-        share = percent_text(figures.made("sum", *of) / step)
+        share = percent_text(figures.computed("sum", *of) / step)
         rows.append(
             tag(
                 "tr",
@@ -79,7 +79,7 @@ def _table(figures: Figures) -> Markup:
                 tag("th", name, scope="row"),
                 tag("td", figures.derived("sum", "seconds", *of), cls="r"),
                 tag("td", share, cls="r"),
-                tag("td", SAYS[name], cls="formula"),
+                tag("td", DESCRIPTIONS[name], cls="formula"),
             )
         )
-    return table(("", "part", "r time", "r of the step", "what it is"), rows, "components")
+    return table(("", "part", "r time", "r share", "description"), rows, "components")

@@ -1,7 +1,7 @@
-"""Which look (a CSS class) each thing has, everywhere on the page.
+"""CSS classes of memory components, mesh axes and parts of the step time, for the entire page.
 
-Parts that stay from step to step are plain, those that come and go are striped; colours come in
-page.css, in pairs that stay apart for people who see few colours, and each part has a number too.
+State is drawn plain, temporaries striped. The colours of page.css differ for the colour-blind too,
+and each part has a number.
 """
 
 COMPONENTS = {
