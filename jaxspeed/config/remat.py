@@ -80,7 +80,7 @@ class Recompute:
     budget: int | None = None  # bytes a device of what is kept
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
-    made_again: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
     partition: bool = False  # what is kept is cut over tensor
     on_host: bool = False  # what is kept waits in host memory
 
@@ -89,7 +89,7 @@ class Recompute:
 
     def doubles(self) -> Iterator[tuple[str, str, str]]:
         """(name, list, other list) of each name that two of the lists have."""
-        lists = dict(zip(LISTS, (self.save, self.offload, self.made_again), strict=True))
+        lists = dict(zip(LISTS, (self.save, self.offload, self.recompute), strict=True))
         for i, first in enumerate(LISTS):
             for second in LISTS[i + 1 :]:
                 yield from ((n, first, second) for n in lists[first] if n in lists[second])
@@ -109,4 +109,4 @@ def recompute_of(remat: Any, count: int | None, partition: bool, on_host: bool) 
     if "budget" in remat:
         return Recompute("budget", budget=remat["budget"], **how)
     save, offload, again = (tuple(remat.get(key, ())) for key in LISTS)
-    return Recompute("names", save=save, offload=offload, made_again=again, **how)
+    return Recompute("names", save=save, offload=offload, recompute=again, **how)

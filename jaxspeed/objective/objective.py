@@ -27,9 +27,9 @@ from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.remat.residual_report import ResidualReport, kept_of
-from jaxspeed.remat.resolve import keeping_of
-from jaxspeed.remat.unit_jaxprs import members
+from jaxspeed.remat.residual_report import ResidualReport, residual_report
+from jaxspeed.remat.resolve import resolve_policy
+from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
 from jaxspeed.zero3 import GatherScatter, ShardedParam, Way, run_sliced
 
@@ -116,8 +116,8 @@ class Objective:
             return Way(program.units)
         if self.style.sequence_parallel:  # what is kept is cut along its sequence already
             recompute = replace(recompute, partition=False)
-        found = tuple(members(jaxpr, activations, program.units))
-        residuals = keeping_of(recompute, found, *self._shared_by())
+        found = tuple(unit_jaxprs(jaxpr, activations, program.units))
+        residuals = resolve_policy(recompute, found, *self._shared_by())
         return Way(program.units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
@@ -127,8 +127,8 @@ class Objective:
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
         program = self.trace((variables, batch, first, first), train=True)
-        found = tuple(members(self._crossed(program), program.batch, program.units))
-        return kept_of(self.recompute, found, *self._shared_by())
+        found = tuple(unit_jaxprs(self._crossed(program), program.batch, program.units))
+        return residual_report(self.recompute, found, *self._shared_by())
 
     def _shared_by(self) -> tuple[int, str]:
         """(into how many parts devices share activations, what they are)."""

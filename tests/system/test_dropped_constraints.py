@@ -15,7 +15,7 @@ import pytest
 
 import jaxspeed
 from tests.support.topology import run_on_topology
-from tests.system import cut_blocks, stacks, test_kept_activations, test_pipeline_constraints
+from tests.system import cut_blocks, stacks, test_partitioned_residuals, test_pipeline_constraints
 from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
 from tests.system.tpu import FEW_ROWS
 
@@ -29,7 +29,7 @@ TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
 # test_tensor_collectives.py.
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
-ELSEWHERE |= {*test_kept_activations.SITES}
+ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 
 
