@@ -222,9 +222,9 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_users_own_optimizer_is_used_and_clipped_only_when_asked",
     ),
     (
-        "size = sum(nbytes(v.aval) for v, own in handed if own and len(v.aval.shape) > 1)",
-        "size = sum(nbytes(v.aval) for v, own in handed if len(v.aval.shape) > 1)",
-        "test_bytes_of_a_name_are_what_jax_keeps_for_it[gpt2]",
+        "size = sum(nbytes(v.aval) for v, on in inputs if on and len(v.aval.shape) > 1)",
+        "size = sum(nbytes(v.aval) for v, on in inputs if len(v.aval.shape) > 1)",
+        "test_bytes_of_a_name_are_those_that_jax_saves_for_it[gpt2]",
     ),
     (
         "made = made or (train // said.known if said.micro else stages.cut(train // said.known))",
