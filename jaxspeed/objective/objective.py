@@ -31,7 +31,7 @@ from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
-from jaxspeed.zero3 import GatherScatter, ShardedParam, Way, run_sliced
+from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, run_segmented
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Objective:
         crossed = self._crossed(program)
         way = self.way(crossed, program, program.batch, recompute)
         way = replace(way, samples=self.samples(batch))
-        return run_sliced(crossed, program.closed.consts, args, storage, way)
+        return run_segmented(crossed, program.closed.consts, args, storage, way)
 
     @property
     def _gathers(self) -> bool:
@@ -110,15 +110,15 @@ class Objective:
 
     def way(
         self, jaxpr: Any, program: Traced, activations: Sequence[Any], recompute: Recompute
-    ) -> Way:
+    ) -> EvalContext:
         """How the pieces of a program are run; `activations` are its inputs that are no weights."""
         if not recompute:
-            return Way(program.units)
+            return EvalContext(program.units)
         if self.style.sequence_parallel:  # what is kept is cut along its sequence already
             recompute = replace(recompute, partition=False)
         found = tuple(unit_jaxprs(jaxpr, activations, program.units))
         residuals = resolve_policy(recompute, found, *self._shared_by())
-        return Way(program.units, residuals=residuals, activations=frozenset(activations))
+        return EvalContext(program.units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """What units keep of a micro-batch of these shapes; None where the config does not say."""

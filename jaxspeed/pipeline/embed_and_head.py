@@ -20,7 +20,7 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
-from jaxspeed.zero3 import Way, run_sliced
+from jaxspeed.zero3 import EvalContext, run_segmented
 
 
 def embed(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
@@ -60,7 +60,9 @@ def _run(
     of_unit = units.of if storage else lambda eqn: None
     jaxpr = jaxpr.replace(invars=list(given))
     jaxpr = with_crossings(jaxpr, paths, samples, specs, table.mesh, style, of_unit)
-    return run_sliced(jaxpr, (), list(given.values()), storage, Way(units, split.samples))
+    return run_segmented(
+        jaxpr, (), list(given.values()), storage, EvalContext(units, split.samples)
+    )
 
 
 def _shard_over_stages(x: Any) -> Any:

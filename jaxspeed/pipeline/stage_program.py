@@ -19,7 +19,7 @@ from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, waits
 from jaxspeed.placement.specs import without_axes
 from jaxspeed.tensor_parallel import with_crossings
-from jaxspeed.zero3 import ShardedParam, run_sliced
+from jaxspeed.zero3 import ShardedParam, run_segmented
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Stage:
             units.of if storage or recompute else lambda eqn: None,
         )
         way = split.objective.way(jaxpr, program, samples, recompute)
-        return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
+        return lambda *args: run_segmented(jaxpr, closed.consts, args, storage, way)
 
 
 def _on_device_memory(sharding: NamedSharding) -> NamedSharding:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import as_function, evaluate
-from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all
+from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 
@@ -80,7 +80,7 @@ class UnitResiduals:
 
     @cached_property
     def _flops(self) -> list[int]:
-        return [equation_flops(eqn, of_all) for eqn in self.jaxpr.eqns]
+        return [equation_flops(eqn, count_all) for eqn in self.jaxpr.eqns]
 
     def recomputed_flops(self, saved: Iterable[str]) -> int:
         """FLOPs that the backward pass recomputes if only these names are saved."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
+from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
 from jaxspeed.jaxpr.traverse import bodies, is_var, sliceable_bodies
 from jaxspeed.zero3 import Units
-from jaxspeed.zero3.segments import Way, pieces
+from jaxspeed.zero3.segments import EvalContext, split_at_units
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ def _units(
     jaxpr: Any, batch: Iterable[Any], real: Iterable[Any], units: Units, times: int
 ) -> Iterator[UnitJaxpr]:
     """`real` are the inputs that may have a gradient."""
-    moving, active = made_of(jaxpr, batch), made_of(jaxpr, real)
-    for segment in pieces(jaxpr, Way(units), {}):
+    moving, active = dependents(jaxpr, batch), dependents(jaxpr, real)
+    for segment in split_at_units(jaxpr, EvalContext(units), {}):
         if segment.nested:
             yield from _inside(segment.eqns[0], moving, active, units, times)
         elif segment.units:
-            inputs = read_from_outside(segment.eqns)
-            unit = part(jaxpr, segment.eqns, inputs, segment.outputs)
+            inputs = free_variables(segment.eqns)
+            unit = sub_jaxpr(jaxpr, segment.eqns, inputs, segment.outputs)
             is_activation = tuple(v in moving for v in inputs)
             yield UnitJaxpr(unit, times, is_activation, tuple(v in active for v in inputs))
 

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.jaxpr.inline_calls import Spliced
-from jaxspeed.jaxpr.primitives import OWN_DERIVATIVE
+from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
 from jaxspeed.jaxpr.traverse import is_var, open_jaxpr, with_functions, with_jaxpr
 from jaxspeed.ops.free_axes import TENSOR, free_axes
 from jaxspeed.tensor_parallel.activation_layout import Sides, Style, context_mesh
@@ -86,7 +86,7 @@ class _Writing:
             return
         self.done.add(position)
         eqn = self.jaxpr.eqns[position]
-        if position in self.frame.inner and eqn.primitive.name not in OWN_DERIVATIVE:
+        if position in self.frame.inner and eqn.primitive.name not in CUSTOM_DERIVATIVE:
             self.eqns.append(self._nested(position, eqn))
         elif position in self.groups:
             self._write_columns(self.groups[position])

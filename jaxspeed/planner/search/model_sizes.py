@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all, program_flops
+from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes, program_flops
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.rows import ROLES
 from jaxspeed.planner.search.candidate import NONE, remat_json
@@ -81,7 +81,7 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
         (master + opt) / parameters,
         grad / parameters,
         sum(each.times for each in found),
-        float(program_flops(jaxpr, of_all)),
+        float(program_flops(jaxpr, count_all)),
         costs.input_bytes,
         dict(_by_policy(costs)),
     )
@@ -127,7 +127,7 @@ def _matmul_results(jaxpr: Any) -> Iterable[Any]:
 def _other_flops(unit: UnitResiduals, results: set[Any]) -> float:
     """FLOPs of the equations that compute none of `results`."""
     others = (eqn for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & results)
-    return float(sum(equation_flops(eqn, of_all) for eqn in others))
+    return float(sum(equation_flops(eqn, count_all) for eqn in others))
 
 
 def _bytes(variables: Iterable[Any]) -> int:
