@@ -30,7 +30,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
-from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
 from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, run_segmented
 
 
@@ -47,7 +47,7 @@ class Objective:
     compute_dtype: Any
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
-    style: Style = AS_WHOLE  # of what crosses the tensor axis
+    style: ActivationLayout = REPLICATED  # of what crosses the tensor axis
     recompute: Recompute = NOTHING_SAID  # what units keep for their backward pass
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
 
@@ -141,7 +141,7 @@ class Objective:
         paths = [row.path for row in self.table]
         in_units = bool(self.recompute) or self._gathers
         sizes = self._shared_sizes(program.batch)
-        return with_crossings(
+        return with_boundary_constraints(
             with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
             dict(zip(paths, program.parameters, strict=True)),
             program.batch,

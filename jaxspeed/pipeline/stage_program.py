@@ -18,7 +18,7 @@ from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, waits
 from jaxspeed.placement.specs import without_axes
-from jaxspeed.tensor_parallel import with_crossings
+from jaxspeed.tensor_parallel import with_boundary_constraints
 from jaxspeed.zero3 import ShardedParam, run_segmented
 
 
@@ -180,7 +180,7 @@ class Stage:
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
         recompute = self.recompute if split.train else NOTHING_SAID
-        jaxpr = with_crossings(
+        jaxpr = with_boundary_constraints(
             closed.jaxpr,
             {**of_weights, **shared},
             samples,

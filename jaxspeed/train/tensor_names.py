@@ -24,12 +24,20 @@ from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import LOGICAL_RULES, with_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
-from jaxspeed.tensor_parallel import Followed, Proposal, follow, propose, uses_of
+from jaxspeed.tensor_parallel import (
+    PropagatedDims,
+    ShardingProposal,
+    propagate_dims,
+    propose_sharding,
+    uses_of,
+)
 
 Loss = Callable[[Any, Any], Any]
 
 
-def propose_tensor_cuts(model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2) -> Proposal:
+def propose_tensor_cuts(
+    model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
+) -> ShardingProposal:
     """How the tensor axis could cut a model that says nothing of it.
 
     Args:
@@ -39,19 +47,21 @@ def propose_tensor_cuts(model: Any, loss_fn: Loss, example_batch: Any, tensor: i
       tensor: into how many parts.
 
     Returns:
-      The proposal. It prints itself; `.layer_specs` is what keeps it in a config, `.whole` tells
-      what is left whole, and why.
+      The proposal. It prints itself; `.layer_specs` writes it into a config, `.replicated` has the
+      replicated weights, each with the reason.
     """
     if tensor < 2:
         raise ModelError(f"tensor is {tensor}: a cut makes at least 2 parts")
     adapted = adapt_model(model, loss_fn, example_batch=example_batch)
     mesh = build_mesh({}, jax.devices()[:1])
-    return propose(_followed(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor)
+    return propose_sharding(
+        _propagated(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor
+    )
 
 
 def with_tensor_names(
     config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
-) -> tuple[tuple[Leaf, ...], Proposal | None]:
+) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
     """The model's leaves with every name that the config or inference gives them.
 
     Also the proposal, where there was one.
@@ -60,8 +70,8 @@ def with_tensor_names(
     if ways == 1:
         return with_names(model.leaves, axes), None
 
-    def traced() -> Followed:
-        return _followed(model, loss_fn, example_batch, mesh, compute_dtype(config))
+    def traced() -> PropagatedDims:
+        return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
 
     specs = config.layer_specs
     if specs:
@@ -79,7 +89,7 @@ def with_tensor_names(
             'write tensor_parallel.partition_config.layer_specs, as {"**/up": "column", '
             '"**/down": "row"}. parallel.infer_tensor_cuts "never" leaves all of it whole.'
         )
-    proposal = propose(traced(), leaves, ways)
+    proposal = propose_sharding(traced(), leaves, ways)
     return tuple(_named(leaf, proposal) for leaf in leaves), proposal
 
 
@@ -87,7 +97,7 @@ def _names_a_cut(leaf: Leaf) -> bool:
     return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
 
 
-def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
+def _named(leaf: Leaf, proposal: ShardingProposal) -> Leaf:
     names = proposal.names.get(leaf.path)
     if names is None:
         return leaf
@@ -95,9 +105,9 @@ def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
     return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
 
 
-def _followed(
+def _propagated(
     model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
-) -> Followed:
+) -> PropagatedDims:
     """The loss of one micro-batch like the example, traced in training mode."""
     one = build_mesh({}, list(mesh.devices.flat[:1]))
     objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
@@ -106,4 +116,4 @@ def _followed(
     program = objective.trace((dict(model.variables), batch, index, index), train=True)
     paths = [leaf.path for leaf in model.leaves]
     parameters = dict(zip(paths, program.parameters, strict=True))
-    return follow(program.closed.jaxpr, parameters, program.batch)
+    return propagate_dims(program.closed.jaxpr, parameters, program.batch)

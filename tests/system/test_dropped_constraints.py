@@ -24,7 +24,7 @@ MATRIX = WIDTH * WIDTH
 # all compilers that were tried, the argument's own sharding and the barrier say the same.
 TRACED_ONLY = {"unit.shard"}
 # The same of tests/tensor_parallel/test_shard_boundaries.py.
-TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
+TRACED_ONLY |= {"tensor.leave.saved", "tensor.columns.backward"}
 # What is dropped where devices share the work on a sample: test_shared_vocabulary.py and
 # test_tensor_collectives.py.
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}

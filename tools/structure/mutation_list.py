@@ -169,7 +169,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "return max(with_it, without, key=self.total)",
         "return with_it",
-        "test_the_cuts_are_those_that_a_person_would_write[encoder-decoder]",
+        "test_the_proposal_is_what_a_person_would_write[encoder-decoder]",
     ),
     (
         "return self.window - 1, 0 if self.causal else self.window - 1",
