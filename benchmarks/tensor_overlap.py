@@ -44,7 +44,7 @@ from jaxspeed.hlo.cost import own_flops
 from jaxspeed.hlo.parser import Computation, Instruction, Module, parse
 from jaxspeed.hlo.replica_groups import axes_of, replica_groups, source_target_pairs
 from jaxspeed.hlo.trip_counts import Site
-from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
+from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
 
 EMBED, MLP, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
 SEQ, BATCH = 4096, 2
@@ -71,10 +71,12 @@ def contracting(x_dims: Sequence[int], w_dims: Sequence[int]) -> Callable[[Array
     return lambda x, w: lax.dot_general(x, w, ((tuple(x_dims), tuple(w_dims)), ((), ())))
 
 
-INTO_HEADS = Product(contracting((2,), (0,)), 1, 1, w_cut=1, x_cut=None, y_cut=2)
-INTO_MLP = Product(contracting((2,), (0,)), 1, 1, w_cut=1, x_cut=None, y_cut=2)
-OUT_OF_HEADS = Product(contracting((2, 3), (0, 1)), 1, 1, w_cut=0, x_cut=2, y_cut=None)
-OUT_OF_MLP = Product(contracting((2,), (0,)), 1, 1, w_cut=0, x_cut=2, y_cut=None)
+INTO_HEADS = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=1, x_sharded=None, y_sharded=2)
+INTO_MLP = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=1, x_sharded=None, y_sharded=2)
+OUT_OF_HEADS = RingMatmul(
+    contracting((2, 3), (0, 1)), 1, 1, w_sharded=0, x_sharded=2, y_sharded=None
+)
+OUT_OF_MLP = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=0, x_sharded=2, y_sharded=None)
 
 SHAPES: dict[str, tuple[tuple[int, ...], P]] = {
     "q": ((EMBED, HEADS, HEAD), P(None, "tensor")),
@@ -113,8 +115,10 @@ def along_seq(x: Array, axis: str | None) -> Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def plain_columns(x: Array, weights: Sequence[Array], products: Sequence[Product]) -> list[Array]:
-    """Gather, multiply; backward multiply, reduce-scatter and regather: all by constraint."""
+def plain_columns(
+    x: Array, weights: Sequence[Array], products: Sequence[RingMatmul]
+) -> list[Array]:
+    """Gather, multiply; backward multiply, reduce-scatter, and gather again: all by constraint."""
 
     @jax.custom_vjp
     def columns(x: Array, weights: Sequence[Array]) -> list[Array]:
@@ -135,7 +139,7 @@ def plain_columns(x: Array, weights: Sequence[Array], products: Sequence[Product
     return columns(along_seq(x, "tensor"), list(weights))
 
 
-def plain_row(h: Array, weight: Array, product: Product) -> Array:
+def plain_row(h: Array, weight: Array, product: RingMatmul) -> Array:
     """Multiply, reduce-scatter; backward gather once, for both products."""
 
     @jax.custom_vjp
@@ -153,8 +157,8 @@ FORMS = {
     "none": Form(plain_columns, plain_row),
     "ring": Form(ring_columns, ring_row),
     "ring_both_directions": Form(
-        functools.partial(ring_columns, both_ways=True),
-        functools.partial(ring_row, both_ways=True),
+        functools.partial(ring_columns, bidirectional=True),
+        functools.partial(ring_row, bidirectional=True),
     ),
 }
 

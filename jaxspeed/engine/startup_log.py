@@ -14,7 +14,7 @@ from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.tensor_parallel import dims_cut_over
+from jaxspeed.tensor_parallel import dims_sharded_over
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
@@ -32,7 +32,7 @@ def log_startup(program: Program) -> None:
     if program.proposal is not None:
         log.info("mesh.tensor: the sharding was inferred from the loss\n%s", program.proposal)
     degree = program.mesh.shape["tensor"]
-    if degree > 1 and not dims_cut_over("tensor", {r.path: r.read.spec for r in program.table}):
+    if degree > 1 and not dims_sharded_over("tensor", {r.path: r.read.spec for r in program.table}):
         log.warning(
             "mesh.tensor is %d, but no parameter is sharded over it: all devices of this axis do "
             "the same work",

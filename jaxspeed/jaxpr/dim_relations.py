@@ -1,16 +1,16 @@
 """Dim relations: how each primitive relates the dims of its operands and results.
 
-As in an einsum, dims that are read and written by one index have one *factor*:
+As in an einsum, dims with the same index share a *factor*:
 
     x @ w                            i k, k j -> i j       k is reduced
     x.T                              i j -> j i
     jnp.cumsum(x, axis=1)            i j -> i j            j is mixed
-    x.reshape(5, 12, 64)             i j -> i j _          of [5, 768]: j is the outermost part
+    x.reshape(5, 12, 64)             i j -> i j _          of [5, 768]: j is the outer dim
     table[ids]                       v e, b -> b e         v is reduced: ids are one-hot rows
 
-(OpShardingRule of XLA's partitioner Shardy has the same form.) What the relations mean, and what an
-operation without a rule does, is for those who ask: tensor parallelism ends a class of dims there,
-the planner imitates what a partitioner guesses.
+(OpShardingRule of XLA's partitioner Shardy has the same form.) Consumers interpret the relations
+and operations without a rule: tensor parallelism ends a class of dims there, the planner imitates
+the guess of a partitioner.
 """
 
 import math
@@ -29,26 +29,24 @@ from jaxspeed.jaxpr.primitives import (
 )
 
 Factor = int
-Factors = tuple[Factor | None, ...]  # of the dims of one array
+Factors = tuple[Factor | None, ...]  # one per dim of an array
 Shape = Sequence[int]
 Rule = Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Shape]], "DimRelations"]
 
 
 @dataclass(frozen=True)
 class DimRelations:
-    """The factors of an operation's dims; None where a dim's index is no other dim's.
+    """The factors of an operation's dims; None if no other dim has the same index.
 
-    Dims of one factor have one size, with two exceptions where equal contiguous parts of one are
-    such parts of the other: the outermost of dims that a reshape folds or splits, and the features
-    of a grouped convolution.
+    Dims of one factor have the same size, except the outermost of dims that a reshape merges or
+    splits, and the features of a grouped convolution: there, equal contiguous shards of one dim
+    correspond to those of the other.
 
     Attributes:
-      operands: of each operand.
-      results: of each result.
-      mixed: factors along which the operation mixes: the dims lie alike, but what is at an index
-        of the result is not computed from that index alone.
-      groups: of a factor, into how many groups of neighbours its indices fall that must not be
-        separated.
+      operands: factors of each operand.
+      results: factors of each result.
+      mixed: factors along which an element of the result depends on other indices than its own.
+      groups: {factor: number of groups of adjacent indices that must not be separated}.
     """
 
     operands: tuple[Factors, ...]
@@ -57,7 +55,7 @@ class DimRelations:
     groups: Mapping[Factor, int] = field(default_factory=dict)
 
     def reduced(self, operand: int) -> tuple[int, ...]:
-        """The dims of an operand that the operation sums over, or reduces otherwise."""
+        """The dims of an operand that the operation contracts or reduces."""
         made = {factor for factors in self.results for factor in factors}
         return tuple(
             dim
@@ -67,13 +65,13 @@ class DimRelations:
 
     def shared(self, operand: int) -> tuple[int, ...]:
         """The dims of an operand that are dims of another operand and of a result."""
-        return self._going_on(operand, in_others=True)
+        return self._in_results(operand, in_others=True)
 
     def free(self, operand: int) -> tuple[int, ...]:
         """The dims of an operand that are dims of a result and of no other operand."""
-        return self._going_on(operand, in_others=False)
+        return self._in_results(operand, in_others=False)
 
-    def _going_on(self, operand: int, *, in_others: bool) -> tuple[int, ...]:
+    def _in_results(self, operand: int, *, in_others: bool) -> tuple[int, ...]:
         made = {factor for factors in self.results for factor in factors} - self.mixed
         others = {f for i, factors in enumerate(self.operands) if i != operand for f in factors}
         return tuple(
@@ -86,7 +84,7 @@ class DimRelations:
 def relations(
     name: str, params: Mapping[str, Any], operands: Sequence[Shape], results: Sequence[Shape]
 ) -> DimRelations | None:
-    """The dim relations of an operation on arrays of these shapes; None without a rule."""
+    """The dim relations of an operation on arrays of these shapes, or None if it has no rule."""
     rule = RULES.get(name)
     return None if rule is None else rule(params, operands, results)
 
@@ -94,9 +92,9 @@ def relations(
 def same_place(
     operands: Sequence[Shape], results: Sequence[Shape], mixed: Collection[int] = ()
 ) -> DimRelations:
-    """Dims of one place and size, in arrays of one rank, have one factor.
+    """One factor per dim index and size, among arrays of equal rank.
 
-    Those of an element-wise operation, where none are `mixed`.
+    With no `mixed` dims, the relations of an element-wise operation.
     """
     factors: dict[tuple[int, int, int], Factor] = {}
     for shape in results:
@@ -114,7 +112,7 @@ def same_place(
 
 
 def pairwise(shapes: Sequence[Shape]) -> DimRelations:
-    """Each result is the operand of its place."""
+    """Relations of an operation whose result i is operand i."""
     pairs, count = [], 0
     for shape in shapes:
         pairs.append(tuple(range(count, count + len(shape))))
@@ -123,9 +121,9 @@ def pairwise(shapes: Sequence[Shape]) -> DimRelations:
 
 
 def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """The dims of `old` and `new` in the smallest groups of equal product; sizes of 1 are left out.
+    """The smallest groups of dims of `old` and `new` with equal products, without dims of size 1.
 
-    [batch, seq, 768] and [batch, seq, 12, 64] give (0, 0), (1, 1) and (2, [2, 3]).
+    [batch, seq, 768] and [batch, seq, 12, 64] give ([0], [0]), ([1], [1]) and ([2], [2, 3]).
     """
     if 0 in old:
         return
@@ -141,11 +139,11 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
         yield a, b
 
 
-# -- element by element, but for some dims ---------------------------------------------------------
+# -- element-wise, with exceptions -----------------------------------------------------------------
 
 
 def _along(*keys: str) -> Rule:
-    """An operation along dims that one of these parameters names."""
+    """The rule of an operation along the dims in one of these parameters."""
 
     def rule(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
         dims = next(params[key] for key in keys if key in params)
@@ -173,13 +171,13 @@ def _window(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) ->
 
 
 def _pad(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """Padding moves a dim's indices, even where it keeps the size."""
+    """Padding shifts the indices of a dim, even if its size stays."""
     config = params["padding_config"]
     return same_place(operands, results, [d for d, x in enumerate(config) if any(x)])
 
 
 def _slice(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """Slices and updates: a dim that keeps its size stays as it is, another one ends."""
+    """Slices and updates relate dims of equal size, no others."""
     return same_place(operands, results)
 
 
@@ -187,7 +185,7 @@ def _pairwise(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) 
     return pairwise(results)
 
 
-# -- moving and spreading --------------------------------------------------------------------------
+# -- layout and broadcasts -------------------------------------------------------------------------
 
 
 def _transpose(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
@@ -218,7 +216,7 @@ def _reshape(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -
     return DimRelations((tuple(old),), (tuple(new),))
 
 
-# -- reducing and multiplying ----------------------------------------------------------------------
+# -- reductions and products -----------------------------------------------------------------------
 
 
 def _reduce(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
@@ -226,7 +224,7 @@ def _reduce(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) ->
 
 
 def _argument(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """The index of what is largest is not reduced from indices in parts."""
+    """An argmax cannot be reduced from the argmax of each shard."""
     found = _without(params["axes"], operands, results)
     (factors,) = found.operands
     gone = tuple(None if d in params["axes"] else f for d, f in enumerate(factors))
@@ -236,7 +234,7 @@ def _argument(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) 
 def _without(
     gone: Sequence[int], operands: Sequence[Shape], results: Sequence[Shape]
 ) -> DimRelations:
-    """Also of several arrays at once, beside which there are the scalars that they start from."""
+    """A reduction of one or several arrays; scalar operands are initial values."""
     dims = tuple(range(len(operands[0])))
     left = tuple(d for d in dims if d not in gone)
     return DimRelations(tuple(dims if shape else () for shape in operands), (left,) * len(results))
@@ -256,10 +254,10 @@ def _dot(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> Di
 
 
 def _convolution(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """Batch goes through, input features are summed over, output features are the kernel's.
+    """Batch is free, input features are contracted, output features are the kernel's.
 
-    A depthwise kernel has one output feature (or several) for each of the input's. Of groups of
-    features, each device has to have whole ones.
+    A depthwise kernel has one or more output features per input feature. A group of features must
+    be on one device.
     """
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     image: list[Factor | None] = [None] * len(operands[0])
@@ -279,17 +277,17 @@ def _convolution(params: Any, operands: Sequence[Shape], results: Sequence[Shape
         image[numbers.lhs_spec[1]] = kernel[numbers.rhs_spec[1]] = inputs
     else:
         image[numbers.lhs_spec[1]] = outputs
-    whole = {outputs: groups} if groups > 1 else {}
-    return DimRelations((tuple(image), tuple(kernel)), (tuple(out),), frozenset(mixed), whole)
+    unsplit = {outputs: groups} if groups > 1 else {}
+    return DimRelations((tuple(image), tuple(kernel)), (tuple(out),), frozenset(mixed), unsplit)
 
 
 # -- indexing --------------------------------------------------------------------------------------
 
 
 def _gather(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """A lookup: whole dims of the table go through, the ids' dims become dims of the result.
+    """A lookup: full dims of the table and the dims of the ids become dims of the result.
 
-    Rows that are looked up one at a time are summed over, as in the product with one-hot rows.
+    A dim that is looked up one row at a time is contracted, as in the matmul with one-hot rows.
     """
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     shape, rank = operands[0], len(results[0])
@@ -311,9 +309,9 @@ def _gather(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) ->
 
 
 def _scatter(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
-    """The target keeps its dims; whole windows of the updates are dims of the target.
+    """The dims of the target, and those of the updates' windows that cover a dim of it in full.
 
-    The other dims of updates and ids are summed over, whatever sum it is.
+    The other dims of updates and ids are reduced.
     """
     numbers, shape, updates_shape = params["dimension_numbers"], operands[0], operands[2]
     batching = numbers.operand_batching_dims

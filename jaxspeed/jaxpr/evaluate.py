@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jaxspeed.jaxpr.primitives import INLINED
-from jaxspeed.jaxpr.slicing import part, read_from_outside
+from jaxspeed.jaxpr.slicing import free_variables, sub_jaxpr
 from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr
 
 
@@ -17,14 +17,14 @@ def bindings(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> dict[Any
 
 
 def as_function(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., list[Any]]:
-    """A jaxpr as a function; names and sources of its equations are kept."""
+    """A jaxpr as a function; scopes and source info of its equations are preserved."""
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))
 
 
 def run_equation(jaxpr: Any, eqn: Any, value_of: Callable[[Any], Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, where its variables have these values."""
-    free = read_from_outside([eqn])
-    return as_function(part(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
+    """The results of one equation of a jaxpr; `value_of` gives the values of variables."""
+    free = free_variables([eqn])
+    return as_function(sub_jaxpr(jaxpr, [eqn], free, eqn.outvars))(*map(value_of, free))
 
 
 def evaluate(
@@ -33,10 +33,9 @@ def evaluate(
     args: Sequence[Any],
     on_value: Callable[[Any, Any], Any] = lambda var, value: value,
 ) -> list[Any]:
-    """Run a jaxpr with nested jits inlined, so that what passes through them keeps its identity.
+    """Run a jaxpr with nested jits inlined, so that values they return unchanged stay identical.
 
-    `on_value(variable, value)` may replace what an equation gave, also inside of them, for all that
-    follows.
+    `on_value(variable, value)` may replace the result of an equation, also inside nested jits.
     """
     env = bindings(jaxpr, consts, args)
 

@@ -1,10 +1,9 @@
 """FLOPs of a traced program, from the shapes of its operations.
 
-One count a primitive and shapes, summed over a program: times the trips of the loops around it (of
-a loop of unknown length one), for every device of a region that each runs on its part, and of
-branches the largest. What an operation counts is a parameter (`of_products` or `of_all`), and so is
-how many points of its grid a kernel runs. `hlo/cost.py`, which counts compiled programs, is the
-check on this.
+The count of each operation is multiplied by the trips of its enclosing loops (1 if unknown) and by
+the devices of its enclosing manual regions; of branches the largest counts. Parameters are the
+count of an operation (`count_products` or `count_all`) and the grid points that a kernel runs.
+`hlo/cost.py`, which counts compiled programs, is the cross-check.
 """
 
 import math
@@ -15,12 +14,12 @@ from jaxspeed.jaxpr.primitives import CONSTRAINT, RESHAPES
 from jaxspeed.jaxpr.traverse import bodies, open_jaxpr
 
 Shape = Sequence[int]
-Count = Callable[[Any], int]  # of an equation that runs no program
-_UNCOUNTED = {*RESHAPES, "name", "copy", "broadcast_in_dim", CONSTRAINT}  # names for what is there
+Count = Callable[[Any], int]  # FLOPs of an equation without inner programs
+_UNCOUNTED = {*RESHAPES, "name", "copy", "broadcast_in_dim", CONSTRAINT}  # compute nothing
 
 
 def product_flops(name: str, params: Any, operands: Sequence[Shape], result: Shape) -> int | None:
-    """Of a matrix product or convolution of these shapes, 2 a multiply-add; None of all else."""
+    """FLOPs of a matmul or convolution, 2 per multiply-add; None for other primitives."""
     numbers = params.get("dimension_numbers")
     if name == "dot_general":
         (contracted, _), _ = numbers
@@ -32,8 +31,8 @@ def product_flops(name: str, params: Any, operands: Sequence[Shape], result: Sha
     return None
 
 
-def of_products(eqn: Any) -> int:
-    """Matrix products and convolutions alone, as the FLOPs of models are quoted."""
+def count_products(eqn: Any) -> int:
+    """FLOPs of matmuls and convolutions only, as model FLOPs are quoted."""
     found = product_flops(
         eqn.primitive.name,
         eqn.params,
@@ -43,9 +42,9 @@ def of_products(eqn: Any) -> int:
     return found or 0
 
 
-def of_all(eqn: Any) -> int:
-    """Any other operation counts as one an element of its results."""
-    if found := of_products(eqn):
+def count_all(eqn: Any) -> int:
+    """FLOPs of an equation; other than products, one per element of the results."""
+    if found := count_products(eqn):
         return found
     if eqn.primitive.name in _UNCOUNTED:
         return 0
@@ -53,12 +52,12 @@ def of_all(eqn: Any) -> int:
 
 
 def program_flops(jaxpr: Any, count: Count) -> int:
-    """Of a program."""
+    """FLOPs of a program."""
     return sum(equation_flops(eqn, count) for eqn in jaxpr.eqns)
 
 
 def equation_flops(eqn: Any, count: Count) -> int:
-    """Of an equation with all that it runs."""
+    """FLOPs of an equation, inner programs included."""
     if eqn.primitive.name == "pallas_call":
         return kernel_flops(eqn.params, count, eqn.params["grid_mapping"].grid)
     found = [
@@ -69,12 +68,12 @@ def equation_flops(eqn: Any, count: Count) -> int:
 
 
 def kernel_flops(params: Any, count: Count, grid: Sequence[int]) -> int:
-    """Of a `pallas_call` with these parameters, as often as there are points in `grid`: its own,
-    or fewer where a mask leaves some out."""
+    """FLOPs of a `pallas_call` that runs on `grid`: its own, or a smaller one if a mask skips
+    points."""
     return program_flops(open_jaxpr(params["jaxpr"])[0], count) * math.prod(grid)
 
 
 def nbytes(aval: Any) -> int:
-    """Of an array of this shape and dtype; keys of random numbers count as nothing."""
+    """Bytes of an array; random keys count as 0."""
     size = getattr(aval.dtype, "itemsize", 0)
     return math.prod(aval.shape) * size

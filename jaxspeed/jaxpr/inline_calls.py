@@ -1,4 +1,4 @@
-"""Inlining into a traced program: of the calls in it, and of functions that are put into it."""
+"""Inlining of calls in a traced program, and splicing of traced functions into it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from jaxspeed.jaxpr.primitives import INLINED
 from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr
 
 
-def opened(jaxpr: Any, variables: set[Any]) -> Any:
-    """The program with every call inlined that reads one of these variables."""
+def with_calls_inlined(jaxpr: Any, variables: set[Any]) -> Any:
+    """Inline every call that reads one of these variables."""
     while True:
         found = ((i, e) for i, e in enumerate(jaxpr.eqns) if e.primitive.name in INLINED)
         at, call = next(
@@ -21,19 +21,19 @@ def opened(jaxpr: Any, variables: set[Any]) -> Any:
         )
         if call is None:
             return jaxpr
-        jaxpr = inlined(jaxpr, at, call)
+        jaxpr = inline_call(jaxpr, at, call)
 
 
-def inlined(jaxpr: Any, at: int, call: Any) -> Any:
-    """The program with one call replaced by what it calls."""
+def inline_call(jaxpr: Any, at: int, call: Any) -> Any:
+    """Replace one call, equation number `at`, by the equations of its program."""
     inner, consts = open_jaxpr(called(call))
-    # Traced again: a function that is called twice would have the same variables twice.
+    # Traced again: inlining one jaxpr twice would define its variables twice.
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
     fresh = jax.make_jaxpr(jex.jaxpr_as_fun(jex.ClosedJaxpr(inner, list(consts))))(*shapes)
     inner = fresh.jaxpr
     names = dict(zip(inner.invars, call.invars, strict=True))
     constants = dict(zip(inner.constvars, fresh.consts, strict=True))
-    assert not constants, "constants of a call are arguments of it"
+    assert not constants, "constants of a call are its arguments"
     outer = call.source_info.name_stack
     eqns = [
         e.replace(
@@ -50,19 +50,19 @@ def inlined(jaxpr: Any, at: int, call: Any) -> Any:
 
 
 def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
-    """These, with what `names` has for a variable in its place."""
+    """The atoms, with variables substituted by `names`."""
     return [names.get(v, v) if is_var(v) else v for v in atoms]
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """A function that was traced on its own, to be put among other equations."""
+    """A separately traced function, whose equations are inserted among others."""
 
     jaxpr: Any
 
     @classmethod
     def of(cls, function: Callable[..., Any], like: Sequence[Any]) -> "Spliced":
-        """Traced on arrays like these variables."""
+        """Trace on arrays with the shapes and dtypes of these variables."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in like]
         return cls(jax.make_jaxpr(function)(*shapes).jaxpr)
 
@@ -75,7 +75,7 @@ class Spliced:
         return list(self.jaxpr.outvars)
 
     def eqns(self, ins: Sequence[Any], outs: Sequence[Any], like: Any) -> list[Any]:
-        """Its equations from and to these variables, under the name of the equation `like`."""
+        """Its equations on these variables, with the source info of the equation `like`."""
         names = dict(zip((*self.ins, *self.outs), (*ins, *outs), strict=True))
         return [
             e.replace(

@@ -1,7 +1,7 @@
 """Module scopes: named scopes that tag each equation of a trace with its module calls.
 
-Nothing of the model changes, and nothing of Flax needs to be known by what reads the names later.
-A name says which call (a serial number, unique in this process), of which class, at which path.
+The model does not change, and consumers of the scopes do not depend on Flax. A scope's name has the
+call's serial number (unique in this process), class and path.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module or marked function, as an equation's name tells it."""
+    """One call of a module or of a function marked as a unit, parsed from a scope's name."""
 
     serial: int
     kind: str  # the class or function
-    path: str  # where in the model; empty when it is not known (the body of a scan)
+    path: str  # in the model; empty if unknown (the body of a scan)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -41,14 +41,14 @@ def calls_in(name_stack: str) -> tuple[Call, ...]:
 
 
 def scope(kind: str, path: str = "") -> Any:
-    """Inside this context every equation carries the name of one call."""
+    """Context manager that tags the equations traced in it with a new call."""
     kind = re.sub(r"\W", "", kind)  # of a lambda: <lambda>
     path = re.sub(r"[:()]", "_", path.replace("/", "."))
     return jax.named_scope(f"unit:{next(_serial)}:{kind}:{path}:")
 
 
 def unit(fn: Function) -> Function:
-    """Mark a function as a unit: ZeRO 3 gathers the weights that one call of it reads at a time.
+    """Mark a function as a unit: ZeRO 3 gathers the weights of one call at a time.
 
     For models that are plain functions; modules need no mark.
 
@@ -66,7 +66,7 @@ def unit(fn: Function) -> Function:
 
 @contextlib.contextmanager
 def tagged(classes: Iterable[Any], path_of: Callable[[Any], str]) -> Iterator[None]:
-    """Inside, each `__call__` of an instance of these classes leaves its name."""
+    """Context manager that tags the equations of each `__call__` of these classes."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

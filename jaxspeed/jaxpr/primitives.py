@@ -1,23 +1,22 @@
-"""Primitives by class, under the names that a traced program gives them.
+"""Names of JAX primitives, by class.
 
-A class says what the operations are, not what a reader makes of them: readers compose their own
-sets from these.
+A class states a property of the operations; consumers compose their sets from the classes.
 """
 
-# -- what runs programs: `traverse.bodies` opens these ---------------------------------------------
+# -- with inner programs, which `traverse.bodies` lists --------------------------------------------
 
 INLINED = ("jit", "pjit", "closed_call", "core_call")
 CHECKPOINTS = ("checkpoint", "remat2")
-# Functions with a derivative of their own: what is written into one pass would miss the other.
-OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-CALLS = (*INLINED, *CHECKPOINTS, *OWN_DERIVATIVE)
+# Custom derivatives: an equation inserted into one pass would be missing in the other.
+CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE)
 LOOPS = ("scan", "while")
 CONTROL = (*LOOPS, "cond")
 
-# -- what computes ---------------------------------------------------------------------------------
+# -- computation -----------------------------------------------------------------------------------
 
 KERNELS = ("pallas_call", "tpu_custom_call")
-CUDNN_ATTENTION = "dot_product_attention"  # with these letters the names of its passes begin
+CUDNN_ATTENTION = "dot_product_attention"  # prefix of the names of its passes
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 REDUCTIONS = frozenset(
     {
@@ -33,7 +32,7 @@ WINDOWED = frozenset(
 SCATTERS = frozenset(
     {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 )
-# Each element of the result is made of the operands' elements at its own index.
+# Each element of the result is computed from the operands' elements at the same index.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
@@ -44,21 +43,21 @@ ELEMENTWISE = frozenset(
 RANDOM_BITS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 RANDOM = RANDOM_BITS | {"rng_uniform", "random_gamma"}
 
-# -- what only moves -------------------------------------------------------------------------------
+# -- data movement ---------------------------------------------------------------------------------
 
-# Parts of an array, or arrays of parts.
+# Subarrays, and arrays assembled from several.
 SLICES = frozenset({"slice", "dynamic_slice", "dynamic_update_slice"})
 JOINS = frozenset({"concatenate", "split", "pad"})
 # The same elements in the same order, under another shape.
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
-# The operand itself, as far as its elements go.
+# The elements of the operand, unchanged.
 IDENTITIES = frozenset({"copy", "name", "stop_gradient"})
 CASTS = frozenset({"convert_element_type", "copy"})
-# Each result is the operand of its place.
+# Result i is operand i.
 PAIRWISE = frozenset({"optimization_barrier", "device_put"})
 CONSTRAINT = "sharding_constraint"
 
-# -- what devices send each other, in a region that is manual over mesh axes -----------------------
+# -- collectives, in a region that is manual over mesh axes ----------------------------------------
 
 COLLECTIVES = frozenset(
     {
@@ -67,9 +66,9 @@ COLLECTIVES = frozenset(
     }
 )  # fmt: skip
 
-# -- what no dim goes through ----------------------------------------------------------------------
+# -- opaque to dim propagation ---------------------------------------------------------------------
 
-# Operands and results may be of equal shape, and yet no dim of them goes through.
+# No dim is propagated, even between operands and results of equal shape.
 OPAQUE_TO_DIMS = frozenset(
     {
         "fft", "cholesky", "triangular_solve", "eigh", "lu", "qr", "svd", "schur", "hessenberg",

@@ -1,6 +1,6 @@
-"""The programs that equations run, and how their variables are the equation's.
+"""Traversal of traced programs: the inner programs of equations, and forwarded variables.
 
-What differs between versions of jax in how an equation holds a program is known here alone.
+Differences between versions of jax in how an equation stores a program are handled only here.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -9,43 +9,43 @@ from typing import Any
 
 from jaxspeed.jaxpr.primitives import CALLS, CHECKPOINTS, CONTROL, INLINED, KERNELS
 
-# Parameters that hold the one program of an equation.
+# Parameters that contain an equation's inner program.
 _HOLDERS = {"while": ("body_jaxpr",), "cond": ("branches",)}
 _HOLDERS_OF_OTHERS = ("call_jaxpr", "fun_jaxpr", "jaxpr", "call")
-# Their program combines two elements, and runs as often as there are elements.
+# Their program combines two elements and runs once per element.
 _COMBINERS = ("reduce", "reduce_window")
 
 
 def is_var(atom: Any) -> bool:
-    """A variable, not a literal."""
+    """Whether an atom is a variable, not a literal."""
     return not hasattr(atom, "val")
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, consts) of what an equation holds; jax 0.12 keeps open jaxprs in some of them."""
+    """(jaxpr, consts) of an inner program; in some primitives of jax 0.12 it is an open jaxpr."""
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
 def with_jaxpr(closed: Any, jaxpr: Any) -> Any:
-    """What an equation holds, with another jaxpr in it."""
+    """An inner program, open or closed, with its jaxpr replaced."""
     return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
 
 
 def called(eqn: Any) -> Any:
-    """What a call or a loop runs, as the equation holds it."""
+    """The inner program of a call or a loop, open or closed."""
     return eqn.params[_holder(eqn)]
 
 
 def _holder(eqn: Any) -> Any:
-    """The parameter that holds what an equation runs, or None."""
+    """The name of the parameter that contains an equation's inner program, or None."""
     keys = _HOLDERS.get(eqn.primitive.name, _HOLDERS_OF_OTHERS)
     return next((key for key in keys if key in eqn.params), None)
 
 
 def consts_and_carry(loop: Any) -> tuple[int, int]:
-    """How many inputs of a loop's body all trips read, and how many one hands to the next.
+    """Numbers of a loop's constants and of its carried values: the first inputs of its body.
 
-    Of a scan they are the equation's first operands too.
+    They are also a scan's first operands.
     """
     params = loop.params
     if "num_carry" in params:
@@ -59,18 +59,18 @@ def consts_and_carry(loop: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Body:
-    """A program that an equation runs; its results are the equation's.
+    """An inner program of an equation; its results are the equation's.
 
     Attributes:
-      jaxpr: the program, and `consts` the values of its constants.
-      first: the place of the operand that its first input is.
-      operands: of the equation, one for each input. Of a scan those after constants and carry are
-        given to each trip slice by slice, and the results after the carry are stacked.
-      trips: how often it runs; 1 where only the data tell.
+      jaxpr: the program; `consts` are the values of its constants.
+      first: the index of the operand of its first input.
+      operands: of the equation, one per input. A scan slices those after constants and carry, one
+        slice per trip, and stacks the results after the carry.
+      trips: number of runs; 1 if it depends on data.
       num_consts: of a loop: its first inputs, which all trips read.
-      num_carry: ... and those that follow, which a trip hands on as its first results.
-      manual: the mesh axes over which the program, and not what is around it, is manual, with their
-        sizes: each of these devices runs it.
+      num_carry: of a loop: the inputs after those, which each trip returns as its first results.
+      manual: (axis, size) of the mesh axes that are manual inside but not outside; each of
+        these devices runs the program.
     """
 
     jaxpr: Any
@@ -84,15 +84,15 @@ class Body:
 
     @property
     def carried(self) -> Sequence[Any]:
-        """Its inputs that a trip hands to the next."""
+        """The inputs that are carried from trip to trip."""
         return self.jaxpr.invars[self.num_consts : self.num_consts + self.num_carry]
 
 
 def bodies(eqn: Any) -> list[Body]:
-    """The programs that an equation runs: several are branches, of which one runs.
+    """The inner programs of an equation; several are branches, of which one runs.
 
-    A kernel has none: its inputs are blocks of the operands. Of a `while` it is the body alone,
-    without the condition.
+    A kernel has none: its inputs are blocks of the operands. A `while` has its body, without the
+    condition.
     """
     name, params = eqn.primitive.name, eqn.params
     holder = _holder(eqn)
@@ -103,7 +103,7 @@ def bodies(eqn: Any) -> list[Body]:
     held = params[holder] if name == "cond" else (params[holder],)
     opened = [open_jaxpr(each) for each in held]
     if any(not hasattr(j, "eqns") or len(j.invars) != len(operands) for j, _ in opened):
-        return []  # something else under that name
+        return []  # the parameter is not a program on these operands
     consts, carry = consts_and_carry(eqn) if name in ("scan", "while") else (0, 0)
     trips, manual = params["length"] if name == "scan" else 1, _manual_axes(params)
     return [Body(*each, first, operands, trips, consts, carry, manual) for each in opened]
@@ -115,26 +115,25 @@ def _manual_axes(params: Any) -> tuple[tuple[str, int], ...]:
 
 
 def transparent_bodies(eqn: Any) -> list[Body]:
-    """The bodies whose dims are the equation's: none of regions that a device runs on its part."""
+    """The bodies whose dims are those of the operands: not those of manual regions."""
     return bodies(eqn) if eqn.primitive.name in (*CALLS, *CONTROL) else []
 
 
 def sliceable_bodies(eqn: Any) -> list[Body]:
-    """The bodies that can be run in segments: none of what has a derivative of its own, nor of a
-    loop of unknown length."""
+    """The bodies that can be split into segments: not those of custom derivatives and `while`."""
     names = (*INLINED, *CHECKPOINTS, "scan", "cond")
     return bodies(eqn) if eqn.primitive.name in names else []
 
 
 def runs(eqn: Any, names: Container[str]) -> bool:
-    """Whether an equation, or one anywhere within it, is of one of these primitives."""
+    """Whether an equation, or one nested in it at any depth, is of one of these primitives."""
     return eqn.primitive.name in names or any(
         runs(e, names) for jaxpr in _all_programs(eqn) for e in jaxpr.eqns
     )
 
 
 def _all_programs(eqn: Any) -> Iterator[Any]:
-    """Every program among the parameters, whatever it is for: kernels, conditions, combiners."""
+    """Every program among the parameters: also kernels, conditions and combiners."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(jaxpr := open_jaxpr(each)[0], "eqns"):
@@ -142,7 +141,7 @@ def _all_programs(eqn: Any) -> Iterator[Any]:
 
 
 def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:
-    """An equation with `new(function)` for each that it holds; itself if none changes."""
+    """An equation with `new(function)` for each inner program; the same object if none changes."""
     key = _holder(eqn)
     old = eqn.params[key]
     held = old if isinstance(old, tuple) else (old,)
@@ -152,13 +151,13 @@ def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:
     return eqn.replace(params={**eqn.params, key: found if isinstance(old, tuple) else found[0]})
 
 
-# -- what comes out as it went in ------------------------------------------------------------------
+# -- forwarded variables ---------------------------------------------------------------------------
 
 
 def forwarded(jaxpr: Any) -> list[Any]:
-    """For each result of a jaxpr the input variable that it is, unchanged; None for all others.
+    """For each result of a jaxpr the input variable that it equals unchanged, or None.
 
-    Looked for inside of calls, loops and branches too: what a jit returns as it came is the same.
+    Calls, loops and branches are looked into.
     """
     origin = {v: v for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
@@ -169,19 +168,21 @@ def forwarded(jaxpr: Any) -> list[Any]:
 
 
 def forwarded_operands(eqn: Any) -> list[int | None]:
-    """For each result of an equation the operand that it is; empty where it runs no program."""
+    """For each result the index of the operand that it equals; empty without an inner program."""
     by_body = [_forwarded_by(body) for body in transparent_bodies(eqn)]
     return [found[0] if len({*found}) == 1 else None for found in zip(*by_body)]
 
 
 def _forwarded_by(body: Body) -> list[int | None]:
-    """... as one body does it: of a loop, a carry that comes out as it went in, and slices of an
-    input that are stacked up again."""
+    """`forwarded_operands` of one body.
+
+    In a loop: an unchanged carry, or the slices of an input, stacked again.
+    """
     place = {v: i for i, v in enumerate(body.jaxpr.invars)}
-    walked = range(body.num_consts + body.num_carry, len(place))
+    scanned = range(body.num_consts + body.num_carry, len(place))
 
     def operand(number: int, found: Any) -> int | None:
-        here = (body.num_consts + number,) if number < body.num_carry else walked
-        return body.first + place[found] if place.get(found) in here else None
+        same = (body.num_consts + number,) if number < body.num_carry else scanned
+        return body.first + place[found] if place.get(found) in same else None
 
     return [operand(number, found) for number, found in enumerate(forwarded(body.jaxpr))]

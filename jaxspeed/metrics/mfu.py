@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxspeed.hardware.chip import peak_flops
-from jaxspeed.jaxpr.flops import of_products, program_flops
+from jaxspeed.jaxpr.flops import count_products, program_flops
 
 
 class Parameter(Protocol):
@@ -79,7 +79,7 @@ def traced_flops(loss: Callable[..., Any], *args: Any, samples: int) -> ModelFlo
       args: its arguments, arrays or shapes.
       samples: number of samples in them.
     """
-    counted = program_flops(jax.make_jaxpr(loss)(*args).jaxpr, of_products)
+    counted = program_flops(jax.make_jaxpr(loss)(*args).jaxpr, count_products)
     return ModelFlops(
         3 * counted / samples,
         "sample",

@@ -27,11 +27,11 @@ from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
-from jaxspeed.remat.residual_report import ResidualReport, kept_of
-from jaxspeed.remat.resolve import keeping_of
-from jaxspeed.remat.unit_jaxprs import members
-from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
-from jaxspeed.zero3 import GatherScatter, ShardedParam, Way, run_sliced
+from jaxspeed.remat.residual_report import ResidualReport, residual_report
+from jaxspeed.remat.resolve import resolve_policy
+from jaxspeed.remat.unit_jaxprs import unit_jaxprs
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
+from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, run_segmented
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Objective:
     compute_dtype: Any
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
-    style: Style = AS_WHOLE  # of what crosses the tensor axis
+    style: ActivationLayout = REPLICATED  # of what crosses the tensor axis
     recompute: Recompute = NO_RECOMPUTE  # what units keep for their backward pass
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
 
@@ -93,7 +93,7 @@ class Objective:
         crossed = self._crossed(program)
         way = self.way(crossed, program, program.batch, recompute)
         way = replace(way, samples=self.samples(batch))
-        return run_sliced(crossed, program.closed.consts, args, storage, way)
+        return run_segmented(crossed, program.closed.consts, args, storage, way)
 
     @property
     def _gathers(self) -> bool:
@@ -110,15 +110,15 @@ class Objective:
 
     def way(
         self, jaxpr: Any, program: Traced, activations: Sequence[Any], recompute: Recompute
-    ) -> Way:
+    ) -> EvalContext:
         """How the pieces of a program are run; `activations` are its inputs that are no weights."""
         if not recompute:
-            return Way(program.units)
+            return EvalContext(program.units)
         if self.style.sequence_parallel:  # what is kept is cut along its sequence already
             recompute = replace(recompute, partition=False)
-        found = tuple(members(jaxpr, activations, program.units))
-        residuals = keeping_of(recompute, found, *self._shared_by())
-        return Way(program.units, residuals=residuals, activations=frozenset(activations))
+        found = tuple(unit_jaxprs(jaxpr, activations, program.units))
+        residuals = resolve_policy(recompute, found, *self._shared_by())
+        return EvalContext(program.units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """What units keep of a micro-batch of these shapes; None where the config does not say."""
@@ -127,8 +127,8 @@ class Objective:
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
         program = self.trace((variables, batch, first, first), train=True)
-        found = tuple(members(self._crossed(program), program.batch, program.units))
-        return kept_of(self.recompute, found, *self._shared_by())
+        found = tuple(unit_jaxprs(self._crossed(program), program.batch, program.units))
+        return residual_report(self.recompute, found, *self._shared_by())
 
     def _shared_by(self) -> tuple[int, str]:
         """(into how many parts devices share activations, what they are)."""
@@ -141,7 +141,7 @@ class Objective:
         paths = [row.path for row in self.table]
         in_units = bool(self.recompute) or self._gathers
         sizes = self._shared_sizes(program.batch)
-        return with_crossings(
+        return with_boundary_constraints(
             with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh),
             dict(zip(paths, program.parameters, strict=True)),
             program.batch,

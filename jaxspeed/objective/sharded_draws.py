@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.jaxpr.inline_calls import Spliced
-from jaxspeed.jaxpr.primitives import LOOPS, OWN_DERIVATIVE
+from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE, LOOPS
 from jaxspeed.jaxpr.traverse import (
     is_var,
     open_jaxpr,
@@ -82,7 +82,7 @@ class _Writing:
 
     def _equation(self, eqn: Any, given: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
         kind = max(given, default=Kind.CONSTANT)
-        if transparent_bodies(eqn) and eqn.primitive.name not in OWN_DERIVATIVE:
+        if transparent_bodies(eqn) and eqn.primitive.name not in CUSTOM_DERIVATIVE:
             eqn, made = self._call(eqn, given)
         elif eqn.primitive.name in DRAWS:
             made = [Kind.DRAWN if _is_threefry(eqn) else Kind.OTHER for _ in eqn.outvars]

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
-from jaxspeed.jaxpr.flops import nbytes, of_all
+from jaxspeed.jaxpr.flops import count_all, nbytes
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, CONSTRAINT, KERNELS
 from jaxspeed.jaxpr.traverse import Body, bodies, is_var
 from jaxspeed.placement.specs import spec_axes
@@ -196,7 +196,7 @@ class _TransferCounter:
                 self._host_only(eqn, env)
                 devices = math.prod(n for axis, n in self.mesh.items() if axis not in manual)
                 if eqn.primitive.name not in KERNELS:
-                    self.flops += trips * of_all(eqn) / devices
+                    self.flops += trips * count_all(eqn) / devices
 
     def _put(
         self,

@@ -17,7 +17,7 @@ import jax
 
 from jaxspeed.jaxpr.evaluate import evaluate, run_equation
 from jaxspeed.jaxpr.primitives import ELEMENTWISE
-from jaxspeed.jaxpr.slicing import part
+from jaxspeed.jaxpr.slicing import sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
 
 
@@ -114,7 +114,7 @@ class Separated:
         elementwise = bool(shape) and all(_is_elementwise(eqn, shape) for eqn in eqns)
         elementwise &= all(v.aval.shape == shape for v in inputs)
         elementwise &= all(v.aval.shape == shape for v, _ in outs)
-        jaxpr = part(self.jaxpr, eqns, [*inputs, *shared], [var for var, _ in outs])
+        jaxpr = sub_jaxpr(self.jaxpr, eqns, [*inputs, *shared], [var for var, _ in outs])
         return LeafProgram(
             jaxpr, list(inputs.values()), list(shared), [s for _, s in outs], elementwise
         )

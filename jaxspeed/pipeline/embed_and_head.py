@@ -19,8 +19,8 @@ from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
-from jaxspeed.tensor_parallel import AS_WHOLE, Style, with_crossings
-from jaxspeed.zero3 import Way, run_sliced
+from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
+from jaxspeed.zero3 import EvalContext, run_segmented
 
 
 def embed(split: SplitStep, micro: Any, outer: Mapping[str, Any]) -> Values:
@@ -33,7 +33,7 @@ def head_and_loss(split: SplitStep, micro: Any, outer: Mapping[str, Any], carry:
     """The loss of one micro-batch, from the last block's output."""
     carry = [_at_stage_boundary(split, x) for x in carry]
     # The head reads unsharded activations, even with sequence parallelism.
-    outs = _run(split, split.parts.after, micro, outer, carry, AS_WHOLE)
+    outs = _run(split, split.parts.after, micro, outer, carry, REPLICATED)
     return jax.tree.unflatten(split.program.out_tree, outs)[0]
 
 
@@ -45,7 +45,12 @@ def trained_inputs(split: SplitStep, jaxpr: Any) -> list[str]:
 
 
 def _run(
-    split: SplitStep, jaxpr: Any, micro: Any, outer: Mapping[str, Any], carry: Values, style: Style
+    split: SplitStep,
+    jaxpr: Any,
+    micro: Any,
+    outer: Mapping[str, Any],
+    carry: Values,
+    style: ActivationLayout,
 ) -> Values:
     inputs, read, table = split.inputs(micro, outer), read_by(jaxpr), split.table
     given = {v: x for v, x in zip(jaxpr.invars, [*inputs, *carry], strict=True) if v in read}
@@ -59,8 +64,10 @@ def _run(
     units = split.program.units
     of_unit = units.of if storage else lambda eqn: None
     jaxpr = jaxpr.replace(invars=list(given))
-    jaxpr = with_crossings(jaxpr, paths, samples, specs, table.mesh, style, of_unit)
-    return run_sliced(jaxpr, (), list(given.values()), storage, Way(units, split.samples))
+    jaxpr = with_boundary_constraints(jaxpr, paths, samples, specs, table.mesh, style, of_unit)
+    return run_segmented(
+        jaxpr, (), list(given.values()), storage, EvalContext(units, split.samples)
+    )
 
 
 def _shard_over_stages(x: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.jaxpr.inline_calls import inlined, renamed
+from jaxspeed.jaxpr.inline_calls import inline_call, renamed
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr, with_jaxpr
 
@@ -109,7 +109,7 @@ def _inline_different_calls(programs: Sequence[Any]) -> Sequence[Any]:
         eqns = [p.eqns[index] for p in programs]
         calls = all(e.primitive.name in INLINED for e in eqns)
         if calls and len(set(map(_text, eqns))) > 1:
-            opened = (inlined(p, index, e) for p, e in zip(programs, eqns, strict=True))
+            opened = (inline_call(p, index, e) for p, e in zip(programs, eqns, strict=True))
             programs = [_without_no_op_casts(p) for p in opened]
         else:
             index += 1

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.inline_calls import opened
+from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.slicing import read_by, slice_of
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 from jaxspeed.pipeline.scanned_stack import scanned_blocks
@@ -110,7 +110,7 @@ def split_loss(closed: Any, stack: Mapping[str, Sequence[Any]]) -> LossParts:
       ModelError: the program has no such parts, with the reason.
     """
     variables = {v for vs in stack.values() for v in vs}
-    jaxpr = opened(closed.jaxpr, variables)
+    jaxpr = with_calls_inlined(closed.jaxpr, variables)
     if all(len(vs) == 1 for vs in stack.values()):
         blocks = scanned_blocks(jaxpr, {vs[0]: name for name, vs in stack.items()})
     else:

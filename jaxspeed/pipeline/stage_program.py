@@ -18,8 +18,8 @@ from jaxspeed.pipeline.tick_loops import StageWork
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
-from jaxspeed.tensor_parallel import with_crossings
-from jaxspeed.zero3 import ShardedParam, run_sliced
+from jaxspeed.tensor_parallel import with_boundary_constraints
+from jaxspeed.zero3 import ShardedParam, run_segmented
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Stage:
         samples = [*(of_context[i] for i in self.context[1]), *invars]
         units = program.units
         recompute = self.recompute if split.train else NO_RECOMPUTE
-        jaxpr = with_crossings(
+        jaxpr = with_boundary_constraints(
             closed.jaxpr,
             {**of_weights, **shared},
             samples,
@@ -190,7 +190,7 @@ class Stage:
             units.of if storage or recompute else lambda eqn: None,
         )
         way = split.objective.way(jaxpr, program, samples, recompute)
-        return lambda *args: run_sliced(jaxpr, closed.consts, args, storage, way)
+        return lambda *args: run_segmented(jaxpr, closed.consts, args, storage, way)
 
 
 def _on_device_memory(sharding: NamedSharding) -> NamedSharding:

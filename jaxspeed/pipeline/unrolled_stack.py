@@ -10,11 +10,11 @@ import jax
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import calls_in
-from jaxspeed.jaxpr.slicing import part, read_by, read_from_outside
+from jaxspeed.jaxpr.slicing import free_variables, read_by, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.merge_blocks import Atoms, DifferentProgram, merge_programs
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
-from jaxspeed.zero3.find_units import survey
+from jaxspeed.zero3.find_units import traced_calls
 
 HINT = "jaxspeed.unit marks a function as a block"
 
@@ -78,7 +78,7 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
 def _merged_body(jaxpr: Any, members: Sequence[_Member]) -> tuple[Any, list[Atoms]]:
     """(the merged jaxpr of the blocks, with all their outputs; the atoms for its inputs)."""
     try:
-        return merge_programs([part(jaxpr, m.eqns, m.reads, m.outputs) for m in members])
+        return merge_programs([sub_jaxpr(jaxpr, m.eqns, m.reads, m.outputs) for m in members])
     except DifferentProgram as different:
         raise ModelError(
             f"mesh.pipe: block {different.number} of {len(members)} computes something else than "
@@ -139,7 +139,7 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
     layer_of = {v: i for vs in stack.values() for i, v in enumerate(vs)}
     layers = len(next(iter(stack.values())))
     outermost: dict[int, tuple[int, int]] = {}  # layer -> (depth, serial) of its call
-    for serial, seen in survey(jaxpr, layer_of).items():
+    for serial, seen in traced_calls(jaxpr, layer_of).items():
         layers_read = {layer_of[v] for v in seen.reads}
         if len(layers_read) == 1:
             (layer,) = layers_read
@@ -164,7 +164,7 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
 
 
 def _member(eqns: list[Any]) -> _Member:
-    return _Member(eqns, read_from_outside(eqns), [v for e in eqns for v in e.outvars])
+    return _Member(eqns, free_variables(eqns), [v for e in eqns for v in e.outvars])
 
 
 def _carried_outputs(members: Sequence[_Member]) -> list[int]:

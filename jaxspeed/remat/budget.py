@@ -1,9 +1,8 @@
 """Memory budget: which named activations to save, offload or rematerialize.
 
-The cost of a choice is what the backward pass does because of it: the operations that make again
-what the derivative reads, and for what waits in host memory the operations that could be done
-while it travels. With few names every choice is looked at; with many, the best of many starts is
-improved name by name.
+The cost of a choice is the extra work of the backward pass: the FLOPs that it recomputes, and for
+offloaded bytes the FLOPs that the device could do during their transfer. With few names every
+choice is tried; with many, local search improves many starts name by name and the best result wins.
 """
 
 import itertools
@@ -17,32 +16,32 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.jaxpr.evaluate import as_function, evaluate
-from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all
+from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.remat.unit_jaxprs import Member
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 
-EXHAUSTIVE = 12  # names: the 2^12 sets of them take a second
+EXHAUSTIVE = 12  # names: trying all 2^12 sets takes a second
 STARTS = 60
-Choice = tuple[frozenset[str], frozenset[str]]  # saved, moved
+Choice = tuple[frozenset[str], frozenset[str]]  # saved, offloaded
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One unit's forward pass, with all that its derivative could keep."""
+class UnitResiduals:
+    """One unit's forward pass, with every residual that its derivative could save."""
 
     jaxpr: Any
-    residuals: frozenset[Any]  # what the backward pass reads
+    residuals: frozenset[Any]  # variables that the backward pass reads
     inputs: frozenset[Any]
     times: int
-    input_bytes: int  # of the activations that it is handed
+    input_bytes: int  # of the unit's input activations
 
     @classmethod
-    def of(cls, member: Member) -> "Unit":
-        fn = as_function(member.program)
-        args = [_shape(v.aval) for v in member.program.invars]
+    def of(cls, unit: UnitJaxpr) -> "UnitResiduals":
+        fn = as_function(unit.jaxpr)
+        args = [_shape(v.aval) for v in unit.jaxpr.invars]
         active = [
             i
-            for i, (x, on) in enumerate(zip(args, member.active, strict=True))
+            for i, (x, on) in enumerate(zip(args, unit.active, strict=True))
             if on and jnp.issubdtype(x.dtype, jnp.inexact)
         ]
 
@@ -60,12 +59,12 @@ class Unit:
 
         closed, shape = jax.make_jaxpr(forward, return_shape=True)(*args)
         flat = jax.make_jaxpr(lambda *a: evaluate(closed.jaxpr, closed.consts, a))(*args).jaxpr
-        kept = flat.outvars[len(jax.tree.leaves(shape[0])) :]
-        handed = zip(member.program.invars, member.own, strict=True)
-        size = sum(nbytes(v.aval) for v, own in handed if own and len(v.aval.shape) > 1)
+        saved = flat.outvars[len(jax.tree.leaves(shape[0])) :]
+        inputs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
+        size = sum(nbytes(v.aval) for v, on in inputs if on and len(v.aval.shape) > 1)
         known = frozenset([*flat.invars, *flat.constvars])
-        residuals = frozenset(v for v in kept if is_var(v))
-        return cls(flat, residuals, known, member.times, size)
+        residuals = frozenset(v for v in saved if is_var(v))
+        return cls(flat, residuals, known, unit.times, size)
 
     @cached_property
     def named(self) -> dict[str, list[Any]]:
@@ -76,37 +75,37 @@ class Unit:
         return found
 
     @cached_property
-    def _maker(self) -> dict[Any, int]:
+    def _producer(self) -> dict[Any, int]:
         return {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
 
     @cached_property
     def _flops(self) -> list[int]:
-        return [equation_flops(eqn, of_all) for eqn in self.jaxpr.eqns]
+        return [equation_flops(eqn, count_all) for eqn in self.jaxpr.eqns]
 
-    def made_again(self, kept: Iterable[str]) -> int:
-        """Flops of the operations that the backward pass repeats if only these are kept."""
-        known = set(self.inputs) | {v for name in kept for v in self.named.get(name, ())}
-        waiting, again = [v for v in self.residuals if v not in known], set()
-        while waiting:
-            number = self._maker[waiting.pop()]
-            if number not in again:
-                again.add(number)
+    def recomputed_flops(self, saved: Iterable[str]) -> int:
+        """FLOPs that the backward pass recomputes if only these names are saved."""
+        known = set(self.inputs) | {v for name in saved for v in self.named.get(name, ())}
+        needed, recomputed = [v for v in self.residuals if v not in known], set()
+        while needed:
+            number = self._producer[needed.pop()]
+            if number not in recomputed:
+                recomputed.add(number)
                 eqn = self.jaxpr.eqns[number]
-                waiting += [v for v in eqn.invars if is_var(v) and v not in known]
-        return self.times * sum(self._flops[number] for number in again)
+                needed += [v for v in eqn.invars if is_var(v) and v not in known]
+        return self.times * sum(self._flops[number] for number in recomputed)
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What choices cost over all units, a device.
+class RematCosts:
+    """Bytes and FLOPs of choices, summed over all units, per device.
 
     Attributes:
-      ways: into how many parts devices share an activation.
-      flops_per_byte: what a device computes while one byte travels to its host or back.
+      num_shards: shards of an activation.
+      flops_per_byte: FLOPs of a device during the transfer of one byte to its host or back.
     """
 
-    units: tuple[Unit, ...]
-    ways: int = 1
+    units: tuple[UnitResiduals, ...]
+    num_shards: int = 1
     flops_per_byte: float = 0.0
 
     @cached_property
@@ -115,44 +114,46 @@ class Costs:
 
     @cached_property
     def bytes(self) -> Mapping[str, int]:
-        """Of each name."""
+        """Bytes of each name."""
         found = dict.fromkeys(self.names, 0)
         for unit in self.units:
             for name, variables in unit.named.items():
-                found[name] += unit.times * sum(nbytes(v.aval) for v in variables) // self.ways
+                size = sum(nbytes(v.aval) for v in variables)
+                found[name] += unit.times * size // self.num_shards
         return found
 
     @cached_property
     def input_bytes(self) -> int:
-        """Of what units are handed, which is kept in any case."""
-        return sum(unit.times * unit.input_bytes for unit in self.units) // self.ways
+        """Bytes of the units' inputs, which are always saved."""
+        return sum(unit.times * unit.input_bytes for unit in self.units) // self.num_shards
 
     @cached_property
-    def _again(self) -> dict[frozenset[str], int]:
+    def _recomputed(self) -> dict[frozenset[str], int]:
         return {}
 
-    def again(self, kept: frozenset[str]) -> int:
-        """What the backward pass does a second time if only these names are kept, a device."""
-        if kept not in self._again:
-            self._again[kept] = sum(unit.made_again(kept) for unit in self.units) // self.ways
-        return self._again[kept]
+    def recomputed_flops(self, saved: frozenset[str]) -> int:
+        """FLOPs that the backward pass recomputes if only these names are saved."""
+        if saved not in self._recomputed:
+            total = sum(unit.recomputed_flops(saved) for unit in self.units)
+            self._recomputed[saved] = total // self.num_shards
+        return self._recomputed[saved]
 
     def flops(self, choice: Choice) -> float:
-        """What the backward pass does because of a choice, a device."""
-        moved = sum(self.bytes[name] for name in choice[1])
-        return self.again(choice[0] | choice[1]) + self.flops_to_move(moved)
+        """The cost of a choice: recomputed FLOPs and those of its host transfers."""
+        offloaded = sum(self.bytes[name] for name in choice[1])
+        return self.recomputed_flops(choice[0] | choice[1]) + self.transfer_flops(offloaded)
 
-    def flops_to_move(self, size: int) -> float:
-        """What a device computes while so many bytes travel to its host and back."""
+    def transfer_flops(self, size: int) -> float:
+        """FLOPs of a device during the transfer of `size` bytes to its host and back."""
         return 2 * size * self.flops_per_byte
 
-    def held(self, choice: Choice) -> int:
-        """Bytes that a choice keeps on the device, beside what units are handed."""
+    def device_bytes(self, choice: Choice) -> int:
+        """Bytes that a choice saves in device memory, without the units' inputs."""
         return sum(self.bytes[name] for name in choice[0])
 
 
-def choose(costs: Costs, room: int, seed: int = 0) -> Choice:
-    """The cheapest choice that keeps at most `room` bytes on the device."""
+def cheapest(costs: RematCosts, room: int, seed: int = 0) -> Choice:
+    """The cheapest choice that saves at most `room` bytes in device memory."""
     if len(costs.names) <= EXHAUSTIVE:
         return _best_of_all(costs, room)
     generator = random.Random(seed)
@@ -161,47 +162,47 @@ def choose(costs: Costs, room: int, seed: int = 0) -> Choice:
     return min((_improved(costs, room, c) for c in starts), key=lambda c: _order(costs, c))
 
 
-def random_choice(costs: Costs, room: int, generator: random.Random) -> Choice:
-    """One that fits: in a random order, each name that still has room is kept, by chance."""
+def random_choice(costs: RematCosts, room: int, generator: random.Random) -> Choice:
+    """A random choice that fits: names in random order, saved at random while there is room."""
     saved: set[str] = set()
     for name in generator.sample(costs.names, len(costs.names)):
         wanted = frozenset(saved | {name}), frozenset[str]()
-        if generator.random() < 0.7 and costs.held(wanted) <= room:
+        if generator.random() < 0.7 and costs.device_bytes(wanted) <= room:
             saved.add(name)
     return frozenset(saved), frozenset()
 
 
-def _order(costs: Costs, choice: Choice) -> tuple[float, int, list[str]]:
-    return costs.flops(choice), costs.held(choice), sorted(choice[0])
+def _order(costs: RematCosts, choice: Choice) -> tuple[float, int, list[str]]:
+    return costs.flops(choice), costs.device_bytes(choice), sorted(choice[0])
 
 
-def _best_of_all(costs: Costs, room: int) -> Choice:
-    """Of every set that could be kept, with as little of it moved as fits."""
+def _best_of_all(costs: RematCosts, room: int) -> Choice:
+    """The best of all sets of saved names, each with as little of it offloaded as fits."""
     best: Choice = frozenset(), frozenset()
     for size in range(len(costs.names) + 1):
-        for kept in map(frozenset, itertools.combinations(costs.names, size)):
-            whole: Choice = kept, frozenset()
-            excess = max(0, costs.held(whole) - room)
-            if costs.flops(whole) + costs.flops_to_move(excess) > costs.flops(best):
-                continue  # even if no more had to move than what is too much
-            halves = _halves(kept) if excess else [whole]
-            fitting = _fitting(costs, room, [*halves, best])
+        for names in map(frozenset, itertools.combinations(costs.names, size)):
+            on_device: Choice = names, frozenset()
+            excess = max(0, costs.device_bytes(on_device) - room)
+            if costs.flops(on_device) + costs.transfer_flops(excess) > costs.flops(best):
+                continue  # even if only the excess had to be offloaded
+            splits = _splits(names) if excess else [on_device]
+            fitting = _fitting(costs, room, [*splits, best])
             best = min(fitting, key=lambda c: _order(costs, c))
     return best
 
 
-def _halves(kept: frozenset[str]) -> Iterable[Choice]:
-    for size in range(len(kept) + 1):
-        for moved in map(frozenset, itertools.combinations(kept, size)):
-            yield kept - moved, moved
+def _splits(names: frozenset[str]) -> Iterable[Choice]:
+    for size in range(len(names) + 1):
+        for offloaded in map(frozenset, itertools.combinations(names, size)):
+            yield names - offloaded, offloaded
 
 
-def _fitting(costs: Costs, room: int, choices: Iterable[Choice]) -> Iterable[Choice]:
-    return (choice for choice in choices if costs.held(choice) <= room)
+def _fitting(costs: RematCosts, room: int, choices: Iterable[Choice]) -> Iterable[Choice]:
+    return (choice for choice in choices if costs.device_bytes(choice) <= room)
 
 
-def _greedy(costs: Costs, room: int) -> list[Choice]:
-    """Name by name, whatever saves most for its bytes."""
+def _greedy(costs: RematCosts, room: int) -> list[Choice]:
+    """Choices that grow by the name that spares the most FLOPs per byte."""
     saved: frozenset[str] = frozenset()
     steps = [(saved, frozenset[str]())]
     while True:
@@ -214,7 +215,7 @@ def _greedy(costs: Costs, room: int) -> list[Choice]:
         left = [
             name
             for name in costs.names
-            if name not in saved and costs.held((saved | {name}, frozenset())) <= room
+            if name not in saved and costs.device_bytes((saved | {name}, frozenset())) <= room
         ]
         if not left:
             return steps
@@ -222,8 +223,8 @@ def _greedy(costs: Costs, room: int) -> list[Choice]:
         steps.append((saved, frozenset()))
 
 
-def _improved(costs: Costs, room: int, choice: Choice) -> Choice:
-    """No other place of one name, and no exchange of two, is cheaper."""
+def _improved(costs: RematCosts, room: int, choice: Choice) -> Choice:
+    """A local optimum: moving one name, or swapping two, makes nothing cheaper."""
     while True:
         near = _fitting(costs, room, _neighbours(costs.names, choice))
         best = min(near, key=lambda c: _order(costs, c), default=choice)

@@ -10,30 +10,30 @@ from rich.text import Text
 
 from jaxspeed.config.remat import Recompute
 from jaxspeed.placement.show import bytes_text, scaled_text
-from jaxspeed.remat.budget import Choice, Costs
-from jaxspeed.remat.resolve import ATTENTION, chosen, costs_of, every_of
-from jaxspeed.remat.unit_jaxprs import Member
+from jaxspeed.remat.budget import Choice, RematCosts
+from jaxspeed.remat.resolve import ATTENTION, choice_within, remat_costs, units_together
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 
-Place = Literal["device", "host", "made again"]
-_WHERE = {"device": "on the device", "host": "in host memory", "made again": "made again"}
+Place = Literal["device", "host", "recomputed"]
+_WHERE = {"device": "device memory", "host": "host memory", "recomputed": "recomputed"}
 
 
 @dataclass(frozen=True)
 class ResidualReport:
-    """Of one device and micro-batch, from the traced loss.
+    """Residuals per device and micro-batch, from the traced loss.
 
     Attributes:
-      inputs: bytes of what units are handed.
-      inputs_at: where these wait.
-      names: {activation's name: (its bytes in all units, where it is kept)}.
-      again: flops that the backward pass does a second time.
-      budget: of bytes, where the config gives one.
+      inputs: bytes of the units' inputs.
+      inputs_at: where these are stored.
+      names: {activation's name: (its bytes in all units, where it is saved)}.
+      recomputed_flops: of the backward pass.
+      budget: in bytes, if the config sets one.
     """
 
     inputs: int
     inputs_at: Place
     names: dict[str, tuple[int, Place]]
-    again: int
+    recomputed_flops: int
     budget: int | None
 
     @property
@@ -46,59 +46,59 @@ class ResidualReport:
 
     def __rich__(self) -> Group:
         table = Table(
-            title="kept between a unit's two passes, per device and micro-batch",
+            title="residuals of the units, per device and micro-batch",
             title_justify="left",
             box=None,
             min_width=60,
         )
-        table.add_column("named")
+        table.add_column("name")
         table.add_column("bytes", justify="right")
-        table.add_column("kept")
+        table.add_column("saved in")
         table.add_row("(inputs)", bytes_text(self.inputs), _WHERE[self.inputs_at])
         for name, (size, place) in self.names.items():
             table.add_row(name, bytes_text(size), _WHERE[place])
-        budget = f", of a budget of {bytes_text(self.budget)}" if self.budget is not None else ""
-        held = f"{bytes_text(self.on_device)} kept on the device{budget}"
-        again = f"{scaled_text(self.again, 'flop')} are done again"
-        return Group(table, Text(f"{held}; {again} (traced loss)"))
+        budget = f" of a budget of {bytes_text(self.budget)}" if self.budget is not None else ""
+        saved = f"saved in device memory: {bytes_text(self.on_device)}{budget}"
+        recomputed = f"recomputed: {scaled_text(self.recomputed_flops, 'flop')}"
+        return Group(table, Text(f"{saved}; {recomputed} (traced loss)"))
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain numbers and words."""
+        """The report as plain numbers and strings."""
         return {
             "inputs": {"bytes": self.inputs, "kept": self.inputs_at},
             "names": {n: {"bytes": size, "kept": at} for n, (size, at) in self.names.items()},
             "bytes_on_device": self.on_device,
-            "flops_again": self.again,
+            "flops_again": self.recomputed_flops,
             "budget": self.budget,
         }
 
 
-def kept_of(
-    words: Recompute, members: Sequence[Member], ways: int, kind: str
+def residual_report(
+    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
 ) -> ResidualReport | None:
-    """What units keep by these words; None where that has no names to tell it by (`dots`)."""
-    if not words or words.policy == "dots" or not members:
+    """The residuals under the config; None without a policy, or if it has no names (`dots`)."""
+    if not config or config.policy == "dots" or not units:
         return None
-    costs = costs_of(members, ways, kind)
-    saved, moved = _choice(words, costs)
-    resting: Place = "host" if words.on_host else "device"
+    costs = remat_costs(units, num_shards, device_kind)
+    saved, offloaded = _choice(config, costs)
+    storage: Place = "host" if config.on_host else "device"
 
     def place(name: str) -> Place:
-        return "host" if name in moved else resting if name in saved else "made again"
+        return "host" if name in offloaded else storage if name in saved else "recomputed"
 
     return ResidualReport(
-        costs.input_bytes // every_of(words, members),
-        resting,
+        costs.input_bytes // units_together(config, units),
+        storage,
         {name: (size, place(name)) for name, size in costs.bytes.items()},
-        costs.again(saved | moved),
-        words.budget,
+        costs.recomputed_flops(saved | offloaded),
+        config.budget,
     )
 
 
-def _choice(words: Recompute, costs: Costs) -> Choice:
+def _choice(config: Recompute, costs: RematCosts) -> Choice:
     none: frozenset[str] = frozenset()
-    if words.budget is not None:
-        return chosen(words.budget, costs)
-    if words.policy == "attention":
+    if config.budget is not None:
+        return choice_within(config.budget, costs)
+    if config.policy == "attention":
         return frozenset([ATTENTION]), none
-    return frozenset(words.save), frozenset(words.offload)
+    return frozenset(config.save), frozenset(config.offload)

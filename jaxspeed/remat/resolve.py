@@ -12,78 +12,80 @@ from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.ops.free_axes import TENSOR
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.show import bytes_text
-from jaxspeed.remat.budget import Choice, Costs, Unit, choose
-from jaxspeed.remat.unit_jaxprs import Member
+from jaxspeed.remat.budget import Choice, RematCosts, UnitResiduals, cheapest
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 
-ATTENTION = "attention"  # the name of what `jaxspeed.ops.attention` gives
+ATTENTION = "attention"  # the name of the output of `jaxspeed.ops.attention`
 _KEY = "parallel.remat"
 _UNKNOWN_PEAK = 312e12  # of simulated devices; an A100's
 _policies = jax.checkpoint_policies
 Move = Callable[[jax.Array, bool], jax.Array]
 
 
-def keeping_of(
-    words: Recompute, members: Sequence[Member], ways: int, device_kind: str
+def resolve_policy(
+    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
 ) -> ResidualPolicy | None:
-    """What the units of a program keep; None: whatever their derivative needs.
+    """The residual policy of a program's units; None: every residual is saved.
 
     Args:
-      words: what the config says.
-      members: the units of the program.
-      ways: into how many parts devices share what the units compute.
+      config: the remat keys.
+      units: of the program.
+      num_shards: shards of the units' activations.
       device_kind: of the devices that will run it.
 
     Raises:
-      ConfigError: where the program has no such units or names.
+      ConfigError: if the program has no such units or names.
     """
-    if not words:
+    if not config:
         return None
-    if not members:
+    if not units:
         raise ConfigError(
-            f"{_KEY}: this model has no repeated units whose activations could be made again; "
+            f"{_KEY}: this model has no repeated units whose activations could be recomputed; "
             "name them in parallel.units, or use jax.checkpoint in the model"
         )
-    put, get = _moves(words)
-    policy = _policy(words, members, ways, device_kind)
-    return ResidualPolicy(policy, every_of(words, members), put, get)
+    put, get = _moves(config)
+    policy = _policy(config, units, num_shards, device_kind)
+    return ResidualPolicy(policy, units_together(config, units), put, get)
 
 
 def _policy(
-    words: Recompute, members: Sequence[Member], ways: int, device_kind: str
+    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
 ) -> Callable[..., Any] | None:
-    if words.policy == "dots":
+    if config.policy == "dots":
         return _policies.dots_with_no_batch_dims_saveable
-    if words.policy == "attention":
-        _check_names([ATTENTION], members)
+    if config.policy == "attention":
+        _check_names([ATTENTION], units)
         return _policies.save_only_these_names(ATTENTION)
-    if words.policy == "names":
-        _check_names([*words.save, *words.offload, *words.recomputed], members)
-        return of_names(words.save, words.offload)
-    if words.budget is not None:
-        return of_names(*chosen(words.budget, costs_of(members, ways, device_kind)))
+    if config.policy == "names":
+        _check_names([*config.save, *config.offload, *config.recomputed], units)
+        return names_policy(config.save, config.offload)
+    if config.budget is not None:
+        costs = remat_costs(units, num_shards, device_kind)
+        return names_policy(*choice_within(config.budget, costs))
     return None
 
 
-def costs_of(members: Sequence[Member], ways: int, device_kind: str) -> Costs:
-    """What choices among the activations that a program's units name cost on such a device."""
+def remat_costs(units: Sequence[UnitJaxpr], num_shards: int, device_kind: str) -> RematCosts:
+    """Costs of the choices among the units' named activations on devices of a kind."""
     rate = peak_flops(device_kind) or _UNKNOWN_PEAK
-    return Costs(tuple(map(Unit.of, members)), ways, rate / host_link(device_kind))
+    residuals = tuple(map(UnitResiduals.of, units))
+    return RematCosts(residuals, num_shards, rate / host_link(device_kind))
 
 
-def chosen(budget: int, costs: Costs) -> Choice:
-    """The cheapest choice within a budget; what units are handed counts too."""
+def choice_within(budget: int, costs: RematCosts) -> Choice:
+    """The cheapest choice within a budget, which includes the units' inputs."""
     if budget < costs.input_bytes:
         raise ConfigError(
             f"{_KEY}.budget: {bytes_text(budget)} is less than the {bytes_text(costs.input_bytes)} "
-            'that the inputs of the units take by themselves ("full"); it needs at least that, or '
-            "every_n, or activation_checkpointing.cpu_checkpointing"
+            'of the units\' inputs alone ("full"); increase it, or set every_n or '
+            "activation_checkpointing.cpu_checkpointing"
         )
-    return choose(costs, budget - costs.input_bytes)
+    return cheapest(costs, budget - costs.input_bytes)
 
 
-def of_names(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:
-    """The policy that keeps activations of these names, on the device or in host memory."""
+def names_policy(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:
+    """The policy that saves activations of these names, in device or in host memory."""
     if not (offload := list(offload)):
         return _policies.save_only_these_names(*save)
     return _policies.save_and_offload_only_these_names(
@@ -94,65 +96,66 @@ def of_names(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:
     )
 
 
-def _check_names(wanted: Iterable[str], members: Sequence[Member]) -> None:
-    known = sorted({name for member in members for name in member.names})
+def _check_names(wanted: Iterable[str], units: Sequence[UnitJaxpr]) -> None:
+    known = sorted({name for unit in units for name in unit.names})
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        there = ", ".join(known) or "none: jax.ad_checkpoint.checkpoint_name(x, name) gives one"
+        there = ", ".join(known) or "none; name one with jax.ad_checkpoint.checkpoint_name(x, name)"
         raise ConfigError(
             f"{_KEY}: the model's units have no activation named {', '.join(unknown)}; "
-            f"named there: {there}"
+            f"named activations: {there}"
         )
 
 
-def every_of(words: Recompute, members: Sequence[Member]) -> int:
-    """How many units are made again together."""
-    if words.every is None and words.count is None:
+def units_together(config: Recompute, units: Sequence[UnitJaxpr]) -> int:
+    """Number of units that are rematerialized together."""
+    if config.every is None and config.count is None:
         return 1
-    layers = members[0].times if len(members) == 1 else len(members)
-    if words.every is not None:
-        every, what = words.every, f"{_KEY}.every_n: {words.every}"
+    layers = units[0].times if len(units) == 1 else len(units)
+    if config.every is not None:
+        every, what = config.every, f"{_KEY}.every_n: {config.every}"
     else:
-        assert words.count is not None
-        what = f"activation_checkpointing.number_checkpoints: {words.count}"
-        every = layers // words.count if words.count and layers % words.count == 0 else 0
+        assert config.count is not None
+        what = f"activation_checkpointing.number_checkpoints: {config.count}"
+        every = layers // config.count if config.count and layers % config.count == 0 else 0
     if not every or layers % every:
-        parts = [n for n in range(1, layers + 1) if layers % n == 0]
+        divisors = [n for n in range(1, layers + 1) if layers % n == 0]
         raise ConfigError(
-            f"{what} does not divide the {layers} units that follow each other here; "
-            f"{', '.join(map(str, parts))} do"
+            f"{what} does not divide the {layers} consecutive units of this model; "
+            f"{', '.join(map(str, divisors))} do"
         )
     return every
 
 
-def _moves(words: Recompute) -> tuple[Move | None, Move | None]:
-    """The way of what is kept to where it waits, and back.
+def _moves(config: Recompute) -> tuple[Move | None, Move | None]:
+    """The functions that move a residual to its storage and back.
 
-    What tensor cuts inside of a unit is kept so in any case: only what units are handed is whole.
+    Residuals that are sharded over tensor inside a unit are saved so in any case; only the inputs
+    of units are replicated.
     """
-    if not words.partition and not words.on_host:
+    if not config.partition and not config.on_host:
         return None, None
 
-    def put(x: jax.Array, handed: bool) -> jax.Array:
-        x = _cut(x, True) if words.partition and handed else x
-        return jax.device_put(x, jax.memory.Space.Host) if words.on_host else x
+    def put(x: jax.Array, is_input: bool) -> jax.Array:
+        x = _partitioned(x, True) if config.partition and is_input else x
+        return jax.device_put(x, jax.memory.Space.Host) if config.on_host else x
 
-    def get(x: jax.Array, handed: bool) -> jax.Array:
-        x = jax.device_put(x, jax.memory.Space.Device) if words.on_host else x
-        return _cut(x, False) if words.partition and handed else x
+    def get(x: jax.Array, is_input: bool) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device) if config.on_host else x
+        return _partitioned(x, False) if config.partition and is_input else x
 
     return put, get
 
 
-def _cut(x: jax.Array, away: bool) -> jax.Array:
-    """Over tensor, along the first dim after the samples' that divides.
+def _partitioned(x: jax.Array, storing: bool) -> jax.Array:
+    """Shard over tensor along the first dim after the samples that divides; or replicate again.
 
-    Pinned whole before, so that nothing else of the pass comes to be cut so too.
+    It is constrained to be replicated first: otherwise the sharding propagates into the unit.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    ways = mesh.shape.get(TENSOR, 1)
-    dim = next((d for d in range(1, x.ndim) if x.shape[d] % ways == 0), None)
-    if ways == 1 or dim is None:
+    num_shards = mesh.shape.get(TENSOR, 1)
+    dim = next((d for d in range(1, x.ndim) if x.shape[d] % num_shards == 0), None)
+    if num_shards == 1 or dim is None:
         return x
 
     def along(axis: str | None) -> NamedSharding:
@@ -160,5 +163,5 @@ def _cut(x: jax.Array, away: bool) -> jax.Array:
         entries[dim] = axis
         return NamedSharding(mesh, PartitionSpec(*entries))
 
-    x = constrain(x, along(None), "keeping.whole")
-    return constrain(x, along(TENSOR), "keeping.cut") if away else x
+    x = constrain(x, along(None), "residual.replicated")
+    return constrain(x, along(TENSOR), "residual.sharded") if storing else x

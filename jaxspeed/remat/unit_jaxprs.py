@@ -7,55 +7,58 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
+from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
 from jaxspeed.jaxpr.traverse import bodies, is_var, sliceable_bodies
 from jaxspeed.zero3 import Units
-from jaxspeed.zero3.segments import Way, pieces
+from jaxspeed.zero3.segments import EvalContext, split_at_units
 
 
 @dataclass(frozen=True)
-class Member:
+class UnitJaxpr:
     """One unit, or the one that a scan runs many times."""
 
-    program: Any  # its inputs are what it reads
+    jaxpr: Any  # its inputs are all variables that the unit reads
     times: int
-    own: tuple[bool, ...]  # which inputs are activations that no other unit reads
-    active: tuple[bool, ...]  # which inputs could have a gradient; rotary angles, say, have none
+    is_activation: tuple[bool, ...]  # which inputs depend on the batch and are not loop-invariant
+    active: tuple[bool, ...]  # which inputs may have a gradient; rotary angles have none
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What its activations are called."""
-        return tuple(dict.fromkeys(_names(self.program)))
+        """Names of its activations (`checkpoint_name`)."""
+        return tuple(dict.fromkeys(_names(self.jaxpr)))
 
 
-def members(jaxpr: Any, batch: Iterable[Any], units: Units) -> Iterator[Member]:
-    """Every unit of a program; `batch` are its variables that are no parameters or constants."""
-    yield from _members(jaxpr, batch, filter(_is_real, jaxpr.invars), units, 1)
+def unit_jaxprs(jaxpr: Any, batch: Iterable[Any], units: Units) -> Iterator[UnitJaxpr]:
+    """Every unit of a program.
+
+    `batch` are the program's input variables that are neither parameters nor constants.
+    """
+    yield from _units(jaxpr, batch, filter(_is_real, jaxpr.invars), units, 1)
 
 
-def _members(
+def _units(
     jaxpr: Any, batch: Iterable[Any], real: Iterable[Any], units: Units, times: int
-) -> Iterator[Member]:
-    """`real` are the inputs that could have a gradient."""
-    moving, active = made_of(jaxpr, batch), made_of(jaxpr, real)
-    for piece in pieces(jaxpr, Way(units), {}):
-        if piece.nested:
-            yield from _inside(piece.eqns[0], moving, active, units, times)
-        elif piece.units:
-            inputs = read_from_outside(piece.eqns)
-            program = part(jaxpr, piece.eqns, inputs, piece.outputs)
-            own, real = tuple(v in moving for v in inputs), (v in active for v in inputs)
-            yield Member(program, times, own, tuple(real))
+) -> Iterator[UnitJaxpr]:
+    """`real` are the inputs that may have a gradient."""
+    moving, active = dependents(jaxpr, batch), dependents(jaxpr, real)
+    for segment in split_at_units(jaxpr, EvalContext(units), {}):
+        if segment.nested:
+            yield from _inside(segment.eqns[0], moving, active, units, times)
+        elif segment.units:
+            inputs = free_variables(segment.eqns)
+            unit = sub_jaxpr(jaxpr, segment.eqns, inputs, segment.outputs)
+            is_activation = tuple(v in moving for v in inputs)
+            yield UnitJaxpr(unit, times, is_activation, tuple(v in active for v in inputs))
 
 
 def _inside(
     eqn: Any, moving: set[Any], active: set[Any], units: Units, times: int
-) -> Iterator[Member]:
+) -> Iterator[UnitJaxpr]:
     for body in sliceable_bodies(eqn):
         pairs = list(zip(body.jaxpr.invars, body.operands, strict=True))
         real = [iv for iv, v in pairs if is_var(v) and v in active]
         inner = [iv for iv, v in pairs[body.num_consts :] if is_var(v) and v in moving]
-        yield from _members(body.jaxpr, inner, real, units, times * body.trips)
+        yield from _units(body.jaxpr, inner, real, units, times * body.trips)
 
 
 def _is_real(v: Any) -> bool:

@@ -1,32 +1,34 @@
 """Tensor parallelism: dims propagated through a traced program, collectives at shard boundaries.
 
-A parameter's row says which of its dims is sharded over `tensor`. From there dims are followed
-through the traced program (`dim_propagation`, by `jaxpr.dim_relations`, into `dim_equivalence`
-classes); where an activation enters or leaves the sharded region (`shard_boundaries`) a constraint
-is inserted (`insert_constraints`, `activation_layout`, `boundary_ops`), or the collective becomes
-the steps of a ring beside its product (`collective_matmul`).
+The placement table has the dim of each parameter that is sharded over `tensor`. Dims are propagated
+from there through the traced program (`dim_propagation`, by `jaxpr.dim_relations`, into
+`dim_equivalence` classes). Where an activation enters or leaves the sharded region
+(`shard_boundaries`), a constraint is inserted (`insert_constraints`, `activation_layout`,
+`boundary_ops`), or the collective is split into ring steps, overlapped with its matmul
+(`collective_matmul`).
 
-Where nothing says what is sharded, `infer_sharding` chooses: which product feeds which
-(`matmuls`), what each choice would send (`boundary_costs`), and the best set (`max_weight_set`).
+For a model without annotations, `infer_sharding` chooses the sharding from the matmuls and the
+arrays between them (`matmuls`, `array_roles`), the communication of each choice (`boundary_costs`)
+and the best set of choices (`max_weight_set`).
 """
 
-from jaxspeed.tensor_parallel.activation_layout import AS_WHOLE, Style, best_overlap
-from jaxspeed.tensor_parallel.dim_propagation import Followed, follow
-from jaxspeed.tensor_parallel.infer_sharding import propose
-from jaxspeed.tensor_parallel.insert_constraints import with_crossings
+from jaxspeed.tensor_parallel.activation_layout import REPLICATED, ActivationLayout, best_overlap
+from jaxspeed.tensor_parallel.dim_propagation import PropagatedDims, propagate_dims
+from jaxspeed.tensor_parallel.infer_sharding import propose_sharding
+from jaxspeed.tensor_parallel.insert_constraints import with_boundary_constraints
 from jaxspeed.tensor_parallel.matmuls import uses_of
-from jaxspeed.tensor_parallel.proposal import Proposal
-from jaxspeed.tensor_parallel.shard_boundaries import dims_cut_over
+from jaxspeed.tensor_parallel.proposal import ShardingProposal
+from jaxspeed.tensor_parallel.shard_boundaries import dims_sharded_over
 
 __all__ = [
-    "AS_WHOLE",
-    "Followed",
-    "Proposal",
-    "Style",
+    "REPLICATED",
+    "ActivationLayout",
+    "PropagatedDims",
+    "ShardingProposal",
     "best_overlap",
-    "dims_cut_over",
-    "follow",
-    "propose",
+    "dims_sharded_over",
+    "propagate_dims",
+    "propose_sharding",
     "uses_of",
-    "with_crossings",
+    "with_boundary_constraints",
 ]

@@ -1,4 +1,4 @@
-"""Layout of activations on both sides of a shard boundary, as the config sets it."""
+"""Layout of activations at shard boundaries: replicated, or sharded along the sequence."""
 
 import math
 from dataclasses import dataclass
@@ -9,82 +9,82 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.ops.free_axes import TENSOR, free_axes
 from jaxspeed.placement.mesh import DATA_AXES
-from jaxspeed.tensor_parallel.boundary_ops import Between
-from jaxspeed.tensor_parallel.dim_propagation import Frame
+from jaxspeed.tensor_parallel.boundary_ops import BoundaryLayout
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame
 from jaxspeed.tensor_parallel.shard_boundaries import ShardedProgram
 
 Overlap = Literal["none", "ring", "ring_both_ways"]
 
 
 @dataclass(frozen=True)
-class Style:
-    """How activations live between the cuts."""
+class ActivationLayout:
+    """Layout of the activations between sharded matmuls, as the config sets it."""
 
     sequence_parallel: bool = False
-    # Collective matmul instead of one collective, where activations are cut along the sequence.
+    # Ring steps instead of a single collective, for activations sharded along the sequence.
     overlap: Overlap = "none"
 
 
-AS_WHOLE = Style()
+REPLICATED = ActivationLayout()
 
 
 def best_overlap(platform: str) -> Overlap:
-    """What `auto` stands for on a platform, by what its compiler makes of the forms.
+    """The value of `auto` on a platform.
 
     For a block of Llama 8B's size on data 2 x tensor 4 (benchmarks/tensor_overlap.py), XLA:TPU
-    leaves collectives that nothing covers, on v5p all of them; the ring covers its own. XLA:GPU
-    covers what there is with the plain form, and a CPU's devices share its memory.
+    leaves single collectives exposed, on v5p all of them, and overlaps the ring's steps. XLA:GPU
+    overlaps single collectives, and a CPU's devices share its memory.
     """
     return "ring" if platform == "tpu" else "none"
 
 
 @dataclass(frozen=True)
-class Sides:
-    """How the activations of a program live on the two sides of its crossings."""
+class BoundaryLayouts:
+    """The layouts of a program's activations at its shard boundaries."""
 
-    cut: ShardedProgram
+    program: ShardedProgram
     mesh: Any  # of the trace's context
-    style: Style
+    layout: ActivationLayout
 
-    def between(self, frame: Frame, atom: Any) -> Between:
-        """How an activation that is not cut lives at a crossing."""
+    def of(self, frame: CallFrame, atom: Any) -> BoundaryLayout:
+        """The layouts of an unsharded activation at a boundary."""
         nodes, shape = frame.of(atom), atom.aval.shape
         entries: list[Any] = [
-            self.samples(size) if self.cut.is_samples(node) else None
+            self.samples(size) if self.program.is_samples(node) else None
             for node, size in zip(nodes, shape, strict=True)
         ]
-        if entries and not any(map(self.cut.is_samples, nodes)):
-            # Samples that were joined or split on the way: the compiler knows where they are.
+        if entries and not any(map(self.program.is_samples, nodes)):
+            # A reshape merged or split the samples: their sharding is left to the compiler.
             entries[0] = PartitionSpec.UNCONSTRAINED
-        whole = NamedSharding(self.mesh, PartitionSpec(*entries))
-        dim = self.cut.sequence_dim(frame, atom) if self.style.sequence_parallel else None
+        replicated = NamedSharding(self.mesh, PartitionSpec(*entries))
+        dim = self.program.sequence_dim(frame, atom) if self.layout.sequence_parallel else None
         if dim is None:
-            return Between(whole, whole)
+            return BoundaryLayout(replicated, replicated)
         entries[dim] = TENSOR
-        return Between(whole, NamedSharding(self.mesh, PartitionSpec(*entries)))
+        return BoundaryLayout(replicated, NamedSharding(self.mesh, PartitionSpec(*entries)))
 
-    def ring(self, frame: Frame, atom: Any) -> dict[str, Any]:
-        """How the collective of an activation goes round a ring; empty where it does not."""
-        dim = self.cut.sequence_dim(frame, atom)
-        if self.style.overlap == "none" or not self.style.sequence_parallel or dim is None:
+    def ring(self, frame: CallFrame, atom: Any) -> dict[str, Any]:
+        """The ring's keywords for an activation's collective; empty for a single collective."""
+        dim, overlap = self.program.sequence_dim(frame, atom), self.layout.overlap
+        if overlap == "none" or not self.layout.sequence_parallel or dim is None:
             return {}
-        length, ways = atom.aval.shape[dim], self.cut.ways
-        both_ways = self.style.overlap == "ring_both_ways" and length % (2 * ways) == 0
-        return {"axis": TENSOR, "both_ways": both_ways} if length % ways == 0 else {}
+        length, size = atom.aval.shape[dim], self.program.num_shards
+        bidirectional = overlap == "ring_both_ways" and length % (2 * size) == 0
+        return {"axis": TENSOR, "bidirectional": bidirectional} if length % size == 0 else {}
 
     def samples(self, size: int) -> Any:
         return sample_axes(self.mesh, size)
 
 
 def context_mesh(mesh: Mesh) -> Any:
-    """The mesh as the trace under way sees it: inside a shard_map some axes are manual."""
+    """The mesh of the current trace: inside a shard_map some of its axes are manual."""
     context = jax.sharding.get_abstract_mesh()
     return mesh if context.empty else context
 
 
 def sample_axes(mesh: Any, size: int) -> tuple[str, ...] | None:
-    """The data axes that shard so many samples here: none that is manual, or does not divide."""
+    """The data axes that shard `size` samples; None if these do not divide. No manual axes."""
     free = free_axes(mesh)
     axes = tuple(axis for axis in DATA_AXES if axis in free)
-    ways = math.prod(free[axis] for axis in axes)
-    return axes if ways > 1 and size % ways == 0 else None
+    num_shards = math.prod(free[axis] for axis in axes)
+    return axes if num_shards > 1 and size % num_shards == 0 else None

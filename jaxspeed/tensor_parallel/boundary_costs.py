@@ -1,18 +1,17 @@
 """Communication costs of sharding a class of dims, in one forward and backward pass.
 
-Counted in elements of whole arrays, as the equations say. With dy the gradient of y:
+Counted in elements of full arrays. With dy the gradient of y:
 
-    y = x W, the dim summed over is cut ("row")     y is a sum over devices: all-reduce y
-    y = x W, a free dim of W is cut ("column")      dx = dy W^T is such a sum: all-reduce dx
-    a lookup in a table cut by rows                 as a row product
-    a reduction over the cut dim                    all-reduce its result
-    a broadcast along the cut dim                   the reduction is in the backward pass
-    an operation that cannot go on cut              gather what it reads; where it is the result
-                                                    that is cut, gather that one's gradient
+    y = x W, contracted dim sharded ("row")       y is a sum over devices: all-reduce y
+    y = x W, free dim of W sharded ("column")     dx = dy W^T is such a sum: all-reduce dx
+    a lookup in a table with sharded rows         as a row matmul
+    a reduction over the sharded dim              all-reduce its result
+    a broadcast along the sharded dim             all-reduce in the backward pass
+    an operation where a sharded dim ends         all-gather the operand
+    an operation where a sharded dim begins       all-gather the result's gradient
 
-A gradient is summed once for each array, whatever number of products read it. Where nothing depends
-on a parameter there is no gradient, and what is read from the batch is whole everywhere: both are
-free.
+A gradient is reduced once per array, however many matmuls read it. Arrays that depend on no
+parameter have no gradient, and the batch is replicated over the axis: both are free.
 """
 
 import math
@@ -22,40 +21,40 @@ from typing import Any
 
 from jaxspeed.communication import Communication, Sent, ring_passes
 from jaxspeed.jaxpr.primitives import PRODUCTS
-from jaxspeed.tensor_parallel.array_roles import Reading
+from jaxspeed.tensor_parallel.array_roles import ArrayRoles
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import (
-    Followed,
-    Frame,
+    CallFrame,
+    PropagatedDims,
     is_elementwise,
     relations_of,
     shape_of,
 )
-from jaxspeed.tensor_parallel.matmuls import Product
+from jaxspeed.tensor_parallel.matmuls import Matmul
 
-PIECES = ("slice", "dynamic_slice", "split", "gather")
+SPLITS = ("slice", "dynamic_slice", "split", "gather")
 ALL_REDUCE, ALL_GATHER = "all-reduce", "all-gather"
 
 
 @dataclass(frozen=True)
-class Costs:
-    """By class: what it sends, of whole arrays, and into how many pieces activations are split."""
+class BoundaryCosts:
+    """By class: its collectives, of full arrays, and the number of arrays that it is split into."""
 
     sends: dict[Node, list[Communication]]
-    pieces: dict[Node, int]
+    splits: dict[Node, int]
 
     def sent(self, cls: Node) -> int:
-        """Elements that go over the wire, per (T - 1) / T: an all-reduce sends all of it twice."""
+        """Elements sent, per (T - 1) / T: an all-reduce sends an array twice."""
         return sum(
             one.elements * one.runs * ring_passes(one.kind) for one in self.sends.get(cls, ())
         )
 
 
-class _Counting:
+class _Counter:
     def __init__(self, tensor: int) -> None:
         self.tensor = tensor
         self.sends: dict[Node, list[Communication]] = {}
-        self.pieces: dict[Node, int] = {}
+        self.splits: dict[Node, int] = {}
         self._summed: set[tuple[Node, int]] = set()
 
     def add(self, cls: Node, one: Communication) -> None:
@@ -67,7 +66,7 @@ class _Counting:
             self.add(cls, one)
 
     def forward(self, kind: str, why: str, times: int, *sent: Sent) -> Communication:
-        """Of whole arrays; `why` is row, vocabulary or the operation's name."""
+        """A collective of full arrays; `why` is row, vocabulary or the operation's name."""
         return Communication.of_arrays(
             kind,
             ("tensor",),
@@ -80,64 +79,66 @@ class _Counting:
         )
 
     def backward(self, kind: str, why: str, times: int, *sent: Sent) -> Communication:
-        """Of gradients; `why` is column, broadcast or the operation's name."""
+        """A collective of gradients; `why` is column, broadcast or the operation's name."""
         return replace(self.forward(kind, why, times, *sent), backward=True)
 
 
-def costs(followed: Followed, reading: Reading, found: Sequence[Product], tensor: int) -> Costs:
-    """What every class sends, as if it alone were cut."""
-    counting = _Counting(tensor)
-    for product in found:
-        _of_product(counting, product)
-    for frame in followed.frames():
+def boundary_costs(
+    propagated: PropagatedDims, arrays: ArrayRoles, found: Sequence[Matmul], tensor: int
+) -> BoundaryCosts:
+    """The costs of each class, as if it alone were sharded."""
+    counter = _Counter(tensor)
+    for matmul in found:
+        _of_matmul(counter, matmul)
+    for frame in propagated.frames():
         for position, eqn in enumerate(frame.jaxpr.eqns):
             if position not in frame.inner and eqn.primitive.name not in PRODUCTS:
-                _of_ends(counting, followed, reading, frame, position, eqn)
-                _of_broadcasts(counting, reading, frame, eqn)
-    return Costs(counting.sends, counting.pieces)
+                _of_ends(counter, propagated, arrays, frame, position, eqn)
+                _of_broadcasts(counter, arrays, frame, eqn)
+    return BoundaryCosts(counter.sends, counter.splits)
 
 
-def _of_product(counting: _Counting, product: Product) -> None:
-    result = (math.prod(product.result), product.dtype)
-    contracted = product.classes("contracted", 0) | product.classes("contracted", 1)
-    why = "vocabulary" if product.kind == "lookup" else "row"
-    if any(x.trained for x in product.operands):
+def _of_matmul(counter: _Counter, matmul: Matmul) -> None:
+    result = (math.prod(matmul.result), matmul.dtype)
+    contracted = matmul.classes("contracted", 0) | matmul.classes("contracted", 1)
+    why = "vocabulary" if matmul.kind == "lookup" else "row"
+    if any(x.trained for x in matmul.operands):
         for cls in contracted:
-            counting.add(cls, counting.forward(ALL_REDUCE, why, product.times, result))
+            counter.add(cls, counter.forward(ALL_REDUCE, why, matmul.times, result))
     for side, other in ((0, 1), (1, 0)):
-        array = product.operands[other]
+        array = matmul.operands[other]
         if array.trained:
             sent = (array.elements, array.dtype)
-            one = counting.backward(ALL_REDUCE, "column", product.times, sent)
-            for cls in product.classes("free", side) - contracted:
-                counting.add_gradient(cls, array.id, one)
+            one = counter.backward(ALL_REDUCE, "column", matmul.times, sent)
+            for cls in matmul.classes("free", side) - contracted:
+                counter.add_gradient(cls, array.id, one)
 
 
 def _of_ends(
-    counting: _Counting,
-    followed: Followed,
-    reading: Reading,
-    frame: Frame,
+    counter: _Counter,
+    propagated: PropagatedDims,
+    arrays: ArrayRoles,
+    frame: CallFrame,
     position: int,
     eqn: Any,
 ) -> None:
-    """Dims that do not go on from an operand, or that are only in the result."""
-    name, of, times = eqn.primitive.name, followed.classes.of, frame.times
+    """Count the collectives of dims that end or begin at an operation."""
+    name, of, times = eqn.primitive.name, propagated.classes.of, frame.times
     lookup = relations_of(eqn) if name == "gather" else None
-    indexed = lookup.reduced(0) if lookup else ()  # the product with its rows sums over them
+    indexed = lookup.reduced(0) if lookup else ()  # counted as a matmul's contracted dims
     for i, dim in frame.ended.get(position, ()):
         atom = eqn.invars[i]
         node = frame.of(atom)[dim]
-        if node is None or not reading.trained(frame, atom) or (i == 0 and dim in indexed):
+        if node is None or not arrays.trained(frame, atom) or (i == 0 and dim in indexed):
             continue
         if name.startswith(("reduce_", "arg")) and not name.startswith("reduce_window"):
-            one = counting.forward(ALL_REDUCE, name, times, *map(_whole, eqn.outvars))
+            one = counter.forward(ALL_REDUCE, name, times, *map(_full, eqn.outvars))
         else:
-            one = counting.forward(ALL_GATHER, name, times, _whole(atom))
-            if name in PIECES and not frame.is_weight(atom):
-                counting.pieces[of(node)] = counting.pieces.get(of(node), 0) + len(eqn.outvars)
-        counting.add(of(node), one)
-    trained = [v for v in eqn.invars if reading.trained(frame, v)]
+            one = counter.forward(ALL_GATHER, name, times, _full(atom))
+            if name in SPLITS and not frame.is_weight(atom):
+                counter.splits[of(node)] = counter.splits.get(of(node), 0) + len(eqn.outvars)
+        counter.add(of(node), one)
+    trained = [v for v in eqn.invars if arrays.trained(frame, v)]
     if not trained or name == "gather":
         return
     for i, dim in frame.began.get(position, ()):
@@ -145,36 +146,36 @@ def _of_ends(
         if node is None:
             continue
         if name == "broadcast_in_dim":
-            one = counting.backward(ALL_REDUCE, name, times, _whole(trained[0]))
-            counting.add_gradient(of(node), reading.id(frame, trained[0]), one)
+            one = counter.backward(ALL_REDUCE, name, times, _full(trained[0]))
+            counter.add_gradient(of(node), arrays.id(frame, trained[0]), one)
         else:
-            result = _whole(eqn.outvars[i])
-            counting.add(of(node), counting.backward(ALL_GATHER, name, times, result))
+            result = _full(eqn.outvars[i])
+            counter.add(of(node), counter.backward(ALL_GATHER, name, times, result))
 
 
-def _of_broadcasts(counting: _Counting, reading: Reading, frame: Frame, eqn: Any) -> None:
-    """An operand of size 1 along a dim of the result: [batch, seq, 1] * [batch, seq, embed]."""
+def _of_broadcasts(counter: _Counter, arrays: ArrayRoles, frame: CallFrame, eqn: Any) -> None:
+    """Count operands of size 1 along a dim of the result: [batch, seq, 1] * [batch, seq, embed]."""
     if not is_elementwise(eqn):
         return
     result = eqn.outvars[0]
     rank = len(shape_of(result))
-    of = reading.followed.classes.of
+    of = arrays.propagated.classes.of
     for atom in eqn.invars:
         sizes = shape_of(atom)
-        if len(sizes) != rank or sizes == shape_of(result) or not reading.trained(frame, atom):
+        if len(sizes) != rank or sizes == shape_of(result) or not arrays.trained(frame, atom):
             continue
         for size, node in zip(sizes, frame.of(result), strict=True):
             if size == 1 and node is not None:
-                one = counting.backward(ALL_REDUCE, "broadcast", frame.times, _whole(atom))
-                counting.add_gradient(of(node), reading.id(frame, atom), one)
+                one = counter.backward(ALL_REDUCE, "broadcast", frame.times, _full(atom))
+                counter.add_gradient(of(node), arrays.id(frame, atom), one)
 
 
-def _whole(atom: Any) -> Sent:
+def _full(atom: Any) -> Sent:
     return math.prod(shape_of(atom)), atom.aval.dtype
 
 
-def together(sends: Iterable[Communication]) -> dict[tuple[str, bool], tuple[int, int]]:
-    """{(kind, backward): (how many, elements)} in one pass."""
+def totals(sends: Iterable[Communication]) -> dict[tuple[str, bool], tuple[int, int]]:
+    """{(kind, backward): (number of collectives, elements)} in one pass."""
     found: dict[tuple[str, bool], tuple[int, int]] = {}
     for one in sends:
         count, elements = found.get((one.kind, one.backward), (0, 0))

@@ -1,21 +1,21 @@
-"""Collective matmul: products whose collective is a ring, overlapped step by step.
+"""Collective matmul: matmuls overlapped with the steps of a ring all-gather or reduce-scatter.
 
-With activations cut along the sequence over the T devices of an axis, a block needs
+With activations sharded along the sequence over the T devices of an axis, a block needs
 
-    columns   y_i = all_gather(x) . W_i         W_i cut on a free dim, and so is y_i
-    row       y   = reduce_scatter(h . W)       the contracted dim cut, y cut along the sequence
+    columns   y_i = all_gather(x) . W_i         W_i and y_i sharded on a free dim
+    row       y   = reduce_scatter(h . W)       contracted dim sharded, y along the sequence
 
-Here each is T products of one chunk of the sequence. In a *gather ring* the chunk travels on to the
-next device while it is multiplied; in a *scatter ring* an accumulator does, while the product that
-is added to it on arrival is computed. (Collective matmul: Wang et al., "Overlap Communication with
+Here each is T matmuls of one chunk of the sequence. In a *gather ring* a chunk is sent to the next
+device while it is multiplied; in a *scatter ring* an accumulator is sent, while the matmul that is
+added to it on arrival is computed. (Collective matmul: Wang et al., "Overlap Communication with
 Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023.) Each is the
-other's transpose, and that is the backward pass with respect to x and h.
+other's transpose: its backward pass with respect to x and h.
 
-The functions are global views, manual over the ring's axis alone. What is saved for the backward
-pass is what they were given: x cut along the sequence, never gathered. A weight's gradient is one
-product with the gathered array, outside of the ring: taken a chunk at a time, its sum over the data
-axes would be communicated T times. What it needs gathered goes round with the rest: dy is in the
-gather ring already, and x goes round against the accumulator, on the links' other direction.
+The functions are global views, manual over the ring's axis only. They save their inputs for the
+backward pass: x sharded along the sequence, never gathered. A weight's gradient is one matmul with
+the gathered array, outside the ring: computed chunk by chunk, its reduction over the data axes
+would be communicated T times. The rings also gather what it needs: dy is in the gather ring anyway,
+and x is sent against the accumulator, in the links' other direction.
 """
 
 from __future__ import annotations
@@ -32,87 +32,87 @@ from jax.sharding import PartitionSpec as P
 
 
 @dataclass(frozen=True)
-class Product:
-    """One product of an activation and a weight, y = bind(x, w), and which dims are cut.
+class RingMatmul:
+    """One matmul of an activation and a weight, y = bind(x, w), and its sharded dims.
 
     Attributes:
-      bind: the product, linear in each argument, for a sequence of any length.
+      bind: the matmul, linear in each argument, for a sequence of any length.
       x_seq: the sequence dim of x.
       y_seq: the sequence dim of y.
-      w_cut: the dim of w that is cut over the axis.
-      x_cut: the contracted dim of x that is cut, of a row product.
-      y_cut: the dim of y that is cut, of a column product.
+      w_sharded: the sharded dim of w.
+      x_sharded: of a row matmul, the contracted dim of x, which is sharded.
+      y_sharded: of a column matmul, the sharded dim of y.
     """
 
     bind: Callable[[Array, Array], Array]
     x_seq: int
     y_seq: int
-    w_cut: int
-    x_cut: int | None
-    y_cut: int | None
+    w_sharded: int
+    x_sharded: int | None
+    y_sharded: int | None
 
 
 def ring_columns(
     x: Array,
     weights: Sequence[Array],
-    products: Sequence[Product],
+    matmuls: Sequence[RingMatmul],
     *,
     axis: str = "tensor",
-    both_ways: bool = False,
+    bidirectional: bool = False,
 ) -> list[Array]:
-    """y_i = x . W_i for weights that are cut on a free dim, x being gathered around the ring.
+    """y_i = x . W_i for weights sharded on a free dim; x is gathered around the ring.
 
     Args:
-      x: cut along its sequence dim over `axis`; the chunk of a device is multiplied with all
-        weights while it travels.
-      weights: one for each product, cut on `w_cut`.
-      products: what is computed of x and each weight; they agree on `x_seq`.
-      axis: the mesh axis of the ring, in the mesh of the trace's context. The other axes stay as
-        they are, automatic or manual.
-      both_ways: half of each chunk goes round in each direction, so that both directions of a
-        link are used; the chunk must be even.
+      x: sharded along its sequence dim over `axis`; the chunk of a device is multiplied with all
+        weights while it is sent.
+      weights: one per matmul, sharded on `w_sharded`.
+      matmuls: of x and each weight; all have the same `x_seq`.
+      axis: the mesh axis of the ring, in the mesh of the trace's context. Other axes may be
+        automatic or manual.
+      bidirectional: send half of each chunk in each direction, to use both directions of a link;
+        the chunk must be even.
 
     Returns:
-      y_i, whole along the sequence and cut on `y_cut`.
+      y_i, unsharded along the sequence and sharded on `y_sharded`.
 
-    The gradient of x is summed over the products on each device, then around the ring, in the
-    dtype of x and in the order that `ring_row` says.
+    The gradient of x is summed over the matmuls on each device, then around the ring, in the
+    dtype of x and the order of `ring_row`.
     """
-    (x_seq,) = {product.x_seq for product in products}
-    _check_length(x.shape[x_seq], axis, both_ways)
-    return _columns(tuple(products), _Ring(axis, both_ways), x, list(weights))
+    (x_seq,) = {matmul.x_seq for matmul in matmuls}
+    _check_length(x.shape[x_seq], axis, bidirectional)
+    return _columns(tuple(matmuls), _Ring(axis, bidirectional), x, list(weights))
 
 
 def ring_row(
     h: Array,
     weight: Array,
-    product: Product,
+    matmul: RingMatmul,
     *,
     axis: str = "tensor",
-    both_ways: bool = False,
+    bidirectional: bool = False,
 ) -> Array:
-    """y = h . W with the contracted dim cut, y being reduced and scattered around the ring.
+    """y = h . W with the contracted dim sharded; y is reduce-scattered around the ring.
 
     Args:
-      h: cut on `x_cut` over `axis`, whole along the sequence.
-      weight: cut on `w_cut`.
-      product: what is computed of them.
-      axis: as for `ring_columns`.
-      both_ways: as for `ring_columns`.
+      h: sharded on `x_sharded` over `axis`, unsharded along the sequence.
+      weight: sharded on `w_sharded`.
+      matmul: of h and the weight.
+      axis: as in `ring_columns`.
+      bidirectional: as in `ring_columns`.
 
     Returns:
-      y, cut along the sequence. Its chunk of device r is added up in the order r + 1, r + 2, ...,
-      r (r - 1, r - 2, ... for the half that goes the other way), in the dtype of the product: one
-      that gives bf16 is rounded at each of the T - 1 sums, as in a reduce-scatter of bf16. One that
-      is to be summed in fp32 says so by its `preferred_element_type`, and then fp32 travels.
+      y, sharded along the sequence. The chunk of device r is summed in the order r + 1, r + 2, ...,
+      r (r - 1, r - 2, ... for the half in the other direction), in the dtype of the matmul: bf16 is
+      rounded at each of the T - 1 sums, as in a bf16 reduce-scatter. To sum and send fp32, set the
+      matmul's `preferred_element_type`.
     """
-    _check_length(h.shape[product.x_seq], axis, both_ways)
-    return _row(product, _Ring(axis, both_ways), h, weight)
+    _check_length(h.shape[matmul.x_seq], axis, bidirectional)
+    return _row(matmul, _Ring(axis, bidirectional), h, weight)
 
 
 class _Ring(NamedTuple):
     axis: str
-    both_ways: bool
+    bidirectional: bool
     rank: Any = None  # of the device, in per-device code
 
     @property
@@ -120,13 +120,13 @@ class _Ring(NamedTuple):
         return jax.sharding.get_abstract_mesh().shape[self.axis]
 
 
-def _check_length(length: int, axis: str, both_ways: bool) -> None:
-    size = _Ring(axis, both_ways).size
-    parts = 2 * size if both_ways else size
+def _check_length(length: int, axis: str, bidirectional: bool) -> None:
+    size = _Ring(axis, bidirectional).size
+    parts = 2 * size if bidirectional else size
     if length % parts:
         raise ValueError(
-            f"a sequence of {length} does not make {parts} equal parts, for a ring of {size} "
-            f"devices{' in both directions' if both_ways else ''}"
+            f"a sequence of {length} cannot be split into {parts} equal chunks for a ring of "
+            f"{size} devices{' in both directions' if bidirectional else ''}"
         )
 
 
@@ -135,155 +135,155 @@ def _check_length(length: int, axis: str, both_ways: bool) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _columns(
-    products: tuple[Product, ...], ring: _Ring, x: Array, weights: list[Array]
+    matmuls: tuple[RingMatmul, ...], ring: _Ring, x: Array, weights: list[Array]
 ) -> list[Array]:
-    x_seq = products[0].x_seq
+    x_seq = matmuls[0].x_seq
 
     def of_device(ring: _Ring, chunk: Array, weights: list[Array]) -> list[Array]:
-        multiply = [functools.partial(_times, p, w) for p, w in zip(products, weights)]
-        return _gather_ring(chunk, x_seq, multiply, [p.y_seq for p in products], ring)
+        multiply = [functools.partial(_times, p, w) for p, w in zip(matmuls, weights)]
+        return _gather_ring(chunk, x_seq, multiply, [p.y_seq for p in matmuls], ring)
 
-    ys = [jax.eval_shape(p.bind, x, w) for p, w in zip(products, weights)]
+    ys = [jax.eval_shape(p.bind, x, w) for p, w in zip(matmuls, weights)]
     return _on_ring(
         of_device,
         ring,
-        (_cut(x, x_seq, ring), _weights_cut(products, weights, ring)),
-        [_cut(y, p.y_cut, ring) for p, y in zip(products, ys)],
+        (_sharded(x, x_seq, ring), _weight_specs(matmuls, weights, ring)),
+        [_sharded(y, p.y_sharded, ring) for p, y in zip(matmuls, ys)],
     )(x, weights)
 
 
 def _columns_forward(
-    products: tuple[Product, ...], ring: _Ring, x: Array, weights: list[Array]
+    matmuls: tuple[RingMatmul, ...], ring: _Ring, x: Array, weights: list[Array]
 ) -> tuple[list[Array], tuple[Array, list[Array]]]:
-    return _columns(products, ring, x, weights), (x, weights)
+    return _columns(matmuls, ring, x, weights), (x, weights)
 
 
 def _columns_backward(
-    products: tuple[Product, ...],
+    matmuls: tuple[RingMatmul, ...],
     ring: _Ring,
     saved: tuple[Array, list[Array]],
     dys: list[Array],
 ) -> tuple[Array, list[Array]]:
     x, weights = saved
-    x_seq = products[0].x_seq
+    x_seq = matmuls[0].x_seq
 
     def of_device(
         ring: _Ring, chunk: Array, dys: list[Array], weights: list[Array]
     ) -> tuple[Array, Array]:
-        def sum_of_products(start: Array, length: int) -> Array:
+        def sum_of_matmuls(start: Array, length: int) -> Array:
             like = _resized(chunk, {x_seq: length})
             parts = (
                 _wrt_x(p, like, w, _part(dy, start, length, p.y_seq))
-                for p, w, dy in zip(products, weights, dys)
+                for p, w, dy in zip(matmuls, weights, dys)
             )
             return functools.reduce(jnp.add, parts)
 
-        # Else XLA gathers x in the forward pass already, and keeps it (seen on TPU, jax 0.10.2).
+        # Without the barrier XLA gathers x in the forward pass and saves it (TPU, jax 0.10.2).
         chunk, dys = lax.optimization_barrier((chunk, dys))
-        (whole,) = _gather_ring(chunk, x_seq, [_itself], [x_seq], ring, direction=-1)
-        return _scatter_ring(sum_of_products, whole.shape[x_seq], x_seq, ring), whole
+        (full,) = _gather_ring(chunk, x_seq, [_identity], [x_seq], ring, direction=-1)
+        return _scatter_ring(sum_of_matmuls, full.shape[x_seq], x_seq, ring), full
 
     dx, x = _on_ring(
         of_device,
         ring,
         (
-            _cut(x, x_seq, ring),
-            [_cut(dy, p.y_cut, ring) for p, dy in zip(products, dys)],
-            _weights_cut(products, weights, ring),
+            _sharded(x, x_seq, ring),
+            [_sharded(dy, p.y_sharded, ring) for p, dy in zip(matmuls, dys)],
+            _weight_specs(matmuls, weights, ring),
         ),
-        (_cut(x, x_seq, ring), P()),
+        (_sharded(x, x_seq, ring), P()),
     )(x, dys, weights)
-    return dx, [_wrt_w(p, x, w, dy) for p, w, dy in zip(products, weights, dys)]
+    return dx, [_wrt_w(p, x, w, dy) for p, w, dy in zip(matmuls, weights, dys)]
 
 
 _columns.defvjp(_columns_forward, _columns_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _row(product: Product, ring: _Ring, h: Array, weight: Array) -> Array:
+def _row(matmul: RingMatmul, ring: _Ring, h: Array, weight: Array) -> Array:
     def of_device(ring: _Ring, h: Array, weight: Array) -> Array:
         def multiply(start: Array, length: int) -> Array:
-            return product.bind(_part(h, start, length, product.x_seq), weight)
+            return matmul.bind(_part(h, start, length, matmul.x_seq), weight)
 
-        return _scatter_ring(multiply, h.shape[product.x_seq], product.y_seq, ring)
+        return _scatter_ring(multiply, h.shape[matmul.x_seq], matmul.y_seq, ring)
 
-    y = jax.eval_shape(product.bind, h, weight)
+    y = jax.eval_shape(matmul.bind, h, weight)
     return _on_ring(
         of_device,
         ring,
-        (_cut(h, product.x_cut, ring), _cut(weight, product.w_cut, ring)),
-        _cut(y, product.y_seq, ring),
+        (_sharded(h, matmul.x_sharded, ring), _sharded(weight, matmul.w_sharded, ring)),
+        _sharded(y, matmul.y_seq, ring),
     )(h, weight)
 
 
 def _row_forward(
-    product: Product, ring: _Ring, h: Array, weight: Array
+    matmul: RingMatmul, ring: _Ring, h: Array, weight: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _row(product, ring, h, weight), (h, weight)
+    return _row(matmul, ring, h, weight), (h, weight)
 
 
 def _row_backward(
-    product: Product, ring: _Ring, saved: tuple[Array, Array], dy: Array
+    matmul: RingMatmul, ring: _Ring, saved: tuple[Array, Array], dy: Array
 ) -> tuple[Array, Array]:
     h, weight = saved
-    assert product.x_cut is not None
-    own = {product.x_cut: h.shape[product.x_cut] // ring.size}
+    assert matmul.x_sharded is not None
+    own = {matmul.x_sharded: h.shape[matmul.x_sharded] // ring.size}
 
     def of_device(ring: _Ring, dy: Array, weight: Array) -> list[Array]:
         def multiply(part: Array) -> Array:
-            like = _resized(h, {**own, product.x_seq: part.shape[product.y_seq]})
-            return _wrt_x(product, like, weight, part)
+            like = _resized(h, {**own, matmul.x_seq: part.shape[matmul.y_seq]})
+            return _wrt_x(matmul, like, weight, part)
 
-        seqs = [product.x_seq, product.y_seq]
-        return _gather_ring(dy, product.y_seq, [multiply, _itself], seqs, ring)
+        seqs = [matmul.x_seq, matmul.y_seq]
+        return _gather_ring(dy, matmul.y_seq, [multiply, _identity], seqs, ring)
 
     dh, dy = _on_ring(
         of_device,
         ring,
-        (_cut(dy, product.y_seq, ring), _cut(weight, product.w_cut, ring)),
-        [_cut(h, product.x_cut, ring), P()],
+        (_sharded(dy, matmul.y_seq, ring), _sharded(weight, matmul.w_sharded, ring)),
+        [_sharded(h, matmul.x_sharded, ring), P()],
     )(dy, weight)
-    return dh, _wrt_w(product, h, weight, dy)
+    return dh, _wrt_w(matmul, h, weight, dy)
 
 
 _row.defvjp(_row_forward, _row_backward)
 
 
-def _times(product: Product, w: Array, x: Array) -> Array:
-    return product.bind(x, w)
+def _times(matmul: RingMatmul, w: Array, x: Array) -> Array:
+    return matmul.bind(x, w)
 
 
-def _itself(x: Array) -> Array:
+def _identity(x: Array) -> Array:
     return x
 
 
-def _wrt_x(product: Product, like: Any, w: Array, dy: Array) -> Array:
+def _wrt_x(matmul: RingMatmul, like: Any, w: Array, dy: Array) -> Array:
     """The gradient of x, which has the shape and dtype of `like`."""
-    (dx,) = jax.linear_transpose(lambda x: product.bind(x, w), like)(dy)
+    (dx,) = jax.linear_transpose(lambda x: matmul.bind(x, w), like)(dy)
     return dx
 
 
-def _wrt_w(product: Product, x: Array, w: Array, dy: Array) -> Array:
-    (dw,) = jax.linear_transpose(lambda w: product.bind(x, w), w)(dy)
+def _wrt_w(matmul: RingMatmul, x: Array, w: Array, dy: Array) -> Array:
+    (dw,) = jax.linear_transpose(lambda w: matmul.bind(x, w), w)(dy)
     return dw
 
 
-# -- what each device does ------------------------------------------------------------------------
+# -- per-device code ------------------------------------------------------------------------------
 
 
-class _Lane(NamedTuple):
-    """A part of every chunk that goes round in one direction."""
+class _SubChunk(NamedTuple):
+    """The part of every chunk that is sent in one direction."""
 
     direction: int  # 1: from device r to r + 1
     start: int  # in the chunk
     length: int
 
 
-def _lanes(length: int, ring: _Ring, direction: int = 1) -> list[_Lane]:
-    if not ring.both_ways:
-        return [_Lane(direction, 0, length)]
+def _subchunks(length: int, ring: _Ring, direction: int = 1) -> list[_SubChunk]:
+    if not ring.bidirectional:
+        return [_SubChunk(direction, 0, length)]
     half = length // 2
-    return [_Lane(direction, 0, half), _Lane(-direction, half, half)]
+    return [_SubChunk(direction, 0, half), _SubChunk(-direction, half, half)]
 
 
 def _gather_ring(
@@ -294,71 +294,77 @@ def _gather_ring(
     ring: _Ring,
     direction: int = 1,
 ) -> list[Array]:
-    """[m(x) for m in multiply], x being the chunks of all devices along its dim `seq`.
+    """[m(x) for m in multiply], where x is all devices' chunks along its dim `seq`.
 
     At step s device r multiplies the chunk of device r - s while it sends it to r + 1. The
-    sequence is dim seqs[i] of the i-th result.
+    sequence is dim seqs[i] of result i.
     """
     length = chunk.shape[seq]
-    lanes = _lanes(length, ring, direction)
-    held = [lax.slice_in_dim(chunk, a.start, a.start + a.length, axis=seq) for a in lanes]
+    subchunks = _subchunks(length, ring, direction)
+    held = [lax.slice_in_dim(chunk, a.start, a.start + a.length, axis=seq) for a in subchunks]
     results: list[Array] = []
     for step in range(ring.size):
         last = step == ring.size - 1
-        arriving = held if last else [_send(x, a, ring) for x, a in zip(held, lanes)]
-        for lane, part in zip(lanes, held):
-            start = _neighbour(-lane.direction * step, ring) * length + lane.start
+        arriving = held if last else [_send(x, a, ring) for x, a in zip(held, subchunks)]
+        for subchunk, part in zip(subchunks, held):
+            start = _neighbour(-subchunk.direction * step, ring) * length + subchunk.start
             parts = [m(part) for m in multiply]
             if not results:
-                whole = [_resized(y, {d: ring.size * length}) for y, d in zip(parts, seqs)]
-                results = [jnp.zeros(y.shape, y.dtype) for y in whole]
+                full = [_resized(y, {d: ring.size * length}) for y, d in zip(parts, seqs)]
+                results = [jnp.zeros(y.shape, y.dtype) for y in full]
             results = [
                 lax.dynamic_update_slice_in_dim(y, part, start, dim)
                 for y, part, dim in zip(results, parts, seqs)
             ]
-        # Step by step, or XLA may send all chunks round first (seen on TPU, jax 0.10.2). It costs
-        # no time: a chunk that came sooner could not be sent on sooner than it is multiplied.
+        # Step by step: otherwise XLA may send all chunks first (seen on TPU, jax 0.10.2). It costs
+        # no time: a chunk that arrived earlier could not be sent on before it is multiplied.
         held, results = lax.optimization_barrier((arriving, results))
     return results
 
 
 def _scatter_ring(
-    multiply: Callable[[Array, int], Array], whole: int, seq: int, ring: _Ring
+    multiply: Callable[[Array, int], Array], positions: int, seq: int, ring: _Ring
 ) -> Array:
-    """This device's chunk of the sum over devices of the products of all `whole` positions.
+    """This device's chunk of the sum over devices of the matmuls of all `positions`.
 
-    `multiply(start, length)` is this device's product of one part of the sequence, which is dim
-    `seq` of it. At step s device r adds that of the chunk of device r + T - 1 - s to the
+    `multiply(start, length)` is this device's matmul of one part of the sequence, which is dim
+    `seq` of the result. At step s device r adds the one of the chunk of device r + T - 1 - s to the
     accumulator, which reaches that device after the last step.
     """
-    length = whole // ring.size
-    lanes = _lanes(length, ring)
+    length = positions // ring.size
+    subchunks = _subchunks(length, ring)
     sums: list[Array] = []
     for step in range(ring.size):
         hops = ring.size - 1 - step
         parts = [
-            multiply(_neighbour(lane.direction * hops, ring) * length + lane.start, lane.length)
-            for lane in lanes
+            multiply(
+                _neighbour(subchunk.direction * hops, ring) * length + subchunk.start,
+                subchunk.length,
+            )
+            for subchunk in subchunks
         ]
-        arrived = [_send(x, lane, ring) for x, lane in zip(sums, lanes)]
+        arrived = [_send(x, subchunk, ring) for x, subchunk in zip(sums, subchunks)]
         sums = [_added(x, part) for x, part in zip(arrived, parts)] if arrived else parts
     return sums[0] if len(sums) == 1 else lax.concatenate(sums, seq)
 
 
 def _added(arrived: Array, part: Array) -> Array:
-    """Their sum. Without the barrier XLA fuses the product with the sum, on TPU and GPU, and then
-    it starts no earlier than the accumulator arrives (seen with jax 0.10.2)."""
+    """Their sum, behind a barrier.
+
+    Without it XLA fuses the matmul with the sum, on TPU and GPU, so that the matmul starts only
+    after the accumulator has arrived (seen with jax 0.10.2).
+    """
     arrived, part = lax.optimization_barrier((arrived, part))
     return arrived + part
 
 
-def _send(x: Array, lane: _Lane, ring: _Ring) -> Array:
-    pairs = [(r, (r + lane.direction) % ring.size) for r in range(ring.size)]
+def _send(x: Array, subchunk: _SubChunk, ring: _Ring) -> Array:
+    pairs = [(r, (r + subchunk.direction) % ring.size) for r in range(ring.size)]
     return lax.ppermute(x, ring.axis, pairs)
 
 
 def _neighbour(hops: int, ring: _Ring) -> Array:
-    """The device so many hops further on; at least 0, so that no sign has to be mended."""
+    """The rank `hops` further along the ring; `rem` of at least 0, so that no sign needs fixing."""
     return lax.rem(ring.rank + hops % ring.size, ring.size)
 
 
@@ -374,27 +380,27 @@ def _on_ring(
 ) -> Callable[..., Any]:
     """`of_device(ring with the device's rank, *arguments)` on each device.
 
-    The rank comes in as an array. `lax.axis_index` is a PartitionId where other axes are automatic,
-    and XLA refuses one that it moved out of the manual region (jax 0.10.2, CPU).
+    The rank is passed as an array: with other axes automatic, `lax.axis_index` is a PartitionId,
+    which XLA moves out of the manual region and then rejects (jax 0.10.2, CPU).
     """
     run = jax.shard_map(
         lambda rank, *args: of_device(ring._replace(rank=rank[0]), *args),
         in_specs=(P(ring.axis), *in_specs),
         out_specs=out_specs,
         axis_names={ring.axis},
-        check_vma=False,  # no derivative is taken through it; what is gathered comes out replicated
+        check_vma=False,  # never differentiated; gathered results are replicated
     )
     return lambda *args: run(jnp.arange(ring.size), *args)
 
 
-def _cut(x: Any, dim: int | None, ring: _Ring) -> P:
-    """Dim `dim` of x over the ring."""
+def _sharded(x: Any, dim: int | None, ring: _Ring) -> P:
+    """The spec of x sharded over the ring on dim `dim`."""
     assert dim is not None
     return P(*(ring.axis if d == dim else None for d in range(x.ndim)))
 
 
-def _weights_cut(products: Sequence[Product], weights: Sequence[Array], ring: _Ring) -> list[P]:
-    return [_cut(w, p.w_cut, ring) for p, w in zip(products, weights)]
+def _weight_specs(matmuls: Sequence[RingMatmul], weights: Sequence[Array], ring: _Ring) -> list[P]:
+    return [_sharded(w, p.w_sharded, ring) for p, w in zip(matmuls, weights)]
 
 
 def _resized(x: Any, lengths: dict[int, int]) -> jax.ShapeDtypeStruct:

@@ -1,8 +1,8 @@
-"""Equivalence classes of dims: those that a program ties, so that they are sharded together.
+"""Equivalence classes of dims: the dims of a program that have to be sharded together.
 
-A node is one dim of one variable. Two nodes fall into one class when an operation reads the same
-index along both: `a + b` ties every dim of a and b, `x @ w` the dim that it contracts. Dims of
-size 1 have no node: nothing can be cut there.
+A node is one dim of one variable. Two nodes are in one class if an operation reads the same index
+along both: `a + b` ties every dim of a and b, `x @ w` the contracted dim. Dims of size 1 have no
+node: they cannot be sharded.
 """
 
 import math
@@ -13,7 +13,7 @@ Nodes = tuple[Node | None, ...]  # one for each dim of a variable; None where it
 
 
 class DimEquivalence:
-    """A union-find over nodes; each class knows the sizes of its dims."""
+    """A union-find over nodes, with the sizes of each class's dims."""
 
     def __init__(self) -> None:
         self._parent: list[Node] = []
@@ -33,14 +33,14 @@ class DimEquivalence:
         return len(self._parent) - 1
 
     def of(self, node: Node) -> Node:
-        """The class of a node, as the node that stands for it."""
+        """The class of a node, as its representative node."""
         while self._parent[node] != node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
     def tie(self, a: Node | None, b: Node | None) -> None:
-        """Both dims are read by the same index."""
+        """Merge the classes of two dims that are read by the same index."""
         if a is None or b is None:
             return
         a, b = self.of(a), self.of(b)
@@ -52,22 +52,22 @@ class DimEquivalence:
         for x, y in zip(a, b, strict=True):
             self.tie(x, y)
 
-    def in_whole(self, node: Node | None, parts: int) -> None:
-        """The dim is of so many parts, none of which can be cut."""
+    def add_groups(self, node: Node | None, groups: int) -> None:
+        """Record that the dim consists of so many groups that must not be split."""
         if node is not None:
-            self._sizes[self.of(node)].add(parts)
+            self._sizes[self.of(node)].add(groups)
 
     def same(self, a: Node | None, b: Node | None) -> bool:
         return a is not None and b is not None and self.of(a) == self.of(b)
 
     def own_size(self, node: Node) -> int:
-        """The size of this very dim."""
+        """The size of this dim itself."""
         return self._own[node]
 
     def sizes(self, node: Node) -> frozenset[int]:
-        """The sizes of all dims of a node's class: [768] and [12, 64] share one by reshape."""
+        """The sizes of all dims of a node's class; a reshape of [768] to [12, 64] gives two."""
         return frozenset(self._sizes[self.of(node)])
 
     def common_size(self, node: Node) -> int:
-        """The greatest number of parts into which every dim of the class can be cut evenly."""
+        """The largest number of equal shards of every dim of the class."""
         return math.gcd(*self.sizes(node))

@@ -1,12 +1,11 @@
 """Dim propagation through a traced program, into every jit, scan, cond and checkpoint.
 
-Dims that an operation relates (`jaxpr.dim_relations`) are tied. Where it needs a whole dim, or
-mixes along it, the dim ends: the compiler has to bring the parts together if it is cut. An
-operation without a rule is element by element if its shapes are those of one, and ties nothing
-otherwise.
+Dims that an operation relates (`jaxpr.dim_relations`) are tied. If it needs all of a dim, or mixes
+along it, the dim ends there: the compiler has to gather a sharded one. An operation without a rule
+is element-wise if its shapes allow it, and ties nothing otherwise.
 
-The program is walked once for each place that calls a function, so that two layers that share one
-traced `relu` do not share their dims.
+A function is propagated through once per call, so that two layers that share one traced `relu` do
+not share their dims.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,22 +17,22 @@ from jaxspeed.jaxpr.primitives import KERNELS, LOOPS, OPAQUE_TO_DIMS
 from jaxspeed.jaxpr.traverse import Body, is_var, transparent_bodies
 from jaxspeed.tensor_parallel.dim_equivalence import DimEquivalence, Node, Nodes
 
-# What a kernel does inside is its own business; beside it stands a plain form (ops.attention).
+# Kernels are not looked into; the other branch is a plain form (ops.attention).
 OPAQUE = ("shard_map", *KERNELS)
 
 
 @dataclass
-class Frame:
-    """One function of a program, as called from one place."""
+class CallFrame:
+    """One call of a function of the program."""
 
     jaxpr: Any
-    times: int  # how often it runs in one pass: the trips of the scans around it
+    times: int  # runs per pass: the product of the trips of the enclosing scans
     nodes: dict[Any, Nodes] = field(default_factory=dict)
-    # Which parameters a variable was made from, if from nothing else; constants from none.
+    # Variables that depend only on parameters and constants, and on which parameters.
     weights: dict[Any, frozenset[str]] = field(default_factory=dict)
-    inner: dict[int, list["Frame"]] = field(default_factory=dict)  # by an equation's position
-    # By an equation's position, for plain operations: (operand, dim) of what does not go on in its
-    # results, and (result, dim) of what was in none of its operands.
+    inner: dict[int, list["CallFrame"]] = field(default_factory=dict)  # by an equation's position
+    # By the position of an equation without inner programs: (operand, dim) of the dims whose class
+    # is in none of its results, and (result, dim) of those whose class is in no operand.
     ended: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     began: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -43,15 +42,15 @@ class Frame:
         return (None,) * len(getattr(atom.aval, "shape", ()))
 
     def sources(self, atom: Any) -> frozenset[str]:
-        """The parameters that this was made from; none for what depends on the batch."""
+        """The parameters that a weight is computed from; empty if it depends on the batch."""
         return self.weights.get(atom, frozenset()) if is_var(atom) else frozenset()
 
     def is_weight(self, atom: Any) -> bool:
-        """Whether this depends on parameters and constants alone."""
+        """Whether an atom depends only on parameters and constants."""
         return not is_var(atom) or atom in self.weights
 
-    def walk(self) -> Iterator["Frame"]:
-        """This frame and all within it."""
+    def walk(self) -> Iterator["CallFrame"]:
+        """This frame and all frames inside it."""
         yield self
         for frames in self.inner.values():
             for frame in frames:
@@ -59,25 +58,27 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Followed:
-    """A program whose dims are known."""
+class PropagatedDims:
+    """A traced program with the equivalence classes of its dims."""
 
     classes: DimEquivalence
-    top: Frame
+    top: CallFrame
     parameters: Mapping[str, Nodes]
     samples: Node | None = None  # of the first dims of the batch
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[CallFrame]:
         return self.top.walk()
 
 
-def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ()) -> Followed:
-    """The dims of a program; `parameters` are its variables by path.
+def propagate_dims(
+    jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ()
+) -> PropagatedDims:
+    """Propagate the dims of a program; `parameters` are its variables by path.
 
-    `batch` are the variables whose first dims are samples: they are one class.
+    `batch` are the variables whose first dims are samples, which are one class.
     """
     classes = DimEquivalence()
-    frame = Frame(jaxpr, 1)
+    frame = CallFrame(jaxpr, 1)
     paths = {v: path for path, v in parameters.items()}
     operands = [classes.new(shape_of(v)) for v in jaxpr.invars]
     made_from = [frozenset({paths[v]}) if v in paths else None for v in jaxpr.invars]
@@ -87,7 +88,7 @@ def follow(jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ())
         classes.tie(samples[0], node)
     _walk(frame, operands, made_from, classes)
     nodes = {path: by_var[v] for path, v in parameters.items()}
-    return Followed(classes, frame, nodes, samples[0] if samples else None)
+    return PropagatedDims(classes, frame, nodes, samples[0] if samples else None)
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -95,7 +96,7 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) -> list[Nodes]:
-    """The nodes of a plain operation's results, tied to those of its operands."""
+    """The nodes of an operation's results, tied to those of its operands."""
     outs = [classes.new(shape_of(v)) for v in eqn.outvars]
     found = relations_of(eqn)
     if found is None:
@@ -105,20 +106,20 @@ def tie_results(eqn: Any, operands: Sequence[Nodes], classes: DimEquivalence) ->
         for node, factor in zip(nodes, factors, strict=True):
             if node is not None and factor is not None and factor not in found.mixed:
                 classes.tie(first.setdefault(factor, node), node)
-    for factor, parts in found.groups.items():
-        classes.in_whole(first.get(factor), parts)
+    for factor, groups in found.groups.items():
+        classes.add_groups(first.get(factor), groups)
     return outs
 
 
 def relations_of(eqn: Any) -> DimRelations | None:
-    """The dim relations of a plain operation; None where nothing is known."""
+    """The dim relations of an operation; None if it has no rule and is not element-wise."""
     given, made = [shape_of(v) for v in eqn.invars], [shape_of(v) for v in eqn.outvars]
     known = relations(eqn.primitive.name, eqn.params, given, made)
     return same_place(given, made) if known is None and is_elementwise(eqn) else known
 
 
 def is_elementwise(eqn: Any) -> bool:
-    """Whether it has no rule, and equal shapes in and out but for scalars and dims of size 1."""
+    """Whether it has no rule, and equal shapes except for scalars and dims of size 1."""
     name = eqn.primitive.name
     if name in RULES or name in OPAQUE_TO_DIMS or not eqn.outvars:
         return False
@@ -135,7 +136,7 @@ def is_elementwise(eqn: Any) -> bool:
 def _missing(
     these: Sequence[Nodes], those: Sequence[Nodes], classes: DimEquivalence
 ) -> list[tuple[int, int]]:
-    """(variable, dim) of each of these nodes whose class is in none of those."""
+    """(variable, dim) of the nodes of `these` whose class is not among `those`."""
     there = {classes.of(node) for nodes in those for node in nodes if node is not None}
     return [
         (i, dim)
@@ -149,9 +150,9 @@ Origin = frozenset[str] | None  # None: it depends on more than parameters
 
 
 def _walk(
-    frame: Frame, operands: Sequence[Nodes], origins: Sequence[Origin], classes: DimEquivalence
+    frame: CallFrame, operands: Sequence[Nodes], origins: Sequence[Origin], classes: DimEquivalence
 ) -> tuple[list[Nodes], list[Origin]]:
-    """Fill a frame whose inputs are known; the nodes and origins of its outputs."""
+    """Fill a frame from its inputs; return the nodes and origins of its outputs."""
     jaxpr = frame.jaxpr
     origin: dict[Any, Origin] = {v: frozenset() for v in jaxpr.constvars}
     frame.nodes.update((v, classes.new(shape_of(v))) for v in jaxpr.constvars)
@@ -165,14 +166,14 @@ def _walk(
         given, made = [frame.of(v) for v in eqn.invars], [of(v) for v in eqn.invars]
         bodies = transparent_bodies(eqn)
         if not bodies:
-            outs, from_ = tie_results(eqn, given, classes), [_together(made)] * len(eqn.outvars)
+            outs, from_ = tie_results(eqn, given, classes), [_joint_origin(made)] * len(eqn.outvars)
             if ended := _missing(given, outs, classes):
                 frame.ended[position] = ended
             if began := _missing(outs, given, classes):
                 frame.began[position] = began
         else:
-            if len(bodies) > 1:  # of branches those whose dims can be followed, if there are any
-                bodies = [b for b in bodies if not holds_opaque(b.jaxpr)] or bodies
+            if len(bodies) > 1:  # branches without kernels, if there are any
+                bodies = [b for b in bodies if not has_opaque(b.jaxpr)] or bodies
             outs, from_ = _through(frame, position, bodies, given, made, classes)
         for v, nodes, made_from in zip(eqn.outvars, outs, from_, strict=True):
             frame.nodes[v], origin[v] = nodes, made_from
@@ -181,31 +182,31 @@ def _walk(
 
 
 def _through(
-    frame: Frame,
+    frame: CallFrame,
     position: int,
     bodies: Sequence[Body],
     given: Sequence[Nodes],
     made: Sequence[Origin],
     classes: DimEquivalence,
 ) -> tuple[list[Nodes], list[Origin]]:
-    """The nodes and origins of an equation that runs programs of its own.
+    """The nodes and origins of the results of an equation with inner programs.
 
-    What the condition of a loop computes is a scalar: nothing there can be cut.
+    A loop's condition is skipped: its result is a scalar.
     """
     eqn = frame.jaxpr.eqns[position]
-    frames = frame.inner[position] = [Frame(b.jaxpr, frame.times * b.trips) for b in bodies]
+    frames = frame.inner[position] = [CallFrame(b.jaxpr, frame.times * b.trips) for b in bodies]
     loop = bodies[0] if eqn.primitive.name in LOOPS else None
     operands, origins = list(given[bodies[0].first :]), list(made[bodies[0].first :])
     if loop:
         walked = loop.num_consts + loop.num_carry
         operands[walked:] = [nodes[1:] for nodes in operands[walked:]]
-        # What is carried is of the batch, whatever it started from.
+        # A carry depends on the batch, whatever its initial value.
         origins[loop.num_consts : walked] = [None] * loop.num_carry
     (outs, made), *others = [_walk(inner, operands, origins, classes) for inner in frames]
     for other, other_made in others:
         for a, b in zip(outs, other, strict=True):
             classes.tie_all(a, b)
-        made = [_together(pair) for pair in zip(made, other_made, strict=True)]
+        made = [_joint_origin(pair) for pair in zip(made, other_made, strict=True)]
     if loop:
         for a, b in zip(outs[: loop.num_carry], operands[loop.num_consts :], strict=False):
             classes.tie_all(a, b)
@@ -214,8 +215,8 @@ def _through(
     return outs, made
 
 
-def _together(origins: Iterable[Origin]) -> Origin:
-    """What is made from all of these is made from what they are."""
+def _joint_origin(origins: Iterable[Origin]) -> Origin:
+    """The origin of a value computed from all of these."""
     found: frozenset[str] = frozenset()
     for origin in origins:
         if origin is None:
@@ -224,10 +225,10 @@ def _together(origins: Iterable[Origin]) -> Origin:
     return found
 
 
-def holds_opaque(jaxpr: Any) -> bool:
-    """Whether a function runs a kernel whose dims cannot be followed."""
+def has_opaque(jaxpr: Any) -> bool:
+    """Whether a function runs a kernel or a manual region, whose dims are not propagated."""
     return any(
         eqn.primitive.name in OPAQUE
-        or any(holds_opaque(body.jaxpr) for body in transparent_bodies(eqn))
+        or any(has_opaque(body.jaxpr) for body in transparent_bodies(eqn))
         for eqn in jaxpr.eqns
     )

@@ -1,42 +1,42 @@
-"""Inferred sharding: which parameters to shard over the tensor axis of an unannotated model.
+"""Inferred sharding: the parameters of an unannotated model to shard over the tensor axis.
 
-A *class* of dims is all that has to be cut together (`dim_equivalence.py`). To cut one is to cut
-every parameter that has a dim in it: of the weight that makes it ("column"), of the weight that
-sums over it ("row"), and what lies along it, biases and scales. In between, everything is computed
-in parts; where it is entered and left, devices add up what they have (`boundary_costs.py`).
+A *class* of dims has to be sharded together (`dim_equivalence.py`). Sharding one shards every
+parameter with a dim in it: the weight that produces the dim ("column"), the weight that contracts
+it ("row"), and biases and scales along it. In between everything is computed on shards; at both
+ends there is a collective (`boundary_costs.py`).
 
-A parameter is cut on one dim, and so is every activation: classes that meet in one variable exclude
-each other. In a chain of products x W1 W2 W3 W4 the classes are
+A parameter is sharded on one dim, and so is every activation: classes that meet in one variable
+exclude each other. In a chain of matmuls x W1 W2 W3 W4 the classes are
 
     x  [a, b]  ->  h1 [a, c]  ->  h2 [a, d]  ->  h3 [a, e]  ->  y [a, f]
           W1 [b, c]    W2 [c, d]     W3 [d, e]     W4 [e, f]
 
-c excludes b and d, and c with e cuts all four weights with one all-reduce a pair and pass. In a
+c excludes b and d; c with e shards all four weights, with one all-reduce per pair and pass. In a
 transformer the residual stream is one class with a dim of every weight; it excludes all others, and
-would cost an all-reduce of what is *inside* each branch, the widest arrays that there are.
+would all-reduce the widest arrays there are: those *inside* each branch.
 
-Chosen is the set of classes without conflicts that maximises
+The chosen set has no conflicts and maximizes
 
-    (elements of products' weights that are cut) / (all of them)
-    - 3/4 (elements that it sends) / (elements that it would send to enter and leave every product)
+    (elements of sharded matmul weights) / (elements of all matmul weights)
+    - 3/4 (elements sent) / (elements sent if every matmul had its own collectives)
 
 Both are sums over classes, so this is a maximum-weight independent set (`max_weight_set.py`). The
-second term is relative on purpose: what an element that is sent costs, against one that is stored,
-depends on batch and machine; that a pair sends less than its two products apart does not. Of what a
+second term is relative on purpose: the cost of an element sent, compared with one stored, depends
+on batch and hardware; that a pair sends less than its two matmuls separately does not. Of what a
 transformer's layer would send, heads and MLP send 2 parts of 18 each and the stream 12. A class
-whose share of the sending is 4/3 its share of the weights stays whole: a convolution of few
-channels over a large image, a vocabulary of bytes.
+whose share of the communication is over 4/3 of its share of the weights stays replicated: a
+convolution of few channels over a large image, a vocabulary of bytes.
 
-No candidates, each with its reason told for the weights that stay whole:
+Not candidates, each with a reason in the proposal:
 
-- the samples of the batch, which the data axes cut;
-- what T does not divide, in any of the shapes that it is folded or split into (12 heads), but for
-  a vocabulary, which is padded;
-- a dim along which what a weight makes is split into parts: each device's part of a fused
-  [query, key, value] is not its part of each. One weight each can be cut;
-- a dim that two activations are multiplied along, as attention's scores are along head_dim: each
-  device would hold a part of every score, and what that costs grows with the sequence;
-- a class with two dims of one weight: a residual around a single product. It is no pair.
+- the samples of the batch, which are sharded over the data axes;
+- dims that T does not divide, in any shape that they are reshaped to (12 heads), except a
+  vocabulary, which is padded;
+- a dim of an activation that is split further on: a device's shard of a fused [query, key, value]
+  is not its shard of each. One weight each can be sharded;
+- a dim that two activations contract, as attention's scores contract head_dim: each device would
+  have partial sums of every score, and their reduction grows with the sequence;
+- a class with two dims of one weight: a residual around a single matmul. It is not a pair.
 """
 
 import itertools
@@ -45,69 +45,71 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.tensor_parallel.array_roles import Reading
-from jaxspeed.tensor_parallel.boundary_costs import Costs, costs
+from jaxspeed.tensor_parallel.array_roles import ArrayRoles
+from jaxspeed.tensor_parallel.boundary_costs import BoundaryCosts, boundary_costs
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed
-from jaxspeed.tensor_parallel.matmuls import Product, products, uses_of
+from jaxspeed.tensor_parallel.dim_propagation import PropagatedDims
+from jaxspeed.tensor_parallel.matmuls import Matmul, matmuls_of, uses_of
 from jaxspeed.tensor_parallel.max_weight_set import best_set
-from jaxspeed.tensor_parallel.proposal import Proposal
+from jaxspeed.tensor_parallel.proposal import ShardingProposal
 from jaxspeed.tensor_parallel.proposed_patterns import ShardedDim
 
-# Above 0.53 a block with a fused projection and an MLP of 4 widths is not cut by its stream.
+# Above 0.53 a block with a fused projection and an MLP of 4 widths is not sharded by its stream.
 COST_WEIGHT = 0.75
 MOST_PADDING = 1 / 8  # of a vocabulary
 
 
-def propose(followed: Followed, leaves: Sequence[Leaf], tensor: int) -> Proposal:
-    """The cuts of a program's parameters into `tensor` parts; `leaves` are all of them."""
-    program = _Program.of(followed, leaves, tensor)
+def propose_sharding(
+    propagated: PropagatedDims, leaves: Sequence[Leaf], tensor: int
+) -> ShardingProposal:
+    """Propose which parameters to shard over `tensor` devices; `leaves` are all parameters."""
+    program = _Program.of(propagated, leaves, tensor)
     candidates = _candidates(program, tensor)
     open_ = {c.cls: c for c in candidates.values() if not c.refused}
-    conflicts = _conflicts(followed, open_)
-    total = max(1, sum(_apart(product) for product in program.products))
+    conflicts = _conflicts(propagated, open_)
+    total = max(1, sum(_separate_sends(matmul) for matmul in program.matmuls))
     weights = max(1, sum(program.sizes[path] for path in program.used))
     worth = {cls: c.elements / weights - COST_WEIGHT * c.sent / total for cls, c in open_.items()}
     chosen = best_set(worth, conflicts)
-    cuts = {
+    sharded = {
         path: ShardedDim(dim, open_[cls].vocabulary)
         for cls in open_
         if cls in chosen
         for path, dim in open_[cls].dims
     }
-    whole = {
+    replicated = {
         leaf.path: _why(program, candidates, worth, leaf, tensor)
         for leaf in leaves
-        if leaf.path in program.used and leaf.path not in cuts
+        if leaf.path in program.used and leaf.path not in sharded
     }
     sends = [one for cls in open_ if cls in chosen for one in program.costs.sends.get(cls, ())]
-    uses = uses_of(followed, program.products)
-    in_order = {leaf.path: cuts[leaf.path] for leaf in leaves if leaf.path in cuts}
-    return Proposal(tensor, tuple(leaves), in_order, whole, tuple(sends), uses)
+    uses = uses_of(propagated, program.matmuls)
+    in_order = {leaf.path: sharded[leaf.path] for leaf in leaves if leaf.path in sharded}
+    return ShardingProposal(tensor, tuple(leaves), in_order, replicated, tuple(sends), uses)
 
 
 @dataclass(frozen=True)
 class _Program:
-    followed: Followed
-    products: Sequence[Product]
-    costs: Costs
+    propagated: PropagatedDims
+    matmuls: Sequence[Matmul]
+    costs: BoundaryCosts
     leaves: Mapping[str, Leaf]
-    used: frozenset[str]  # the parameters that stand in products
-    in_products: frozenset[tuple[str, int]]  # (parameter, dim)
-    vocabularies: frozenset[Node]  # classes by which something is looked up
-    scores: frozenset[Node]  # classes that a product of two activations sums over
+    used: frozenset[str]  # parameters of matmuls
+    in_matmuls: frozenset[tuple[str, int]]  # (parameter, dim)
+    vocabularies: frozenset[Node]  # classes indexed by lookups
+    scores: frozenset[Node]  # classes contracted by a matmul of two activations
 
     @classmethod
-    def of(cls, followed: Followed, leaves: Sequence[Leaf], tensor: int) -> "_Program":
-        reading = Reading(followed)
-        found = products(followed, reading)
+    def of(cls, propagated: PropagatedDims, leaves: Sequence[Leaf], tensor: int) -> "_Program":
+        arrays = ArrayRoles(propagated)
+        found = matmuls_of(propagated, arrays)
         dims = {
             at
-            for product in found
-            for i in product.weights
-            for role in (product.contracted, product.shared, product.free)
+            for matmul in found
+            for i in matmul.weights
+            for role in (matmul.contracted, matmul.shared, matmul.free)
             for dim in role[i]
-            for at in product.operands[i].dims[dim]
+            for at in matmul.operands[i].dims[dim]
         }
         used = {p for x in found for i in x.weights for p in x.operands[i].parameters}
         scores = {
@@ -118,9 +120,9 @@ class _Program:
         }
         looked_up = {c for x in found if x.kind == "lookup" for c in x.classes("contracted", 0)}
         return cls(
-            followed,
+            propagated,
             found,
-            costs(followed, reading, found, tensor),
+            boundary_costs(propagated, arrays, found, tensor),
             {leaf.path: leaf for leaf in leaves},
             frozenset(used),
             frozenset(dims),
@@ -133,32 +135,32 @@ class _Program:
         return {path: math.prod(leaf.shape) for path, leaf in self.leaves.items()}
 
     def class_of(self, path: str, dim: int) -> Node | None:
-        node = self.followed.parameters[path][dim]
-        return None if node is None else self.followed.classes.of(node)
+        node = self.propagated.parameters[path][dim]
+        return None if node is None else self.propagated.classes.of(node)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A class that parameters of products have dims in."""
+    """A class with dims of matmul parameters."""
 
     cls: Node
     dims: tuple[tuple[str, int], ...]  # of parameters
-    elements: int  # of the products' weights among them
+    elements: int  # of the matmul weights among them
     sent: int
     vocabulary: bool
-    refused: str  # why it cannot be cut, or ""
+    refused: str  # why it cannot be sharded, or ""
 
 
 def _candidates(program: _Program, tensor: int) -> dict[Node, _Candidate]:
     dims: dict[Node, list[tuple[str, int]]] = {}
-    for path, nodes in program.followed.parameters.items():
+    for path, nodes in program.propagated.parameters.items():
         for dim in range(len(nodes)):
             cls = program.class_of(path, dim)
             if cls is not None:
                 dims.setdefault(cls, []).append((path, dim))
     found, sizes = {}, program.sizes
     for cls, held in dims.items():
-        weights = {path for path, dim in held if (path, dim) in program.in_products}
+        weights = {path for path, dim in held if (path, dim) in program.in_matmuls}
         if weights:
             vocabulary = cls in program.vocabularies and _may_pad(program, cls, tensor)
             found[cls] = _Candidate(
@@ -172,19 +174,19 @@ def _candidates(program: _Program, tensor: int) -> dict[Node, _Candidate]:
     return found
 
 
-def _apart(product: Product) -> int:
-    """What a product with a weight would send if it were entered and left alone."""
-    weights = list(product.weights)
+def _separate_sends(matmul: Matmul) -> int:
+    """Elements sent by a matmul with a weight if it had its own collectives at both ends."""
+    weights = list(matmul.weights)
     if not weights:
         return 0
     inputs = sum(
-        x.elements for i, x in enumerate(product.operands) if x.trained and i not in weights
+        x.elements for i, x in enumerate(matmul.operands) if x.trained and i not in weights
     )
-    return 2 * product.times * (inputs + math.prod(product.result))
+    return 2 * matmul.times * (inputs + math.prod(matmul.result))
 
 
 def _may_pad(program: _Program, cls: Node, tensor: int) -> bool:
-    sizes = program.followed.classes.sizes(cls)
+    sizes = program.propagated.classes.sizes(cls)
     size = max(sizes)
     return len(sizes) == 1 and -size % tensor <= MOST_PADDING * size
 
@@ -192,34 +194,36 @@ def _may_pad(program: _Program, cls: Node, tensor: int) -> bool:
 def _refusal(
     program: _Program, cls: Node, held: Sequence[tuple[str, int]], vocabulary: bool, tensor: int
 ) -> str:
-    classes = program.followed.classes
-    if classes.same(cls, program.followed.samples):
+    classes = program.propagated.classes
+    if classes.same(cls, program.propagated.samples):
         return "is the batch's"
-    if pieces := program.costs.pieces.get(cls):
-        return f"is split into {pieces} parts further on: one weight for each could be cut"
+    if splits := program.costs.splits.get(cls):
+        return f"is split into {splits} parts further on; separate weights could be sharded"
     if len({path for path, _ in held}) < len(held):
-        return "is both what it reads and what it adds to: no pair of products"
+        return "is both its input and its output (a residual): no pair of matmuls"
     if cls in program.scores:
-        return "is summed over in a product of two activations"
+        return "is contracted in a matmul of two activations"
     common = classes.common_size(cls)
     if common % tensor and not vocabulary:
         works = [d for d in range(1, common + 1) if common % d == 0]
         least = min(classes.sizes(cls))
-        what = "" if least == max(classes.sizes(cls)) else f"is made of {least} parts and "
+        what = "" if least == max(classes.sizes(cls)) else f"consists of {least} parts and "
         return (
-            f"{what}cannot be cut {tensor} ways; tensor degrees that work: "
+            f"{what}is not divisible by {tensor}; tensor degrees that work: "
             f"{', '.join(map(str, works))}"
         )
     return ""
 
 
-def _conflicts(followed: Followed, open_: Mapping[Node, _Candidate]) -> dict[Node, set[Node]]:
-    """The candidates that meet in one variable."""
+def _conflicts(
+    propagated: PropagatedDims, open_: Mapping[Node, _Candidate]
+) -> dict[Node, set[Node]]:
+    """The candidates that meet in one variable, and so exclude each other."""
     found: dict[Node, set[Node]] = {cls: set() for cls in open_}
-    of = followed.classes.of
+    of = propagated.classes.of
     met = {
         frozenset(cls for node in nodes if node is not None and (cls := of(node)) in open_)
-        for frame in followed.frames()
+        for frame in propagated.frames()
         for nodes in frame.nodes.values()
     }
     for together in met:
@@ -235,18 +239,18 @@ def _why(
     leaf: Leaf,
     tensor: int,
 ) -> str:
-    """Why a weight is whole, dim by dim; what a change of the model would mend comes first."""
+    """Why a weight is replicated, dim by dim; first the reasons that the model could change."""
     refused, other = [], []
     for dim, size in enumerate(leaf.shape):
         cls = program.class_of(leaf.path, dim)
-        if cls is None or (leaf.path, dim) not in program.in_products:
+        if cls is None or (leaf.path, dim) not in program.in_matmuls:
             continue
         candidate = candidates[cls]
         if candidate.refused:
             refused.append(f"dim {dim} ({size}) {candidate.refused}")
         elif worth[cls] <= 0:
-            other.append(f"dim {dim} ({size}) would send more than its weights are worth")
+            other.append(f"dim {dim} ({size}) would cost more communication than it saves memory")
         else:
-            other.append(f"dim {dim} ({size}) shares weights with dims that are cut")
+            other.append(f"dim {dim} ({size}) shares weights with sharded dims")
     reasons = dict.fromkeys([*refused, *other])
-    return "; ".join(reasons) or f"no dim of it can be cut {tensor} ways"
+    return "; ".join(reasons) or f"none of its dims can be sharded over {tensor} devices"

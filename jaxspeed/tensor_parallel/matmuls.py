@@ -1,7 +1,7 @@
-"""The matrix products of a program: operands, contracted dims, and parameters.
+"""The matmuls of a traced program: operands, contracted dims, and parameters.
 
-A product is a `dot_general`, a convolution or a lookup in a table. A lookup is the product of the
-ids, as one-hot rows, with the table: it sums over the dims that are indexed.
+Convolutions and table lookups count as matmuls. A lookup is the matmul of the ids, as one-hot rows,
+with the table: it contracts the dims that are indexed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxspeed.placement.apply_layer_specs import Use
-from jaxspeed.tensor_parallel.array_roles import Array, Reading
+from jaxspeed.tensor_parallel.array_roles import ArrayRoles, Operand
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame, relations_of, shape_of
+from jaxspeed.tensor_parallel.dim_propagation import (
+    CallFrame,
+    PropagatedDims,
+    relations_of,
+    shape_of,
+)
 
 Dims = tuple[int, ...]
 Kind = Literal["dot", "convolution", "lookup"]
@@ -19,23 +24,24 @@ Role = Literal["contracted", "shared", "free"]
 
 
 @dataclass(frozen=True)
-class Product:
-    """One product of two operands; a lookup's are its table and its ids.
+class Matmul:
+    """One matmul of two operands; a lookup's are its table and its ids.
 
     Attributes:
-      kind: what it is.
-      operands: what it reads.
-      contracted: for each operand, its dims that are summed over.
+      kind: its primitive.
+      operands: its two operands.
+      contracted: for each operand, its contracted dims.
       shared: dims of both operands and of the result: batch dims, the channels of a depthwise
         convolution.
-      free: dims of one operand and of the result. The windows of a convolution, along which it
-        mixes, have no role: they are not cut.
-      result, dtype: the result's shape, and the dtype of its elements.
-      times: how often it runs in one pass.
+      free: dims of one operand and of the result. The window dims of a convolution have no role:
+        they are not sharded.
+      result: shape of the result.
+      dtype: of the result.
+      times: runs per pass.
     """
 
     kind: Kind
-    operands: tuple[Array, Array]
+    operands: tuple[Operand, Operand]
     contracted: tuple[Dims, Dims]
     shared: tuple[Dims, Dims]
     free: tuple[Dims, Dims]
@@ -54,65 +60,68 @@ class Product:
         return (i for i, x in enumerate(self.operands) if x.parameters)
 
 
-def products(followed: Followed, reading: Reading | None = None) -> list[Product]:
-    """Every product of the program, once for each place that it is called from."""
-    reading = reading or Reading(followed)
+def matmuls_of(propagated: PropagatedDims, arrays: ArrayRoles | None = None) -> list[Matmul]:
+    """Every matmul of the program, once per call of its function."""
+    arrays = arrays or ArrayRoles(propagated)
     return [
-        product
-        for frame in followed.frames()
+        matmul
+        for frame in propagated.frames()
         for eqn in frame.jaxpr.eqns
-        if eqn.primitive.name in _KINDS and (product := _product(reading, frame, eqn))
+        if eqn.primitive.name in _KINDS and (matmul := _matmul(arrays, frame, eqn))
     ]
 
 
-def uses_of(followed: Followed, found: Sequence[Product] | None = None) -> dict[str, Use]:
-    """How each parameter stands in the dot products and convolutions, for layer specs.
+def uses_of(propagated: PropagatedDims, found: Sequence[Matmul] | None = None) -> dict[str, Use]:
+    """Contracted and free dims of each parameter in matmuls and convolutions, for layer specs.
 
-    Of a parameter that stands in several, a dim is contracted where it is first read so.
+    If a parameter is read by several, the first one decides the role of a dim.
     """
     uses: dict[str, Use] = {}
-    for product in products(followed) if found is None else found:
-        if product.kind == "lookup":
+    for matmul in matmuls_of(propagated) if found is None else found:
+        if matmul.kind == "lookup":
             continue
-        for i in product.weights:
-            for path in sorted(product.operands[i].parameters):
-                use = Use(*(_dims(product, i, role, path) for role in ("contracted", "free")))
+        for i in matmul.weights:
+            for path in sorted(matmul.operands[i].parameters):
+                use = Use(*(_dims(matmul, i, role, path) for role in ("contracted", "free")))
                 known = uses.get(path, Use((), ()))
-                told = {*known.contracted, *known.free}
+                decided = {*known.contracted, *known.free}
                 uses[path] = replace(
                     known,
-                    contracted=known.contracted + _but(use.contracted, told),
-                    free=known.free + _but(use.free, told),
+                    contracted=known.contracted + _without(use.contracted, decided),
+                    free=known.free + _without(use.free, decided),
                 )
     return uses
 
 
-def _dims(product: Product, operand: int, role: str, path: str) -> Dims:
-    """The dims of a parameter that have this role in a product with it."""
-    dims = product.operands[operand].dims
-    found = {d for at in getattr(product, role)[operand] for p, d in dims[at] if p == path}
+def _dims(matmul: Matmul, operand: int, role: str, path: str) -> Dims:
+    """The dims of a parameter that have this role in a matmul."""
+    dims = matmul.operands[operand].dims
+    found = {d for at in getattr(matmul, role)[operand] for p, d in dims[at] if p == path}
     return tuple(sorted(found))
 
 
-def _but(dims: Dims, told: set[int]) -> Dims:
-    return tuple(d for d in dims if d not in told)
+def _without(dims: Dims, decided: set[int]) -> Dims:
+    return tuple(d for d in dims if d not in decided)
 
 
-def _product(reading: Reading, frame: Frame, eqn: Any) -> Product | None:
-    """None of a gradient's convolution by groups of samples, which no loss has; and of a lookup
-    whose ids are constants: a table of positions is read as a whole, by every step."""
+def _matmul(arrays: ArrayRoles, frame: CallFrame, eqn: Any) -> Matmul | None:
+    """The matmul of an equation, or None.
+
+    None for a convolution with batch groups, which only gradients have, and for a lookup with
+    constant ids: every step reads all of a table of positions.
+    """
     kind, found = _KINDS[eqn.primitive.name], relations_of(eqn)
     if eqn.params.get("batch_group_count", 1) != 1 or found is None:
         return None
     if kind == "lookup" and frame.is_weight(eqn.invars[1]):
         return None
-    lhs, rhs = (reading.array(frame, v) for v in eqn.invars)
+    lhs, rhs = (arrays.operand(frame, v) for v in eqn.invars)
     contracted, shared, free = (
         (role(0), role(1)) for role in (found.reduced, found.shared, found.free)
     )
     (out,) = eqn.outvars
     roles = contracted, shared, free
-    return Product(kind, (lhs, rhs), *roles, shape_of(out), out.aval.dtype, frame.times)
+    return Matmul(kind, (lhs, rhs), *roles, shape_of(out), out.aval.dtype, frame.times)
 
 
 _KINDS: dict[str, Kind] = {

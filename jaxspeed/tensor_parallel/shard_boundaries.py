@@ -1,10 +1,10 @@
 """Shard boundaries: where a program goes between replicated and sharded activations.
 
-An operation *enters* the cut where it reads an activation that is not cut over the axis and gives
-one that is: `x @ W` with W cut by columns. It *leaves* the cut where it reads one that is cut and
-gives one that is not: `h @ W` with W cut by rows, a lookup in a table cut by rows. Every device has
-a part of the sum then, and the parts have to be added (Shoeybi et al., arXiv:1909.08053: the
-operators f and g). All else goes on as it is cut.
+An operation *enters* the sharded region if it reads an activation that is not sharded over the axis
+and returns one that is: `x @ W` with column-sharded W. It *leaves* the region if it reads a sharded
+one and returns one that is not: `h @ W` with row-sharded W, or a lookup in a row-sharded table.
+Every device then has a partial sum, to be reduced (Shoeybi et al., arXiv:1909.08053: operators f
+and g). All other operations preserve the sharding.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,87 +18,87 @@ from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.specs import entry_axes
 from jaxspeed.tensor_parallel.dim_equivalence import Node
-from jaxspeed.tensor_parallel.dim_propagation import Followed, Frame
+from jaxspeed.tensor_parallel.dim_propagation import CallFrame, PropagatedDims
 
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """A followed program some of whose parameters are cut over an axis of `ways` devices."""
+    """A propagated program with some parameters sharded over an axis of `num_shards` devices."""
 
-    followed: Followed
-    dims: Mapping[str, int]  # parameter path -> its dim that is cut
-    ways: int
+    propagated: PropagatedDims
+    dims: Mapping[str, int]  # parameter path -> its sharded dim
+    num_shards: int
     samples: Node | None = None  # a node of the batch's first dims
 
     @cached_property
     def _classes(self) -> frozenset[Node]:
-        nodes = (self.followed.parameters[path][dim] for path, dim in self.dims.items())
-        return frozenset(self.followed.classes.of(node) for node in nodes if node is not None)
+        nodes = (self.propagated.parameters[path][dim] for path, dim in self.dims.items())
+        return frozenset(self.propagated.classes.of(node) for node in nodes if node is not None)
 
     @cached_property
     def _uneven(self) -> frozenset[Node]:
-        """The classes that are cut into unequal parts: a padded vocabulary."""
+        """The classes with unequal shards: a padded vocabulary."""
         found = set()
         for path, dim in self.dims.items():
-            node = self.followed.parameters[path][dim]
-            if node is not None and self.followed.classes.own_size(node) % self.ways:
-                found.add(self.followed.classes.of(node))
+            node = self.propagated.parameters[path][dim]
+            if node is not None and self.propagated.classes.own_size(node) % self.num_shards:
+                found.add(self.propagated.classes.of(node))
         return frozenset(found)
 
-    def dim(self, frame: Frame, atom: Any) -> int | None:
-        """The dim on which a variable is cut, or None."""
-        classes = self.followed.classes
+    def sharded_dim(self, frame: CallFrame, atom: Any) -> int | None:
+        """The dim of a variable that is sharded, or None."""
+        classes = self.propagated.classes
         shape = getattr(atom.aval, "shape", ())
         for dim, (node, size) in enumerate(zip(frame.of(atom), shape, strict=True)):
             if node is None:
                 continue
             cls = classes.of(node)
-            if cls in self._classes and (size % self.ways == 0 or cls in self._uneven):
+            if cls in self._classes and (size % self.num_shards == 0 or cls in self._uneven):
                 return dim
         return None
 
-    def enters(self, frame: Frame, eqn: Any) -> list[int]:
-        """The positions of the operands by which an operation enters the cut."""
-        if all(self.dim(frame, v) is None for v in eqn.outvars):
+    def enters(self, frame: CallFrame, eqn: Any) -> list[int]:
+        """The positions of the operands by which an operation enters the sharded region."""
+        if all(self.sharded_dim(frame, v) is None for v in eqn.outvars):
             return []
         return [
             i
             for i, v in enumerate(eqn.invars)
-            if _is_activation(frame, v) and self.dim(frame, v) is None
+            if _is_activation(frame, v) and self.sharded_dim(frame, v) is None
         ]
 
-    def leaves(self, frame: Frame, eqn: Any) -> bool:
-        """Whether an operation leaves the cut: its result is a sum over devices."""
+    def leaves(self, frame: CallFrame, eqn: Any) -> bool:
+        """Whether an operation leaves the sharded region: its results are partial sums."""
         name = eqn.primitive.name
         looks_up = name == "gather" and frame.is_weight(eqn.invars[0])
         return (
             (name in PRODUCTS or looks_up)
-            and self.dim(frame, eqn.outvars[0]) is None
-            and any(self.dim(frame, v) is not None for v in eqn.invars)
+            and self.sharded_dim(frame, eqn.outvars[0]) is None
+            and any(self.sharded_dim(frame, v) is not None for v in eqn.invars)
         )
 
     def is_samples(self, node: Node | None) -> bool:
-        return self.followed.classes.same(node, self.samples)
+        return self.propagated.classes.same(node, self.samples)
 
     @cached_property
     def sequences(self) -> frozenset[Node]:
-        """The classes of the dims along which activations between the cuts can be cut instead.
+        """The classes of sequence dims, which sequence-parallel activations are sharded along.
 
-        Of what leaves the cut, the first dim that is neither the samples' nor a weight's.
+        The first dim of a leaving operation's result that is neither the samples' nor a weight's.
         """
         found = set()
-        for frame in self.followed.frames():
+        for frame in self.propagated.frames():
             for eqn in frame.jaxpr.eqns:
                 if self.leaves(frame, eqn):
                     dim = self._sequence_of(frame, eqn)
                     if dim is not None:
                         node = frame.nodes[eqn.outvars[0]][dim]
                         assert node is not None
-                        found.add(self.followed.classes.of(node))
+                        found.add(self.propagated.classes.of(node))
         return frozenset(found)
 
-    def _sequence_of(self, frame: Frame, eqn: Any) -> int | None:
-        classes = self.followed.classes
+    def _sequence_of(self, frame: CallFrame, eqn: Any) -> int | None:
+        classes = self.propagated.classes
         of_weights = {
             classes.of(node)
             for v in eqn.invars
@@ -111,16 +111,16 @@ class ShardedProgram:
                 return None if classes.of(node) in of_weights else dim
         return None
 
-    def sequence_dim(self, frame: Frame, atom: Any) -> int | None:
-        """The dim of a variable that is its sequence, if it has one that the axis can cut."""
+    def sequence_dim(self, frame: CallFrame, atom: Any) -> int | None:
+        """The sequence dim of a variable, or None."""
         for dim, node in enumerate(frame.of(atom)):
-            if node is not None and self.followed.classes.of(node) in self.sequences:
+            if node is not None and self.propagated.classes.of(node) in self.sequences:
                 return dim
         return None
 
 
-def _is_activation(frame: Frame, atom: Any) -> bool:
-    """What gradients flow into, and what is no weight."""
+def _is_activation(frame: CallFrame, atom: Any) -> bool:
+    """Whether an atom has gradients and is not a weight."""
     return (
         is_var(atom)
         and bool(atom.aval.shape)
@@ -129,8 +129,8 @@ def _is_activation(frame: Frame, atom: Any) -> bool:
     )
 
 
-def dims_cut_over(axis: str, specs: Mapping[str, Iterable[Any]]) -> dict[str, int]:
-    """{path: the dim that `axis` cuts} from PartitionSpecs."""
+def dims_sharded_over(axis: str, specs: Mapping[str, Iterable[Any]]) -> dict[str, int]:
+    """{path: the dim that is sharded over `axis`} from PartitionSpecs."""
     return {
         path: dim
         for path, spec in specs.items()

@@ -25,7 +25,7 @@ from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
-from jaxspeed.tensor_parallel import Style, best_overlap
+from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train.program import BuildInputs, Program
@@ -243,12 +243,12 @@ def _layout_of(
     return OptLayout.of(table, abstract, device_memory_kind(table.mesh))
 
 
-def _style_of(config: Config, mesh: Mesh) -> Style:
+def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
     """How activations are sharded between matmuls that are sharded over `tensor`."""
     overlap = config.tensor_overlap
     if overlap == "auto":
         overlap = best_overlap(mesh.devices.flat[0].platform)
-    return Style(config.parallel.sequence_parallel_activations, overlap)
+    return ActivationLayout(config.parallel.sequence_parallel_activations, overlap)
 
 
 def _extra_rows(

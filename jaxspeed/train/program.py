@@ -30,7 +30,7 @@ from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
-from jaxspeed.tensor_parallel import Proposal
+from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
 from jaxspeed.train.update import Update
@@ -69,7 +69,7 @@ class Program:
     gradients: Gradients
     update: Update
     source: BuildInputs
-    proposal: Proposal | None = None  # of the sharding over `tensor`, if inferred
+    proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
 
     @property
     def table(self) -> PlacementTable:

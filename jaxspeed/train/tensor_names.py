@@ -25,14 +25,20 @@ from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import LOGICAL_RULES, with_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
-from jaxspeed.tensor_parallel import Followed, Proposal, follow, propose, uses_of
+from jaxspeed.tensor_parallel import (
+    PropagatedDims,
+    ShardingProposal,
+    propagate_dims,
+    propose_sharding,
+    uses_of,
+)
 
 Loss = Callable[[Any, Any], Any]
 
 
 def propose_tensor_sharding(
     model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
-) -> Proposal:
+) -> ShardingProposal:
     """A tensor-parallel sharding for a model without logical names.
 
     Args:
@@ -42,17 +48,21 @@ def propose_tensor_sharding(
       tensor: the number of shards.
 
     Returns:
-      The proposal. It prints itself; `.layer_specs` writes it into a config, `.whole` has the
-      replicated parameters, each with the reason.
+      The proposal. It prints itself; `.layer_specs` writes it into a config, `.replicated` has
+      the replicated weights, each with the reason.
     """
     if tensor < 2:
         raise ModelError(f"tensor is {tensor}: sharding needs at least 2")
     adapted = adapt_model(model, loss_fn, example_batch=example_batch)
     mesh = build_mesh({}, jax.devices()[:1])
-    return propose(_followed(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor)
+    return propose_sharding(
+        _propagated(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor
+    )
 
 
-def propose_tensor_cuts(model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2) -> Proposal:
+def propose_tensor_cuts(
+    model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
+) -> ShardingProposal:
     """Deprecated alias of `propose_tensor_sharding`."""
     text = "jaxspeed.propose_tensor_cuts is now jaxspeed.propose_tensor_sharding"
     warnings.warn(text, DeprecationWarning, stacklevel=2)
@@ -61,14 +71,14 @@ def propose_tensor_cuts(model: Any, loss_fn: Loss, example_batch: Any, tensor: i
 
 def with_tensor_names(
     config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
-) -> tuple[tuple[Leaf, ...], Proposal | None]:
+) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
     """The model's leaves with names from the config or inference; the proposal, if inferred."""
     axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
     if num_shards == 1:
         return with_names(model.leaves, axes), None
 
-    def traced() -> Followed:
-        return _followed(model, loss_fn, example_batch, mesh, compute_dtype(config))
+    def traced() -> PropagatedDims:
+        return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
 
     specs = config.layer_specs
     if specs:
@@ -87,7 +97,7 @@ def with_tensor_names(
             '{"**/up": "column", "**/down": "row"}. parallel.infer_tensor_cuts "never" replicates '
             "all parameters."
         )
-    proposal = propose(traced(), leaves, num_shards)
+    proposal = propose_sharding(traced(), leaves, num_shards)
     return tuple(_named(leaf, proposal) for leaf in leaves), proposal
 
 
@@ -95,7 +105,7 @@ def _names_tensor_dim(leaf: Leaf) -> bool:
     return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
 
 
-def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
+def _named(leaf: Leaf, proposal: ShardingProposal) -> Leaf:
     names = proposal.names.get(leaf.path)
     if names is None:
         return leaf
@@ -103,9 +113,9 @@ def _named(leaf: Leaf, proposal: Proposal) -> Leaf:
     return replace(leaf, names=tuple(new or old for new, old in zip(names, own, strict=True)))
 
 
-def _followed(
+def _propagated(
     model: Model, loss_fn: Loss, example_batch: Any, mesh: Mesh, dtype: Any = None
-) -> Followed:
+) -> PropagatedDims:
     """The loss of one micro-batch like the example, traced in training mode."""
     one = build_mesh({}, list(mesh.devices.flat[:1]))
     objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
@@ -114,4 +124,4 @@ def _followed(
     program = objective.trace((dict(model.variables), batch, index, index), train=True)
     paths = [leaf.path for leaf in model.leaves]
     parameters = dict(zip(paths, program.parameters, strict=True))
-    return follow(program.closed.jaxpr, parameters, program.batch)
+    return propagate_dims(program.closed.jaxpr, parameters, program.batch)

@@ -7,15 +7,15 @@ Each segment all-gathers its parameters in forward and backward and reduce-scatt
 """
 
 from jaxspeed.zero3.find_units import Units, choose_units
-from jaxspeed.zero3.segmented_eval import run_sliced
-from jaxspeed.zero3.segments import Way
+from jaxspeed.zero3.segmented_eval import run_segmented
+from jaxspeed.zero3.segments import EvalContext
 from jaxspeed.zero3.sharded_param import GatherScatter, ShardedParam
 
 __all__ = [
+    "EvalContext",
     "GatherScatter",
     "ShardedParam",
     "Units",
-    "Way",
     "choose_units",
-    "run_sliced",
+    "run_segmented",
 ]

@@ -17,7 +17,7 @@ from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.grad_barrier import grads_together
 
 
-def in_turn(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
+def with_eager_weight_grads(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
     """A constant-free jaxpr as a function whose backward pass finishes one matmul at a time.
 
     `weights` are those of its inputs that are trainable parameters.

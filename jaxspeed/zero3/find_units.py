@@ -1,8 +1,9 @@
 """Unit discovery: the repeated module calls that hold most of the parameters.
 
 A candidate is a set of calls of one class that read parameters of equal shapes, or the members of
-one list, like or unlike. Those that repeat (with parameters of their own, or inside a scan) are
-taken greedily, by the parameter bytes that they cover. Patterns from the config replace the search.
+one list, of one class or several. Those that repeat (with their own parameters, or inside a scan)
+are chosen greedily by the parameter bytes that they cover. Patterns of the config replace the
+search.
 """
 
 from collections import defaultdict
@@ -15,16 +16,16 @@ from jaxspeed.jaxpr.flops import nbytes
 from jaxspeed.jaxpr.module_scopes import Call, calls_in
 from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
 
-NEARLY = 0.9  # of two candidates that cover nearly as much, the one with more, smaller members wins
+NEARLY = 0.9  # of candidates that cover nearly as much, the one with more, smaller members wins
 
 
 @dataclass
-class Seen:
-    """What a walk through a traced program found out about one call."""
+class TracedCall:
+    """One call in a traced program and the parameters that it reads."""
 
     call: Call
-    times: int = 1  # how often the equations of this call run in one pass (enclosing scans)
-    chain: tuple[int, ...] = ()  # the serials of the calls around it
+    times: int = 1  # how often it runs in one pass (trips of the enclosing scans)
+    chain: tuple[int, ...] = ()  # the serials of the enclosing calls
     reads: dict[Any, int] = field(default_factory=dict)  # parameter variable -> bytes read of it
 
     @property
@@ -34,7 +35,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Units:
-    """The calls that are units, and what to say about them."""
+    """The calls that are units, and their number per class."""
 
     serials: frozenset[int]
     kinds: tuple[tuple[str, int], ...]  # (class, how many calls, scan trips counted)
@@ -43,7 +44,7 @@ class Units:
         return ", ".join(f"{count} x {kind}" for kind, count in self.kinds) or "none"
 
     def of(self, eqn: Any) -> int | None:
-        """The unit that an equation belongs to: the outermost around it."""
+        """The unit that an equation belongs to: the outermost enclosing one."""
         calls = calls_in(str(eqn.source_info.name_stack))
         return next((c.serial for c in calls if c.serial in self.serials), None)
 
@@ -54,13 +55,13 @@ def choose_units(
     patterns: Sequence[str] = (),
     match: Callable[[str, str], bool] | None = None,
 ) -> Units:
-    """The units of a traced program whose input variables `parameters` are stored parameters."""
-    seen = survey(jaxpr, parameters)
+    """The units of a traced program; `parameters` are its input variables that are parameters."""
+    seen = traced_calls(jaxpr, parameters)
     if patterns:
         assert match is not None
         return _named(seen, patterns, match)
     left = [group for group in _candidates(seen) if _members(group) > 1]
-    taken: list[list[Seen]] = []
+    taken: list[list[TracedCall]] = []
     while left:
         most = max(map(_coverage, left))
         best = max((g for g in left if _coverage(g) >= NEARLY * most), key=_members)
@@ -69,20 +70,23 @@ def choose_units(
     return _units(taken)
 
 
-def survey(jaxpr: Any, parameters: Iterable[Any]) -> dict[int, Seen]:
-    """Every named call of a program: what parameters it reads, how often, inside what."""
-    seen: dict[int, Seen] = {}
+def traced_calls(jaxpr: Any, parameters: Iterable[Any]) -> dict[int, TracedCall]:
+    """Every tagged call of a program, by serial."""
+    seen: dict[int, TracedCall] = {}
     _walk(jaxpr, {v: v for v in parameters}, 1, seen)
     return seen
 
 
-def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Seen]) -> None:
-    """`origin` maps a variable of this jaxpr to the parameter that it is, or is a slice of."""
+def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, TracedCall]) -> None:
+    """Add the calls of a jaxpr to `seen`.
+
+    `origin` maps a variable of this jaxpr to the parameter that it is, or is a slice of.
+    """
     for eqn in jaxpr.eqns:
         calls = calls_in(str(eqn.source_info.name_stack))
         chain = tuple(c.serial for c in calls)
         for depth, call in enumerate(calls):
-            known = seen.setdefault(call.serial, Seen(call, times, chain[:depth]))
+            known = seen.setdefault(call.serial, TracedCall(call, times, chain[:depth]))
             for v in eqn.invars:
                 if is_var(v) and v in origin:
                     known.reads[origin[v]] = nbytes(v.aval)
@@ -95,9 +99,9 @@ def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Seen])
             _walk(body.jaxpr, inner, times * body.trips, seen)
 
 
-def _candidates(seen: dict[int, Seen]) -> list[list[Seen]]:
-    """Calls of one class that read equal shapes; and the members of one list, like or unlike."""
-    groups: dict[Any, list[Seen]] = defaultdict(list)
+def _candidates(seen: dict[int, TracedCall]) -> list[list[TracedCall]]:
+    """Calls of one class that read equal shapes, and the members of one list."""
+    groups: dict[Any, list[TracedCall]] = defaultdict(list)
     for s in seen.values():
         if s.bytes:
             groups[s.call.kind, tuple(sorted(s.reads.values()))].append(s)
@@ -107,41 +111,41 @@ def _candidates(seen: dict[int, Seen]) -> list[list[Seen]]:
     return list(groups.values())
 
 
-def _distinct(group: Sequence[Seen]) -> dict[Any, Seen]:
-    """One call for each set of parameters: a block that is called twice counts once."""
+def _distinct(group: Sequence[TracedCall]) -> dict[Any, TracedCall]:
+    """One call per set of parameters: a block that is called twice counts once."""
     return {frozenset(s.reads): s for s in group}
 
 
-def _members(group: Sequence[Seen]) -> int:
+def _members(group: Sequence[TracedCall]) -> int:
     return sum(s.times for s in _distinct(group).values())
 
 
-def _coverage(group: Sequence[Seen]) -> int:
+def _coverage(group: Sequence[TracedCall]) -> int:
     return sum(s.times * s.bytes for s in _distinct(group).values())
 
 
-def _overlap(a: Sequence[Seen], b: Sequence[Seen]) -> bool:
+def _overlap(a: Sequence[TracedCall], b: Sequence[TracedCall]) -> bool:
     inside_a, inside_b = ({s.call.serial for s in g} for g in (a, b))
     return any(inside_b & set(s.chain) for s in a) or any(inside_a & set(s.chain) for s in b)
 
 
 def _named(
-    seen: dict[int, Seen], patterns: Sequence[str], match: Callable[[str, str], bool]
+    seen: dict[int, TracedCall], patterns: Sequence[str], match: Callable[[str, str], bool]
 ) -> Units:
-    found: list[list[Seen]] = []
+    found: list[list[TracedCall]] = []
     for pattern in patterns:
         hits = [s for s in seen.values() if s.call.kind == pattern or match(pattern, s.call.path)]
         if not hits:
             names = sorted({s.call.path or s.call.kind for s in seen.values() if s.bytes})
             raise ConfigError(
-                f"parallel.units: {pattern!r} names no call of this model; there are, for example: "
-                + ", ".join(names[:12])
+                f"parallel.units: {pattern!r} matches no call of this model; its calls are, for "
+                f"example: {', '.join(names[:12])}"
             )
         found.append(hits)
     return _units(found)
 
 
-def _units(groups: Sequence[Sequence[Seen]]) -> Units:
+def _units(groups: Sequence[Sequence[TracedCall]]) -> Units:
     chosen = {s.call.serial: s for group in groups for s in group}
     outermost = [s for s in chosen.values() if not chosen.keys() & set(s.chain)]
     kinds: dict[str, int] = defaultdict(int)

@@ -64,11 +64,11 @@ def read_tied(
 def read(stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
     """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
     if place_of(stored):  # JAX cannot differentiate an exchange
-        return run_piece(lambda *full: list(full), stored, weights, ())
+        return run_segment(lambda *full: list(full), stored, weights, ())
     return read_all(stored, weights, ())
 
 
-def run_piece(
+def run_segment(
     fn: Function,
     stored: Sequence[ShardedParam],
     weights: Sequence[Any],

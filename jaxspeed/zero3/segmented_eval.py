@@ -1,9 +1,9 @@
 """Segmented evaluation of a traced program: sharded parameters gathered one unit at a time.
 
-A loss is traced once with parameters as layers read them. The program is then cut where the names
-of unit calls begin and end, and each piece is run by `run_piece`: its parameters come in as they
-are stored. The cutting goes into jit, checkpoint, scan and cond, so it finds the layer inside a
-scanned stack, and it knows nothing of Flax.
+A loss is traced once with gathered parameters. The program is then split where unit calls begin and
+end (`segments`), and `run_segment` runs each segment with parameters as they are stored. Bodies of
+jit, checkpoint, scan and cond are split too, so the layer of a scanned stack is found, and nothing
+here depends on Flax.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ import jax
 from jaxspeed.jaxpr.evaluate import bindings
 from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
-from jaxspeed.jaxpr.slicing import made_of, part, read_from_outside
+from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
     consts_and_carry,
@@ -24,47 +24,52 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     sliceable_bodies,
 )
-from jaxspeed.zero3.eager_weight_grads import in_turn
+from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
-from jaxspeed.zero3.segment_vjp import read, read_tied, run_piece
-from jaxspeed.zero3.segments import Segment, Storage, Way, pieces
+from jaxspeed.zero3.segment_vjp import read, read_tied, run_segment
+from jaxspeed.zero3.segments import EvalContext, Segment, Storage, split_at_units
 from jaxspeed.zero3.sharded_param import ShardedParam
 from jaxspeed.zero3.table_lookup import look_up
 
 
-def run_sliced(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, way: Way
+def run_segmented(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, context: EvalContext
 ) -> list[Any]:
-    """Evaluate a program; `storage` tells which of its inputs are given as they are stored."""
-    return _Run(_with_aliases_resolved(jaxpr), consts, args, storage, way).outputs()
+    """Evaluate a program; the inputs in `storage` are passed as they are stored."""
+    return _Evaluation(_with_aliases_resolved(jaxpr), consts, args, storage, context).outputs()
 
 
-class _Run:
-    """One program under way."""
+class _Evaluation:
+    """The state of one program's evaluation."""
 
     def __init__(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], storage: Storage, way: Way
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        storage: Storage,
+        context: EvalContext,
     ) -> None:
-        self.jaxpr, self.way, self.storage = jaxpr, way, dict(storage)
+        self.jaxpr, self.context, self.storage = jaxpr, context, dict(storage)
         self.env = bindings(jaxpr, consts, args)
         for v in _read_in_several_places(jaxpr, self.storage):
-            # Once, so that its gradients add up on the device, and only their sum leaves.
+            # One copy: gradients are summed on the device, and only their sum is transferred.
             self.env[v] = self.storage[v].brought(self.env[v])
             self.storage[v] = self.storage[v].on_device()
-        self.moving = made_of(jaxpr, way.activations) if way.residuals else set()
-        self.pieces = pieces(jaxpr, way, storage)
-        units = [p for p in self.pieces if p.units]
-        self.readers = Counter(v for p in units for v in read_from_outside(p.eqns))
+        self.moving = dependents(jaxpr, context.activations) if context.residuals else set()
+        self.segments = split_at_units(jaxpr, context, storage)
+        units = [s for s in self.segments if s.units]
+        self.readers = Counter(v for s in units for v in free_variables(s.eqns))
 
     def outputs(self) -> list[Any]:
-        """Run the pieces one after the other."""
-        for piece in self.pieces:
-            eqns = _run_views(piece.eqns, self.env, self.storage)
+        """Run the segments in order."""
+        for segment in self.segments:
+            eqns = _run_views(segment.eqns, self.env, self.storage)
             if not eqns:
                 continue
-            run = self._nested if piece.nested else self._plain
-            run(piece, eqns)
+            run = self._nested if segment.nested else self._plain
+            run(segment, eqns)
         return [
             read([self.storage[v]], [self.env[v]])[0]
             if is_var(v) and v in self.storage
@@ -75,51 +80,53 @@ class _Run:
     def _value(self, atom: Any) -> Any:
         return self.env[atom] if is_var(atom) else atom.val
 
-    def _nested(self, piece: Segment, eqns: list[Any]) -> None:
+    def _nested(self, segment: Segment, eqns: list[Any]) -> None:
         eqn = eqns[0]
         values = _NESTED[eqn.primitive.name](
-            eqn, [self._value(v) for v in eqn.invars], self.storage, self.way, self.moving
+            eqn, [self._value(v) for v in eqn.invars], self.storage, self.context, self.moving
         )
         self.env.update(zip(eqn.outvars, values, strict=True))
 
-    def _plain(self, piece: Segment, eqns: list[Any]) -> None:
-        env, storage, way = self.env, self.storage, self.way
-        free = read_from_outside(eqns)
+    def _plain(self, segment: Segment, eqns: list[Any]) -> None:
+        env, storage, context = self.env, self.storage, self.context
+        free = free_variables(eqns)
         made = {v for eqn in eqns for v in eqn.outvars}
         weights = [v for v in free if v in storage]
         inputs = [v for v in free if v not in storage]
-        outputs = [v for v in piece.outputs if v in made]
-        program = part(self.jaxpr, eqns, [*weights, *inputs], outputs)
+        outputs = [v for v in segment.outputs if v in made]
+        program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
         values = [env[v] for v in inputs]
         stored = {v: storage[v] for v in weights}
         shards = [env[v] for v in weights]
-        if not (way.residuals and piece.units):
-            run = read_tied if way.recomputed else run_piece
-            fn = _in_turn(program, stored)
+        if not (context.residuals and segment.units):
+            run = read_tied if context.recomputed else run_segment
+            fn = _with_eager_weight_grads(program, stored)
             given = list(stored.values()), shards, values
             env.update(zip(outputs, run(fn, *given) if weights else fn(*values)))
             return
-        own = [v in self.moving and self.readers[v] == 1 for v in inputs]
-        if piece.units == 1:
-            fn = way.residuals.rematerialized(_in_turn(program, stored), way.in_loop)
+        unshared = [v in self.moving and self.readers[v] == 1 for v in inputs]
+        if segment.units == 1:
+            fn = _with_eager_weight_grads(program, stored)
+            fn = context.residuals.rematerialized(fn, context.in_loop)
             given = list(stored.values()), shards, values
-        else:  # each gathers its own weights, and all keep only what the first was handed
-            inner = replace(way, residuals=None)
+        else:  # each unit gathers its own weights; only the first one's inputs are saved
+            inner = replace(context, residuals=None)
 
             def together(*args: Any) -> list[Any]:
-                return run_sliced(program, (), args, stored, inner)
+                return run_segmented(program, (), args, stored, inner)
 
-            fn = way.residuals.rematerialized(together, way.in_loop)
-            given, own = ([], [], [*shards, *values]), [*(False for _ in shards), *own]
-        env.update(zip(outputs, run_piece(fn, *given, way.residuals, own)))
+            fn = context.residuals.rematerialized(together, context.in_loop)
+            given = [], [], [*shards, *values]
+            unshared = [*(False for _ in shards), *unshared]
+        env.update(zip(outputs, run_segment(fn, *given, context.residuals, unshared)))
 
 
-def _in_turn(program: Any, stored: Storage) -> Callable[..., list[Any]]:
-    return in_turn(program, [v for v, s in stored.items() if s.trainable])
+def _with_eager_weight_grads(program: Any, stored: Storage) -> Callable[..., list[Any]]:
+    return with_eager_weight_grads(program, [v for v, s in stored.items() if s.trainable])
 
 
 def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
-    """What waits in host memory and is no layer's alone: what a loop reads in each trip, too."""
+    """Offloaded parameters with several readers; each trip of a loop that reads one is a reader."""
     uses: Counter[Any] = Counter(v for v in jaxpr.outvars if is_var(v))
     for eqn in jaxpr.eqns:
         each_trip = sum(consts_and_carry(eqn)) if eqn.primitive.name == "scan" else 0
@@ -130,7 +137,7 @@ def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
 
 
 def _with_aliases_resolved(jaxpr: Any) -> Any:
-    """A parameter that a jit or checkpoint hands on unchanged stays the same variable."""
+    """A jaxpr where parameters that a jit or checkpoint returns unchanged keep their variable."""
     same: dict[Any, Any] = {}
     eqns = []
     for eqn in jaxpr.eqns:
@@ -142,7 +149,7 @@ def _with_aliases_resolved(jaxpr: Any) -> Any:
 
 
 def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedParam]) -> list[Any]:
-    """Run those equations that only look at a part of a stored parameter; the rest is returned."""
+    """Run the equations that are views of stored parameters, and return the others."""
     rest = []
     for eqn in eqns:
         source = eqn.invars[0] if eqn.invars else None
@@ -161,28 +168,28 @@ def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedP
     return rest
 
 
-Rule = Callable[[Any, Sequence[Any], Storage, Way, set[Any]], Sequence[Any]]
+Rule = Callable[[Any, Sequence[Any], Storage, EvalContext, set[Any]], Sequence[Any]]
 
 
 def _run_body(
-    body: Body, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    body: Body, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> list[Any]:
     passed = dict(zip(body.jaxpr.invars, body.operands, strict=True))
     inner = {iv: storage[v] for iv, v in passed.items() if is_var(v) and v in storage}
-    return run_sliced(body.jaxpr, body.consts, values, inner, way.inside(passed, moving))
+    return run_segmented(body.jaxpr, body.consts, values, inner, context.inside(passed, moving))
 
 
 def _call(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     (body,) = sliceable_bodies(eqn)
-    return _run_body(body, values, storage, way, moving)
+    return _run_body(body, values, storage, context, moving)
 
 
 def _checkpoint(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
-    inner = replace(way, recomputed=True, residuals=None)
+    inner = replace(context, recomputed=True, residuals=None)
     return jax.checkpoint(
         lambda *args: _call(eqn, args, storage, inner, moving),
         policy=eqn.params["policy"],
@@ -191,24 +198,24 @@ def _checkpoint(
 
 
 def _lookup(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     table, ids = values
     return [look_up(eqn, table, ids, storage[eqn.invars[0]])]
 
 
 def _cond(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     branches = [
-        lambda *args, body=body: _run_body(body, args, storage, way, moving)
+        lambda *args, body=body: _run_body(body, args, storage, context, moving)
         for body in sliceable_bodies(eqn)
     ]
     return jax.lax.switch(values[0], branches, *values[1:])
 
 
 def _scan(
-    eqn: Any, values: Sequence[Any], storage: Storage, way: Way, moving: set[Any]
+    eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     (body,) = sliceable_bodies(eqn)
     jaxpr, num_consts, num_carry = body.jaxpr, body.num_consts, body.num_carry
@@ -225,26 +232,26 @@ def _scan(
         else:
             inner[iv] = stored.layer()
     passed = dict(zip(jaxpr.invars[num_consts:], body.operands[num_consts:], strict=True))
-    way = way.inside(passed, moving, in_loop=True)
+    context = context.inside(passed, moving, in_loop=True)
 
-    def run(way: Way, consts: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
+    def run(context: EvalContext, consts: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
         def trip(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outs = run_sliced(jaxpr, body.consts, [*consts, *carry, *xs], inner, way)
+            outs = run_segmented(jaxpr, body.consts, [*consts, *carry, *xs], inner, context)
             return outs[:num_carry], outs[num_carry:]
 
         how = {key: eqn.params[key] for key in ("reverse", "unroll")}
         return jax.lax.scan(trip, carry, xs, length=length, **how)
 
     first_xs = num_consts + num_carry
-    split = values[:num_consts], values[num_consts:first_xs], values[first_xs:]
-    if way.every == 1 or not _repeats_units(jaxpr, way.units):
-        carry, ys = run(way, *split, body.trips)
+    parts = values[:num_consts], values[num_consts:first_xs], values[first_xs:]
+    if context.every == 1 or not _repeats_units(jaxpr, context.units):
+        carry, ys = run(context, *parts, body.trips)
         return [*carry, *ys]
-    return _scan_of_groups(run, split, body.trips, eqn.params["reverse"], way)
+    return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context)
 
 
 def _repeats_units(jaxpr: Any, units: Units) -> bool:
-    """Whether each trip of a scan runs units, not a scan of its own that does."""
+    """Whether each trip of a scan runs units itself, and not by an inner scan."""
     return any(
         units.of(eqn) is not None
         or (
@@ -255,24 +262,28 @@ def _repeats_units(jaxpr: Any, units: Units) -> bool:
     )
 
 
-def _scan_of_groups(run: Any, split: Any, length: int, reverse: bool, way: Way) -> list[Any]:
-    """A scan whose trips are made again several together: of those only the first's input waits."""
-    consts, start, xs = split
-    residuals, inner = way.residuals, replace(way, residuals=None)
+def _scan_of_groups(
+    run: Any, parts: Any, length: int, reverse: bool, context: EvalContext
+) -> list[Any]:
+    """A scan over groups of trips that are rematerialized together: only each group's input is
+    saved."""
+    consts, start, xs = parts
+    residuals, inner = context.residuals, replace(context, residuals=None)
     assert residuals is not None
     every = residuals.every
-    assert length % every == 0, "refused where the config is read against the model"
+    assert length % every == 0, "refused when the config is resolved against the model"
 
     def group(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         def together(*args: Any) -> list[Any]:
             given = iter(args)
-            parts = [[next(given) for _ in like] for like in (consts, carry, xs)]
-            carry_, ys = run(inner, *parts, every)
+            groups = [[next(given) for _ in like] for like in (consts, carry, xs)]
+            carry_, ys = run(inner, *groups, every)
             return [*carry_, *ys]
 
-        own = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
+        unshared = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
         args = [*consts, *carry, *xs]
-        outs = run_piece(residuals.rematerialized(together, True), (), (), args, residuals, own)
+        fn = residuals.rematerialized(together, True)
+        outs = run_segment(fn, (), (), args, residuals, unshared)
         return outs[: len(carry)], outs[len(carry) :]
 
     grouped = [x.reshape(length // every, every, *x.shape[1:]) for x in xs]

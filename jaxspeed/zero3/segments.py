@@ -20,7 +20,7 @@ Storage = Mapping[Any, ShardedParam]
 
 
 @dataclass(frozen=True)
-class Way:
+class EvalContext:
     """How segments are evaluated."""
 
     units: Units
@@ -38,7 +38,7 @@ class Way:
         """Number of units that are rematerialized together."""
         return self.residuals.every if self.residuals else 1
 
-    def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "Way":
+    def inside(self, inner: Mapping[Any, Any], moving: set[Any], **changes: Any) -> "EvalContext":
         """The same for an equation's inner program; `inner` maps its inputs to the outer ones."""
         found = frozenset(iv for iv, v in inner.items() if is_var(v) and v in moving)
         return replace(self, activations=found, **changes)
@@ -54,19 +54,19 @@ class Segment:
     outputs: Sequence[Any] = ()  # variables that later equations read
 
 
-def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Segment]:
+def split_at_units(jaxpr: Any, context: EvalContext, storage: Storage) -> list[Segment]:
     """Maximal runs of equations of one unit (or of none), with the outputs that others read."""
 
     views = _possible_views(jaxpr, storage)
 
     def key(pair: tuple[int, Any]) -> Any:
         index, eqn = pair
-        if _holds_lookup(eqn, storage, way):
+        if _holds_lookup(eqn, storage, context):
             return ("nested", index)
-        serial = way.units.of(eqn)
+        serial = context.units.of(eqn)
         if serial is not None:
             return serial
-        nested = _holds_unit(eqn, way.units) or _scans_over(eqn, views)
+        nested = _holds_unit(eqn, context.units) or _scans_over(eqn, views)
         return ("nested", index) if nested else None
 
     def run(k: Any, eqns: list[Any]) -> Segment:
@@ -75,8 +75,8 @@ def pieces(jaxpr: Any, way: Way, storage: Storage) -> list[Segment]:
 
     pairs = itertools.groupby(enumerate(jaxpr.eqns), key)
     runs = [run(k, [eqn for _, eqn in group]) for k, group in pairs]
-    if way.every > 1:
-        runs = _together(runs, way.every)
+    if context.every > 1:
+        runs = _together(runs, context.every)
     live = {v for v in jaxpr.outvars if is_var(v)}
     found = []
     for segment in reversed(runs):
@@ -119,11 +119,11 @@ def _holds_unit(eqn: Any, units: Units) -> bool:
     )
 
 
-def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
+def _holds_lookup(eqn: Any, storage: Storage, context: EvalContext) -> bool:
     """Whether an equation is, or calls, a lookup that does not need the table gathered."""
     if eqn.primitive.name == "gather":
         table = eqn.invars[0]
-        return is_var(table) and table in storage and looks_up(eqn, storage[table], way.samples)
+        return is_var(table) and table in storage and looks_up(eqn, storage[table], context.samples)
     if eqn.primitive.name not in (*INLINED, *CHECKPOINTS):
         return False
     (body,) = sliceable_bodies(eqn)
@@ -132,7 +132,7 @@ def _holds_lookup(eqn: Any, storage: Storage, way: Way) -> bool:
         for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
         if is_var(v) and v in storage
     }
-    return bool(passed) and any(_holds_lookup(e, passed, way) for e in body.jaxpr.eqns)
+    return bool(passed) and any(_holds_lookup(e, passed, context) for e in body.jaxpr.eqns)
 
 
 def _possible_views(jaxpr: Any, storage: Storage) -> set[Any]:

@@ -194,7 +194,7 @@ def test_activations_that_stay_are_an_error(monkeypatch):
 
 def test_named_activations_that_stay_are_an_error(monkeypatch):
     monkeypatch.setattr(
-        "jaxspeed.remat.resolve.of_names",
+        "jaxspeed.remat.resolve.names_policy",
         lambda save, offload: jax.checkpoint_policies.save_only_these_names(*save, *offload),
     )
     with pytest.raises(JaxspeedError, match=r'{"offload".*: no activation is copied to host'):

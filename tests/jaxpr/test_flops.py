@@ -6,14 +6,20 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxspeed.jaxpr.flops import equation_flops, of_all, of_products, product_flops, program_flops
+from jaxspeed.jaxpr.flops import (
+    count_all,
+    count_products,
+    equation_flops,
+    product_flops,
+    program_flops,
+)
 
 
 def traced(function, *shapes):
     return jax.make_jaxpr(function)(*(jnp.zeros(s) for s in shapes)).jaxpr
 
 
-def counted(function, *shapes, count=of_products):
+def counted(function, *shapes, count=count_products):
     return program_flops(traced(function, *shapes), count)
 
 
@@ -103,8 +109,8 @@ def test_a_kernel_counts_its_whole_grid():
 def test_any_other_operation_counts_one_an_element_as_xla_counts_it(function):
     shapes = (5, 6), (5, 6)
     compiled = jax.jit(function).lower(*(jnp.zeros(s) for s in shapes)).compile()
-    found = sum(equation_flops(eqn, of_all) for eqn in traced(function, *shapes).eqns)
-    assert found == counted(function, *shapes, count=of_all)
+    found = sum(equation_flops(eqn, count_all) for eqn in traced(function, *shapes).eqns)
+    assert found == counted(function, *shapes, count=count_all)
     # XLA counts one addition less a sum.
     assert found == pytest.approx(compiled.cost_analysis()["flops"], rel=0.1)
 

@@ -11,7 +11,7 @@ import pytest
 from jaxspeed import unit
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.jaxpr.inline_calls import opened
+from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights
 from jaxspeed.pipeline.scanned_stack import scanned_blocks
 from jaxspeed.pipeline.unrolled_stack import unrolled_blocks
@@ -26,7 +26,9 @@ def blocks_of_scan(fn, *more, stack=("w",)):
     """`fn(*stacked, *more)`, whose stacked arguments come first and are named."""
     closed = jax.make_jaxpr(fn)(*[{"w": W, "b": B}[name] for name in stack], *more)
     own = closed.jaxpr.invars[: len(stack)]
-    return scanned_blocks(opened(closed.jaxpr, set(own)), dict(zip(own, stack, strict=True)))
+    return scanned_blocks(
+        with_calls_inlined(closed.jaxpr, set(own)), dict(zip(own, stack, strict=True))
+    )
 
 
 def blocks_of_list(fn, *more, names=("w", "b")):
@@ -37,7 +39,7 @@ def blocks_of_list(fn, *more, names=("w", "b")):
     own = closed.jaxpr.invars[: LAYERS * count]
     order = sorted(names)  # as JAX flattens a dict
     stack = {name: [own[i * count + n] for i in range(LAYERS)] for n, name in enumerate(order)}
-    return unrolled_blocks(opened(closed.jaxpr, set(own)), stack)
+    return unrolled_blocks(with_calls_inlined(closed.jaxpr, set(own)), stack)
 
 
 def applied(blocks, carry, shared=(), per_layer=()):

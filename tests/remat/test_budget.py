@@ -1,7 +1,7 @@
-"""What a budget chooses: by the estimate nothing that fits is cheaper, and the estimate is right.
+"""Memory budget: by the estimate no choice that fits is cheaper, and the estimate is right.
 
-The estimate is held against JAX itself: what `jax.checkpoint` keeps under a policy, and the
-operations of the program of the gradients as it is lowered, before any compiler makes one of two.
+The estimate is compared with JAX itself: the residuals that `jax.checkpoint` saves under a policy,
+and the FLOPs of the lowered gradient program, before a compiler's common subexpression elimination.
 """
 
 import functools
@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from jaxspeed.models import gpt2, llama, vit
 
 from jaxspeed import ops
-from jaxspeed.remat.budget import Costs, Unit, choose
-from jaxspeed.remat.resolve import of_names
-from jaxspeed.remat.unit_jaxprs import Member
+from jaxspeed.remat.budget import RematCosts, UnitResiduals, cheapest
+from jaxspeed.remat.resolve import names_policy
+from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 
-EMBED, SEQ, BATCH = 256, 24, 2  # wide: products outweigh what XLA takes an erf for
+EMBED, SEQ, BATCH = 256, 24, 2  # wide: matmuls outweigh what XLA takes an erf for
 SIZES = {"hidden_size": EMBED, "num_attention_heads": 4}
-FLOPS_PER_BYTE = 50.0  # little: such that some names are better moved than made again
+FLOPS_PER_BYTE = 50.0  # little: such that some names are better offloaded than recomputed
 FAMILIES = ("gpt2", "llama", "vit")
 
 
@@ -55,10 +55,10 @@ def case(family):
     program = closed.jaxpr
     assert not closed.consts or family == "llama"
     program = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
-    own = tuple(v is program.invars[-1] for v in program.invars)
+    is_activation = tuple(v is program.invars[-1] for v in program.invars)
     active = tuple(v not in closed.jaxpr.constvars for v in program.invars)
-    unit = Unit.of(Member(program, 1, own, active))
-    return block, params, x, Costs((unit,), 1, FLOPS_PER_BYTE)
+    unit = UnitResiduals.of(UnitJaxpr(program, 1, is_activation, active))
+    return block, params, x, RematCosts((unit,), 1, FLOPS_PER_BYTE)
 
 
 def room_of(costs, share):
@@ -66,13 +66,13 @@ def room_of(costs, share):
 
 
 def any_choice(costs, room, generator):
-    """Each name kept, moved or made again, until that fits."""
+    """A random choice that fits: each name saved, offloaded or recomputed."""
     while True:
         places = {name: generator.randrange(3) for name in costs.names}
         found = tuple(
             frozenset(name for name, place in places.items() if place == which) for which in (1, 2)
         )
-        if costs.held(found) <= room:
+        if costs.device_bytes(found) <= room:
             return found
 
 
@@ -82,8 +82,8 @@ def any_choice(costs, room, generator):
 def test_no_random_choice_that_fits_costs_less(family, share, seed):
     costs, generator = case(family)[3], random.Random(seed)
     room = room_of(costs, share)
-    choice = choose(costs, room)
-    assert costs.held(choice) <= room
+    choice = cheapest(costs, room)
+    assert costs.device_bytes(choice) <= room
     tried = [costs.flops(any_choice(costs, room, generator)) for _ in range(50)]
     assert costs.flops(choice) <= min(tried)
 
@@ -91,13 +91,13 @@ def test_no_random_choice_that_fits_costs_less(family, share, seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_room_never_costs_more(family):
     costs = case(family)[3]
-    spent = [costs.flops(choose(costs, room_of(costs, share / 10))) for share in range(11)]
+    spent = [costs.flops(cheapest(costs, room_of(costs, share / 10))) for share in range(11)]
     assert spent == sorted(spent, reverse=True)
     assert spent[0] > spent[-1]
 
 
-def kept_bytes(block, params, x, policy):
-    """Activations that the derivative of a checkpointed block holds, its input too."""
+def saved_bytes(block, params, x, policy):
+    """Bytes of the residual activations of a checkpointed block, its input included."""
     again = jax.checkpoint(block, policy=policy)
     pullback = jax.eval_shape(lambda *args: jax.vjp(again, *args)[1], params, x)
     held = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape[:2] == x.shape[:2]]
@@ -105,23 +105,25 @@ def kept_bytes(block, params, x, policy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_of_a_name_are_what_jax_keeps_for_it(family):
+def test_bytes_of_a_name_are_those_that_jax_saves_for_it(family):
     block, params, x, costs = case(family)
-    nothing = kept_bytes(block, params, x, None)
+    nothing = saved_bytes(block, params, x, None)
     for name in costs.names:
-        assert kept_bytes(block, params, x, of_names([name], [])) - nothing == costs.bytes[name]
+        assert (
+            saved_bytes(block, params, x, names_policy([name], [])) - nothing == costs.bytes[name]
+        )
     assert costs.input_bytes == x.size * x.dtype.itemsize
 
 
 def lowered_flops(block, params, x, policy):
-    """Of the loss and gradients of a block, counted in the program that XLA is given."""
+    """FLOPs of the loss and gradients of a block, counted in the lowered program."""
     again = jax.checkpoint(block, policy=policy)
     step = jax.grad(lambda params, x: jnp.sum(jnp.sin(again(params, x))), argnums=(0, 1))
     return jax.jit(step).lower(params, x).cost_analysis()["flops"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_choice_spares_is_what_lowering_leaves_out(family):
+def test_flops_that_a_choice_spares_are_absent_from_the_lowered_program(family):
     """To 1% of a forward pass: XLA counts an erf as some fifty operations, the estimate as one."""
     block, params, x, costs = case(family)
 
@@ -130,5 +132,5 @@ def test_what_a_choice_spares_is_what_lowering_leaves_out(family):
 
     again, forward = lowered_flops(block, params, x, None), estimate(())
     for names in [*((name,) for name in costs.names), costs.names]:
-        spared = again - lowered_flops(block, params, x, of_names(names, []))
+        spared = again - lowered_flops(block, params, x, names_policy(names, []))
         assert abs(forward - estimate(names) - spared) <= 0.01 * forward, names

@@ -1,4 +1,4 @@
-"""What is told of the activations that units keep is what the words of the config come to."""
+"""The residual report shows what the config's remat keys save."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jaxspeed.engine.engine import compiled_report
 from jaxspeed.train.build import build_program
 
 LAYERS, EMBED, SEQ, MICRO, DEVICES = 4, 32, 16, 2, 4
-ONE = LAYERS * MICRO * SEQ * EMBED * 4  # bytes of a device of one activation of this width
+ONE = LAYERS * MICRO * SEQ * EMBED * 4  # bytes per device of one activation of this width
 SIZES = gpt2.Config(
     hidden_size=EMBED,
     num_hidden_layers=LAYERS,
@@ -40,40 +40,41 @@ def batch_of(made):
     return {"tokens": jax.ShapeDtypeStruct((made.batch.train, SEQ + 1), np.int32)}
 
 
-def kept(remat, **more):
+def residuals(remat, **more):
     made = program(remat, **more)
     return made.kept_report(batch_of(made))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_bytes_are_those_of_the_activations_shapes(accumulation):
-    found = kept("full", accumulation=accumulation)
+    found = residuals("full", accumulation=accumulation)
     assert found.inputs == ONE == found.on_device
     sizes = {name: size for name, (size, _) in found.names.items()}
     assert sizes["query"] == sizes["key"] == sizes["attn_out"] == ONE
     assert sizes["mlp_up"] == sizes["mlp_hidden"] == 4 * ONE
-    assert {place for _, place in found.names.values()} == {"made again"}
+    assert {place for _, place in found.names.values()} == {"recomputed"}
 
 
-def test_lists_say_where_each_name_is():
-    found = kept({"save": ["query"], "offload": ["mlp_up"], "recompute": ["key"]})
+def test_lists_determine_where_each_name_is_saved():
+    found = residuals({"save": ["query"], "offload": ["mlp_up"], "recompute": ["key"]})
     places = {name: place for name, (_, place) in found.names.items()}
     assert places.pop("query") == "device"
     assert places.pop("mlp_up") == "host"
-    assert set(places.values()) == {"made again"}
+    assert set(places.values()) == {"recomputed"}
     assert found.on_device == 2 * ONE
 
 
-def test_what_is_kept_spares_work():
+def test_saved_activations_spare_flops():
     again = [
-        kept(remat).again for remat in ("full", "attention", {"save": ["mlp_up", "attention"]})
+        residuals(remat).recomputed_flops
+        for remat in ("full", "attention", {"save": ["mlp_up", "attention"]})
     ]
     assert again[0] > again[1] > again[2] > 0
 
 
-def test_a_budget_tells_what_it_chose_and_stays_within():
+def test_a_budget_reports_its_choice_and_stays_within():
     budget = 5 * ONE
-    found = kept({"budget": budget})
+    found = residuals({"budget": budget})
     assert found.budget == budget
     assert ONE < found.on_device <= budget
     named = sum(size for size, place in found.names.values() if place == "device")
@@ -81,23 +82,23 @@ def test_a_budget_tells_what_it_chose_and_stays_within():
 
 
 def test_every_second_input_is_half_of_them():
-    assert kept({"every_n": 2}).inputs == ONE // 2
+    assert residuals({"every_n": 2}).inputs == ONE // 2
 
 
 def test_inputs_in_host_memory_are_not_on_the_device():
-    found = kept("attention", activation_checkpointing={"cpu_checkpointing": True})
+    found = residuals("attention", activation_checkpointing={"cpu_checkpointing": True})
     assert found.inputs_at == "host"
     assert found.on_device == 0
     assert found.names["attention"][1] == "host"
 
 
-def test_nothing_is_told_where_nothing_is_said():
-    assert kept("none") is None
-    assert kept("dots") is None, "products with weights have no names"
+def test_no_report_without_a_policy_with_names():
+    assert residuals("none") is None
+    assert residuals("dots") is None, "matmuls with weights have no names"
 
 
 def test_the_report_of_a_compiled_step_has_it():
     made = program({"budget": 5 * ONE})
     report = compiled_report(made, batch_of(made))
-    assert report.kept == kept({"budget": 5 * ONE})
+    assert report.kept == residuals({"budget": 5 * ONE})
     assert "of a budget of 81.9 kB" in str(report)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.hlo.parser import Instruction, Module, parse
-from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
+from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
 
 BATCH, SEQ, EMBED, MLP, TENSOR = 4, 4096, 1024, 1024, 4
 
@@ -19,8 +19,8 @@ def times(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x, w, (((2,), (0,)), ((), ())))
 
 
-INTO = Product(times, 1, 1, w_cut=1, x_cut=None, y_cut=2)
-OUT = Product(times, 1, 1, w_cut=0, x_cut=2, y_cut=None)
+INTO = RingMatmul(times, 1, 1, w_sharded=1, x_sharded=None, y_sharded=2)
+OUT = RingMatmul(times, 1, 1, w_sharded=0, x_sharded=2, y_sharded=None)
 
 
 def compile_all(devices: list[jax.Device]) -> dict[str, Any]:

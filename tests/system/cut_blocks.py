@@ -79,7 +79,7 @@ DROPPED: dict[str, dict[str, Any]] = {
     "tensor.leave.backward": CASES["gpt2, cut"],
     # Activations larger than the weights: the compiler would rather move those.
     "tensor.columns": {"sizes": NARROW, "micro": WIDE_MICRO, **CUT},
-    "tensor.columns.kept": CASES["gpt2, cut"],
+    "tensor.columns.saved": CASES["gpt2, cut"],
 }
 
 

@@ -8,8 +8,8 @@ import jax
 
 from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.trip_counts import walk
-from jaxspeed.remat.resolve import costs_of
-from jaxspeed.remat.unit_jaxprs import members
+from jaxspeed.remat.resolve import remat_costs
+from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.train.program import Program
 from tests.system.measured import compile_step
 from tests.system.pipeline_programs import pipeline_program
@@ -104,8 +104,8 @@ def _range(program: Program, batch: Any) -> tuple[int, int]:
     rest = ({}, program.abstract_batch(batch), 0, 0)
     with jax.set_mesh(program.mesh):
         traced = objective.trace(rest, train=True)
-    found = tuple(members(traced.closed.jaxpr, traced.batch, traced.units))
-    costs = costs_of(found, 1, devices_kind(program))
+    found = tuple(unit_jaxprs(traced.closed.jaxpr, traced.batch, traced.units))
+    costs = remat_costs(found, 1, devices_kind(program))
     return costs.input_bytes, costs.input_bytes + sum(costs.bytes.values())
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxspeed
 from tests.support.topology import run_on_topology
-from tests.system import cut_blocks, stacks, test_kept_activations, test_pipeline_constraints
+from tests.system import cut_blocks, stacks, test_partitioned_residuals, test_pipeline_constraints
 from tests.system.measured import LAYERS, PACKAGE, SEQ, WIDTH, collectives_of, sites
 from tests.system.tpu import FEW_ROWS
 
@@ -24,12 +24,12 @@ MATRIX = WIDTH * WIDTH
 # all compilers that were tried, the argument's own sharding and the barrier say the same.
 TRACED_ONLY = {"unit.shard"}
 # The same of tests/tensor_parallel/test_shard_boundaries.py.
-TRACED_ONLY |= {"tensor.leave.kept", "tensor.columns.backward"}
+TRACED_ONLY |= {"tensor.leave.saved", "tensor.columns.backward"}
 # What is dropped where devices share the work on a sample: test_shared_vocabulary.py and
 # test_tensor_collectives.py.
 ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
-ELSEWHERE |= {*test_kept_activations.SITES}
+ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import jaxspeed
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.tensor_parallel.dim_propagation import Followed, follow
+from jaxspeed.tensor_parallel.dim_propagation import PropagatedDims, propagate_dims
 from jaxspeed.train.build import build_program
 from tests.support.foreign_models import BATCH, Foreign
 
@@ -24,7 +24,7 @@ class Traced:
     """A model's loss as a program of its parameters."""
 
     leaves: tuple[Leaf, ...]
-    followed: Followed
+    propagated: PropagatedDims
     init: Callable[[int], tuple[dict[str, Any], dict[str, Any]]]
     inputs: tuple[Any, ...]  # what follows the variables: batch, step, micro
     run: Callable[[dict[str, Any], list[Any]], Any]  # the loss, of parameters and the rest
@@ -59,14 +59,14 @@ def traced(foreign: Foreign) -> Traced:
     found = objective.trace((dict(objective.model.variables), *inputs), train=True)
     paths = [leaf.path for leaf in objective.model.leaves]
     parameters = dict(zip(paths, found.parameters, strict=True))
-    followed = follow(found.closed.jaxpr, parameters, found.batch)
+    propagated = propagate_dims(found.closed.jaxpr, parameters, found.batch)
     evaluate = jaxpr_as_fun(found.closed)
 
     def run(params: dict[str, Any], rest: list[Any]) -> Any:
         total, weight, *_ = evaluate(*(params[path] for path in paths), *rest)
         return total / weight
 
-    return Traced(objective.model.leaves, followed, objective.model.init, inputs, run)
+    return Traced(objective.model.leaves, propagated, objective.model.init, inputs, run)
 
 
 def mesh(data: int, tensor: int) -> Mesh:

@@ -1,4 +1,4 @@
-"""Products around a ring: the same numbers as the plain product, and what each form communicates.
+"""Collective matmul: the same numbers as the plain matmul, and what each form communicates.
 
 The reference is `jnp.einsum` on one device and JAX's own derivative of it.
 """
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.communication import Communication
 from jaxspeed.hlo import collectives
 from jaxspeed.tensor_parallel import collective_matmul
-from jaxspeed.tensor_parallel.collective_matmul import Product, ring_columns, ring_row
+from jaxspeed.tensor_parallel.collective_matmul import RingMatmul, ring_columns, ring_row
 from tests.support.topology import run_on_topology
 
 EMBED, HEADS, HEAD, MLP = 12, 8, 3, 16
@@ -32,11 +32,13 @@ def contracting(x_dims: tuple[int, ...], w_dims: tuple[int, ...], dtype: Any = N
     )
 
 
-INTO_HEADS = Product(contracting((2,), (0,)), 1, 1, w_cut=1, x_cut=None, y_cut=2)
-INTO_MLP = Product(contracting((2,), (0,)), 1, 1, w_cut=1, x_cut=None, y_cut=2)
-TRANSPOSED = Product(contracting((2,), (1,)), 1, 1, w_cut=0, x_cut=None, y_cut=2)
-OUT_OF_HEADS = Product(contracting((2, 3), (0, 1)), 1, 1, w_cut=0, x_cut=2, y_cut=None)
-OUT_OF_MLP = Product(contracting((2,), (0,)), 1, 1, w_cut=0, x_cut=2, y_cut=None)
+INTO_HEADS = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=1, x_sharded=None, y_sharded=2)
+INTO_MLP = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=1, x_sharded=None, y_sharded=2)
+TRANSPOSED = RingMatmul(contracting((2,), (1,)), 1, 1, w_sharded=0, x_sharded=None, y_sharded=2)
+OUT_OF_HEADS = RingMatmul(
+    contracting((2, 3), (0, 1)), 1, 1, w_sharded=0, x_sharded=2, y_sharded=None
+)
+OUT_OF_MLP = RingMatmul(contracting((2,), (0,)), 1, 1, w_sharded=0, x_sharded=2, y_sharded=None)
 
 
 class Form(NamedTuple):
@@ -44,10 +46,10 @@ class Form(NamedTuple):
     row: Callable[..., jax.Array]
 
 
-def ring(both_ways: bool) -> Form:
+def ring(bidirectional: bool) -> Form:
     return Form(
-        lambda x, ws, ps: ring_columns(x, ws, ps, both_ways=both_ways),
-        lambda h, w, p: ring_row(h, w, p, both_ways=both_ways),
+        lambda x, ws, ps: ring_columns(x, ws, ps, bidirectional=bidirectional),
+        lambda h, w, p: ring_row(h, w, p, bidirectional=bidirectional),
     )
 
 
@@ -55,7 +57,7 @@ PLAIN = Form(lambda x, ws, ps: [p.bind(x, w) for p, w in zip(ps, ws)], lambda h,
 
 
 def block(form: Form, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
-    """Three weights of heads that share x, and out of heads; one cut on its first dim, and back."""
+    """Three head weights that share x, and their output; one sharded on its first dim, and back."""
     q, k, v = form.columns(x, [w["q"], w["k"], w["v"]], [INTO_HEADS] * 3)
     x = x + form.row(jnp.tanh(q * k) + v, w["o"], OUT_OF_HEADS)
     up, gate = form.columns(jnp.sin(x), [w["up"], w["gate"]], [INTO_MLP, TRANSPOSED])
@@ -90,7 +92,7 @@ def example(batch: int = 4, seq: int = 16, layers: int | None = None) -> tuple[A
 
 
 def placed(mesh: Mesh, weights: Any, x: Any) -> tuple[Any, Any]:
-    """Weights cut over tensor; x over data and, along the sequence, tensor."""
+    """Weights sharded over tensor; x over data and, along the sequence, tensor."""
     stack = (None,) * (weights["q"].ndim - 3)
     weights = {
         name: jax.device_put(w, NamedSharding(mesh, P(*stack, *SHAPES[name][1])))
@@ -120,7 +122,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("data", "tensor", "both_ways"),
+    ("data", "tensor", "bidirectional"),
     [
         (2, 4, False),
         (1, 8, True),
@@ -130,10 +132,10 @@ FULL = pytest.mark.full
         pytest.param(1, 8, False, marks=FULL),
     ],
 )
-def test_a_block_equals_plain_products(data, tensor, both_ways):
+def test_a_block_equals_plain_matmuls(data, tensor, bidirectional):
     weights, x = example()
     mesh = mesh_of(data, tensor)
-    loss = loss_of(lambda w, x: block(ring(both_ways), x, w))
+    loss = loss_of(lambda w, x: block(ring(bidirectional), x, w))
     with jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(loss, (0, 1)))(*placed(mesh, weights, x))
     assert_equal_trees(found, reference(lambda w, x: block(PLAIN, x, w), weights, x))
@@ -163,7 +165,7 @@ ANY_SHAPE = given(
     chunk=st.integers(1, 3),
     embed=st.integers(1, 5),
     free=st.integers(1, 3),
-    both_ways=st.booleans(),
+    bidirectional=st.booleans(),
     seq_first=st.booleans(),
 )
 
@@ -181,19 +183,19 @@ def test_many_shapes_equal_einsum(**shape):
     check_shape(**shape)
 
 
-def check_shape(tensor, batch, chunk, embed, free, both_ways, seq_first):
+def check_shape(tensor, batch, chunk, embed, free, bidirectional, seq_first):
     """[batch, seq, embed] or [seq, batch, embed], in and out of a weight of any size."""
     mesh = mesh_of(8 // tensor, tensor)
     seq, width = 2 * chunk * tensor, free * tensor
     at = 0 if seq_first else 1
-    column = Product(contracting((2,), (0,)), at, at, w_cut=1, x_cut=None, y_cut=2)
-    row = Product(contracting((2,), (0,)), at, at, w_cut=0, x_cut=2, y_cut=None)
+    column = RingMatmul(contracting((2,), (0,)), at, at, w_sharded=1, x_sharded=None, y_sharded=2)
+    row = RingMatmul(contracting((2,), (0,)), at, at, w_sharded=0, x_sharded=2, y_sharded=None)
     x = normal(0, (seq, batch, embed) if seq_first else (batch, seq, embed))
     w, u = normal(1, (embed, width)), normal(2, (width, embed))
 
     def around(x, w, u):
-        (y,) = ring_columns(x, [w], [column], both_ways=both_ways)
-        return jnp.sum(jnp.sin(ring_row(jnp.tanh(y), u, row, both_ways=both_ways)))
+        (y,) = ring_columns(x, [w], [column], bidirectional=bidirectional)
+        return jnp.sum(jnp.sin(ring_row(jnp.tanh(y), u, row, bidirectional=bidirectional)))
 
     def plain(x, w, u):
         h = jnp.tanh(jnp.einsum("abe,em->abm", x, w))
@@ -205,10 +207,10 @@ def check_shape(tensor, batch, chunk, embed, free, both_ways, seq_first):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "both_ways"),
+    ("checkpoint", "bidirectional"),
     [pytest.param(False, False, marks=FULL), (True, True)],
 )
-def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, both_ways):
+def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, bidirectional):
     weights, x = example(layers=3)
 
     def stack(form, keep):
@@ -219,20 +221,20 @@ def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, both_ways):
         return layers
 
     mesh = mesh_of(2, 4)
-    loss = loss_of(stack(ring(both_ways), not checkpoint))
+    loss = loss_of(stack(ring(bidirectional), not checkpoint))
     with jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(loss, (0, 1)))(*placed(mesh, weights, x))
     assert_equal_trees(found, reference(stack(PLAIN, True), weights, x))
 
 
 @pytest.mark.parametrize(
-    ("derivative", "both_ways"),
+    ("derivative", "bidirectional"),
     [("inside", False), ("outside", True)],
 )
-def test_inside_a_shard_map_over_data(derivative, both_ways):
+def test_inside_a_shard_map_over_data(derivative, bidirectional):
     """As the accumulation of partial gradients runs it: manual over data, with its own samples."""
     weights, x = example()
-    loss = loss_of(lambda w, x: block(ring(both_ways), x, w))
+    loss = loss_of(lambda w, x: block(ring(bidirectional), x, w))
 
     def each_rank(function, out_specs):
         return jax.shard_map(
@@ -266,16 +268,20 @@ def test_inside_a_shard_map_over_data(derivative, both_ways):
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
-def test_bf16_products_keep_their_dtypes_and_are_as_exact_as_plain_ones(preferred):
+def test_bf16_matmuls_keep_their_dtypes_and_are_as_exact_as_plain_ones(preferred):
     """Against fp32 of the same bf16 values, with e the error of one rounding to bf16:
 
-    columns are rounded once. A row, and the gradient of a column's x, is T partial products, which
+    columns are rounded once. A row, and the gradient of a column's x, is T partial matmuls, which
     are rounded, e in all, and T - 1 sums of 2, 3 ... T of them, e sqrt(k / T) each: for independent
     roundings e sqrt(1 + (T + 2) (T - 1) / 2T). One that prefers fp32 is summed in fp32.
     """
     x, w = normal(0, (2, 64, 32), jnp.bfloat16), normal(1, (32, 32), jnp.bfloat16)
-    row = Product(contracting((2,), (0,), preferred), 1, 1, w_cut=0, x_cut=2, y_cut=None)
-    column = Product(contracting((2,), (0,), preferred), 1, 1, w_cut=1, x_cut=None, y_cut=2)
+    row = RingMatmul(
+        contracting((2,), (0,), preferred), 1, 1, w_sharded=0, x_sharded=2, y_sharded=None
+    )
+    column = RingMatmul(
+        contracting((2,), (0,), preferred), 1, 1, w_sharded=1, x_sharded=None, y_sharded=2
+    )
     mesh = mesh_of(1, 8)
 
     def both(form):
@@ -307,17 +313,17 @@ def test_bf16_products_keep_their_dtypes_and_are_as_exact_as_plain_ones(preferre
         assert_equal_trees(found[0][1], exact[0][1], 1e-6)
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_a_row_is_added_up_in_the_order_that_it_says(both_ways):
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_row_is_added_up_in_the_order_that_it_says(bidirectional):
     """Device d contributes values[d]; in fp32 a sum of these depends on its order."""
     values = np.array([1e8, 1, -1e8, 3, 1e7, -1, -1e7, 5], np.float32)
     with jax.set_mesh(mesh_of(1, 8)):
         h = jnp.ones((1, 16, 8), jnp.float32)
-        y = jax.jit(lambda h, w: ring_row(h, w, OUT_OF_MLP, both_ways=both_ways))(
+        y = jax.jit(lambda h, w: ring_row(h, w, OUT_OF_MLP, bidirectional=bidirectional))(
             h, values[:, None]
         )
     for device in range(8):
-        for half, direction in enumerate((1, -1 if both_ways else 1)):
+        for half, direction in enumerate((1, -1 if bidirectional else 1)):
             total = np.float32(0)
             for hop in range(1, 9):
                 total += values[(device + direction * hop) % 8]
@@ -333,31 +339,31 @@ def compiled_collectives(step: Callable[..., Any], mesh: Mesh) -> list[Communica
         return collectives(lowered.compile().as_text() or "", mesh)
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_the_forward_pass_holds_permutes_over_tensor_alone(both_ways):
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_forward_pass_holds_permutes_over_tensor_alone(bidirectional):
     """Two columns and two rows: T - 1 messages each, or twice as many halves."""
     mesh = mesh_of(2, 4)
-    found = compiled_collectives(lambda w, x: block(ring(both_ways), x, w), mesh)
+    found = compiled_collectives(lambda w, x: block(ring(bidirectional), x, w), mesh)
     assert {c.kind for c in found} == {"collective-permute"}
     assert {c.axes for c in found} == {("tensor",)}
-    assert len(found) == 4 * 3 * (2 if both_ways else 1)
+    assert len(found) == 4 * 3 * (2 if bidirectional else 1)
     chunk = 2 * (16 // 4) * EMBED * 4  # 2 samples a data rank
     assert sum(c.bytes for c in found) == 4 * 3 * chunk
 
 
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_the_backward_pass_adds_the_sums_of_weight_gradients_over_data(both_ways):
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_backward_pass_adds_the_sums_of_weight_gradients_over_data(bidirectional):
     """Columns: their forward ring, dx, and x again. Rows: theirs, and dy, which serves dh and dW.
 
-    Over data only dW is summed, in one all-reduce for each weight's whole shard.
+    Over data only dW is summed, in one all-reduce for each weight's full shard.
     """
     mesh = mesh_of(2, 4)
-    loss = loss_of(lambda w, x: block(ring(both_ways), x, w))
+    loss = loss_of(lambda w, x: block(ring(bidirectional), x, w))
     found = compiled_collectives(jax.grad(loss, (0, 1)), mesh)
     over_tensor = [c for c in found if c.axes == ("tensor",)]
     assert {c.kind for c in over_tensor} == {"collective-permute"}
     chunk = 2 * (16 // 4) * EMBED * 4
-    messages = 2 * 3 + 2 * 2  # of 2 columns and 2 rows; the last row's own product is not needed
+    messages = 2 * 3 + 2 * 2  # of 2 columns and 2 rows; the last row's matmul is not needed
     assert sum(c.bytes for c in over_tensor) == (messages * 3) * chunk
     others = [c for c in found if c.axes != ("tensor",)]
     assert {(c.kind, c.axes) for c in others} == {("all-reduce", ("data",))}
@@ -391,11 +397,11 @@ def test_what_is_saved_for_the_backward_pass_is_the_argument_itself():
 # -- what it refuses ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seq", "both_ways"), [(10, False), (12, True)])
-def test_a_sequence_that_makes_no_equal_parts_is_refused_with_the_numbers(seq, both_ways):
+@pytest.mark.parametrize(("seq", "bidirectional"), [(10, False), (12, True)])
+def test_an_indivisible_sequence_is_refused_with_the_numbers(seq, bidirectional):
     weights, x = example(seq=seq)
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=rf"{seq}.*ring of 4"):
-        jax.eval_shape(lambda w, x: block(ring(both_ways), x, w), weights, x)
+        jax.eval_shape(lambda w, x: block(ring(bidirectional), x, w), weights, x)
 
 
 # -- compiled for TPUs that are not here ----------------------------------------------------------
@@ -406,17 +412,17 @@ def tpu() -> dict[str, Any]:
     return run_on_topology("tests.ring_reduction.ring_programs:compile_all", "v5e:2x4")
 
 
-def test_no_product_waits_for_the_accumulator_that_it_is_added_to(tpu):
+def test_no_matmul_waits_for_the_accumulator_that_it_is_added_to(tpu):
     """Fused with the sum, it could not begin before the permute has arrived."""
     assert tpu["products_that_wait"] == []
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns"])
-def test_every_message_is_under_way_while_a_product_runs(tpu, kind):
+def test_every_message_overlaps_with_a_matmul(tpu, kind):
     assert tpu[kind] == {"count": 3, "covered": 3}
 
 
-def test_a_stack_saves_the_cut_activation(tpu):
-    """Each further layer costs its x, cut along the sequence, and its h, cut as its weights are."""
+def test_a_stack_saves_the_sharded_activation(tpu):
+    """Each further layer costs its x, sharded along the sequence, and its h, as its weights."""
     grown = (tpu["temp_bytes"]["32"] - tpu["temp_bytes"]["16"]) / 16
     assert grown == pytest.approx(tpu["saved_bytes_a_layer"], rel=0.02)

@@ -1,4 +1,4 @@
-"""Classes of dims: what is in one class can be cut as one, and nothing is that cannot."""
+"""Classes of dims: those that can be sharded together, and no others."""
 
 import math
 
@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxspeed.tensor_parallel import follow
+from jaxspeed.tensor_parallel import propagate_dims
 
 
-def followed(fn, *shapes):
+def propagated(fn, *shapes):
     """The classes of a function's program; all inputs are parameters `0`, `1`, ..."""
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = jax.make_jaxpr(fn)(*given).jaxpr
-    return follow(jaxpr, {str(i): v for i, v in enumerate(jaxpr.invars)})
+    return propagate_dims(jaxpr, {str(i): v for i, v in enumerate(jaxpr.invars)})
 
 
 def dims_of(fn, *shapes):
     """(nodes of each input, nodes of the first output, their classes)."""
-    found = followed(fn, *shapes)
+    found = propagated(fn, *shapes)
     inputs = [found.parameters[str(i)] for i in range(len(shapes))]
     return inputs, found.top.of(found.top.jaxpr.outvars[0]), found.classes
 
@@ -90,13 +90,13 @@ def test_a_part_of_a_tied_dim_is_the_same_part_after_any_movement(case):
                 assert (expected == result.reshape(len(result), -1).T).all()
 
 
-def test_folded_heads_can_be_cut_as_often_as_there_are_heads():
+def test_merged_heads_have_at_most_as_many_shards_as_heads():
     (nodes,), output, classes = dims_of(lambda x: x.reshape(5, 12, 64), (5, 768))
     assert classes.same(nodes[1], output[1]) and not classes.same(nodes[1], output[2])
     assert classes.common_size(nodes[1]) == 12
 
 
-def test_fewer_key_heads_bound_the_cut_of_the_queries():
+def test_fewer_key_heads_bound_the_shards_of_the_queries():
     def grouped(q, k):  # q [seq, 8, 4], k [seq, 2, 4]
         return jnp.einsum("tkgd,skd->kgts", q.reshape(-1, 2, 4, 4), k)
 
@@ -131,7 +131,7 @@ def test_a_callback_may_do_anything():
     assert tied(fn, (6, 8)) == set()
 
 
-def test_a_product_ties_what_it_sums_over_and_passes_on_the_rest():
+def test_a_matmul_ties_its_contracted_dims_and_propagates_the_others():
     fn = lambda x, w: x @ w  # noqa: E731
     (x, w), _, classes = dims_of(fn, (5, 6), (6, 8))
     assert classes.same(x[1], w[0])
@@ -145,8 +145,8 @@ def convolution(groups, x, k):
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
-def test_groups_of_channels_are_not_cut_apart(groups):
-    """With one group input and output channels are unlike dims; else both are cut by groups."""
+def test_groups_of_channels_are_not_split(groups):
+    """With one group input and output channels are different dims; else both shard by groups."""
     shapes = (2, 4, 4, 8), (3, 3, 8 // groups, 16)
     (x, k), out, classes = dims_of(lambda x, k: convolution(groups, x, k), *shapes)
     assert classes.same(k[3], out[3])
@@ -163,8 +163,8 @@ def test_a_grouped_convolution_of_a_part_is_that_part(groups, parts):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 4, 4, 8)).astype(np.float32)
     k = rng.normal(size=(3, 3, 8 // groups, 16)).astype(np.float32)
-    whole = np.split(np.asarray(convolution(groups, x, k)), parts, axis=3)
-    for part, xs, ks in zip(whole, np.split(x, parts, 3), np.split(k, parts, 3), strict=True):
+    expected = np.split(np.asarray(convolution(groups, x, k)), parts, axis=3)
+    for part, xs, ks in zip(expected, np.split(x, parts, 3), np.split(k, parts, 3), strict=True):
         np.testing.assert_allclose(part, convolution(groups // parts, xs, ks), rtol=1e-5, atol=1e-5)
 
 
@@ -222,7 +222,7 @@ def test_what_is_scanned_over_is_no_dim_of_the_body():
 
 
 def test_it_is_known_where_a_dim_ends_and_begins():
-    top = followed(lambda x: jnp.cumsum(x, axis=1) + x[:, :1], (4, 6)).top
+    top = propagated(lambda x: jnp.cumsum(x, axis=1) + x[:, :1], (4, 6)).top
     by_name = {top.jaxpr.eqns[i].primitive.name: i for i in range(len(top.jaxpr.eqns))}
     frame, at = next(
         (frame, i)
@@ -240,6 +240,6 @@ def test_the_samples_of_all_of_a_batch_are_one_class():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 2), (8, 3), (8, 2))]
     jaxpr = jax.make_jaxpr(loss)(*shapes).jaxpr
-    found = follow(jaxpr, {"w": jaxpr.invars[0]}, jaxpr.invars[1:])
+    found = propagate_dims(jaxpr, {"w": jaxpr.invars[0]}, jaxpr.invars[1:])
     x, y = (found.top.of(v) for v in jaxpr.invars[1:])
     assert found.classes.same(x[0], y[0]) and found.classes.same(found.samples, x[0])

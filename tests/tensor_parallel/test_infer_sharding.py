@@ -1,8 +1,8 @@
-"""Which cuts are proposed for models that say nothing, what they are counted to send, and why not.
+"""Inferred sharding of unannotated models: the proposal, its counted collectives, its reasons.
 
-The cuts of each model are written down here by hand, after Megatron's paper: a pair of products is
-entered by columns and left by rows. That they are right is seen by running the model cut so; that
-they are cheap, by counting the collectives of the compiled program.
+The expected sharding of each model is written by hand, after Megatron's paper: column, then row,
+for each pair of matmuls. That it is right is tested by running the model sharded so; that it is
+cheap, by counting the collectives of the compiled program.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from jaxspeed.hlo.collectives import collectives
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import model_sharding
-from jaxspeed.tensor_parallel import follow, propose, uses_of
-from jaxspeed.tensor_parallel.matmuls import products
+from jaxspeed.tensor_parallel import propagate_dims, propose_sharding, uses_of
+from jaxspeed.tensor_parallel.matmuls import matmuls_of
 from jaxspeed.tensor_parallel.max_weight_set import best_set
 from tests.support import foreign_models
 from tests.support.covering import covering
@@ -36,12 +36,12 @@ FLAT_HEADS |= {"o/kernel": 0}
 FEED = {"widen/kernel": 1, "widen/bias": 0, "narrow/kernel": 0}
 
 
-def under(prefix, cuts):
-    return {f"{prefix}/{path}": dim for path, dim in cuts.items()}
+def under(prefix, sharded):
+    return {f"{prefix}/{path}": dim for path, dim in sharded.items()}
 
 
-def in_layers(prefix, cuts):
-    return under(f"{prefix}/0", cuts) | under(f"{prefix}/1", cuts)
+def in_layers(prefix, sharded):
+    return under(f"{prefix}/0", sharded) | under(f"{prefix}/1", sharded)
 
 
 ENCODER = in_layers("encoder", under("attention", HEADS) | under("feed", FEED))
@@ -49,7 +49,7 @@ DECODER = in_layers("decoder", under("own", HEADS) | under("cross", HEADS) | und
 BLOCKS = in_layers("blocks", under("attn", FLAT_HEADS) | under("mlp", FEED))
 DENSE = {"Dense_0/kernel": 1, "Dense_0/bias": 0, "Dense_1/kernel": 0}
 LINEN = under("MultiHeadDotProductAttention_0", HEADS) | DENSE
-# model -> (how it is made, {path: the dim that is cut 4 ways}, what is left whole)
+# model -> (how it is built, {path: its sharded dim, over 4 devices}, replicated weights)
 CASES = {
     "encoder-decoder": (
         lambda: foreign_models.encoder_decoder(shared=False),
@@ -95,7 +95,7 @@ CASES = {
         {f"twigs/{i}/{path}": dim for i in range(3) for path, dim in FEED.items()},
         ["gate_in/kernel", "gate_out/kernel"],
     ),
-    "residual of single products": (
+    "residual of single matmuls": (
         foreign_models.square,
         {},
         ["steps/0/kernel", "steps/1/kernel"],
@@ -161,31 +161,31 @@ def program():
 
 
 def proposal_of(program, tensor=4):
-    return propose(program.followed, program.leaves, tensor)
+    return propose_sharding(program.propagated, program.leaves, tensor)
 
 
 def dims(proposal):
-    return {path: cut.dim for path, cut in proposal.cuts.items()}
+    return {path: at.dim for path, at in proposal.sharded.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cuts_are_those_that_a_person_would_write(program, name):
-    _, cuts, whole = CASES[name]
+def test_the_proposal_is_what_a_person_would_write(program, name):
+    _, sharded, replicated = CASES[name]
     found = proposal_of(program(name))
-    assert dims(found) == cuts
-    assert sorted(found.whole) == sorted(whole)
+    assert dims(found) == sharded
+    assert sorted(found.replicated) == sorted(replicated)
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_the_patterns_for_the_config_say_the_same(program, name, tensor):
+def test_the_patterns_for_the_config_shard_the_same(program, name, tensor):
     """Through the config, as a user keeps them."""
     traced_model = program(name)
     found = proposal_of(traced_model, tensor)
-    assert found.layer_specs or not found.cuts
+    assert found.layer_specs or not found.sharded
     settings = {"train_batch_size": 8}
     config = Config.model_validate({**settings, **found.config})
-    uses = uses_of(traced_model.followed)
+    uses = uses_of(traced_model.propagated)
     named = named_by_specs(traced_model.leaves, config.layer_specs, uses)
     assert {leaf.path: leaf.names for leaf in named if any(leaf.names)} == found.names
 
@@ -201,8 +201,8 @@ def test_patterns_are_as_few_as_the_kinds_of_modules(program, name, block):
     }
 
 
-def test_a_module_name_that_occurs_twice_is_told_apart(program):
-    """LinenBlock_0/Dense_0 is cut by columns, the head Dense_0 by its vocabulary."""
+def test_a_module_name_that_occurs_twice_gets_two_patterns(program):
+    """LinenBlock_0/Dense_0 is column-sharded, the head Dense_0 by its vocabulary."""
     specs = proposal_of(program("Linen")).layer_specs
     assert specs["LinenBlock_*/Dense_0"] == "column"
     assert next(word for p, word in specs.items() if match(p, "Dense_0/kernel")) == "vocabulary"
@@ -228,10 +228,12 @@ GRID = [
 
 
 @pytest.mark.parametrize("name, sizes", GRID)
-def test_cut_as_proposed_a_model_computes_the_same_and_sends_what_was_counted(program, name, sizes):
+def test_sharded_as_proposed_a_model_computes_the_same_and_sends_what_was_counted(
+    program, name, sizes
+):
     traced_model, (data, tensor) = program(name), sizes
     found = proposal_of(traced_model, tensor)
-    compiled, loss_and_grads = run_cut(traced_model, found, data, tensor)
+    compiled, loss_and_grads = run_sharded(traced_model, found, data, tensor)
     reference = jax.jit(jax.value_and_grad(traced_model.run))(
         traced_model.params, traced_model.rest
     )
@@ -240,57 +242,57 @@ def test_cut_as_proposed_a_model_computes_the_same_and_sends_what_was_counted(pr
         c for c in collectives(compiled.as_text(), mesh(data, tensor)) if "tensor" in c.axes
     ]
     assert {c.kind for c in over_tensor} <= {m.kind for m in found.sends}
-    again = 2 if name == "checkpointed" else 1  # what is computed again is sent again
+    again = 2 if name == "checkpointed" else 1  # recomputed collectives are sent again
     counted = sum(m.runs * (1 if m.backward else again) for m in found.sends)
     assert sum(c.runs for c in over_tensor) <= counted
     sent = sum(c.runs * c.elements for c in over_tensor)
     assert sent <= most_elements(traced_model, found, again) / data
 
 
-def run_cut(program, proposal, data, tensor):
+def run_sharded(program, proposal, data, tensor):
     """(compiled, (loss, gradients)), with no constraint but on the parameters and the batch."""
     where = mesh(data, tensor)
 
-    def cut(path, x):
-        at = proposal.cuts.get(path)
+    def sharding(path, x):
+        at = proposal.sharded.get(path)
         names = ["tensor" if at and at.dim == dim else None for dim in range(x.ndim)]
         return NamedSharding(where, PartitionSpec(*names))
 
-    params = {path: cut(path, x) for path, x in program.params.items()}
-    whole = NamedSharding(where, PartitionSpec())
-    rest = [whole] * len(program.rest)
+    params = {path: sharding(path, x) for path, x in program.params.items()}
+    replicated = NamedSharding(where, PartitionSpec())
+    rest = [replicated] * len(program.rest)
     rest[program.batch] = [NamedSharding(where, PartitionSpec("data"))] * len(rest[program.batch])
     step = jax.jit(
         jax.value_and_grad(program.run),
         in_shardings=(params, rest),
-        out_shardings=(whole, params),
+        out_shardings=(replicated, params),
     )
     compiled = step.lower(program.params, program.rest).compile()
     given = jax.device_put((program.params, program.rest), (params, rest))
     return compiled, compiled(*given)
 
 
-def assert_close(cut, reference):
+def assert_close(found, reference):
     largest = max(np.abs(g).max() for g in reference[1].values())
-    np.testing.assert_allclose(cut[0], reference[0], rtol=1e-5)
+    np.testing.assert_allclose(found[0], reference[0], rtol=1e-5)
     for path, g in reference[1].items():
-        np.testing.assert_allclose(cut[1][path], g, atol=1e-5 * largest, err_msg=path)
+        np.testing.assert_allclose(found[1][path], g, atol=1e-5 * largest, err_msg=path)
 
 
 def most_elements(program, proposal, again):
     """What was counted, if the gradients of an array that several weights read are summed apart.
 
-    The compiler sums those of query, key and value one by one; it is the rewrite that adds them
-    before they are sent.
+    The compiler reduces those of query, key and value one by one; the inserted boundaries sum them
+    before the reduction.
     """
     forward = sum(m.elements * m.runs for m in proposal.sends if not m.backward)
-    of = program.followed.classes.of
-    classes = {of(program.followed.parameters[p][c.dim]) for p, c in proposal.cuts.items()}
+    of = program.propagated.classes.of
+    classes = {of(program.propagated.parameters[p][c.dim]) for p, c in proposal.sharded.items()}
     backward = 0
-    for product in products(program.followed):
+    for matmul in matmuls_of(program.propagated):
         for side, other in ((0, 1), (1, 0)):
-            if product.operands[other].trained and product.classes("free", side) & classes:
-                backward += product.operands[other].elements * product.times
+            if matmul.operands[other].trained and matmul.classes("free", side) & classes:
+                backward += matmul.operands[other].elements * matmul.times
     return again * forward + backward
 
 
@@ -316,13 +318,13 @@ def test_memory_that_all_decoder_layers_read_is_summed_once_for_keys_and_values(
 
 
 def of_function(loss, parameters, inputs):
-    """(followed, leaves) of a loss of parameters and inputs whose first dim is samples."""
+    """(propagated, leaves) of a loss of parameters and inputs whose first dim is samples."""
     shapes = {**parameters, **inputs}
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
     jaxpr = jax.make_jaxpr(loss)(*given).jaxpr
     variables = dict(zip(parameters, jaxpr.invars, strict=False))
     leaves = [Leaf(path, shape, jnp.float32) for path, shape in parameters.items()]
-    return follow(jaxpr, variables, jaxpr.invars[len(parameters) :]), leaves
+    return propagate_dims(jaxpr, variables, jaxpr.invars[len(parameters) :]), leaves
 
 
 def test_casts_of_one_array_are_one_array_whose_gradient_is_summed_once():
@@ -334,7 +336,7 @@ def test_casts_of_one_array_are_one_array_whose_gradient_is_summed_once():
         return ((jnp.tanh(a) * b) @ o).sum()
 
     shapes = {"embed": (3, 16), "q": (16, 64), "k": (16, 64), "o": (64, 16)}
-    found = propose(*of_function(loss, shapes, {"x": (8, 3)}), tensor=4)
+    found = propose_sharding(*of_function(loss, shapes, {"x": (8, 3)}), tensor=4)
     assert dims(found) == {"q": 1, "k": 1, "o": 0}
     assert [m.elements for m in found.sends if m.site == "column"] == [8 * 16]
 
@@ -345,11 +347,11 @@ def test_what_is_read_from_the_batch_has_no_gradient_to_sum(program):
 
 
 def test_a_dim_of_samples_is_left_to_the_data_axis():
-    """A parameter for each sample: its product's rows are the batch's."""
+    """A parameter for each sample: its matmul's rows are the batch's."""
     shapes = {"memory": (8, 63), "w": (63, 5)}
-    followed, leaves = of_function(lambda m, w, x: (m @ w + x).sum(), shapes, {"x": (8, 5)})
-    found = propose(followed, leaves, tensor=4)
-    assert not found.cuts and "dim 0 (8) is the batch's" in found.whole["memory"]
+    propagated, leaves = of_function(lambda m, w, x: (m @ w + x).sum(), shapes, {"x": (8, 5)})
+    found = propose_sharding(propagated, leaves, tensor=4)
+    assert not found.sharded and "dim 0 (8) is the batch's" in found.replicated["memory"]
 
 
 @pytest.mark.parametrize(
@@ -360,18 +362,18 @@ def test_a_dim_of_samples_is_left_to_the_data_axis():
         ("convolutions and attention", "convs/0/depthwise/kernel", Use((), ())),
         ("encoder-decoder", "decoder/0/own/out/kernel", Use((0, 1), (2,))),
         ("encoder-decoder, one table", "source/embedding", Use((1,), (0,))),
-        ("residual of single products", "steps/0/kernel", Use((0,), (1,))),  # one class, two dims
+        ("residual of single matmuls", "steps/0/kernel", Use((0,), (1,))),  # one class, two dims
     ],
 )
-def test_how_a_parameter_stands_in_its_products(program, name, path, use):
-    assert uses_of(program(name).followed)[path] == use
+def test_contracted_and_free_dims_of_a_parameter(program, name, path, use):
+    assert uses_of(program(name).propagated)[path] == use
 
 
-def test_a_table_that_is_only_looked_up_is_in_no_product(program):
-    assert "source/embedding" not in uses_of(program("encoder-decoder").followed)
+def test_a_table_that_is_only_looked_up_is_in_no_matmul(program):
+    assert "source/embedding" not in uses_of(program("encoder-decoder").propagated)
 
 
-# -- what is told ---------------------------------------------------------------------------------
+# -- reasons -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -379,41 +381,41 @@ def test_a_table_that_is_only_looked_up_is_in_no_product(program):
     [
         ("fused projection", "blocks/0/attn/qkv/kernel", "split into 3 parts"),
         ("fewer key heads than parts", "blocks/0/attn/q/kernel", "degrees that work: 1, 2;"),
-        ("convolutions and attention", "stem/kernel", "dim 2 (3) cannot be cut 4 ways"),
-        ("residual of single products", "steps/0/kernel", "no pair of products"),
-        ("one key head", "blocks/0/attn/k/kernel", "product of two activations"),
+        ("convolutions and attention", "stem/kernel", "dim 2 (3) is not divisible by 4"),
+        ("residual of single matmuls", "steps/0/kernel", "no pair of matmuls"),
+        ("one key head", "blocks/0/attn/k/kernel", "matmul of two activations"),
     ],
 )
-def test_what_is_left_whole_has_its_reason(program, name, path, reason):
-    assert reason in proposal_of(program(name)).whole[path]
+def test_replicated_weights_have_a_reason(program, name, path, reason):
+    assert reason in proposal_of(program(name)).replicated[path]
 
 
-def test_heads_that_do_not_divide_are_told_with_the_degrees_that_work(program):
+def test_indivisible_heads_are_reported_with_the_degrees_that_work(program):
     found = proposal_of(program("jitted"), tensor=16)
-    assert "degrees that work: 1, 2, 4, 8;" in found.whole["blocks/0/attn/q/kernel"]
+    assert "degrees that work: 1, 2, 4, 8;" in found.replicated["blocks/0/attn/q/kernel"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_weight_of_a_product_is_cut_or_told(program, name):
+def test_every_matmul_weight_is_sharded_or_reported(program, name):
     """And nothing else is: what is printed accounts for each of them."""
     found = proposal_of(program(name))
-    in_products = {
+    in_matmuls = {
         path
-        for product in products(program(name).followed)
-        for i in product.weights
-        for path in product.operands[i].parameters
+        for matmul in matmuls_of(program(name).propagated)
+        for i in matmul.weights
+        for path in matmul.operands[i].parameters
     }
-    assert in_products == set(found.whole) | (set(found.cuts) & in_products)
+    assert in_matmuls == set(found.replicated) | (set(found.sharded) & in_matmuls)
     text = str(found)
     for pattern in found.layer_specs:
         assert pattern in text
-    assert text.count("left whole:") <= len(found.whole)
+    assert text.count("replicated:") <= len(found.replicated)
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_equal_layers_are_told_once(program):
+def test_equal_layers_are_reported_once(program):
     text = str(proposal_of(program("fused projection")))
-    assert text.count("left whole: blocks/*/attn/qkv/kernel [32x96]") == 1
+    assert text.count("replicated: blocks/*/attn/qkv/kernel [32x96]") == 1
 
 
 # -- the reference families, without their names --------------------------------------------------
@@ -478,7 +480,7 @@ def test_the_chosen_set_is_the_best_of_all_sets(graph):
     assert sum(worth[x] for x in chosen) == best
 
 
-def test_a_chain_of_a_thousand_products_is_solved():
+def test_a_chain_of_a_thousand_matmuls_is_solved():
     """Of a path of equals every second one, whatever its length."""
     count = 1001
     near = {i: {j for j in (i - 1, i + 1) if 0 <= j < count} for i in range(count)}
@@ -500,5 +502,5 @@ def test_many_layers_one_by_one_take_no_longer_than_a_second(layers):
     found = proposal_of(model)
     specs = found.layer_specs
     assert time.process_time() - start < layers / 24  # 48: 0.5 s; twice that on a busy machine
-    assert len(found.cuts) == layers * (len(FLAT_HEADS) + len(FEED)) + 1
+    assert len(found.sharded) == layers * (len(FLAT_HEADS) + len(FEED)) + 1
     assert len(specs) == 7

@@ -1,4 +1,4 @@
-"""What is written into a traced program where it enters and leaves the cut, and that it is all."""
+"""Constraints at shard boundaries: those inserted into a traced program, and no others."""
 
 import itertools
 from typing import Any
@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.placement.mesh import DATA_AXES, build_mesh
-from jaxspeed.tensor_parallel import Style, with_crossings
+from jaxspeed.tensor_parallel import ActivationLayout, with_boundary_constraints
 from tests.support.covering import covering
 
 SAMPLES, SEQ, EMBED, MLP = 4, 8, 16, 32
 SPECS = {"up": P(None, "tensor"), "down": P("tensor", None), "scale": P(None)}
-CUT = Style(sequence_parallel=True)
-RING = Style(sequence_parallel=True, overlap="ring")
+SHARDED = ActivationLayout(sequence_parallel=True)
+RING = ActivationLayout(sequence_parallel=True, overlap="ring")
 
 
 def params() -> dict[str, jax.Array]:
@@ -70,24 +70,24 @@ def two_from_one(p: Any, x: jax.Array) -> jax.Array:
 
 
 def turned(p: Any, x: jax.Array) -> jax.Array:
-    """The weight first, and a product of three dims."""
+    """The weight first, and a matmul of three dims."""
     h = jnp.einsum("em,bse->mbs", p["up"], x)
     return jnp.mean(jnp.einsum("mbs,me->bse", jnp.tanh(h), p["down"]) ** 2)
 
 
 PROGRAMS = (plain, scanned, checkpointed, branched, looped, two_from_one, turned)
-STYLES = {"whole": Style(), "cut": CUT, "ring": RING}
+LAYOUTS = {"replicated": ActivationLayout(), "sharded": SHARDED, "ring": RING}
 
 
-def written(loss: Any, style: Style, mesh: Any) -> tuple[Any, Any]:
-    """(the program with its crossings in it, the tree of its arguments)."""
+def written(loss: Any, style: ActivationLayout, mesh: Any) -> tuple[Any, Any]:
+    """(the program with its boundary constraints, the tree of its arguments)."""
     values, x = params(), inputs()
     closed = jax.make_jaxpr(loss)(values, x)
     names = sorted(values)
     parameters = dict(zip(names, closed.jaxpr.invars, strict=False))
     specs = {name: SPECS[name] for name in names}
     batch = closed.jaxpr.invars[len(names) :]
-    jaxpr = with_crossings(closed.jaxpr, parameters, batch, specs, mesh, style)
+    jaxpr = with_boundary_constraints(closed.jaxpr, parameters, batch, specs, mesh, style)
     return jex.ClosedJaxpr(jaxpr, closed.consts), [*(values[n] for n in names), x]
 
 
@@ -95,9 +95,9 @@ def written(loss: Any, style: Style, mesh: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("loss", "style"),
     covering(
-        itertools.product(PROGRAMS, STYLES),
-        [(plain, style) for style in STYLES]
-        + [(loss, [*STYLES][i % len(STYLES)]) for i, loss in enumerate(PROGRAMS) if i],
+        itertools.product(PROGRAMS, LAYOUTS),
+        [(plain, style) for style in LAYOUTS]
+        + [(loss, [*LAYOUTS][i % len(LAYOUTS)]) for i, loss in enumerate(PROGRAMS) if i],
     ),
 )
 def test_what_is_written_changes_no_number(loss, style):
@@ -105,10 +105,10 @@ def test_what_is_written_changes_no_number(loss, style):
 
     def run(*args: Any) -> jax.Array:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program, _ = written(loss, STYLES[style], mesh)
+            program, _ = written(loss, LAYOUTS[style], mesh)
             return jex.jaxpr_as_fun(program)(*args)[0]
 
-    args = written(loss, Style(), build_mesh({}))[1]
+    args = written(loss, ActivationLayout(), build_mesh({}))[1]
     at = [NamedSharding(mesh, SPECS[name]) for name in sorted(SPECS)]
     placed = [*jax.device_put(args[:-1], at), jax.device_put(args[-1], NamedSharding(mesh, P()))]
     both = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3)))
@@ -136,20 +136,20 @@ def specs_in(jaxpr: Any) -> list[Any]:
 WHOLE, KEPT = P(DATA_AXES, None, None), P(DATA_AXES, "tensor", None)
 
 
-def of_gradient(loss: Any, style: Style) -> list[Any]:
+def of_gradient(loss: Any, style: ActivationLayout) -> list[Any]:
     mesh = build_mesh({"data": 2, "tensor": 4})
     program, args = written(loss, style, mesh)
     gradient = jax.grad(lambda *a: jex.jaxpr_as_fun(program)(*a)[0], argnums=(0, 1, 2, 3))
     return specs_in(jax.make_jaxpr(gradient)(*args).jaxpr)
 
 
-def test_a_block_is_told_where_its_sums_go_and_nothing_else():
+def test_a_block_has_constraints_on_its_sums_and_no_others():
     # The row's sum, as it leaves; backward what comes to it, and the column's sum.
-    assert of_gradient(plain, Style()) == [WHOLE, WHOLE, WHOLE, WHOLE]
+    assert of_gradient(plain, ActivationLayout()) == [WHOLE, WHOLE, WHOLE, WHOLE]
 
 
-def test_with_sequence_parallel_activations_what_is_kept_is_cut():
-    assert of_gradient(plain, CUT) == [
+def test_sequence_parallel_activations_are_saved_sharded():
+    assert of_gradient(plain, SHARDED) == [
         WHOLE,  # the column's input, gathered
         KEPT,  # ... and what is kept of it
         WHOLE,  # the row's sum
@@ -159,30 +159,36 @@ def test_with_sequence_parallel_activations_what_is_kept_is_cut():
     ]
 
 
-def test_products_of_one_activation_gather_it_once():
-    assert of_gradient(two_from_one, CUT).count(KEPT) == of_gradient(plain, CUT).count(KEPT)
+def test_matmuls_of_one_activation_gather_it_once():
+    assert of_gradient(two_from_one, SHARDED).count(KEPT) == of_gradient(plain, SHARDED).count(KEPT)
 
 
-def test_products_in_two_units_are_not_written_as_one():
+def test_matmuls_in_two_units_are_not_merged():
     """Else the second unit's weights would be gathered, and live, with the first one's."""
     mesh = build_mesh({"data": 2, "tensor": 4})
     closed = jax.make_jaxpr(two_from_one)(params(), inputs())
     names = sorted(params())
     parameters = dict(zip(names, closed.jaxpr.invars, strict=False))
-    products = [e for e in closed.jaxpr.eqns if e.primitive.name == "dot_general"]
+    matmuls = [e for e in closed.jaxpr.eqns if e.primitive.name == "dot_general"]
     counts = []
-    for unit_of in (lambda eqn: 0, products.index):
-        jaxpr = with_crossings(
-            closed.jaxpr, parameters, closed.jaxpr.invars[len(names) :], SPECS, mesh, CUT, unit_of
+    for unit_of in (lambda eqn: 0, matmuls.index):
+        jaxpr = with_boundary_constraints(
+            closed.jaxpr,
+            parameters,
+            closed.jaxpr.invars[len(names) :],
+            SPECS,
+            mesh,
+            SHARDED,
+            unit_of,
         )
         counts.append(sum(e.primitive.name == "custom_vjp_call" for e in jaxpr.eqns))
     assert counts[1] == counts[0] + 1
 
 
-def test_a_program_with_nothing_cut_is_left_alone():
+def test_a_program_with_nothing_sharded_is_unchanged():
     mesh = build_mesh({"tensor": 8})
     closed = jax.make_jaxpr(plain)(params(), inputs())
     parameters = dict(zip(sorted(params()), closed.jaxpr.invars, strict=False))
     specs = dict.fromkeys(parameters, P())
-    found = with_crossings(closed.jaxpr, parameters, [], specs, mesh, CUT)
+    found = with_boundary_constraints(closed.jaxpr, parameters, [], specs, mesh, SHARDED)
     assert str(found) == str(closed.jaxpr)

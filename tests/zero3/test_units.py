@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxspeed.jaxpr.module_scopes import tagged
-from jaxspeed.zero3 import ShardedParam, Units, Way, choose_units, run_sliced
+from jaxspeed.zero3 import EvalContext, ShardedParam, Units, choose_units, run_segmented
 from tests.support.awkward import AWKWARD, OwnScan, Plain, TiedWeights, UnlikeBlocks
 from tests.support.awkward.base import WIDTH
 
@@ -92,7 +92,9 @@ class Sliced:
     def loss(self, leaves: list[Any], rest: Any, x: Any) -> Any:
         storage = dict(zip(self.parameters, map(stored, self.split.leaves), strict=True))
         args = [*leaves, *jax.tree.leaves(rest), x]
-        outs = run_sliced(self.closed.jaxpr, self.closed.consts, args, storage, Way(self.units))
+        outs = run_segmented(
+            self.closed.jaxpr, self.closed.consts, args, storage, EvalContext(self.units)
+        )
         return outs[0], outs[1:]
 
     def gradients(self) -> Callable[..., Any]:

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxspeed
 from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.zero3 import (
+    EvalContext,
     ShardedParam,
-    Way,
     choose_units,
-    run_sliced,
+    run_segmented,
     segment_vjp,
     sharded_param,
 )
@@ -50,7 +50,9 @@ class Sharded:
 
         def run(leaves: list[Any], x: Any) -> Any:
             args = [*leaves, x]
-            return run_sliced(closed.jaxpr, closed.consts, args, storage, Way(self.units))[0]
+            return run_segmented(
+                closed.jaxpr, closed.consts, args, storage, EvalContext(self.units)
+            )[0]
 
         self.loss, self.gradients = run, jax.value_and_grad(run)
 

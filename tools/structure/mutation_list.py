@@ -169,7 +169,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "return max(with_it, without, key=self.total)",
         "return with_it",
-        "test_the_cuts_are_those_that_a_person_would_write[encoder-decoder]",
+        "test_the_proposal_is_what_a_person_would_write[encoder-decoder]",
     ),
     (
         "return self.window - 1, 0 if self.causal else self.window - 1",
@@ -222,9 +222,9 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_a_users_own_optimizer_is_used_and_clipped_only_when_asked",
     ),
     (
-        "size = sum(nbytes(v.aval) for v, own in handed if own and len(v.aval.shape) > 1)",
-        "size = sum(nbytes(v.aval) for v, own in handed if len(v.aval.shape) > 1)",
-        "test_bytes_of_a_name_are_what_jax_keeps_for_it[gpt2]",
+        "size = sum(nbytes(v.aval) for v, on in inputs if on and len(v.aval.shape) > 1)",
+        "size = sum(nbytes(v.aval) for v, on in inputs if len(v.aval.shape) > 1)",
+        "test_bytes_of_a_name_are_those_that_jax_saves_for_it[gpt2]",
     ),
     (
         "made = made or (train // keys.known if keys.micro else stages.split(train // keys.known))",

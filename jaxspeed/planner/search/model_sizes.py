@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.jaxpr.flops import equation_flops, nbytes, of_all, program_flops
+from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes, program_flops
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.rows import ROLES
 from jaxspeed.planner.search.candidate import NONE, remat_json
-from jaxspeed.remat.budget import Costs, Unit
+from jaxspeed.remat.budget import RematCosts, UnitResiduals
 from jaxspeed.remat.resolve import ATTENTION
-from jaxspeed.remat.unit_jaxprs import members
+from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.train.program import Program
 
 
@@ -68,8 +68,8 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
     first = jnp.asarray(0)
     traced = objective.trace((program.model.variables, batch, first, first), train=True)
     jaxpr = traced.closed.jaxpr
-    found = tuple(members(jaxpr, traced.batch, traced.units))
-    costs = Costs(tuple(map(Unit.of, found)))
+    found = tuple(unit_jaxprs(jaxpr, traced.batch, traced.units))
+    costs = RematCosts(tuple(map(UnitResiduals.of, found)))
     stored = {role: total for role, (total, _) in table.bytes_by_role().items()}
     param, master, grad, opt = (stored.get(role, 0) for role in ROLES)
     parameters = sum(int(np.prod(row.leaf.shape)) for row in table)
@@ -81,29 +81,35 @@ def _sizes(program: Program, sample: Any) -> ModelSizes:
         (master + opt) / parameters,
         grad / parameters,
         sum(each.times for each in found),
-        float(program_flops(jaxpr, of_all)),
+        float(program_flops(jaxpr, count_all)),
         costs.input_bytes,
         dict(_by_policy(costs)),
     )
 
 
-def _weights(member: Any) -> int:
+def _weights(unit: Any) -> int:
     """Elements of the arrays that a unit reads and that are no activations."""
-    pairs = zip(member.program.invars, member.own, strict=True)
+    pairs = zip(unit.jaxpr.invars, unit.is_activation, strict=True)
     real = (v.aval for v, own in pairs if not own and jnp.issubdtype(v.aval.dtype, jnp.floating))
     return sum(int(np.prod(aval.shape)) for aval in real if len(aval.shape) > 0)
 
 
-def _by_policy(costs: Costs) -> Iterable[tuple[str, SavedBytes]]:
+def _by_policy(costs: RematCosts) -> Iterable[tuple[str, SavedBytes]]:
     inputs = costs.input_bytes
     everything = sum(u.times * _bytes(u.residuals - u.inputs) for u in costs.units)
     yield NONE, SavedBytes(inputs + everything, 0.0)
-    yield remat_json("full"), SavedBytes(inputs, costs.again(frozenset()))
+    yield remat_json("full"), SavedBytes(inputs, costs.recomputed_flops(frozenset()))
     for n in (2, 4):
-        yield remat_json({"every_n": n}), SavedBytes(inputs // n, costs.again(frozenset()))
+        yield (
+            remat_json({"every_n": n}),
+            SavedBytes(inputs // n, costs.recomputed_flops(frozenset())),
+        )
     if ATTENTION in costs.names:
         saved = inputs + costs.bytes[ATTENTION]
-        yield remat_json("attention"), SavedBytes(saved, costs.again(frozenset([ATTENTION])))
+        yield (
+            remat_json("attention"),
+            SavedBytes(saved, costs.recomputed_flops(frozenset([ATTENTION]))),
+        )
     matmuls = [(u, set(_matmul_results(u.jaxpr))) for u in costs.units]
     size = sum(u.times * _bytes(results) for u, results in matmuls)
     # Recomputed are attention and elementwise operations.
@@ -118,10 +124,10 @@ def _matmul_results(jaxpr: Any) -> Iterable[Any]:
             yield from eqn.outvars
 
 
-def _other_flops(unit: Unit, results: set[Any]) -> float:
+def _other_flops(unit: UnitResiduals, results: set[Any]) -> float:
     """FLOPs of the equations that compute none of `results`."""
     others = (eqn for eqn in unit.jaxpr.eqns if not set(eqn.outvars) & results)
-    return float(sum(equation_flops(eqn, of_all) for eqn in others))
+    return float(sum(equation_flops(eqn, count_all) for eqn in others))
 
 
 def _bytes(variables: Iterable[Any]) -> int:

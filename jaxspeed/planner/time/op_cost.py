@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxspeed.hardware.known_chips import Chip
-from jaxspeed.jaxpr.flops import kernel_flops, of_products, product_flops
+from jaxspeed.jaxpr.flops import count_products, kernel_flops, product_flops
 from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PRODUCTS
 from jaxspeed.ops.mask import Mask, computed_blocks
 from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
@@ -189,7 +189,7 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
         grid = op.params["grid_mapping"].grid
         blocks = computed_blocks(op.scopes)
         return kernel_flops(
-            op.params, of_products, grid if blocks is None else (*grid[:-2], blocks)
+            op.params, count_products, grid if blocks is None else (*grid[:-2], blocks)
         )
     query = op.ins[0]
     if query is None:

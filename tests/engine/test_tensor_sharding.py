@@ -1,4 +1,4 @@
-"""A user's model on a tensor axis: inferred, said by layer specs, or refused."""
+"""A user's model on a tensor axis: inferred, sharded by layer specs, or refused."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed.errors import ConfigError, PlacementError
-from jaxspeed.tensor_parallel.insert_constraints import warn_that_nothing_is_a_sequence
+from jaxspeed.tensor_parallel.insert_constraints import warn_no_sequence_dim
 from tests.support import foreign_models
 
 RATE, STEPS, SEED = 0.1, 10, 3
@@ -21,8 +21,8 @@ MODELS = {
     "plain stack": lambda: foreign_models.tower(24, 32, 16, 40, 8),
 }
 BETWEEN: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "cut": {"sequence_parallel_activations": True, "tensor_overlap": "none"},
+    "replicated": {},
+    "sharded": {"sequence_parallel_activations": True, "tensor_overlap": "none"},
     "ring": {"sequence_parallel_activations": True, "tensor_overlap": "ring"},
 }
 
@@ -66,12 +66,12 @@ def by_hand(model: foreign_models.Foreign) -> tuple[list[float], dict[str, Any]]
 @pytest.mark.parametrize(
     ("name", "tensor", "stage", "between"),
     [
-        ("encoder and decoder", 4, 3, "cut"),
+        ("encoder and decoder", 4, 3, "sharded"),
         pytest.param("encoder and decoder", 2, 1, "ring", marks=pytest.mark.full),
-        ("convolutions and attention", 2, 2, "whole"),
-        pytest.param("convolutions and attention", 4, 0, "cut", marks=pytest.mark.full),
-        pytest.param("plain stack", 4, 3, "whole", marks=pytest.mark.full),
-        pytest.param("plain stack", 8, 0, "cut", marks=pytest.mark.full),
+        ("convolutions and attention", 2, 2, "replicated"),
+        pytest.param("convolutions and attention", 4, 0, "sharded", marks=pytest.mark.full),
+        pytest.param("plain stack", 4, 3, "replicated", marks=pytest.mark.full),
+        pytest.param("plain stack", 8, 0, "sharded", marks=pytest.mark.full),
     ],
 )
 def test_a_model_without_names_trains_as_on_one_device(name, tensor, stage, between):
@@ -82,7 +82,7 @@ def test_a_model_without_names_trains_as_on_one_device(name, tensor, stage, betw
         config(model.batch, tensor, stage, parallel=BETWEEN[between]),
         example_batch=model.batch,
     )
-    assert engine.program.proposal is not None and engine.program.proposal.cuts
+    assert engine.program.proposal is not None and engine.program.proposal.sharded
     losses = [float(engine.train_batch(model.batch)["loss"]) for _ in range(STEPS)]
     expected, params = by_hand(model)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -110,7 +110,7 @@ def test_shapes_are_example_enough():
     model = foreign_models.tower(24, 32, 16)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.batch)
     proposal = jaxspeed.propose_tensor_sharding(model.model, model.loss, shapes, tensor=2)
-    assert proposal.cuts
+    assert proposal.sharded
     with pytest.warns(DeprecationWarning, match="propose_tensor_sharding"):
         old = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
     assert str(old) == str(proposal)
@@ -140,8 +140,8 @@ def test_layer_specs_need_no_example():
     engine = jaxspeed.initialize(
         Pair, PAIR.loss, config(PAIR.batch, 4, **specs(up="column", down="row"))
     )
-    cut = {row.path: tuple(row.read.spec) for row in engine.placements}
-    assert cut == {
+    sharded = {row.path: tuple(row.read.spec) for row in engine.placements}
+    assert sharded == {
         "up/kernel": (None, "tensor"),
         "up/bias": ("tensor",),
         "down/kernel": ("tensor", None),
@@ -150,7 +150,7 @@ def test_layer_specs_need_no_example():
     assert engine.check(PAIR.batch).ok
 
 
-def test_without_names_specs_or_an_example_the_error_says_what_to_do():
+def test_without_names_specs_or_an_example_the_error_names_the_alternatives():
     with pytest.raises(ConfigError, match=r"mesh.tensor is 4.*example_batch.*layer_specs"):
         jaxspeed.initialize(Pair, PAIR.loss, config(PAIR.batch, 4))
 
@@ -171,15 +171,15 @@ def test_what_does_not_divide_is_refused_with_the_degrees_that_work():
 
 def test_a_proposal_leaves_indivisible_dims_replicated_and_says_so():
     proposal = jaxspeed.propose_tensor_sharding(Pair, PAIR.loss, PAIR.batch, tensor=5)
-    assert not proposal.cuts
-    assert "left whole" in str(proposal) and "degrees that work" in str(proposal)
+    assert not proposal.sharded
+    assert "replicated:" in str(proposal) and "degrees that work" in str(proposal)
 
 
 # -- what a compiler, or we, could get wrong ------------------------------------------------------
 
 
 class Depthwise(nnx.Module):
-    """A depthwise kernel beside a pair; nobody cuts the kernel."""
+    """A depthwise kernel, replicated, and a pair of matmuls."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.dw = nnx.Conv(16, 16, (3, 3), feature_group_count=16, rngs=rngs)
@@ -233,7 +233,7 @@ def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
         config(batch, 4, 2, parallel=between),
         example_batch=batch,
     )
-    assert "head/kernel" in engine.program.proposal.cuts
+    assert "head/kernel" in engine.program.proposal.sharded
     assert engine.check(batch).ok
 
 
@@ -265,13 +265,13 @@ def test_concatenated_samples_stay_sharded_over_the_data_axes():
 
 
 def test_activations_without_a_sequence_are_logged():
-    warn_that_nothing_is_a_sequence.cache_clear()
+    warn_no_sequence_dim.cache_clear()
     parallel = {"sequence_parallel_activations": True}
     engine = jaxspeed.initialize(
         Pair, PAIR.loss, config(PAIR.batch, 4, parallel=parallel), example_batch=PAIR.batch
     )
     with pytest.MonkeyPatch.context() as patch:
-        told: list[str] = []
-        patch.setattr("jaxspeed.tensor_parallel.insert_constraints.log.warning", told.append)
+        logged: list[str] = []
+        patch.setattr("jaxspeed.tensor_parallel.insert_constraints.log.warning", logged.append)
         engine.eval_batch(PAIR.batch)
-    assert len(told) == 1 and "sequence_parallel_activations does nothing" in told[0]
+    assert len(logged) == 1 and "sequence_parallel_activations has no effect" in logged[0]

@@ -1,6 +1,6 @@
-"""What waits for the backward pass: cut over tensor where the config says so, and nothing besides.
+"""`partition_activations` shards saved unit inputs over tensor, and nothing else.
 
-gpt2 on data 4 x tensor 2, read from what is compiled for simulated devices.
+gpt2 on data 4 x tensor 2, read from the step compiled for simulated devices.
 """
 
 import functools
@@ -14,7 +14,7 @@ from tests.system.measured import compile_step, without
 from tests.system.pipeline_programs import pipeline_program
 
 LAYERS, EMBED, SEQ, SAMPLES = 3, 32, 16, 5
-SITES = ("keeping.cut", "keeping.whole")
+SITES = ("residual.sharded", "residual.replicated")
 
 
 @functools.cache
@@ -40,15 +40,15 @@ def compiled(partition, dropped=None):
         return parse(compile_step(program, batch).as_text())
 
 
-def kept(module):
-    """The shapes on one device of what the loop over layers hands to the one that goes back."""
+def saved(module):
+    """Shapes on one device of what the forward loop over layers passes to the backward loop."""
     loops = [site.instruction for site in walk(module) if site.instruction.opcode == "while"]
     shapes = {part.dims for loop in loops for part in loop.shape if isinstance(part, Shape)}
     return {tuple(sorted(dims)) for dims in shapes if len(dims) == 4 and dims[0] == LAYERS}
 
 
-def crossing_forward(module):
-    """How many collectives of activations the loop that goes forward holds."""
+def forward_collectives(module):
+    """Number of collectives of activations in the forward loop."""
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     return sum(
         site.instruction.opcode in kinds
@@ -58,21 +58,21 @@ def crossing_forward(module):
     )
 
 
-WHOLE = tuple(sorted((LAYERS, SAMPLES, SEQ, EMBED)))
-CUT = tuple(sorted((LAYERS, SAMPLES, SEQ // 2, EMBED)))
+REPLICATED = tuple(sorted((LAYERS, SAMPLES, SEQ, EMBED)))
+SHARDED = tuple(sorted((LAYERS, SAMPLES, SEQ // 2, EMBED)))
 
 
-def test_what_units_are_handed_is_kept_cut_over_tensor():
-    assert CUT in kept(compiled(True)) and WHOLE not in kept(compiled(True))
-    assert WHOLE in kept(compiled(False)) and CUT not in kept(compiled(False))
+def test_unit_inputs_are_saved_sharded_over_tensor():
+    assert SHARDED in saved(compiled(True)) and REPLICATED not in saved(compiled(True))
+    assert REPLICATED in saved(compiled(False)) and SHARDED not in saved(compiled(False))
 
 
-def test_the_forward_pass_crosses_nothing_more_for_it():
-    assert crossing_forward(compiled(True)) == crossing_forward(compiled(False))
+def test_the_forward_pass_has_no_more_collectives():
+    assert forward_collectives(compiled(True)) == forward_collectives(compiled(False))
 
 
 @pytest.mark.parametrize("site", SITES)
 def test_a_dropped_constraint_is_missed(site):
     found = compiled(True, site)
-    right = CUT in kept(found) and WHOLE not in kept(found)
-    assert not right or crossing_forward(found) != crossing_forward(compiled(False))
+    right = SHARDED in saved(found) and REPLICATED not in saved(found)
+    assert not right or forward_collectives(found) != forward_collectives(compiled(False))
