@@ -129,7 +129,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "return not self.max_staleness",
         "return self.max_staleness is None",
-        "test_rounds_need_no_ledger",
+        "test_synchronous_servers_need_no_ledger",
     ),
     (
         "half = length - length // 2",
