@@ -147,7 +147,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_leaves_round_trip_through_buckets",
     ),
     (
-        "lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))",
+        "lost = lost.at[ranks.outer].set(sub_chunk - wire.unpack(message, sub_chunk))",
         "lost = lost.at[ranks.outer].set(jnp.zeros_like(piece))",
         "test_int8_errors_are_saved_by_the_packing_rank[1-5]",
     ),
