@@ -1,5 +1,7 @@
 """The package as people install it: every folder listed, and whole inside the wheel."""
 
+import ast
+import collections
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,17 @@ def test_every_folder_with_modules_is_a_package():
     for folder in FOLDERS.values():
         for file in folder.rglob("*.py"):
             assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
+
+
+def test_no_public_class_name_occurs_twice():
+    """Except `Config` of the model families."""
+    found = collections.Counter(
+        node.name
+        for file in (ROOT / "jaxspeed").rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_the_extras_are_those_that_the_readme_may_name():

@@ -30,7 +30,7 @@ DATA = "data"  # the axis of the servers' mesh
 
 
 @dataclass(frozen=True)
-class ServerShard:
+class ServerSharding:
     """The sharding of a parameter over the servers: along one dim, padded to divide.
 
     It comes from the servers' table. A worker splits its gradients and concatenates pulled
@@ -54,10 +54,10 @@ class ServerShard:
         return unpad(jnp.concatenate(shards, self.dim), self.shape)
 
 
-def server_shards(table: PlacementTable) -> dict[str, ServerShard]:
+def server_shards(table: PlacementTable) -> dict[str, ServerSharding]:
     """The shardings of what layers read from, by path."""
     return {
-        row.path: ServerShard(
+        row.path: ServerSharding(
             row.leaf.shape,
             row.shape(row.source),
             sharded_dim(row.source.spec, DATA),
@@ -86,7 +86,7 @@ class WorkerStep:
     """The programs of every worker, compiled for each worker's device. Holds no array."""
 
     program: Program  # of one device: the first worker's
-    shards: dict[str, ServerShard]  # of the servers
+    shards: dict[str, ServerSharding]  # of the servers
 
     @property
     def first(self) -> jax.Device:

@@ -69,13 +69,13 @@ def _across(
     """
     wire, nodes = levels.wire, levels.outer.size
     sub_chunks = jnp.pad(chunk, (0, -chunk.size % nodes)).reshape(nodes, -1)
-    piece, lost = ring_reduce_scatter(sub_chunks, ranks.outer, levels.outer, wire)
-    message = wire.pack(piece)
+    sub_chunk, lost = ring_reduce_scatter(sub_chunks, ranks.outer, levels.outer, wire)
+    message = wire.pack(sub_chunk)
     messages = ring_all_gather(message, ranks.outer, levels.outer)
     if errors is None or lost is None:
-        return messages, piece, None
-    lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))
-    return messages, piece, errors.at[ranks.inner].set(lost.reshape(-1)[: chunk.size])
+        return messages, sub_chunk, None
+    lost = lost.at[ranks.outer].set(sub_chunk - wire.unpack(message, sub_chunk))
+    return messages, sub_chunk, errors.at[ranks.inner].set(lost.reshape(-1)[: chunk.size])
 
 
 def _unpacked(messages: Array, like: Array, length: int, levels: Levels) -> Array:

@@ -295,8 +295,10 @@ class Gradients:
 
 
 def steepest(grad: jax.Array) -> jax.Array:
-    """The direction of steepest ascent: for a complex parameter x + i y the conjugate of JAX's
-    gradient dL/dx - i dL/dy; for a real one the gradient."""
+    """The direction of steepest ascent.
+
+    For a complex parameter x + i y the conjugate of JAX's gradient dL/dx - i dL/dy.
+    """
     return jnp.conj(grad)
 
 

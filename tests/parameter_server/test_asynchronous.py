@@ -32,7 +32,7 @@ from tests.parameter_server.serving import (
         pytest.param({**BF16, "gradient_clipping": 0.5}, id="bf16"),
     ],
 )
-def test_max_staleness_0_equals_in_step_bit_for_bit(more):
+def test_max_staleness_0_equals_synchronous_bitwise(more):
     """Though pushes arrive in the order of the clock, with one worker far behind."""
     uneven = {"worker_pace": [3.0, 1.0, 5.0, 2.0]}
     apart = served(parallel={"max_staleness": 0, **uneven}, **more)
@@ -41,7 +41,7 @@ def test_max_staleness_0_equals_in_step_bit_for_bit(more):
     assert_bitwise_equal(apart, in_step)
 
 
-def test_rounds_sum_in_the_order_of_workers_and_not_of_arrival(monkeypatch):
+def test_synchronous_steps_sum_in_worker_order_whatever_the_arrival(monkeypatch):
     """The last to arrive is the first in the sum."""
     engine = served(parallel={"max_staleness": 0, "worker_pace": [4.0, 3.0, 2.0, 1.0]})
     folded = []
@@ -120,7 +120,7 @@ def test_it_is_plain_jax_with_each_gradient_of_the_version_that_was_pulled(rule)
         np.testing.assert_allclose(after[path], value, atol=1e-5, err_msg=path)
 
 
-def test_with_drop_a_slow_worker_costs_the_others_nothing():
+def test_with_drop_a_slow_worker_does_not_slow_the_others():
     """At least twice the accepted pushes a virtual second of the synchronous mode."""
     slowed = {"worker_pace": SLOWED}
     in_step = train(served(parallel=slowed), 4)
@@ -131,7 +131,7 @@ def test_with_drop_a_slow_worker_costs_the_others_nothing():
     assert max(m["staleness_max"] for m in apart) > 4 and sum(m["dropped"] for m in apart) >= 1
 
 
-def test_what_is_dropped_is_not_applied_and_its_gradients_are_not_sent():
+def test_dropped_gradients_are_neither_applied_nor_sent():
     engine = served(parallel={"max_staleness": 1, "on_stale": "drop", "worker_pace": SLOWED})
     told = train(engine, 8)
     state = engine.state
@@ -165,7 +165,7 @@ def test_a_seed_replays_a_run():
 @pytest.mark.parametrize(
     "rule", [pytest.param(WAIT, id="wait", marks=pytest.mark.full), pytest.param(DROP, id="drop")]
 )
-def test_it_converges_as_in_step(rule):
+def test_it_converges_as_synchronous_training(rule):
     """To within 5% of the synchronous loss, after as many samples."""
     rate = {"type": "SGD", "params": {"lr": 0.005}}
     in_step = served(optimizer=rate)
@@ -182,7 +182,7 @@ def test_it_converges_as_in_step(rule):
 
 
 @pytest.mark.parametrize("what", ["state", "eval_batch", "save_checkpoint"])
-def test_what_is_under_way_arrives_before_the_state_is_looked_at(what, tmp_path):
+def test_pushes_in_flight_arrive_before_the_state_is_read(what, tmp_path):
     engine = served(parallel=WAIT)
     told = train(engine, 2)
     assert sum(engine.staleness.values()) < 2 * RANKS
@@ -194,7 +194,7 @@ def test_what_is_under_way_arrives_before_the_state_is_looked_at(what, tmp_path)
     assert sum(m["accepted"] for m in told) == sum(engine.staleness.values())
 
 
-def test_the_loss_scale_skips_a_push_at_its_own_pace():
+def test_the_loss_scale_skips_an_asynchronous_push():
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}}
     engine = served(parallel=WAIT, **fp16)
     told = train(engine, 8)
@@ -204,7 +204,7 @@ def test_the_loss_scale_skips_a_push_at_its_own_pace():
     assert all(np.isfinite(x).all() for x in parameters(engine).values())
 
 
-def test_a_push_of_another_loss_scale_counts_as_much():
+def test_a_push_of_another_loss_scale_has_the_same_weight():
     """The scale falls while a worker computes; its gradients are those of the scale it pulled."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 

@@ -1,4 +1,4 @@
-"""The synchronous parameter server: it trains as data parallelism does, and keeps things apart."""
+"""The synchronous parameter server: equal to data parallelism; bytes and transfers by device."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ import jaxspeed
 from jaxspeed import ModelError
 from jaxspeed.communication import PULL, PUSH
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.parameter_server import rounds
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.programs import folded
 from tests.engine import tiny
 from tests.parameter_server import serving
@@ -71,7 +71,7 @@ def uneven(model, batch):
     return (error * kept).sum(), kept.sum()
 
 
-def test_parts_count_by_their_weight():
+def test_parts_are_weighted_by_their_loss_weight():
     assert_trains_as(served(loss_fn=uneven), data_parallel(loss_fn=uneven))
 
 
@@ -79,10 +79,7 @@ def test_the_mean_by_weight_is_the_sum_over_all_samples():
     """Of three workers, one of which had nothing to count."""
     random = np.random.default_rng(0)
     shares = [(random.normal(size=5).astype(np.float32), w) for w in (3.0, 0.0, 1.0)]
-    sums = [
-        rounds.Sums({"p": jnp.asarray(g)}, jnp.float32(2 * w), jnp.float32(w), {})
-        for g, w in shares
-    ]
+    sums = [Sums({"p": jnp.asarray(g)}, jnp.float32(2 * w), jnp.float32(w), {}) for g, w in shares]
     found = folded(folded(sums[0], sums[1]), sums[2])
     wanted = (3 * shares[0][0].astype(np.float64) + shares[2][0]) / 4
     np.testing.assert_allclose(found.grads["p"], wanted, rtol=1e-6)
@@ -99,7 +96,7 @@ def test_bf16_follows_data_parallelism():
     assert ours.parameters["head/kernel"].dtype == jnp.float32
 
 
-def test_fp16_skips_what_is_not_finite_and_finds_its_scale_as_data_parallelism_does():
+def test_fp16_skips_steps_and_adapts_its_scale_as_data_parallelism_does():
     """With micro-batches, where both add up gradients of the same parts."""
     ours, theirs = (train(make(accumulation=2, **FP16), 16, 2) for make in (served, data_parallel))
     assert [m["skipped"] for m in ours] == [m["skipped"] for m in theirs]
@@ -108,7 +105,7 @@ def test_fp16_skips_what_is_not_finite_and_finds_its_scale_as_data_parallelism_d
     np.testing.assert_allclose(losses(ours), losses(theirs), rtol=2e-2)
 
 
-def test_gradients_travel_in_the_dtype_that_the_config_says():
+def test_gradients_are_sent_in_the_dtype_of_the_config():
     engine = served(communication_data_type="bf16")
     train(engine, 1)
     exact = served()
@@ -146,7 +143,7 @@ def test_workers_hold_no_optimizer_bytes_and_servers_no_activations(more):
         assert rest <= size * here / SERVERS + 128, device
 
 
-def test_servers_are_given_no_batch_and_run_no_model(monkeypatch):
+def test_servers_receive_no_batch_and_run_no_model(monkeypatch):
     """Of the calls of the model, none is traced for a mesh of servers."""
     sizes = set()
 
@@ -177,7 +174,7 @@ def crossing(monkeypatch):
 @pytest.mark.parametrize(
     "more", [pytest.param({}, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.full)]
 )
-def test_a_step_sends_each_workers_gradients_up_and_parameters_down_once(monkeypatch, more):
+def test_a_step_pushes_gradients_and_pulls_parameters_once_per_worker(monkeypatch, more):
     engine = served(model=tiny.PAIR, **more)  # whose sizes two servers divide
     train(engine, 1)
     moved = crossing(monkeypatch)
@@ -195,7 +192,7 @@ def test_a_step_sends_each_workers_gradients_up_and_parameters_down_once(monkeyp
     assert {a for a, _ in moved} | {b for _, b in moved} == set(engine.program.devices)
 
 
-def test_what_is_never_trained_is_pulled_once():
+def test_frozen_parameters_are_pulled_once():
     def trained(path):
         return "blocks" not in path
 
@@ -241,7 +238,7 @@ def test_the_first_pull_begins_before_the_last_push():
     ],
     ids=["clipping", "skipping bf16", "skipping fp32", "an optimizer that reads all"],
 )
-def test_where_the_update_waits_for_all_gradients_nothing_is_pulled_before(more):
+def test_an_update_that_needs_all_gradients_precedes_every_pull(more):
     assert served(**more).program.buckets is None
 
 
@@ -253,7 +250,7 @@ def test_where_the_update_waits_for_all_gradients_nothing_is_pulled_before(more)
     ],
     ids=["adam", "lamb"],
 )
-def test_bucket_by_bucket_is_the_update_at_once(monkeypatch, more):
+def test_the_bucketed_update_equals_the_update_at_once(monkeypatch, more):
     ours = served(**FREE, **more)
     told = train(ours, 3)
     theirs = served(**FREE, **more)
@@ -314,7 +311,7 @@ def test_statistics_that_a_training_pass_changes_are_refused():
         train(served(model=Normed), 1)
 
 
-def test_evaluation_is_that_of_the_whole_batch():
+def test_evaluation_is_that_of_the_full_batch():
     ours, theirs = served(), data_parallel()
     for engine in (ours, theirs):
         train(engine, 2)
@@ -340,7 +337,7 @@ def test_the_compiled_report_is_of_one_workers_part():
     assert size <= report.argument_bytes < 1.5 * size + 500
 
 
-def test_the_module_runs_with_the_parameters_of_now():
+def test_the_module_has_the_current_parameters():
     engine = served()
     train(engine, 1)
     x = serving.batch(0)["x"]
@@ -357,7 +354,7 @@ def test_there_is_no_one_step_function():
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def test_any_way_of_reduction_restores_anothers_checkpoint(tmp_path):
+def test_every_data_reduction_restores_checkpoints_of_the_others(tmp_path):
     """Servers to ZeRO 2, to other servers at their own pace: nothing is misread."""
     first = served()
     train(first, 3)
@@ -384,7 +381,7 @@ def test_any_way_of_reduction_restores_anothers_checkpoint(tmp_path):
     )
 
 
-def test_a_run_that_is_continued_is_the_run(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = served(**BF16)
     train(whole, 4)
     half = served(**BF16)

@@ -12,7 +12,7 @@ from tests.parameter_server.serving import served
 SERVER = {"data_reduction": "parameter_server"}
 
 
-def test_all_that_cannot_work_is_in_one_error():
+def test_all_problems_are_in_one_error():
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     wrong = {
         "mesh": {"pipe": 2, "tensor": 2, "replica": 2, "data": 3},
@@ -55,13 +55,13 @@ def test_all_that_cannot_work_is_in_one_error():
         (4, {"worker_pace": [1.0]}, "1 paces, and there are 3 workers"),
     ],
 )
-def test_what_the_devices_do_not_allow_is_told_with_what_would(devices, more, says):
+def test_impossible_device_counts_are_refused_with_what_works(devices, more, says):
     mesh = {"data": more.pop("data")} if "data" in more else {}
     with pytest.raises((PlacementError, ConfigError), match=says):
         tiny.engine(parallel={**SERVER, **more}, mesh=mesh, devices=jax.devices()[:devices])
 
 
-def test_several_processes_are_told_of_ray(monkeypatch):
+def test_several_processes_are_refused_with_a_pointer_to_ray(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="--engine ray"):
         served()
@@ -77,7 +77,7 @@ def test_the_batch_is_shared_by_the_workers_alone():
         served(train_batch_size=9)
 
 
-def test_a_batch_that_is_wrong_changes_nothing():
+def test_a_refused_batch_changes_nothing():
     engine = served(parallel=serving.WAIT)
     serving.train(engine, 1)
     with pytest.raises(BatchError):

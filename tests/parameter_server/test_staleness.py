@@ -89,7 +89,7 @@ def test_the_bound_holds_in_any_order_of_arrival(rule: Rule, workers: int, data:
 
 @settings(max_examples=30, deadline=None)
 @given(rules, st.integers(1, 6), st.integers(0, 2**31))
-def test_who_waits_may_pull_once_all_that_is_in_flight_has_arrived(
+def test_a_waiting_worker_may_pull_once_all_pushes_in_flight_arrived(
     rule: Rule, workers: int, seed: int
 ) -> None:
     schedule = WorkerSchedule(rule, [1.0] * workers, seed)
@@ -116,7 +116,7 @@ def test_with_wait_the_slow_worker_sets_the_pace_after_s_versions() -> None:
     assert a_cycle == pytest.approx(5.0, rel=0.05)
 
 
-def test_with_drop_a_slow_worker_does_not_hold_up_the_others() -> None:
+def test_with_drop_a_slow_worker_does_not_delay_the_others() -> None:
     """At least twice the accepted pushes a second of rounds, where each waits for the slow one."""
     clock = VirtualClock(SLOWED)
     rounds = 100
@@ -126,7 +126,7 @@ def test_with_drop_a_slow_worker_does_not_hold_up_the_others() -> None:
     assert synchronous >= 2 * seconds_a_push(Rule(4, "drop"), SLOWED)
 
 
-def test_without_a_slow_worker_nobody_is_dropped_and_nobody_waits() -> None:
+def test_without_a_slow_worker_no_push_is_dropped_and_no_pull_waits() -> None:
     for on_stale in ("drop", "wait"):
         schedule = WorkerSchedule(Rule(12, on_stale), [1.0] * 4, seed=0)
         applied(schedule, 1000)
@@ -134,7 +134,7 @@ def test_without_a_slow_worker_nobody_is_dropped_and_nobody_waits() -> None:
         assert set(schedule.ledger.staleness) <= set(range(7))
 
 
-def test_waiting_keeps_at_most_s_and_one_in_flight() -> None:
+def test_wait_allows_at_most_s_plus_one_pushes_in_flight() -> None:
     schedule = WorkerSchedule(Rule(2, "wait"), [1.0] * 6, seed=0)
     starts = 0
     while schedule.begin() is not None:
@@ -142,7 +142,7 @@ def test_waiting_keeps_at_most_s_and_one_in_flight() -> None:
     assert starts == 3
 
 
-def test_a_lost_worker_is_waited_for_by_nobody() -> None:
+def test_a_lost_worker_blocks_no_pull() -> None:
     ledger = Ledger(Rule(1, "wait"))
     assert ledger.pull("a") == 0 and ledger.pull("b") == 0
     assert ledger.pull("c") is None
@@ -151,7 +151,7 @@ def test_a_lost_worker_is_waited_for_by_nobody() -> None:
     assert ledger.waited == 1
 
 
-def test_a_push_is_damped_by_its_age() -> None:
+def test_a_push_is_damped_by_its_staleness() -> None:
     ledger = Ledger(Rule(2, "drop", decay=0.5))
     for worker in range(4):
         ledger.pull(worker)
@@ -172,7 +172,7 @@ def test_the_seed_alone_decides_the_order() -> None:
     assert order(0) != order(1)
 
 
-def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
+def test_a_synchronous_step_takes_as_long_as_its_slowest_worker() -> None:
     clock = VirtualClock((1.0, 3.0), seed=2)
     taken = [synchronous_step_seconds(clock) for _ in range(200)]
     assert all(2.7 <= seconds < 3.3 for seconds in taken)
@@ -180,7 +180,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
     assert clock.now == pytest.approx(sum(taken))
 
 
-def test_rounds_need_no_ledger() -> None:
+def test_synchronous_servers_need_no_ledger() -> None:
     assert Rule(None).synchronous and Rule(0).synchronous and not Rule(1).synchronous
     with pytest.raises(ValueError, match="needs no ledger: every push has staleness 0"):
         Ledger(Rule(0))

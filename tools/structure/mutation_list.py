@@ -129,7 +129,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "return not self.max_staleness",
         "return self.max_staleness is None",
-        "test_rounds_need_no_ledger",
+        "test_synchronous_servers_need_no_ledger",
     ),
     (
         "half = length - length // 2",
@@ -147,7 +147,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_leaves_round_trip_through_buckets",
     ),
     (
-        "lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))",
+        "lost = lost.at[ranks.outer].set(sub_chunk - wire.unpack(message, sub_chunk))",
         "lost = lost.at[ranks.outer].set(jnp.zeros_like(piece))",
         "test_int8_errors_are_saved_by_the_packing_rank[1-5]",
     ),

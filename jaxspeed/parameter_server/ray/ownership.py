@@ -72,8 +72,8 @@ def assign_params(
     fill = _Fill(load, sum(load) + sum(p.nbytes for p in parameters if p not in stay))
     for one in parameters:
         if one not in stay:
-            for server, piece in fill.add(one):
-                owned[server][one.path] = piece
+            for server, run in fill.add(one):
+                owned[server][one.path] = run
     order = {one.path: i for i, one in enumerate(parameters)}
     return [dict(sorted(own.items(), key=lambda item: order[item[0]])) for own in owned]
 

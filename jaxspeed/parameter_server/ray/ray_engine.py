@@ -114,9 +114,9 @@ class RayEngine(Engine):
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        kept, self._variables = split_state(self.program, state, self.program.servers)
+        saved, self._variables = split_state(self.program, state, self.program.servers)
         self._workers.discard()
-        self._servers.set_state(kept)
+        self._servers.set_state(saved)
         self._begin(int(state.step))
 
     @property

@@ -35,9 +35,9 @@ class ServerActor:
         """Create a fresh state; return what is published of it, and what is frozen."""
         return self._begin(self._functions.program.init(seed))
 
-    def set_state(self, kept: Arrays) -> tuple[Published, Arrays]:
+    def set_state(self, saved: Arrays) -> tuple[Published, Arrays]:
         """Replace the state; return what is published of it, and what is frozen."""
-        return self._begin(self._functions.restored(kept))
+        return self._begin(self._functions.restored(saved))
 
     def get_state(self) -> Arrays:
         """The state, by the names of a checkpoint."""

@@ -116,8 +116,8 @@ class ServerFunctions:
         """The state by checkpoint names, on the host."""
         return {name: np.asarray(x) for name, x in saved_arrays(self.program, state).items()}
 
-    def restored(self, kept: Mapping[str, np.ndarray]) -> TrainState:
+    def restored(self, saved: Mapping[str, np.ndarray]) -> TrainState:
         """The state of these arrays, in buffers that updates can donate."""
-        read = {name: jnp.asarray(x) for name, x in kept.items()}
+        read = {name: jnp.asarray(x) for name, x in saved.items()}
         mine, params = donatable_arrays(self.program, read, saved_leaves(self.program))
         return as_state(self.program, mine, params)

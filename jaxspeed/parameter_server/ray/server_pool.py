@@ -35,13 +35,13 @@ class ServerPool:
             [handle.fresh.options(num_returns=2).remote(seed) for handle in self._handles]
         )
 
-    def set_state(self, kept: Sequence[Arrays]) -> None:
+    def set_state(self, saved: Sequence[Arrays]) -> None:
         """Send each server its arrays of the state."""
         self._restart_dead()
         self._set_published(
             [
                 handle.set_state.options(num_returns=2).remote(own)
-                for handle, own in zip(self._handles, kept, strict=True)
+                for handle, own in zip(self._handles, saved, strict=True)
             ]
         )
 

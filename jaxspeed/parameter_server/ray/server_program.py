@@ -42,14 +42,14 @@ def assign_to_servers(program: Program, servers: int) -> list[dict[str, OwnedRow
     transform = program.optimizer.transform
     update = StreamedUpdate(table, model, layout, transform, False, None).full_update
     _refuse_mixed(update)
-    dealt = assign_params(_parameters(program, update), servers)
-    idle = sum(not pieces for pieces in dealt)
+    assigned = assign_params(_parameters(program, update), servers)
+    idle = sum(not owned for owned in assigned)
     if idle:
         raise ConfigError(
             f"parallel.servers: {servers}, and {idle} of them would own nothing of this model's "
             f"{len(table)} parameters; {servers - idle} would do"
         )
-    return dealt
+    return assigned
 
 
 def _refuse_mixed(update: Separated) -> None:
@@ -93,12 +93,12 @@ class ServerModel:
     """The model of a server: the parameters that it owns. It is never called."""
 
     model: Model
-    pieces: OwnedParams
+    owned: OwnedParams
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         found = {leaf.path: leaf for leaf in self.model.leaves}
-        return tuple(replace(found[p], shape=x.shard_shape) for p, x in self.pieces.items())
+        return tuple(replace(found[p], shape=x.shard_shape) for p, x in self.owned.items())
 
     @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -107,7 +107,7 @@ class ServerModel:
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         """The rows of the same fresh model on every server."""
         values, _ = self.model.init(seed)
-        return {path: piece.of(values[path]) for path, piece in self.pieces.items()}, {}
+        return {path: rows.of(values[path]) for path, rows in self.owned.items()}, {}
 
     def notes(self, compute_dtype: Any) -> Sequence[str]:
         return self.model.notes(compute_dtype)
@@ -137,9 +137,9 @@ class ServerUpdate(Update):
         return norm
 
 
-def program_of_server(program: Program, pieces: OwnedParams, factor: float = 1) -> Program:
+def program_of_server(program: Program, owned: OwnedParams, factor: float = 1) -> Program:
     """A one-device program restricted to a server's parameters; gradients count times `factor`."""
-    model: Model = ServerModel(program.model, pieces)
+    model: Model = ServerModel(program.model, owned)
     table = build_table(model.leaves, program.mesh, precision=precision_of(program.config))
     transform = program.optimizer.transform
     trained = {

@@ -27,7 +27,7 @@ def split_state(
     every = {name: np.asarray(key_data(x)) for name, x in saved_arrays(program, state).items()}
     variables = {n.removeprefix(_VARIABLES): x for n, x in every.items() if _is_variable(n)}
     rest = {name: x for name, x in every.items() if not _is_variable(name)}
-    return [_of_server(rest, pieces, program) for pieces in shares], variables
+    return [_of_server(rest, owned, program) for owned in shares], variables
 
 
 def _is_variable(name: str) -> bool:
@@ -40,15 +40,15 @@ def variables_of(program: Program, seed: int) -> Arrays:
     return {path: np.asarray(x) for path, x in fresh.items()}
 
 
-def _of_server(arrays: Arrays, pieces: OwnedParams, program: Program) -> Arrays:
+def _of_server(arrays: Arrays, owned: OwnedParams, program: Program) -> Arrays:
     found: Arrays = {}
     for name, value in arrays.items():
         owner = owner_of(name, program.table.rows)
         if owner is None:
             found[name] = value
-        elif owner in pieces:
-            piece = pieces[owner]
-            found[name] = piece.of(value) if value.shape == piece.shape else value
+        elif owner in owned:
+            rows = owned[owner]
+            found[name] = rows.of(value) if value.shape == rows.shape else value
     return found
 
 
@@ -67,5 +67,5 @@ def join_state(
         full[name] = join_rows([shares[i] for i in has], parts)[owner]
     leaves = saved_leaves(program)
     read = {name: jnp.asarray(full[name]) for name in leaves}
-    kept, params = donatable_arrays(program, read, leaves)
-    return as_state(program, kept, params)
+    saved, params = donatable_arrays(program, read, leaves)
+    return as_state(program, saved, params)

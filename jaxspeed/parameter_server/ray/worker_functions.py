@@ -32,9 +32,9 @@ class WorkerFunctions:
         """
         wire = wire_of(self.program.config)
 
-        def trained(pieces: OwnedParams) -> list[tuple[str, OwnedRows]]:
+        def trained(owned: OwnedParams) -> list[tuple[str, OwnedRows]]:
             table = self.program.table
-            return [(path, x) for path, x in pieces.items() if table[path].leaf.trainable]
+            return [(path, x) for path, x in owned.items() if table[path].leaf.trainable]
 
         def gradients(
             sources: Arrays, variables: Arrays, batch: Any, step: Any, part: Any, scale: Any
@@ -44,8 +44,8 @@ class WorkerFunctions:
             own = self.program.gradients
             sums = own.of_part(sources, variables, batch, step, scale, first)
 
-            def split(pieces: OwnedParams) -> Arrays:
-                mine = {path: piece.of(sums.grads[path]) for path, piece in trained(pieces)}
+            def split(owned: OwnedParams) -> Arrays:
+                mine = {path: rows.of(sums.grads[path]) for path, rows in trained(owned)}
                 return {path: x.astype(reduction_dtype(x.dtype, wire)) for path, x in mine.items()}
 
             return list(map(split, self.shares)), LossScalars(
@@ -77,10 +77,10 @@ class WorkerFunctions:
 def join_rows(shares: Sequence[OwnedParams], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Full parameters by path, from the servers' rows."""
     parts: dict[str, list[tuple[int, int, Any]]] = {}
-    for pieces, own in zip(shares, found, strict=True):
+    for owned, own in zip(shares, found, strict=True):
         for path, value in own.items():
-            piece = pieces[path]
-            parts.setdefault(path, []).append((piece.start, piece.dim, value))
+            rows = owned[path]
+            parts.setdefault(path, []).append((rows.start, rows.dim, value))
     return {path: _concatenate(rows) for path, rows in parts.items()}
 
 

@@ -52,9 +52,7 @@ class WorkerPool:
         self._started_at = [0.0] * build.workers
         self._in_flight: dict[Any, tuple[int, WorkerTask, Sequence[Any]]] = {}
         self._handles: list[Any] = [None] * build.workers
-        self._ready: list[Any] = [
-            None
-        ] * build.workers  # the reference that each resolves once it can be called
+        self._ready: list[Any] = [None] * build.workers  # references, resolved once callable
         for worker in range(build.workers):
             self._start(worker)
 

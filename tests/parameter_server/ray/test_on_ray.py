@@ -18,7 +18,7 @@ from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import Rule
 from jaxspeed.parameter_server import ray as actors
 from jaxspeed.parameter_server.ray import cluster as clusters
-from jaxspeed.parameter_server.ray import worker_pool as crews
+from jaxspeed.parameter_server.ray import worker_pool as pools
 from tests.parameter_server.ray.ray_parts import batches, config, plain
 
 pytestmark = pytest.mark.ray
@@ -106,9 +106,7 @@ def test_each_worker_and_each_server_is_a_process(fresh):
 
 
 @pytest.mark.parametrize("when", ["between steps", "in a step"])
-def test_a_worker_that_is_killed_is_replaced_and_no_number_changes(
-    fresh, uninterrupted, when, caplog
-):
+def test_a_killed_worker_is_restarted_and_no_number_changes(fresh, uninterrupted, when, caplog):
     given, losses = batches(8), uninterrupted[0]
     assert trained(fresh, given[:3]) == losses[:3]
     before = fresh.processes["workers"]
@@ -125,7 +123,7 @@ def test_a_worker_that_is_killed_is_replaced_and_no_number_changes(
     assert "worker 1 died" in caplog.text
 
 
-def test_a_server_that_is_killed_takes_the_state_with_it_to_the_last_checkpoint(
+def test_a_killed_server_loses_the_state_since_the_last_checkpoint(
     fresh, uninterrupted, tmp_path, capfd
 ):
     given, (losses, state) = batches(8), uninterrupted
@@ -167,13 +165,13 @@ def test_a_checkpoint_is_read_by_any_other_mode_and_theirs_here(fresh, tmp_path)
     np.testing.assert_allclose(trained(fresh, given[3:]), trained(other, given[3:]), rtol=1e-5)
 
 
-def test_round_mode_is_bitwise_the_synchronous_one(engine, uninterrupted):
+def test_synchronous_steps_equal_those_of_one_controller_bitwise(engine, uninterrupted):
     under(engine, Rule(max_staleness=0))
     assert trained(engine, batches(8)) == uninterrupted[0]
     assert arrays(engine.state) == uninterrupted[1]
 
 
-def test_workers_at_their_own_pace_keep_the_bound_though_one_dies(engine):
+def test_asynchronous_workers_keep_the_bound_though_one_dies(engine):
     under(engine, Rule(max_staleness=1))
     given, found = batches(1) * 12, []  # one batch: the loss of others would not fall
     for number, batch in enumerate(given):
@@ -201,7 +199,7 @@ def test_a_push_that_is_too_old_is_dropped_and_counted(engine):
     schedule._ledger.version += 3
     schedule._free.remove(0)
     part = engine._parts(batch, 8)[0]
-    engine._workers.start(0, crews.WorkerTask("gradients", 0, part, schedule._servers.published))
+    engine._workers.start(0, pools.WorkerTask("gradients", 0, part, schedule._servers.published))
     before = arrays(engine._servers.get_state())
     schedule.drain()
     assert schedule._ledger.dropped == 1 and schedule.staleness[3] == 1
@@ -209,7 +207,7 @@ def test_a_push_that_is_too_old_is_dropped_and_counted(engine):
     assert arrays(engine._servers.get_state()) == before
 
 
-def test_a_mistake_in_the_loss_is_told_once_and_in_the_users_words(fresh, uninterrupted):
+def test_an_exception_of_the_loss_is_raised_once_with_its_message(fresh, uninterrupted):
     wrong = {name: x[:, :WRONG] for name, x in batches(1)[0].items()}
     with pytest.raises(ModelError, match=r"ValueError.*a mistake of my own") as caught:
         fresh.train_batch(wrong)
@@ -217,8 +215,8 @@ def test_a_mistake_in_the_loss_is_told_once_and_in_the_users_words(fresh, uninte
     assert trained(fresh, batches(8)) == uninterrupted[0]  # nothing was left in flight
 
 
-def test_a_worker_that_dies_again_and_again_ends_the_run(fresh, monkeypatch):
-    monkeypatch.setattr(crews, "MAX_CONSECUTIVE_DEATHS", 1)
+def test_a_worker_that_dies_repeatedly_ends_the_run(fresh, monkeypatch):
+    monkeypatch.setattr(pools, "MAX_CONSECUTIVE_DEATHS", 1)
     deadly = {name: x[:, :DEADLY] for name, x in batches(1)[0].items()}
     with pytest.raises(RunError, match=r"worker . died 1 times without doing any work"):
         fresh.train_batch(deadly)
@@ -229,9 +227,9 @@ def test_a_batch_of_another_size_is_refused_with_the_workers_in_the_sum(fresh):
         fresh.train_batch({name: x[:4] for name, x in batches(1)[0].items()})
 
 
-def test_a_cluster_without_room_is_an_error_and_no_wait(engine, monkeypatch):
+def test_a_cluster_without_resources_is_an_error_at_once(engine, monkeypatch):
     with pytest.raises(RunError, match="need 2 GPUs, and the cluster has 0"):
         clusters.Cluster(4, accelerated=2, platform="gpu")
-    monkeypatch.setattr(clusters, "SECONDS_FOR_ROOM", 1)
+    monkeypatch.setattr(clusters, "SECONDS_TO_RESERVE", 1)
     with pytest.raises(RunError, match="need 2 CPUs, and the cluster has free 0"):
         clusters.Cluster(4)

@@ -75,11 +75,11 @@ class ServerPool:
     st.sampled_from(["wait", "drop"]),
 )
 def test_no_gradient_older_than_the_bound_is_applied(order, bound, on_stale):
-    schedule = deque(order)
+    choices = deque(order)
 
     def choose(there):
-        schedule.rotate(-1)
-        return there[schedule[0] % len(there)]
+        choices.rotate(-1)
+        return there[choices[0] % len(there)]
 
     workers, servers = WorkerPool(choose), ServerPool()
     schedule = RayAsynchronousSchedule(workers, servers, Rule(bound, on_stale, 0.5), version=0)
@@ -107,7 +107,7 @@ def test_a_slow_worker_sets_the_pace_where_others_wait():
     assert max(schedule.staleness) == 2
 
 
-def test_each_call_tells_of_the_pushes_since_the_one_before():
+def test_each_call_reports_the_pushes_since_the_last():
     workers, servers = WorkerPool(lambda there: there[0]), ServerPool()
     schedule = RayAsynchronousSchedule(workers, servers, Rule(9, "drop"), version=5)
     first = schedule.train([1.0, 2.0, 3.0])  # all three are handed out; one is waited for
@@ -118,7 +118,7 @@ def test_each_call_tells_of_the_pushes_since_the_one_before():
     assert servers.published == [6]
 
 
-def test_a_round_whose_gradients_are_lost_on_the_way_is_computed_again():
+def test_a_synchronous_step_with_lost_gradients_is_recomputed():
     workers, servers = (
         WorkerPool(lambda there: there[-1]),
         ServerPool(losses=MAX_CONSECUTIVE_LOSSES - 1),
@@ -132,7 +132,7 @@ def test_a_round_whose_gradients_are_lost_on_the_way_is_computed_again():
         schedule.train([1.0] * WORKERS)
 
 
-def test_what_was_under_way_is_given_up_after_an_error():
+def test_pushes_in_flight_are_discarded_after_an_error():
     workers, servers = WorkerPool(lambda there: there[0]), ServerPool()
     schedule = RayAsynchronousSchedule(workers, servers, Rule(9, "drop"), version=0)
     schedule.train([1.0] * WORKERS)

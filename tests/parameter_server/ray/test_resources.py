@@ -12,27 +12,27 @@ def resources(**changes):
     return ray_resources(load_config(config(**changes)))
 
 
-def test_the_mesh_says_how_many_workers_there_are():
+def test_mesh_data_sets_the_number_of_workers():
     found = resources()
     assert (found.workers, found.servers, found.platform) == (2, 2, None)
     assert (found.batch.train, found.batch.micro, found.batch.accumulation) == (8, 2, 2)
 
 
-def test_of_simulated_devices_workers_are_those_that_are_no_servers():
+def test_simulated_devices_other_than_servers_are_workers():
     found = resources(mesh={}, run={"devices": "cpu:6"})
     assert (found.workers, found.servers, found.platform) == (4, 2, "cpu")
     # ... unless the mesh says another number: each process has a device of its own.
     assert resources(run={"devices": "cpu:8"}).workers == 2
 
 
-def test_a_process_is_told_its_own_part_of_the_batch_and_of_nobody_else():
+def test_a_process_config_has_its_part_of_the_batch_and_one_device():
     process_config = load_config(resources(zero_optimization={"stage": 0}).process_config)
     assert process_config.batch(1).train == 4 and process_config.mesh.data == -1
     assert process_config.parallel.data_reduction == "xla"
     assert process_config.gradient_clipping == 0.5 and process_config.optimizer.type == "AdamW"
 
 
-def test_summed_gradients_count_once_for_each_worker_by_rounds_alone():
+def test_summed_gradients_are_scaled_by_workers_in_synchronous_steps_alone():
     assert resources(gradient_allreduce_op="sum").factor == 2
     at_own_pace = {**config()["parallel"], "max_staleness": 3}
     assert resources(gradient_allreduce_op="sum", parallel=at_own_pace).factor == 1
@@ -49,11 +49,11 @@ def test_summed_gradients_count_once_for_each_worker_by_rounds_alone():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(changes, message):
+def test_unsupported_configs_are_refused_with_the_reason(changes, message):
     with pytest.raises(ConfigError, match=message):
         resources(**changes)
 
 
-def test_another_way_of_reduction_is_refused():
+def test_another_data_reduction_is_refused():
     with pytest.raises(ConfigError, match='data_reduction: found "xla"'):
         ray_resources(load_config(plain()))

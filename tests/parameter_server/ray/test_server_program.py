@@ -9,7 +9,7 @@ import pytest
 import jaxspeed
 from jaxspeed.errors import ConfigError
 from jaxspeed.parameter_server.ray.server_functions import LossScalars, combine_scalars
-from jaxspeed.parameter_server.ray.server_program import shares
+from jaxspeed.parameter_server.ray.server_program import assign_to_servers
 from jaxspeed.parameter_server.ray.state_transfer import split_state
 from tests.parameter_server.ray.ray_parts import DROPPING, Parts, batches, config, plain
 
@@ -45,14 +45,14 @@ def test_ten_steps_are_those_of_data_parallelism(optimizer):
     assert_trains_as(reference(optimizer=optimizer), parts, batches(10))
 
 
-def test_an_optimizer_that_looks_at_whole_matrices_gets_them_whole():
+def test_an_optimizer_that_reads_full_matrices_gets_them_unpartitioned():
     parts = Parts(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}))
     pieces = {path: x for own in parts.shares for path, x in own.items()}
     matrices = [row.path for row in parts.program.table if "mlp/" in row.path]
     assert matrices and all(pieces[path].is_full for path in matrices)
 
 
-def test_servers_hold_equal_shares_of_the_bytes():
+def test_servers_hold_equal_bytes():
     parts = Parts(config())
     held = [sum(x.nbytes for x in jax.tree.leaves(state)) for state in parts.states]
     assert max(held) < 1.1 * min(held)
@@ -70,7 +70,7 @@ def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
     assert_trains_as(reference(**changes), parts, batches(3), rtol=2e-2, atol=1e-3)
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
+def test_a_non_finite_step_is_skipped_by_all_servers_or_by_none():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}))
     before = [server.saved(state) for server, state in zip(parts.servers, parts.states)]
     server = parts.servers[0]
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_servers_or_by_none():
                 np.testing.assert_array_equal(old[name], new[name], err_msg=name)
 
 
-def test_a_push_of_another_loss_scale_counts_as_much():
+def test_a_push_of_another_loss_scale_has_the_same_weight():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}, gradient_clipping=0.0))
     server, state = parts.servers[0], parts.states[0]
     ones = {path: jnp.ones(x.shape) for path, x in server.published(state).params.items()}
@@ -110,7 +110,7 @@ def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
     assert_trains_as(engine, parts, batches(3))
 
 
-def test_a_state_is_taken_apart_and_put_together_bit_for_bit():
+def test_split_state_and_join_state_round_trip_bitwise():
     changes = {"optimizer": {**config()["optimizer"], "ema_decay": 0.9}, "bf16": {"enabled": True}}
     parts = Parts(config(**changes))
     parts.step(batches(1)[0])
@@ -120,7 +120,7 @@ def test_a_state_is_taken_apart_and_put_together_bit_for_bit():
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert ours[name].tobytes() == theirs[name].tobytes(), name
-        taken = server.given(server.taken(theirs))
+        taken = server.saved(server.restored(theirs))
         assert all(taken[name].tobytes() == ours[name].tobytes() for name in ours)
 
 
@@ -132,7 +132,7 @@ def test_an_optimizer_that_mixes_parameters_is_refused():
         Parts(given, optimizer=mixing)
 
 
-def test_more_servers_than_parameters_can_feed_are_refused():
+def test_servers_without_parameters_are_refused():
     parts = Parts(config())
     with pytest.raises(ConfigError, match="would own nothing"):
-        shares(parts.program, 100_000)
+        assign_to_servers(parts.program, 100_000)

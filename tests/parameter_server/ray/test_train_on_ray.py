@@ -140,7 +140,7 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
         (["--engine", "ray", "--set", "parallel.worker_pace=[1.0, 2.0]"], "its own pace"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(folder, capsys, words, message):
+def test_unsupported_configs_are_refused_before_anything_starts(folder, capsys, words, message):
     assert main(["train", str(TINY), *settings(folder), *words]) in (1, 2)
     assert message in capsys.readouterr().err.replace("\n", " ")
 
