@@ -203,10 +203,10 @@ MISTAKES = {
     ),
     "no way to keep it": (
         ["CONFIG", "--target", "h100:8", "--compile", "--keep", "x.exe"],
-        "jax cannot keep it",
+        "jax cannot serialize it",
     ),
     "no place for the page": (["CONFIG", "--html", "/nowhere/x.html"], "no file can be written"),
-    "no compiler": (["CONFIG", "--target", "v100-32g:8", "--compile"], "no compiler here takes"),
+    "no compiler": (["CONFIG", "--target", "v100-32g:8", "--compile"], "no compiler here supports"),
 }
 
 

@@ -43,7 +43,7 @@ def of(function, *args, kinds=(), gradients=()):
     return transfers_in(traced.jaxpr, named, gradients, ("data",), SIZES)
 
 
-def test_a_loop_over_layers_moves_each_once_and_a_device_its_shard(mesh):
+def test_a_loop_over_layers_transfers_each_shard_once(mesh):
     def forward(weights, x):
         return jax.lax.scan(lambda h, w: (h @ jax.device_put(w, DEVICE), None), x, weights)[0]
 
@@ -96,7 +96,7 @@ def test_an_array_replaced_at_once_leaves_as_it_came(mesh):
     assert found.fetched == found.stored == {"argument 0": 64 * 4 // 4}
 
 
-def test_what_is_walked_and_no_argument_is_a_gradient(mesh):
+def test_a_streamed_array_that_is_no_argument_is_a_gradient(mesh):
     at = NamedSharding(mesh, P("data"))
 
     def there_and_back(x):
@@ -106,7 +106,7 @@ def test_what_is_walked_and_no_argument_is_a_gradient(mesh):
     assert found.to_device == found.to_host == {GRADIENTS: 8 * 16 * 4 // 4}
 
 
-def test_what_no_argument_owns_is_a_gradient_by_its_shape_or_an_activation(mesh):
+def test_other_host_arrays_are_gradients_by_shape_or_activations(mesh):
     def there_and_back(x):
         away = jax.device_put(jnp.sin(x), HOST)
         return jax.device_put(away, DEVICE) * x
@@ -126,7 +126,7 @@ def test_activations_sharded_over_tensor_too_transfer_less(mesh):
     assert of(there, here(mesh, (8, 16), "data")).to_host == {ACTIVATIONS: 8 * 16 * 4 // 8}
 
 
-def test_what_one_shard_does_is_what_its_device_does(mesh):
+def test_transfers_inside_of_shard_map_are_per_device(mesh):
     def there(x):
         return jax.device_put(x, HOST)
 
@@ -137,7 +137,7 @@ def test_what_one_shard_does_is_what_its_device_does(mesh):
     assert found.to_host == {ACTIVATIONS: 2 * 16 * 4}
 
 
-def test_of_branches_the_one_that_moves_most_counts(mesh):
+def test_the_branch_that_transfers_most_counts(mesh):
     def either(flag, weights):
         def fetch(w):
             return jax.device_put(w, DEVICE).sum()

@@ -28,7 +28,7 @@ def test_others_are_not(platform, version):
     refuse_known_bugs(ASKED, platform, version)
 
 
-def test_what_stays_on_the_device_is_not_refused():
+def test_no_offload_is_not_refused():
     refuse_known_bugs([], "gpu", "0.11.0")
 
 
@@ -42,7 +42,7 @@ def test_what_stays_on_the_device_is_not_refused():
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
     ],
 )
-def test_each_word_for_offload_is_asked_about(monkeypatch, config, key):
+def test_each_offload_key_is_checked(monkeypatch, config, key):
     def refused(asked, platform, version):
         assert (platform, version) == ("cpu", jax.lib.__version__)
         if asked:

@@ -1,4 +1,4 @@
-"""A compile in another process: what it finds is what one here finds, and it never outlives us."""
+"""Compiles in a child process: the outcome of a direct compile, and an end with the parent."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def test_the_step_is_the_one_that_would_run_here():
 
 
 @needs_libtpu
-def test_of_a_tpu_it_is_what_a_direct_compile_gives():
+def test_a_tpu_compile_equals_a_direct_one():
     outcome = compile_for(target_of("v5e:2x2"), jobs.small)
     direct = run_on_topology("tests.planner.direct:read_of_small", "v5e:2x2")
     found = outcome.report
@@ -67,13 +67,13 @@ def test_a_program_that_cannot_be_printed_afterwards_is_read_from_what_was_print
 
 
 @needs_libtpu
-def test_what_does_not_fit_is_an_answer_with_what_it_needs():
+def test_a_step_that_does_not_fit_has_an_outcome_with_its_needs():
     outcome = compile_for(target_of("v5e:1x1"), jobs.huge)
     assert outcome.report is None and not outcome.fits(target_of("v5e:1x1"))
     assert outcome.refused.needed > 400 * 10**9
 
 
-def test_a_mistake_that_the_other_process_finds_is_raised_here():
+def test_an_error_in_the_child_process_is_raised_here():
     with pytest.raises(PlacementError, match="no place for 2"):
         compile_for(CPU, jobs.refused)
 
@@ -99,7 +99,7 @@ def test_patience_ends_it():
     ("name", "code"),
     [("SIGINT", 130), pytest.param("SIGTERM", -15, marks=pytest.mark.full), ("SIGKILL", -9)],
 )
-def test_no_process_outlives_the_one_that_asked(tmp_path, name, code):
+def test_no_child_process_outlives_its_parent(tmp_path, name, code):
     told = tmp_path / "pid"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.planner.waiting", str(told)]
@@ -185,7 +185,7 @@ def outcome_of(**figures):
     return Outcome(report, None, 1.0)
 
 
-def test_of_a_device_a_step_holds_what_is_not_given_back_twice():
+def test_aliased_outputs_are_not_counted_twice():
     assert outcome_of(argument=7, temp=5, output=4, alias=3).device_bytes == 13
 
 

@@ -1,4 +1,4 @@
-"""What the estimate calls each part of a step's memory."""
+"""Components of the memory estimate of a step."""
 
 import jax
 import pytest
@@ -36,7 +36,7 @@ def test_components_add_up_and_print():
         assert component.name in str(memory)
 
 
-def test_masters_and_moments_wait_in_host_memory():
+def test_offloaded_masters_and_moments_are_in_host_memory():
     program, batch = build("gpt2: host optimizer")
     waiting = by_name(memory_of(program, batch, "tpu"), host=True, lasting=True)
     each = elements(program) // 4  # cut over 4 data ranks, under stage 1
@@ -51,13 +51,13 @@ def test_full_recompute_saves_the_inputs_of_the_blocks():
     assert inputs <= saved < 1.2 * inputs
 
 
-def test_accumulated_gradients_are_fp32_and_whole_under_stage_0():
+def test_accumulated_gradients_are_fp32_and_replicated_under_stage_0():
     program, batch = build("mixer: 4 micro-batches")
     gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
     assert gradients == pytest.approx(4 * elements(program), rel=0.02)
 
 
-def test_another_stage_cuts_the_gradients():
+def test_stage_2_shards_the_gradients():
     program, batch = build("mixer: 4 micro-batches, stage 3, full")
     gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
     assert gradients == pytest.approx(4 * elements(program) / 4, rel=0.05)

@@ -50,7 +50,7 @@ def error(platform: Platform, name: str) -> float:
     return estimate(platform, name).device / total(platform, name) - 1
 
 
-def test_the_grid_is_whole_and_compiled():
+def test_the_grid_is_complete_and_compiled():
     assert len(POINTS) >= 60
     assert set(COMPILED["tpu"]) == set(POINTS)
 
@@ -72,7 +72,7 @@ def test_never_fits_where_the_compiler_needs_more(platform, name):
     assert estimate(platform, name).on(total(platform, name) - 1) != "fits"
 
 
-def test_host_memory_is_told():
+def test_host_memory_is_reported():
     name = "llama: host optimizer"
     expected = COMPILED["tpu"][name]["host_argument"]
     assert estimate("tpu", name).host == pytest.approx(expected, rel=0.15)

@@ -31,7 +31,7 @@ def test_attention_is_the_platforms_kernel(platform, kernel):
     assert sum(op.name.startswith(kernel) for op in all_ops(step.scope)) >= 2
 
 
-def test_the_question_for_cudnn_is_asked_again_afterwards():
+def test_cudnn_is_looked_up_again_afterwards():
     from jax._src.cudnn import fused_attention_stablehlo as asked
 
     before = asked.check_cudnn_version

@@ -147,7 +147,7 @@ def test_bars_are_as_long_as_their_bytes():
             assert float(widths[each["name"]][1]) == pytest.approx(share, abs=0.01)
 
 
-def test_what_is_beyond_n_is_marked():
+def test_memory_over_the_limit_is_marked():
     over = [e for e in page_read.elements(page_of(page_figures.gpus())) if "over" in e.looks]
     assert len(over) == 2  # in the headline and in the memory
     fits = page_figures.gpus()
@@ -166,7 +166,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_the_headline_says_whether_it_fits_by_the_compiler_where_it_was_asked(name):
+def test_the_headline_has_the_compilers_verdict_if_it_ran(name):
     memory, outcome, says = VERDICTS[name]
     figures = page_figures.gpus()
     figures["memory"]["verdict"] = memory["memory"]

@@ -97,7 +97,7 @@ def test_it_opens_at_a_phone_s_and_a_desk_s_width(opened, plan, dark):
     assert len(numbers) > 50 and not page_read.wrong(numbers, figures)
 
 
-def test_what_is_wrong_would_be_said(browser, tmp_path):
+def test_a_bad_page_fails_the_checks(browser, tmp_path):
     """The checks above can fail: a page that scrolls, is faint, complains and asks for more."""
     path = tmp_path / "bad.html"
     path.write_text(

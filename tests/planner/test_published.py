@@ -19,7 +19,7 @@ MISSED = {
 }
 
 
-def test_each_says_where_it_is_from_and_what_it_assumes():
+def test_each_has_its_source_and_assumptions():
     for run in listed().values():
         assert run["cite"] and run["published"] and "assumes" in run
 

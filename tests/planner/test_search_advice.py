@@ -108,7 +108,7 @@ def test_where_nothing_helps_that_is_reported():
     assert "use more or larger devices" in advice.lines()[1]
 
 
-def test_what_fills_the_host_is_no_advice():
+def test_advice_does_not_exceed_host_memory():
     space = space_of(WRITTEN, 4, layers=0, tensor=(1,), changing=FEW)
 
     def estimate(at):

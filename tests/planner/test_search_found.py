@@ -1,4 +1,4 @@
-"""What a search found, as a table, as figures and as a config."""
+"""A search result as a table, as figures and as a config."""
 
 import json
 import re

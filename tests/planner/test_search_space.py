@@ -87,7 +87,7 @@ def test_activations_that_are_no_longer_offloaded_are_still_recomputed():
     assert choice_of(Config.load(with_keys(written, words)), 8) == stays
 
 
-def test_the_config_as_it_is_needs_no_words():
+def test_the_unchanged_config_needs_no_keys():
     space = space_of(PLAIN, 8)
     assert keys_of(PLAIN, space.base, space.base, space.samples) == {}
 

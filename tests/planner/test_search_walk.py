@@ -100,7 +100,7 @@ def test_a_refused_choice_is_neither_best_nor_climbed_from():
     assert walk.best is not None and walk.best.tensor == 1
 
 
-def test_what_fits_only_just_loses_to_what_has_head_room():
+def test_a_tight_choice_loses_to_one_with_headroom():
     space = space_of(WRITTEN, 8, changing=FEW)
     choices = list(space.all())[:2]
     tight = Estimate(99, 0, 100, 100, "tight", 1.0)
@@ -110,7 +110,7 @@ def test_what_fits_only_just_loses_to_what_has_head_room():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the process ended")])
-def test_what_goes_wrong_in_an_estimate_ends_the_search(error):
+def test_an_error_in_an_estimate_ends_the_search(error):
     space = space_of(WRITTEN, 8, changing=FEW)
     _, costs = made_up(space, 1)
 

@@ -1,4 +1,4 @@
-"""Processes of a search: they answer beside each other, and none outlives who asked."""
+"""Worker processes of a search: concurrent answers, and an end with their parent."""
 
 import os
 import pickle
@@ -36,7 +36,7 @@ def gone(pids, seconds=20):
     return False
 
 
-def test_questions_are_answered_by_other_processes_and_mistakes_raised_here():
+def test_requests_are_answered_by_workers_and_errors_raised_here():
     with started() as workers:
         answers = [workers.submit(n) for n in range(6)]
         wrong = workers.submit("no")
@@ -77,7 +77,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
 )
-def test_they_end_with_the_process_that_asked_however_it_ends(how):
+def test_workers_end_with_their_parent_however_it_ends(how):
     asking = subprocess.Popen(
         [sys.executable, "-c", ASKS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -25,7 +25,7 @@ def time(name):
     return time_in(step(name), target_of(POINTS[name].target))
 
 
-def test_the_parts_are_the_whole():
+def test_the_parts_sum_to_the_step():
     found = time("gpt2: pipe 2, stage 3")
     assert found.bubble > 0
     parts = found.compute + found.memory + found.exchanged + found.bubble
@@ -34,7 +34,7 @@ def test_the_parts_are_the_whole():
         assert 0 <= each.exposed <= each.seconds * 1.001
 
 
-def test_nothing_is_faster_than_its_products():
+def test_no_step_is_faster_than_its_matmuls():
     """A forward and a backward pass of PaLM's flops, at what the chip reaches."""
     found = time("gpt2: stage 0")
     reached = found.peak * target_of("v5p:2x2x1").chip.reached["products"]
@@ -52,7 +52,7 @@ def test_mfu_is_six_times_the_parameters_and_the_attention():
     assert found.mfu == pytest.approx(flops / (found.step * 4 * 459e12), rel=0.01)
 
 
-def test_recompute_takes_a_third_more_products():
+def test_recompute_takes_a_third_more_flops():
     whole, again = time("gpt2: fp32").compute, time("gpt2: full").compute
     assert 1.2 < again / whole < 1.45
     assert time("gpt2: full").model_flops == pytest.approx(time("gpt2: fp32").model_flops)
@@ -65,7 +65,7 @@ def test_the_bubble_is_the_schedules():
     assert found.bubble / found.step == pytest.approx(bubble, rel=0.15)
 
 
-def test_what_waits_in_host_memory_crosses_each_step():
+def test_offloaded_state_is_transferred_each_step():
     """Masters and two moments in fp32, cut over four ranks, there and back."""
     found = time("gpt2: host optimizer")
     size = sum(x.size for x in jax.tree.leaves(step("gpt2: host optimizer").program.state.master))

@@ -20,7 +20,7 @@ def op(ins, outs):
 A, B, C, D = (value() for _ in range(4))
 
 
-def test_an_exchange_hides_behind_work_that_does_not_read_it():
+def test_communication_overlaps_with_independent_work():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
     tasks = [[TimedTask("links", 2.0)], [TimedTask(UNITS, 3.0)], [TimedTask(UNITS, 1.0)]]
     found = schedule_scope(Scope([], [C], ops), tasks)
@@ -28,7 +28,7 @@ def test_an_exchange_hides_behind_work_that_does_not_read_it():
     assert sum(found.waited.values()) == 0
 
 
-def test_what_reads_an_exchange_waits_for_it():
+def test_an_operation_waits_for_the_communication_that_it_reads():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
     tasks = [[TimedTask("links", 5.0)], [TimedTask(UNITS, 3.0)], [TimedTask(UNITS, 1.0)]]
     found = schedule_scope(Scope([], [C], ops), tasks)
@@ -36,13 +36,13 @@ def test_what_reads_an_exchange_waits_for_it():
     assert found.waited == {0: pytest.approx(2.0)}
 
 
-def test_work_that_need_not_wait_goes_ahead():
+def test_ready_work_overtakes_work_that_waits():
     ops = [op([], [A]), op([A], [B]), op([], [C]), op([B, C], [D])]
     tasks = [[TimedTask("links", 3.0)], [TimedTask(UNITS, 1.0)], [TimedTask(UNITS, 3.0)], []]
     assert schedule_scope(Scope([], [D], ops), tasks).seconds == pytest.approx(4.0)
 
 
-def test_exchanges_of_one_link_go_in_turn_and_of_two_at_once():
+def test_communications_are_serialized_per_link():
     ops = [op([], [A]), op([], [B]), op([A, B], [C])]
     same = [[TimedTask("links", 2.0)], [TimedTask("links", 2.0)], [TimedTask(UNITS, 1.0)]]
     apart = [[TimedTask("links", 2.0)], [TimedTask("network", 2.0)], [TimedTask(UNITS, 1.0)]]

@@ -76,7 +76,7 @@ def test_a_gpus_attention_counts_the_scores_that_the_mask_leaves(causal, window)
     assert sorted(_kernel(op, MESH) / one for op in found) == pytest.approx([2, 5])
 
 
-def test_any_other_kernel_counts_its_whole_grid():
+def test_any_other_kernel_counts_its_entire_grid():
     def product(x_ref, y_ref, out_ref):
         out_ref[...] = x_ref[...] @ y_ref[...]
 

@@ -1,4 +1,4 @@
-"""Over which links an exchange goes, and how long that takes, by the book's formulas."""
+"""Links and times of collectives, by the textbook formulas."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def moved(kind, *axes, payload=GB):
     return Communication(kind, axes, payload, 1, "trace")
 
 
-def test_an_axis_sends_both_ways_along_each_dim_of_the_torus_that_it_takes():
+def test_an_axis_sends_in_both_directions_of_each_of_its_torus_dims():
     found = links("v5p:4x4x4", data=16, tensor=4)
     assert found.route(("tensor",)).parallel_links == 2
     assert found.route(("data",)).parallel_links == 4

@@ -98,7 +98,7 @@ def compiled(way):
 
 
 @pytest.mark.parametrize(("way", "which", "axes"), COMPARED)
-def test_what_is_sent_is_what_the_compiled_step_sends(way, which, axes):
+def test_inferred_collectives_are_those_of_the_compiled_step(way, which, axes):
     elements = sum(m.payload / 4 for m in read(way) if kind(m.kind) == which and m.axes == axes)
     assert elements == pytest.approx(compiled(way)[which, axes], rel=0.02)
     assert elements > 2000

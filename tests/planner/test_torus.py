@@ -1,4 +1,4 @@
-"""Which meshes the links of a TPU slice can hold, told without its compiler."""
+"""Meshes that a TPU slice can hold, found without its compiler."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def test_it_is_as_on_the_compiler_s_own_devices():
         ("v6e:16x16", {"tensor": 8}, "data 16, tensor 16"),
     ],
 )
-def test_a_mesh_that_a_torus_cannot_hold_is_told_with_those_that_can(written, sizes, nearest):
+def test_a_mesh_that_a_torus_cannot_hold_is_refused_with_possible_ones(written, sizes, nearest):
     said = refused(written, sizes)
     assert f"cannot be laid out on {written}" in said
     shown = said.partition("possible: ")[2].split("; ")
@@ -71,12 +71,12 @@ def test_a_mesh_that_a_torus_cannot_hold_is_told_with_those_that_can(written, si
         assert refused(written, found) is None
 
 
-def test_what_a_switch_joins_holds_any_mesh():
+def test_devices_on_a_switch_hold_any_mesh():
     assert refused("h100:64", {"tensor": 8, "pipe": 4}) is None
     assert refused("cpu:6", {"tensor": 3}) is None
 
 
-def test_slices_are_joined_by_the_axis_that_exchanges_least():
+def test_the_axis_that_communicates_least_goes_across_slices():
     asked = {
         "replica": {"replica": 2, "data": 2, "tensor": 4},
         "pipe": {"pipe": 2, "data": 2, "tensor": 4},

@@ -94,7 +94,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         'for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):',
         'for axis in ("tensor", "pipe", "data", "expert", "seq", "replica"):',
-        "test_slices_are_joined_by_the_axis_that_exchanges_least",
+        "test_the_axis_that_communicates_least_goes_across_slices",
     ),
     (
         "return self.stacked and self.chunks == 1",
@@ -334,17 +334,17 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "_Transfer(kind, node, made.aval, trips, axes, manual)",
         "_Transfer(kind, node, made.aval, 1, axes, manual)",
-        "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
+        "test_a_loop_over_layers_transfers_each_shard_once",
     ),
     (
         "self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))",
         "self.moves = before + runs[0]",
-        "test_of_branches_the_one_that_moves_most_counts",
+        "test_the_branch_that_transfers_most_counts",
     ),
     (
         "over = axes.get(self.root(move.node), self.activation_axes) - move.manual",
         "over = axes.get(self.root(move.node), self.activation_axes)",
-        "test_what_one_shard_does_is_what_its_device_does",
+        "test_transfers_inside_of_shard_map_are_per_device",
     ),
     (
         "last = end if is_output else max(times[i] for i in by - {OUT})",
@@ -384,6 +384,6 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         ("if now > units_free:\n                        idle.append((units_free, now))"),
         ("if now > units_free + 1e9:\n                        idle.append((units_free, now))"),
-        "test_what_reads_an_exchange_waits_for_it",
+        "test_an_operation_waits_for_the_communication_that_it_reads",
     ),
 ]

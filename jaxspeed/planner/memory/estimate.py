@@ -85,4 +85,4 @@ def _formula(arrays: Sequence[LiveArray], sizes: Sizes) -> str:
     largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]
     terms = [f"{counts[t]} x {t}" if counts[t] > 1 else t for t, _ in largest]
     rest = sum(bytes_.values()) - sum(size for _, size in largest)
-    return " + ".join([*terms, *([f"{bytes_text(rest)} of smaller ones"] if rest else [])])
+    return " + ".join([*terms, *([f"{bytes_text(rest)} in smaller arrays"] if rest else [])])

@@ -152,7 +152,7 @@ class Time:
 
     def _links(self) -> Table:
         table = Table(title="communication, per device and step", title_justify="left", box=None)
-        for column in ("", "of", "over"):
+        for column in ("", "purpose", "over"):
             table.add_column(column, overflow="fold")
         for column in ("runs", "bytes", "time", "exposed"):
             table.add_column(column, justify="right", no_wrap=True)
