@@ -1,4 +1,4 @@
-"""The package, its messages and the docs use the field's terms, as docs/glossary.md defines them."""
+"""The package, its messages and the docs use the field's terms (docs/glossary.md)."""
 
 import re
 from pathlib import Path

@@ -68,8 +68,7 @@ def equation_flops(eqn: Any, count: Count) -> int:
 
 
 def kernel_flops(params: Any, count: Count, grid: Sequence[int]) -> int:
-    """FLOPs of a `pallas_call` that runs on `grid`: its own, or a smaller one if a mask skips
-    points."""
+    """FLOPs of a `pallas_call` on `grid`: its own, or a smaller one if a mask skips points."""
     return program_flops(open_jaxpr(params["jaxpr"])[0], count) * math.prod(grid)
 
 

@@ -265,8 +265,7 @@ def _repeats_units(jaxpr: Any, units: Units) -> bool:
 def _scan_of_groups(
     run: Any, parts: Any, length: int, reverse: bool, context: EvalContext
 ) -> list[Any]:
-    """A scan over groups of trips that are rematerialized together: only each group's input is
-    saved."""
+    """A scan over groups of trips that are rematerialized together: each group saves its input."""
     consts, start, xs = parts
     residuals, inner = context.residuals, replace(context, residuals=None)
     assert residuals is not None
