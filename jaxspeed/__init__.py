@@ -20,7 +20,7 @@ from jaxspeed.objective.rng import micro_batch_key
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement import Placement, PlacementTable
 from jaxspeed.planner.api import plan
-from jaxspeed.train import propose_tensor_cuts
+from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
 
 __all__ = [
     "BatchError",
@@ -47,6 +47,7 @@ __all__ = [
     "micro_batch_key",
     "plan",
     "propose_tensor_cuts",
+    "propose_tensor_sharding",
     "simulate",
     "unit",
 ]

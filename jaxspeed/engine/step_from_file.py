@@ -49,7 +49,7 @@ class StepFromFile:
     def _from_file(self, batch: Any) -> Any:
         program = self.program
         lowered = program.step.trace(program.state, program.abstract_batch(batch)).lower()
-        apart = self._identity.apart(identity_of(lowered, program.devices, program.mesh))
+        apart = self._identity.differences(identity_of(lowered, program.devices, program.mesh))
         if jax.process_count() > 1:
             apart = ["several processes, which is untested"]
         try:

@@ -28,7 +28,7 @@ from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
-from jaxspeed.train.program import Metrics, Program, Serving
+from jaxspeed.train.program import Metrics, Program, ServerTraffic
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
@@ -133,12 +133,12 @@ class ServedProgram(Program):
         return publish
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServerTraffic:
         def stored(row: Row) -> int:
             return math.prod(row.shape(row.source))
 
         sends = pull_and_push(self, self.of_worker.table, stored)
-        return Serving(self.mesh.size, self.rule.pace, *sends)
+        return ServerTraffic(self.mesh.size, self.rule.pace, *sends)
 
     @property
     def ranks_draw_apart(self) -> bool:

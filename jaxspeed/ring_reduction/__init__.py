@@ -1,20 +1,20 @@
 """Ring all-reduce over data ranks, with a documented order of summation.
 
-`steps` are the two phases of one ring, `levels` rings inside of nodes and across them, `wire` what
-is sent, `buckets` how many leaves become few arrays. `rings` says which rings a mesh has, and
-`reduction` takes partial gradients to sums that are sharded as the optimizer's state is;
+`steps` has the two phases of one ring, `levels` rings within and across nodes, `wire` the message
+formats, `buckets` the fusion of many leaves into few arrays. `rings` derives a mesh's rings from
+the config, `reduction` sums the ranks' partial gradients into the optimizer state's sharding, and
 `unit_exchange` gathers and scatters the units of ZeRO 3.
 """
 
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
-from jaxspeed.ring_reduction.levels import Levels, Ranks, gathered, sum_of_all, sum_of_chunk
-from jaxspeed.ring_reduction.reduction import OF_DEVICES, Reduction
+from jaxspeed.ring_reduction.levels import Levels, Ranks, all_gather, all_reduce, reduce_scatter
+from jaxspeed.ring_reduction.reduction import PER_DEVICE, Reduction
 from jaxspeed.ring_reduction.rings import Rings, rings_of
-from jaxspeed.ring_reduction.steps import Directions, Ring, handed_round, reduce_scatter
+from jaxspeed.ring_reduction.steps import Directions, Ring, ring_all_gather, ring_reduce_scatter
 from jaxspeed.ring_reduction.wire import WIRES, Wire
 
 __all__ = [
-    "OF_DEVICES",
+    "PER_DEVICE",
     "WIRES",
     "Bucket",
     "BucketLeaf",
@@ -25,11 +25,11 @@ __all__ = [
     "Ring",
     "Rings",
     "Wire",
+    "all_gather",
+    "all_reduce",
     "buckets_of",
-    "gathered",
-    "handed_round",
     "reduce_scatter",
+    "ring_all_gather",
+    "ring_reduce_scatter",
     "rings_of",
-    "sum_of_all",
-    "sum_of_chunk",
 ]

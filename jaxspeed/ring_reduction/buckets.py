@@ -1,9 +1,9 @@
-"""Buckets: many leaves as few arrays of N chunks, so that a message is large and rings are few.
+"""Gradient and parameter buckets: many leaves fused into few arrays of N chunks.
 
-A leaf that is cut over the ranks is laid out so that rank r's chunk of the bucket is its cut of
-each leaf: after the first phase nothing is left to exchange. Whole leaves follow each other flat,
-and only the end of their bucket is padded. The two never share a bucket, nor do unlike dtypes.
-Complex numbers go round as pairs of real ones.
+A leaf that is sharded over the ranks is laid out so that rank r's chunk of the bucket is its shard
+of each leaf: after the reduce-scatter nothing is left to exchange. Unsharded leaves are flattened
+and concatenated, with padding at the bucket's end only. A bucket never mixes the two, nor dtypes.
+Complex numbers are sent as pairs of real ones.
 """
 
 import math
@@ -18,10 +18,10 @@ from jax import Array
 
 @dataclass(frozen=True)
 class BucketLeaf:
-    """One leaf as a device has it, whole over the ranks of its ring.
+    """A device's part of one leaf, unsharded over the ranks of its ring.
 
     Attributes:
-      dim: where the ranks cut it, into equal parts; None: nowhere.
+      dim: the dim that the ranks shard evenly; None: replicated.
     """
 
     path: str
@@ -40,7 +40,7 @@ class BucketLeaf:
 
     @property
     def size(self) -> int:
-        """How many real numbers it is."""
+        """The count of real numbers."""
         return math.prod(self.real_shape)
 
     @property
@@ -56,56 +56,60 @@ class BucketLeaf:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves that go round together, as [ranks, length]."""
+    """Leaves that are reduced or gathered together, as [ranks, length]."""
 
     parts: tuple[BucketLeaf, ...]
     ranks: int
 
     @property
-    def is_cut(self) -> bool:
-        """Whether each rank ends with its cut of the leaves, and not with all of them."""
+    def is_sharded(self) -> bool:
+        """Whether each rank ends with its shard of the leaves instead of the full leaves."""
         return self.parts[0].dim is not None
 
     @property
     def length(self) -> int:
-        """Of one rank's chunk."""
+        """The length of one rank's chunk."""
         return -(-sum(part.size for part in self.parts) // self.ranks)
 
     @property
     def dtype(self) -> Any:
-        """Of the real numbers that travel."""
+        """The dtype of the real numbers that are sent."""
         return (
             jnp.finfo(self.parts[0].dtype).dtype
             if self.parts[0].is_complex
             else self.parts[0].dtype
         )
 
-    def laid_out(self, leaves: Mapping[str, Array]) -> Array:
-        """[ranks, length] of whole leaves by path, in the bucket's dtype."""
+    def to_chunks(self, leaves: Mapping[str, Array]) -> Array:
+        """Full leaves by path -> [ranks, length] in the bucket's dtype."""
         real = {p.path: p.to_real(leaves[p.path]).astype(self.dtype) for p in self.parts}
-        if self.is_cut:
-            return jnp.concatenate([_in_cuts(real[p.path], p, self.ranks) for p in self.parts], 1)
+        if self.is_sharded:
+            return jnp.concatenate(
+                [_shards_as_rows(real[p.path], p, self.ranks) for p in self.parts], 1
+            )
         flat = jnp.concatenate([real[p.path].reshape(-1) for p in self.parts])
         return jnp.pad(flat, (0, self.ranks * self.length - flat.size)).reshape(self.ranks, -1)
 
-    def own_chunk(self, cuts: Mapping[str, Array]) -> Array:
-        """[length] of one rank's cuts."""
-        return jnp.concatenate([p.to_real(cuts[p.path]).reshape(-1) for p in self.parts])
+    def own_chunk(self, shards: Mapping[str, Array]) -> Array:
+        """One rank's shards by path -> its chunk [length]."""
+        return jnp.concatenate([p.to_real(shards[p.path]).reshape(-1) for p in self.parts])
 
-    def cuts(self, chunk: Array) -> dict[str, Array]:
-        """One rank's cut of each leaf, from its chunk [length]."""
+    def shards(self, chunk: Array) -> dict[str, Array]:
+        """One rank's chunk [length] -> its shard of each leaf."""
         sizes = [part.size // self.ranks for part in self.parts]
         return {
-            part.path: part.from_real(flat.reshape(_cut_shape(part, self.ranks)))
+            part.path: part.from_real(flat.reshape(_shard_shape(part, self.ranks)))
             for part, flat in zip(self.parts, _split(chunk, sizes, 0), strict=True)
         }
 
     def leaves(self, chunks: Array) -> dict[str, Array]:
-        """The whole leaves, from all chunks [ranks, length]."""
-        if self.is_cut:
+        """All chunks [ranks, length] -> the full leaves."""
+        if self.is_sharded:
             sizes = [part.size // self.ranks for part in self.parts]
             columns = _split(chunks, sizes, 1)
-            return {p.path: _from_cuts(x, p) for p, x in zip(self.parts, columns, strict=True)}
+            return {
+                p.path: _from_rows_of_shards(x, p) for p, x in zip(self.parts, columns, strict=True)
+            }
         flats = _split(chunks.reshape(-1), [part.size for part in self.parts], 0)
         return {
             p.path: p.from_real(x.reshape(p.real_shape))
@@ -114,7 +118,7 @@ class Bucket:
 
 
 def buckets_of(parts: Iterable[BucketLeaf], ranks: int, nbytes: int) -> tuple[Bucket, ...]:
-    """Buckets of at most so many bytes, or of one leaf that is larger, in the leaves' order."""
+    """Buckets of at most `nbytes`, or of one larger leaf, in the leaves' order."""
     open_: dict[Any, list[BucketLeaf]] = {}
     done: list[Bucket] = []
     for part in parts:
@@ -127,12 +131,12 @@ def buckets_of(parts: Iterable[BucketLeaf], ranks: int, nbytes: int) -> tuple[Bu
     return (*done, *(Bucket(tuple(held), ranks) for held in open_.values() if held))
 
 
-def _cut_shape(part: BucketLeaf, ranks: int) -> tuple[int, ...]:
+def _shard_shape(part: BucketLeaf, ranks: int) -> tuple[int, ...]:
     return tuple(n // ranks if d == part.dim else n for d, n in enumerate(part.real_shape))
 
 
-def _in_cuts(leaf: Array, part: BucketLeaf, ranks: int) -> Array:
-    """[ranks, length]: each rank's cut, flat."""
+def _shards_as_rows(leaf: Array, part: BucketLeaf, ranks: int) -> Array:
+    """A full leaf -> [ranks, length], each rank's shard flattened."""
     dim = part.dim
     assert dim is not None
     before, after = part.real_shape[:dim], part.real_shape[dim:]
@@ -140,16 +144,16 @@ def _in_cuts(leaf: Array, part: BucketLeaf, ranks: int) -> Array:
     return jnp.moveaxis(folded, dim, 0).reshape(ranks, -1)
 
 
-def _from_cuts(cuts: Array, part: BucketLeaf) -> Array:
-    """The leaf, of each rank's cut [ranks, length]."""
-    dim, ranks = part.dim, cuts.shape[0]
+def _from_rows_of_shards(rows: Array, part: BucketLeaf) -> Array:
+    """Each rank's flattened shard [ranks, length] -> the full leaf."""
+    dim, ranks = part.dim, rows.shape[0]
     assert dim is not None
-    whole = jnp.moveaxis(cuts.reshape(ranks, *_cut_shape(part, ranks)), 0, dim)
-    return part.from_real(whole.reshape(part.real_shape))
+    full = jnp.moveaxis(rows.reshape(ranks, *_shard_shape(part, ranks)), 0, dim)
+    return part.from_real(full.reshape(part.real_shape))
 
 
 def _split(x: Array, sizes: Sequence[int], axis: int) -> list[Array]:
-    """Parts of these sizes along an axis; what is left over is padding."""
+    """Slices of these sizes along an axis, without the padding at its end."""
     found, start = [], 0
     for size in sizes:
         found.append(x[start : start + size] if axis == 0 else x[:, start : start + size])

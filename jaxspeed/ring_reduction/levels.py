@@ -1,8 +1,8 @@
-"""A ring of ranks, or rings inside of nodes and rings across them.
+"""Hierarchical reduce-scatter, all-reduce and all-gather: rings within nodes and across nodes.
 
-With two levels each rank first sums its chunk with the others of its node; the ranks that hold the
-same chunk in their nodes then make a ring of their own, which sums it across nodes in pieces of a
-chunk: node k's piece starts at node k + 1. Across nodes travels so only a chunk, not an array.
+With two levels each rank first sums its chunk within its node. The ranks that hold the same chunk
+in their nodes then form an outer ring, which sums sub-chunks across nodes: node k's sub-chunk
+starts at node k + 1. Only a chunk is sent across nodes, not the array.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspeed.ring_reduction.steps import Ring, handed_round, reduce_scatter
+from jaxspeed.ring_reduction.steps import Ring, ring_all_gather, ring_reduce_scatter
 from jaxspeed.ring_reduction.wire import Wire
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The rings that an array goes round, and what travels."""
+    """The inner and outer ring of a reduction, and their message format."""
 
     inner: Ring
     outer: Ring  # of size 1 where there is one level
@@ -26,49 +26,52 @@ class Levels:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this device stands on each ring, int32."""
+    """This device's rank on each ring, int32."""
 
     inner: Array
     outer: Array
 
 
-def sum_of_chunk(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
-    """The sum over all ranks of this rank's chunk, [length] of x [N, length]; and the errors."""
-    chunk, errors = reduce_scatter(x, ranks.inner, levels.inner, levels.wire)
-    if levels.outer.size == 1:  # nothing more is sent, and nothing rounded
+def reduce_scatter(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
+    """This rank's chunk [length] of the sum of x [N, length] over all ranks; and the errors."""
+    chunk, errors = ring_reduce_scatter(x, ranks.inner, levels.inner, levels.wire)
+    if levels.outer.size == 1:  # no further message, so no rounding
         return chunk, errors
     message, like, errors = _across(chunk, errors, ranks, levels)
     return _unpacked(message, like, chunk.size, levels)[0], errors
 
 
-def sum_of_all(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
+def all_reduce(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
     """The sum over all ranks, [N, length]; and the errors.
 
-    What is handed round is the message in which a sum was packed first, so that no level rounds
-    again.
+    Gathers the messages into which the sums were first packed, so that no level rounds again.
     """
-    chunk, errors = reduce_scatter(x, ranks.inner, levels.inner, levels.wire)
+    chunk, errors = ring_reduce_scatter(x, ranks.inner, levels.inner, levels.wire)
     message, like, errors = _across(chunk, errors, ranks, levels)
-    messages = handed_round(message.reshape(-1), ranks.inner, levels.inner)
+    messages = ring_all_gather(message.reshape(-1), ranks.inner, levels.inner)
     messages = messages.reshape(-1, message.shape[1])
     return _unpacked(messages, like, chunk.size, levels), errors
 
 
-def gathered(chunk: Array, ranks: Ranks, levels: Levels) -> Array:
-    """The chunks of a node's ranks as they are, [N, length]: parameters, which nodes have alike."""
-    return handed_round(chunk, ranks.inner, levels.inner)
+def all_gather(chunk: Array, ranks: Ranks, levels: Levels) -> Array:
+    """The chunks of a node's ranks, [N, length], for parameters, of which nodes hold replicas."""
+    return ring_all_gather(chunk, ranks.inner, levels.inner)
 
 
 def _across(
     chunk: Array, errors: Array | None, ranks: Ranks, levels: Levels
 ) -> tuple[Array, Array, Array | None]:
-    """The messages that a node's chunk is summed up in over all nodes, [nodes, ...]; an array like
-    what one of them holds; and the errors with those of this packing."""
+    """Sum a node's chunk over the nodes.
+
+    Returns:
+      The packed sub-chunks of the sum [nodes, ...]; an array shaped like one of them unpacked; and
+      the errors, including those of this packing.
+    """
     wire, nodes = levels.wire, levels.outer.size
-    pieces = jnp.pad(chunk, (0, -chunk.size % nodes)).reshape(nodes, -1)
-    piece, lost = reduce_scatter(pieces, ranks.outer, levels.outer, wire)
+    sub_chunks = jnp.pad(chunk, (0, -chunk.size % nodes)).reshape(nodes, -1)
+    piece, lost = ring_reduce_scatter(sub_chunks, ranks.outer, levels.outer, wire)
     message = wire.pack(piece)
-    messages = handed_round(message, ranks.outer, levels.outer)
+    messages = ring_all_gather(message, ranks.outer, levels.outer)
     if errors is None or lost is None:
         return messages, piece, None
     lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))
@@ -76,6 +79,6 @@ def _across(
 
 
 def _unpacked(messages: Array, like: Array, length: int, levels: Levels) -> Array:
-    """Chunks from the messages of their pieces: [chunks * nodes, ...] -> [chunks, length]."""
-    pieces = jax.vmap(lambda message: levels.wire.unpack(message, like))(messages)
-    return pieces.reshape(-1, levels.outer.size * like.size)[:, :length]
+    """Messages of sub-chunks [chunks * nodes, ...] -> chunks [chunks, length]."""
+    sub_chunks = jax.vmap(lambda message: levels.wire.unpack(message, like))(messages)
+    return sub_chunks.reshape(-1, levels.outer.size * like.size)[:, :length]

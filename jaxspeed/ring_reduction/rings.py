@@ -1,4 +1,4 @@
-"""The rings of a mesh: where its devices stand on them, and what goes round together."""
+"""The rings of a mesh: each device's rank, bucket size and message format, from the config."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import Levels, Ranks
-from jaxspeed.ring_reduction.steps import Ring, handed_round
+from jaxspeed.ring_reduction.steps import Ring, ring_all_gather
 from jaxspeed.ring_reduction.wire import WIRES
 
 REPLICA, DATA = DATA_AXES
@@ -24,7 +24,7 @@ NO_RANK = -2
 
 @dataclass(frozen=True)
 class Rings:
-    """The rings of one mesh, and how much goes round at once."""
+    """The rings of one mesh, and the bytes of a bucket."""
 
     mesh: Mesh
     levels: Levels
@@ -32,41 +32,41 @@ class Rings:
 
     @property
     def count(self) -> int:
-        """The data ranks of all rings."""
+        """The number of data ranks."""
         return data_parallel_size(self.mesh)
 
     @property
     def feedback(self) -> bool:
-        """Whether what packing loses is kept from step to step."""
+        """Whether quantization errors are carried from step to step (error feedback)."""
         return self.levels.wire.feedback
 
     @property
-    def sends_its_own_dtype(self) -> bool:
-        """Whether a gradient travels in the dtype in which it is added up."""
+    def sends_gradient_dtype(self) -> bool:
+        """Whether gradients are sent in the dtype in which they are summed."""
         return self.levels.wire == WIRES["none"]
 
     def buckets(self, parts: Iterable[BucketLeaf]) -> tuple[Bucket, ...]:
-        """What goes round together."""
+        """The leaves fused into buckets of at most `bucket_bytes`."""
         return buckets_of(parts, self.levels.inner.size, self.bucket_bytes)
 
-    def numbers(self) -> tuple[jax.Array, jax.Array]:
-        """Each device's number on the inner and on the outer ring, cut over their axes.
+    def rank_ids(self) -> tuple[jax.Array, jax.Array]:
+        """The ranks along the inner and the outer ring, to be sharded over their axes.
 
-        `lax.axis_index` is no instruction that XLA can place wherever other axes are automatic.
+        A substitute for `lax.axis_index`, which XLA cannot place where other axes are automatic.
         """
         return jnp.arange(self.levels.inner.size), jnp.arange(self.levels.outer.size)
 
-    def told(self, inner: jax.Array, outer: jax.Array) -> Ranks:
-        """Where a device stands, by its parts of `numbers`."""
+    def ranks(self, inner: jax.Array, outer: jax.Array) -> Ranks:
+        """A device's ranks from its shards of `rank_ids`."""
         return Ranks(inner[0], outer[0])
 
     def on_devices(
         self, per_device: Callable[..., Any], in_specs: Sequence[Any], out_specs: Any
     ) -> Callable[..., Any]:
-        """`per_device(ranks, *arrays)` as a global view: manual over all axes of the mesh."""
+        """`per_device(ranks, *arrays)` in a shard_map that is manual over all axes of the mesh."""
 
         def device(inner: jax.Array, outer: jax.Array, *arrays: Any) -> Any:
-            return per_device(self.told(inner, outer), *arrays)
+            return per_device(self.ranks(inner, outer), *arrays)
 
         run = jax.shard_map(
             device,
@@ -75,13 +75,13 @@ class Rings:
             out_specs=out_specs,
             check_vma=False,
         )
-        return lambda *arrays: run(*self.numbers(), *arrays)
+        return lambda *arrays: run(*self.rank_ids(), *arrays)
 
-    def once_there(self, ranks: Ranks, values: Any) -> Ranks:
-        """The same, not before these floating arrays are there, on simulated devices.
+    def after_arrays(self, ranks: Ranks, values: Any) -> Ranks:
+        """The same ranks with a data dependency on these floating arrays, on simulated devices.
 
-        XLA:CPU would run messages beside loops of what is still computed, in an order of its own on
-        each device, and they would wait for each other for ever. It keeps no barrier, only data.
+        XLA:CPU would run collectives concurrently with loops that are still computing, in a
+        different order on each device, and deadlock. It drops barriers; only data orders it.
         """
         if not self.levels.inner.unrolled:
             return ranks
@@ -92,18 +92,18 @@ class Rings:
         outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
         return Ranks(inner, outer)
 
-    def of_every_rank(self, x: jax.Array, ranks: Ranks) -> jax.Array:
-        """[ranks, length] of what each rank has [length], in the order of the ranks."""
+    def gather_ranks(self, x: jax.Array, ranks: Ranks) -> jax.Array:
+        """Each rank's [length], gathered to [ranks, length] in rank order."""
         inner = self.levels.inner
         everyone = Ring((REPLICA, DATA), self.count, inner.directions, inner.unrolled)
         rank = ranks.outer * inner.size + ranks.inner
-        if inner.unrolled:  # what is sent waits for what the rank waits for
+        if inner.unrolled:  # the message depends on what the rank depends on
             x = jnp.where(rank == NO_RANK, jnp.zeros_like(x), x)
-        return handed_round(x, rank, everyone)
+        return ring_all_gather(x, rank, everyone)
 
 
 def rings_of(config: Config, mesh: Mesh) -> Rings | None:
-    """The rings that a config asks for."""
+    """The rings of a config with `parallel.data_reduction: ring`."""
     parallel = config.parallel
     if parallel.data_reduction != "ring":
         return None
@@ -111,16 +111,16 @@ def rings_of(config: Config, mesh: Mesh) -> Rings | None:
     inner, outer = (
         Ring(axis, mesh.shape[axis], parallel.ring_directions, unrolled) for axis in (DATA, REPLICA)
     )
-    # One rank sends nothing, and so nothing is rounded.
-    word = parallel.ring_wire if data_parallel_size(mesh) > 1 else "none"
-    return Rings(mesh, Levels(inner, outer, WIRES[word]), parallel.ring_bucket_bytes)
+    # One rank sends nothing, so nothing is rounded.
+    wire = parallel.ring_wire if data_parallel_size(mesh) > 1 else "none"
+    return Rings(mesh, Levels(inner, outer, WIRES[wire]), parallel.ring_bucket_bytes)
 
 
 def data_spec(row: Row) -> P:
-    """How the data ranks cut what layers read from, other axes left out."""
+    """The sharding over `data` of the array that layers read, without other axes."""
     return P(*(DATA if DATA in entry_axes(entry) else None for entry in row.source.spec))
 
 
 def local_shape(mesh: Mesh | AbstractMesh, spec: P, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a device's part of an array."""
+    """The shape of one device's shard."""
     return tuple(NamedSharding(mesh, spec).shard_shape(tuple(shape)))

@@ -1,8 +1,7 @@
-"""ZeRO 3 around rings: a unit's parameters are gathered as buckets, its gradients scattered so.
+"""ZeRO 3 with rings: all-gather of a unit's parameters and reduce-scatter of its gradients.
 
-The loss runs manual over the data axes. What the tensor axis cuts is the compiler's business there,
-but not inside of the exchange: that is manual over all axes, so that each device's part of a
-parameter goes round as it is.
+Both use buckets. The loss runs manual over the data axes, where the compiler handles the sharding
+over `tensor`; the exchange is manual over all axes and sends each device's shard unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,39 +14,39 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
-from jaxspeed.ring_reduction.levels import Ranks, gathered, sum_of_all, sum_of_chunk
+from jaxspeed.ring_reduction.levels import Ranks, all_gather, all_reduce, reduce_scatter
 from jaxspeed.ring_reduction.rings import Rings, local_shape
 from jaxspeed.zero3 import ShardedParam
 
 
 @dataclass(frozen=True)
 class RingExchange:
-    """See `zero3/sharded_param.py`."""
+    """The exchange protocol of `zero3/sharded_param.py`, by rings."""
 
     rings: Rings
-    place: Sequence[jax.Array]  # this device's parts of `Rings.numbers`
+    place: Sequence[jax.Array]  # this device's shards of `Rings.rank_ids`
 
     def gather(
         self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
     ) -> list[Any]:
-        """Cast on the shard, gathered, unpadded."""
+        """Cast the shards, all-gather and unpad them."""
         shards = [x.astype(s.dtype) for s, x in zip(stored, shards, strict=True)]
-        moving = [i for i, s in enumerate(stored) if s.sharded_dim is not None]
-        specs = [_left(s) for s in stored]
-        buckets = self._buckets([stored[i] for i in moving], [shards[i] for i in moving])
+        sharded = [i for i, s in enumerate(stored) if s.sharded_dim is not None]
+        specs = [_other_axes_spec(s) for s in stored]
+        buckets = self._buckets([stored[i] for i in sharded], [shards[i] for i in sharded])
 
-        def device(ranks: Ranks, cuts: list[Any]) -> list[Any]:
-            named = {str(i): x for i, x in enumerate(cuts)}
-            whole: dict[str, Any] = {}
+        def device(ranks: Ranks, shards: list[Any]) -> list[Any]:
+            named = {str(i): x for i, x in enumerate(shards)}
+            full: dict[str, Any] = {}
             for bucket in buckets:
                 chunk = bucket.own_chunk(named)
-                whole |= bucket.leaves(gathered(chunk, ranks, self.rings.levels))
-            return [whole[name] for name in named]
+                full |= bucket.leaves(all_gather(chunk, ranks, self.rings.levels))
+            return [full[name] for name in named]
 
-        moved = [specs[i] for i in moving]
-        found = self._on_devices(device, place, moved, moved)([shards[i] for i in moving])
-        for i, whole in zip(moving, found, strict=True):
-            shards[i] = whole
+        exchanged = [specs[i] for i in sharded]
+        found = self._on_devices(device, place, exchanged, exchanged)([shards[i] for i in sharded])
+        for i, full in zip(sharded, found, strict=True):
+            shards[i] = full
         return [
             x if x.shape == s.shape else x[tuple(map(slice, s.shape))]
             for s, x in zip(stored, shards, strict=True)
@@ -60,40 +59,40 @@ class RingExchange:
         likes: Sequence[Any],
         place: Sequence[Any],
     ) -> list[Any]:
-        """Padded, summed to this rank's cut, in the dtype of what is stored."""
-        specs = [_left(s) for s in stored]
+        """Pad the gradients and reduce-scatter them to this rank's shards, in the stored dtype."""
+        specs = [_other_axes_spec(s) for s in stored]
         padded = [
             jnp.pad(g, [(0, b - a) for a, b in zip(g.shape, shape, strict=True)])
-            for g, shape in zip(grads, map(self._whole, stored, likes), strict=True)
+            for g, shape in zip(grads, map(self._full_shape, stored, likes), strict=True)
         ]
-        if not self.rings.sends_its_own_dtype:
+        if not self.rings.sends_gradient_dtype:
             padded = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in padded]
         buckets = self._buckets(stored, likes, [g.dtype for g in padded])
 
         def device(ranks: Ranks, grads: list[Any]) -> list[Any]:
             named = {str(i): x for i, x in enumerate(grads)}
-            cuts: dict[str, Any] = {}
+            shards: dict[str, Any] = {}
             for bucket in buckets:
-                x, levels = bucket.laid_out(named), self.rings.levels
-                if bucket.is_cut:
-                    cuts |= bucket.cuts(sum_of_chunk(x, ranks, levels)[0])
+                x, levels = bucket.to_chunks(named), self.rings.levels
+                if bucket.is_sharded:
+                    shards |= bucket.shards(reduce_scatter(x, ranks, levels)[0])
                 else:
-                    cuts |= bucket.leaves(sum_of_all(x, ranks, levels)[0])
-            return [cuts[name] for name in named]
+                    shards |= bucket.leaves(all_reduce(x, ranks, levels)[0])
+            return [shards[name] for name in named]
 
         summed = self._on_devices(device, place, specs, specs)(padded)
         return [x.astype(like.dtype) for x, like in zip(summed, likes, strict=True)]
 
     def over_ranks(self, x: jax.Array) -> jax.Array:
-        """The sum of a scalar over all ranks, in their order."""
+        """The sum of a scalar over all ranks, in rank order."""
 
         def device(ranks: Ranks, xs: list[Any]) -> list[Any]:
-            return [self.rings.of_every_rank(x[None], ranks)[:, 0].sum() for x in xs]
+            return [self.rings.gather_ranks(x[None], ranks)[:, 0].sum() for x in xs]
 
         return self._on_devices(device, self.place, [P()], [P()])([x])[0]
 
-    def _whole(self, stored: ShardedParam, shard: Any) -> tuple[int, ...]:
-        """The shape that the ranks' shards make up."""
+    def _full_shape(self, stored: ShardedParam, shard: Any) -> tuple[int, ...]:
+        """The unsharded shape of the ranks' shards."""
         ranks = self.rings.levels.inner.size
         return tuple(n * ranks if d == stored.sharded_dim else n for d, n in enumerate(shard.shape))
 
@@ -106,7 +105,7 @@ class RingExchange:
         parts = [
             BucketLeaf(
                 str(i),
-                local_shape(s.gathered.mesh, _left(s), self._whole(s, x)),
+                local_shape(s.gathered.mesh, _other_axes_spec(s), self._full_shape(s, x)),
                 jnp.dtype(dtypes[i] if dtypes else x.dtype),
                 s.sharded_dim,
             )
@@ -121,9 +120,9 @@ class RingExchange:
         in_specs: list[P],
         out_specs: list[P],
     ) -> Callable[[list[Any]], list[Any]]:
-        """Manual over the axes that are left, within the data axes' manual region."""
+        """A shard_map over the remaining axes, within the data axes' manual region."""
         run = jax.shard_map(
-            lambda inner, outer, arrays: per_device(self.rings.told(inner, outer), arrays),
+            lambda inner, outer, arrays: per_device(self.rings.ranks(inner, outer), arrays),
             in_specs=(P(), P(), in_specs),
             out_specs=out_specs,
             axis_names=set(free_axes()),
@@ -133,7 +132,7 @@ class RingExchange:
         return lambda arrays: run(inner, outer, arrays)
 
 
-def _left(stored: ShardedParam) -> P:
-    """How other axes cut it. A dim that the data ranks cut as well is whole while it goes round."""
+def _other_axes_spec(stored: ShardedParam) -> P:
+    """The sharding over other axes; the dim that is also sharded over data is left out."""
     entries = [None if dim == stored.sharded_dim else e for dim, e in enumerate(stored.entries)]
     return P(*entries)

@@ -1,9 +1,8 @@
-"""What travels round a ring in the place of numbers: themselves, bf16, or int8 in blocks.
+"""Message formats of the ring (`parallel.ring_wire`): uncompressed, bf16, or block-quantized int8.
 
-A `Wire` packs an array [length] into one array, which is one message, and unpacks it again. int8
-sends one byte a number and four a block: x is rounded to scale * q with scale = max|x| / 127 over
-the block. A block that holds what is not finite is not finite after it either, so that a step that
-has to be skipped still is.
+A `Wire` packs an array [length] into one array, which is one message, and unpacks it. int8 sends
+one byte per number and four per block: x is rounded to scale * q with scale = max|x| / 127 over the
+block. A non-finite block stays non-finite, so that a step that must be skipped still is.
 """
 
 from dataclasses import dataclass
@@ -13,26 +12,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 BLOCK = 256  # numbers that share a scale
-Word = Literal["none", "bf16", "int8"]
+WireName = Literal["none", "bf16", "int8"]
 
 
 class Wire(Protocol):
-    """How arrays [length] are sent."""
+    """A format in which arrays [length] are sent."""
 
     @property
     def feedback(self) -> bool:
-        """Whether what packing loses is to be kept, and added to what is sent the next time."""
+        """Whether packing errors are saved and added to the next message (error feedback)."""
 
     def pack(self, x: Array) -> Array:
-        """The message."""
+        """Encode as one message."""
 
     def unpack(self, message: Array, like: Array) -> Array:
-        """What was packed, with the shape and dtype of `like`."""
+        """Decode to the shape and dtype of `like`."""
 
 
 @dataclass(frozen=True)
-class AsItIs:
-    """The numbers themselves."""
+class Uncompressed:
+    """Values in their own dtype."""
 
     feedback = False
 
@@ -44,10 +43,10 @@ class AsItIs:
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """bf16: the exponent is fp32's own, so that nothing overflows and nothing needs a scale.
+class RoundedToBf16:
+    """bf16: the exponent range of fp32, so nothing overflows and no scale is needed.
 
-    Sent as the bits that it is: XLA:CPU widens what bf16 its collectives carry (jax 0.10.2).
+    Sent as uint16 bits: XLA:CPU widens bf16 in its collectives (jax 0.10.2).
     """
 
     feedback = False
@@ -60,8 +59,8 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """int8 with a scale in fp32 for each block."""
+class BlockInt8:
+    """int8 with an fp32 scale per block."""
 
     feedback = True
     block: int = BLOCK
@@ -72,7 +71,7 @@ class Blocks:
         x = jnp.pad(x.astype(jnp.float32), (0, blocks * self.block - x.size))
         x = x.reshape(blocks, self.block)
         scale = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127
-        # A block of zeros is sent as such; 0 / 0 would not be.
+        # A block of zeros stays zero instead of 0 / 0.
         q = jnp.round(x / jnp.where(scale == 0, 1, scale)).astype(jnp.int8)
         return jnp.concatenate([q.reshape(-1), lax.bitcast_convert_type(scale, jnp.int8).ravel()])
 
@@ -84,4 +83,4 @@ class Blocks:
         return x.reshape(-1)[: like.size].astype(like.dtype)
 
 
-WIRES: dict[Word, Wire] = {"none": AsItIs(), "bf16": Rounded(), "int8": Blocks()}
+WIRES: dict[WireName, Wire] = {"none": Uncompressed(), "bf16": RoundedToBf16(), "int8": BlockInt8()}

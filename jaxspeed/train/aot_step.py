@@ -1,9 +1,8 @@
-"""A compiled step in a file, beside what says for what it was compiled.
+"""Ahead-of-time compiled step in a file, with the identity of what it was compiled for.
 
-The file is a line of magic, a line of JSON (the `Identity`, and a digest of what follows), and what
-`jax.experimental.serialize_executable` makes of a compiled program. That is a pickle: loading one
-runs what is in it, so a file is only to be loaded from whom one trusts. The identity is plain JSON
-and is compared before anything of the rest is looked at.
+The file is a magic line, a line of JSON (the `Identity` and a digest of the rest), and the output
+of `jax.experimental.serialize_executable`. That is a pickle: loading it runs code, so load only
+files from sources you trust. The identity is plain JSON and is compared before the rest is read.
 """
 
 import hashlib
@@ -30,23 +29,23 @@ OPTIONS = (
     "jax_exec_time_optimization_effort",
     "jax_memory_fitting_effort",
 )
-# Of our own: a TPU's compile writes its program's text into a folder.
+# Flags that change no program: jaxspeed dumps the program's text when it compiles for a TPU.
 _IDLE_FLAGS = "--xla_dump_"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What has to be the same where an executable is to run.
+    """What must be equal where an executable was compiled and where it runs.
 
     Attributes:
       batch: the arrays of a batch, each as "dtype[shape]".
-      program: a digest of the lowered program: every operation, shape, sharding and donation.
-      devices: in the mesh's order, each as "platform kind id".
-      mesh: sizes of the axes.
-      versions: of what made it.
-      machine: the instructions that a CPU's program may use; empty where no CPU runs it.
-      flags: of the compiler, by the environment.
-      options: of JAX that the compiler is told and a lowered program does not show.
+      program: digest of the lowered program: every operation, shape, sharding and donation.
+      devices: in mesh order, each as "platform kind id".
+      mesh: axis sizes.
+      versions: of the packages that compiled it.
+      machine: the CPU's instruction set, for programs of a CPU; otherwise empty.
+      flags: compiler flags from the environment.
+      options: JAX's compiler options, which a lowered program does not show.
     """
 
     batch: dict[str, str]
@@ -58,17 +57,17 @@ class Identity:
     flags: tuple[str, ...]
     options: dict[str, str]
 
-    def apart(self, other: "Identity") -> list[str]:
-        """In words what is not the same, `other` being what is here."""
+    def differences(self, other: "Identity") -> list[str]:
+        """The differing fields as text; `other` is the identity here."""
         return [
-            f"{field.name} ({_shown(theirs)} there, {_shown(ours)} here)"
+            f"{field.name} ({_short_text(theirs)} there, {_short_text(ours)} here)"
             for field in fields(self)
             if (theirs := getattr(self, field.name)) != (ours := getattr(other, field.name))
         ]
 
 
 def identity_of(lowered: Any, devices: Sequence[Any], mesh: Any) -> Identity:
-    """Of a lowered program on devices in the mesh's order."""
+    """The identity of a lowered program on devices in mesh order."""
     on_cpu = devices[0].platform == "cpu"
     found = {name: _version(name) for name in PACKAGES if name != "libtpu" or not on_cpu}
     (_, batch), _ = lowered.args_info
@@ -86,10 +85,10 @@ def identity_of(lowered: Any, devices: Sequence[Any], mesh: Any) -> Identity:
 
 
 def write(path: Path, compiled: Any, identity: Identity) -> None:
-    """Keep a compiled program.
+    """Write a compiled program to a file.
 
     Raises:
-      ConfigError: JAX cannot serialise it.
+      ConfigError: JAX cannot serialize it.
     """
     from jax.experimental import serialize_executable
 
@@ -97,32 +96,32 @@ def write(path: Path, compiled: Any, identity: Identity) -> None:
         made, _, _ = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"--keep: this step cannot be kept: {reason}") from None
+        raise ConfigError(f"--keep: this step cannot be saved: {reason}") from None
     head = {**asdict(identity), "sha256": hashlib.sha256(made).hexdigest()}
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(MAGIC + json.dumps(head).encode() + b"\n" + made)
-    part.replace(path)  # a file that is there is whole
+    part.replace(path)  # atomic: an existing file is complete
 
 
 def read_identity(path: str | Path) -> Identity:
-    """For what a file was compiled.
+    """The identity in a file.
 
     Raises:
-      ConfigError: it is not there, or holds no executable.
+      ConfigError: the file is missing, or holds no executable.
     """
-    return _read(path)[0]
+    return _read_file(path)[0]
 
 
 def load(path: str | Path, lowered: Any, devices: Sequence[Any]) -> Any:
-    """The `jax.stages.Compiled` of a file whose identity is that of `lowered` on these devices.
+    """The `jax.stages.Compiled` of a file whose identity equals that of `lowered` on these devices.
 
     Raises:
       ConfigError: the file has changed, or is damaged.
-      JaxRuntimeError: the devices do not take it.
+      JaxRuntimeError: the devices cannot load it.
     """
     from jax.experimental import serialize_executable
 
-    _, made = _read(path)
+    _, made = _read_file(path)
     return serialize_executable.deserialize_and_load(
         made,
         jax.tree.structure(lowered.args_info),
@@ -132,25 +131,25 @@ def load(path: str | Path, lowered: Any, devices: Sequence[Any]) -> Any:
     )
 
 
-def _read(path: str | Path) -> tuple[Identity, bytes]:
+def _read_file(path: str | Path) -> tuple[Identity, bytes]:
     try:
-        whole = Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"run.executable: {path}: {error.strerror or error}") from None
-    if not whole.startswith(MAGIC):
+    if not content.startswith(MAGIC):
         raise ConfigError(
             f"run.executable: {path} holds no executable; `jaxspeed plan CONFIG --target TARGET "
             "--compile --keep FILE` writes one"
         )
-    head, _, made = whole[len(MAGIC) :].partition(b"\n")
+    head, _, made = content[len(MAGIC) :].partition(b"\n")
     try:
-        told = json.loads(head)
-        whole_one = told.pop("sha256") == hashlib.sha256(made).hexdigest()
-        told = {**told, "devices": tuple(told["devices"]), "flags": tuple(told["flags"])}
-        identity = Identity(**told)
+        values = json.loads(head)
+        intact = values.pop("sha256") == hashlib.sha256(made).hexdigest()
+        values = {**values, "devices": tuple(values["devices"]), "flags": tuple(values["flags"])}
+        identity = Identity(**values)
     except (ValueError, KeyError, TypeError, AttributeError):
-        whole_one = False
-    if not whole_one:
+        intact = False
+    if not intact:
         raise ConfigError(f"run.executable: {path} is damaged: write it again")
     return identity, made
 
@@ -171,18 +170,18 @@ def _flags() -> list[str]:
 
 
 def _instructions() -> str:
-    """A digest of what this machine's processor can do, where the system tells."""
+    """A digest of this CPU's instruction set, where /proc/cpuinfo lists it."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         lines = []
-    told = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    words = " ".join([platform.machine(), *sorted(told.split(":")[-1].split())])
-    return f"{platform.machine()} {hashlib.sha256(words.encode()).hexdigest()[:12]}"
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    text = " ".join([platform.machine(), *sorted(listed.split(":")[-1].split())])
+    return f"{platform.machine()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _shown(value: Any) -> str:
-    """Short enough for a line."""
+def _short_text(value: Any) -> str:
+    """A value as text that fits on a line."""
     if isinstance(value, dict):
         value = ", ".join(f"{key} {each}" for key, each in value.items())
     elif isinstance(value, tuple):

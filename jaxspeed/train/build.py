@@ -1,4 +1,4 @@
-"""From a config, a model, a loss and devices to a Program: what is known before arrays exist."""
+"""Build a Program from a config, a model, a loss and devices, without creating arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +24,10 @@ from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
-from jaxspeed.ring_reduction import OF_DEVICES, Reduction, rings_of
+from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
 from jaxspeed.train.gradients import Gradients
-from jaxspeed.train.optimizer import Optimizer, optimizer_of
+from jaxspeed.train.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
 from jaxspeed.train.tensor_names import with_tensor_names
@@ -44,15 +44,15 @@ def build_program(
     example_batch: Any = None,
     trainable: Any = None,
 ) -> Program:
-    """Everything of a run on one mesh that can be known before an array exists.
+    """The program of a run on one mesh.
 
-    `parameter_server.build` is for any config.
+    `parameter_server.build` takes any config, those with a parameter server too.
     """
     assert config.parallel.data_reduction != "parameter_server"
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
-    refuse_faults(_waits_in_host(config), mesh.devices.flat[0].platform, jax.lib.__version__)
+    refuse_faults(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(
         model,
@@ -84,8 +84,8 @@ def build_program(
         _style_of(config, mesh),
         config.recompute,
     )
-    cores = _cores_of(config)
-    streamed = _streamed(table, adapted, layout, chosen, optimizer is None, cores)
+    update_device = _update_device_of(config)
+    streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
     update = Update(
         table,
         adapted,
@@ -115,15 +115,15 @@ def build_program(
 
 
 def batch_of(config: Config) -> Batch:
-    """The batch of a config on all devices that there are."""
+    """The batch of a config on all visible devices."""
     if config.parallel.data_reduction == "parameter_server":
         return config.batch(len(apart(None, config.parallel.servers)[0]), 1)
     mesh = build_mesh(config.mesh.model_dump(), None)
     return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
 
 
-def _waits_in_host(config: Config) -> list[str]:
-    """The keys of a config that put something into host memory."""
+def _offload_keys(config: Config) -> list[str]:
+    """The keys of a config that offload something to host memory."""
     zero, recompute = config.zero_optimization, config.recompute
     asked = {
         "activation_checkpointing.cpu_checkpointing": recompute.on_host,
@@ -136,7 +136,7 @@ def _waits_in_host(config: Config) -> list[str]:
 
 
 def _check_patterns(config: Config, model: Model) -> None:
-    """Every pattern of the config covers a parameter."""
+    """Raise where a pattern of the config matches no parameter, or none is trained."""
     if not any(leaf.trainable for leaf in model.leaves):
         raise ModelError(
             f"the model has no trained parameters ({len(model.leaves)} floating ones, all frozen)"
@@ -150,7 +150,7 @@ def _check_patterns(config: Config, model: Model) -> None:
 
 
 def _stack_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> Stack | None:
-    """The blocks that the pipe axis cuts."""
+    """The stack of blocks that is partitioned over `pipe`."""
     stages, chunks = mesh.shape["pipe"], _chunks_of(config)
     if stages == 1:
         return None
@@ -161,7 +161,7 @@ def _stack_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> Stack | Non
 
 
 def _chunks_of(config: Config) -> int:
-    """Into how many runs of layers the schedule cuts what a stage has."""
+    """The schedule's number of chunks per stage."""
     parallel = config.parallel
     return parallel.pipeline_chunks if parallel.pipeline_schedule == "interleaved" else 1
 
@@ -182,14 +182,14 @@ def _table_of(
 
 
 def offload_of(config: Config) -> Offload:
-    """What waits in host memory."""
+    """The state that is offloaded to host memory."""
     optimizer = config.zero_optimization.offload_optimizer
     param = config.zero_optimization.offload_param.device == "cpu"
     return Offload(optimizer.ratio if optimizer.device == "cpu" else 0.0, param)
 
 
-def _cores_of(config: Config) -> UpdateDevice:
-    """Those that update what waits in host memory."""
+def _update_device_of(config: Config) -> UpdateDevice:
+    """Where offloaded state is updated: on the host's cores or on the device."""
     optimizer = config.zero_optimization.offload_optimizer
     return OF_HOST if optimizer.device == "cpu" and optimizer.where == "host" else OF_DEVICE
 
@@ -198,20 +198,20 @@ def _streamed(
     table: PlacementTable,
     model: Model,
     layout: OptLayout,
-    optimizer: Optimizer,
+    optimizer: RunOptimizer,
     by_layer: bool,
-    cores: UpdateDevice,
+    update_device: UpdateDevice,
 ) -> Streamed | None:
-    """The update of what waits in host memory, where anything does.
+    """The streamed update of state in host memory; None without offload.
 
-    ConfigError where the optimizer is one that cannot be run on a parameter at a time.
+    Raises ConfigError for an optimizer that cannot update one parameter at a time.
     """
     rows = [row for row in table if row.leaf.trainable]
     places = [place for row in rows for place in (row.updated, row.opt, row.grad, row.param)]
     if not any(place and in_host(place) for place in places):
         return None
     streamed = Streamed(
-        table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, cores
+        table, model, layout, optimizer.transform, by_layer, optimizer.ema_decay, update_device
     )
     streamed.check()
     return streamed
@@ -233,7 +233,7 @@ def _pipeline_of(config: Config, objective: Objective) -> Pipeline | None:
 def _layout_of(
     table: PlacementTable, model: Model, transform: optax.GradientTransformation
 ) -> OptLayout:
-    """Where the optimizer's state lives, from the shapes that it makes of the parameters'."""
+    """The placement of the optimizer's state, from the shapes of its `init`."""
     trained = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.updated.dtype)
         for row in table
@@ -244,7 +244,7 @@ def _layout_of(
 
 
 def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
-    """How activations cross the tensor axis."""
+    """How activations are sharded between matmuls that are sharded over `tensor`."""
     overlap = config.tensor_overlap
     if overlap == "auto":
         overlap = best_overlap(mesh.devices.flat[0].platform)
@@ -254,12 +254,11 @@ def _style_of(config: Config, mesh: Mesh) -> ActivationLayout:
 def _extra_rows(
     mesh: Mesh, variables: Mapping[str, jax.ShapeDtypeStruct], ring: Reduction | None
 ) -> dict[str, StateLeaf]:
-    """What a model keeps beside its parameters is whole on every device; a ring's errors are each
-    device's own."""
+    """State beside parameters: replicated variables, and ring errors sharded over devices."""
     memory = device_memory_kind(mesh)
     rows = {path: (v, PartitionSpec()) for path, v in variables.items()}
     rows |= {
-        f"ring_errors/{name}": (v, OF_DEVICES) for name, v in (ring.errors if ring else {}).items()
+        f"ring_errors/{name}": (v, PER_DEVICE) for name, v in (ring.errors if ring else {}).items()
     }
     return {
         path: (tuple(v.shape), tuple(v.shape), Placement(spec, memory, v.dtype))

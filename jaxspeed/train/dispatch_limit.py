@@ -1,10 +1,10 @@
-"""How far the calls may run ahead of the devices.
+"""A limit on how many dispatched calls may be in flight on simulated devices.
 
-On simulated devices they must not run far. XLA's CPU client runs the executions of all devices, and
-their launches, on one pool of as many threads as there are devices. A launch that finds 32
-executions of its device in flight blocks its thread, and a collective that already holds the other
-threads then waits for ever for the one that is left (seen with jaxlib 0.10.2: seven threads in an
-all-gather, the eighth in the launch of a later step). Real devices have queues of their own.
+XLA's CPU client runs the executions of all devices, and their launches, on one pool of as many
+threads as there are devices. A launch that finds 32 executions of its device in flight blocks its
+thread, and a collective that already holds the other threads then deadlocks, as it needs the
+blocked one (seen with jaxlib 0.10.2: seven threads in an all-gather, the eighth in the launch of a
+later step). Real devices have a queue each.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ MOST_IN_FLIGHT = 8
 
 
 class DispatchLimit:
-    """Waits for the oldest call once more than a few are under way on simulated devices."""
+    """Blocks on the oldest call when more than `most` are in flight on simulated devices."""
 
     def __init__(self, device: jax.Device, most: int | None = None) -> None:
         self._bounded = device.platform == "cpu"
@@ -24,7 +24,7 @@ class DispatchLimit:
         self._in_flight: deque[Any] = deque()
 
     def sent(self, result: Any) -> None:
-        """One more call was dispatched, which will make this array, among others."""
+        """Count a dispatched call, of which `result` is one output."""
         if not self._bounded:
             return
         self._in_flight.append(result)

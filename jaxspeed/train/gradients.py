@@ -1,8 +1,9 @@
-"""Gradients of one step: micro-batches accumulated by a scan, reduced as the placement table says.
+"""Gradients of one step: accumulation over micro-batches, reduction over the data ranks.
 
-Two ways. In the global view every micro-batch's gradient is reduced as it is produced, into its
-`grad` placement. Once a step (stages 0 and 1, where the loss allows it) each data rank keeps the
-partial gradients of its own part of the batch, and the ranks' parts are summed after the loop.
+Reduction per micro-batch: each gradient is all-reduced or reduce-scattered (ZeRO 2 and 3) as it is
+produced, into its `grad` placement. Reduction per step (ZeRO 0 and 1, where the loss allows it):
+each data rank accumulates the partial gradients of its part of the batch, and the ranks' partial
+gradients are summed after the loop.
 """
 
 from collections.abc import Callable
@@ -34,12 +35,12 @@ from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.table import PlacementTable
 
-MICRO_BATCHES = "micro_batches"  # the scope by which the loop is known in a compiled program
+MICRO_BATCHES = "micro_batches"  # the named scope of the loop in a compiled program
 Reduction = Literal["step", "micro_batch"]
 Micro = Callable[[Arrays, Any, Any, Any], tuple[Sums, Arrays]]
-# Stages would be lanes inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
-# ends the process where that is not the mesh's order (jaxlib 0.12.0.1: "Manual axes must be sorted
-# by mesh axis index"; 0.10.2 takes them).
+# Stages would be manual inside each rank's part, with the manual axes `replica`, `data`, `pipe`.
+# XLA aborts where that is not the mesh's order (jaxlib 0.12.0.1: "Manual axes must be sorted by
+# mesh axis index"; 0.10.2 takes them).
 STAGES_INSIDE_RANKS_ABORT = jax.__version_info__ >= (0, 12)
 
 
@@ -65,7 +66,7 @@ class Gradients:
         scale: Any,
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
-        del ring_errors  # of rings alone, see `RingGradients`
+        del ring_errors  # only `RingGradients` uses them
         if self.pipeline:
             layout = self.pipeline.layout
             sources = layout.by_stage(sources, step)
@@ -78,10 +79,10 @@ class Gradients:
     def of_part(
         self, sources: Arrays, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
     ) -> Sums:
-        """Of a part of the batch, on one device, where others have the rest of it.
+        """The sums of one worker's part of the batch, on one device.
 
-        `first` is the number of its first micro-batch among those of all parts, from which random
-        numbers follow.
+        `first` is the number of its first micro-batch among those of all parts; random numbers
+        derive from it.
         """
         if self.accumulation == 1:
             return self._micro(sources, variables, part, step, first, scale)[0]
@@ -90,7 +91,7 @@ class Gradients:
         return found[0]
 
     def _every(self, grads: Arrays) -> Arrays:
-        """Zeros for the trained parameters that the loss does not read."""
+        """Add zeros for the trained parameters that the loss does not read."""
         rows = [row for row in self.table if row.leaf.trainable]
         zeros = {
             row.path: jnp.zeros(row.shape(row.grad), row.grad.dtype)
@@ -102,7 +103,7 @@ class Gradients:
     def _looped(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
     ) -> tuple[Sums, Arrays]:
-        """All micro-batches; of a pipeline, the sources and gradients are arranged."""
+        """All micro-batches. With a pipeline, sources and gradients are laid out by stage."""
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)
@@ -115,13 +116,13 @@ class Gradients:
         if self.accumulation == 1 or ranks == 1:
             return "micro_batch", "there is one micro-batch or one data rank"
         if self.table.grads_sharded:
-            return "micro_batch", "stages 2 and 3 keep gradients cut"
+            return "micro_batch", "ZeRO stages 2 and 3 shard gradients"
         if any(row.grad and in_host(row.grad) for row in self.table):
-            return "micro_batch", "gradients leave for host memory as they are made"
+            return "micro_batch", "gradients are offloaded to host memory as they are produced"
         if self.pipeline and STAGES_INSIDE_RANKS_ABORT:
             return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
         if self.wanted_reduction != "auto":
-            return self.wanted_reduction, "parallel.gradient_reduction says so"
+            return self.wanted_reduction, "parallel.gradient_reduction sets it"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
@@ -146,7 +147,7 @@ class Gradients:
         """One micro-batch: gradients of scale * total / `among`(weight)."""
         trained = {row.path for row in self.table if row.leaf.trainable}
 
-        # Parameters that an earlier micro-batch's loss wrote come among the variables.
+        # Parameters that an earlier micro-batch's loss wrote are among the variables.
         sources = {path: variables.get(path, value) for path, value in sources.items()}
         state = {path: value for path, value in variables.items() if path not in sources}
 
@@ -156,7 +157,7 @@ class Gradients:
             if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
                 raise ModelError(
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
-                    "to call the model and return what comes of it"
+                    "to call the model and return a loss of its output"
                 )
             weight = among(loss.weight)
             share = per_weight(scale, weight)
@@ -181,8 +182,8 @@ class Gradients:
     ) -> tuple[Sums, Arrays]:
         """The loop over micro-batches [accumulation, ...]; `placed` pins the accumulators.
 
-        `one(variables, batch, number, errors so far)` is one of them, `_micro` if nothing else;
-        `first` is the number of the first.
+        `one(variables, batch, number, errors so far)` computes one, by default `_micro`; `first` is
+        the number of the first.
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
@@ -192,7 +193,7 @@ class Gradients:
         def place(path: str, grad: jax.Array) -> jax.Array:
             row = self.table[path]
             assert row.grad is not None
-            if in_host(row.grad):  # where it left for as it was made
+            if in_host(row.grad):  # offloaded as it was produced
                 return grad
             grad = grad.astype(row.grad.dtype)
             if not placed:
@@ -214,7 +215,7 @@ class Gradients:
             def added(path: str, grad: jax.Array) -> jax.Array:
                 placement = self.table[path].grad
                 if placement and in_host(placement):
-                    return mean_in_host(seen.grads[path], grad, self._lane(path), share)
+                    return mean_in_host(seen.grads[path], grad, self._streamed_array(path), share)
                 return place(path, running_mean(seen.grads[path], place(path, grad), share))
 
             grads = {path: added(path, grad) for path, grad in new.grads.items()}
@@ -225,14 +226,14 @@ class Gradients:
         variables = {**{path: sources[path] for path in written}, **variables}
         with jax.named_scope(MICRO_BATCHES):
             (sums, variables), _ = jax.lax.scan(body, (zero, variables), (indices, micro))
-        # Here too, else the compiler may cut whole accumulators (stage 1) as the optimizer's state.
+        # Here too, else the compiler may shard accumulators like the optimizer's state (stage 1).
         grads = {path: place(path, grad) for path, grad in sums.grads.items()}
         return sums._replace(grads=grads), variables
 
     def _zeros(
         self, run: Micro, variables: Arrays, micro: Any, errors: Arrays, place: Any
     ) -> tuple[Sums, set[str]]:
-        """What sums begin with, and the parameters that the loss writes."""
+        """The initial sums, and the parameters that the loss writes."""
         first = jax.tree.map(lambda x: x[0], micro)
         shape, after = jax.eval_shape(run, variables, first, jnp.asarray(0), errors)
 
@@ -240,15 +241,15 @@ class Gradients:
             placement = self.table[path].grad
             if placement and in_host(placement):
                 stacked = bool(self.table[path].leaf.stacked)
-                return zeros_in_host(self._lane(path), placement.dtype, stacked)
+                return zeros_in_host(self._streamed_array(path), placement.dtype, stacked)
             return place(path, jnp.zeros(grad.shape, grad.dtype))
 
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape._replace(grads={}))
         grads = {path: zero(path, g) for path, g in shape.grads.items()}
         return sums._replace(grads=grads, errors=errors), after.keys() - variables.keys()
 
-    def _lane(self, path: str) -> StreamedArray:
-        """How the gradient of a parameter waits in host memory."""
+    def _streamed_array(self, path: str) -> StreamedArray:
+        """The host memory layout of a parameter's gradient."""
         row = self.table[path]
         assert row.grad is not None
         return StreamedArray(row.shape(row.grad), self.table.sharding(row.grad))
@@ -258,7 +259,7 @@ class Gradients:
     ) -> Sums:
         """Partial gradients of each data rank, summed over the ranks after the loop."""
 
-        # Not closed over: inside, an array's type says that the data axes are manual.
+        # Not closed over: inside, an array's type has the data axes as manual.
         every = variables, jnp.asarray(step), jnp.asarray(scale)
 
         def local(sources: Arrays, every: Any, batch: Any) -> Any:
@@ -281,7 +282,7 @@ class Gradients:
         def mean(part: jax.Array, wire: Any = None) -> jax.Array:  # [ranks, ...]
             weighed = part * share.reshape(-1, *[1] * (part.ndim - 1))
             weighed = weighed.astype(reduction_dtype(part.dtype, wire))
-            # Not jnp.sum, which widens 16-bit numbers before they cross.
+            # Not jnp.sum, which widens 16-bit numbers before the reduction.
             zero = jnp.zeros((), weighed.dtype)
             return jax.lax.reduce(weighed, zero, jax.lax.add, (0,)).astype(part.dtype)
 
@@ -294,11 +295,11 @@ class Gradients:
 
 
 def steepest(grad: jax.Array) -> jax.Array:
-    """The direction in which a loss rises most: of a complex parameter, the conjugate of what JAX
-    calls its gradient (dL/dx - i dL/dy of x + i y). A real one is that already."""
+    """The direction of steepest ascent: for a complex parameter x + i y the conjugate of JAX's
+    gradient dL/dx - i dL/dy; for a real one the gradient."""
     return jnp.conj(grad)
 
 
 def batch_specs(batch: Any) -> Any:
-    """The batch is cut on its first dim; scalars are whole."""
+    """Shard a batch's arrays on their first dim; replicate scalars."""
     return jax.tree.map(lambda x: PartitionSpec(DATA_AXES) if x.ndim else PartitionSpec(), batch)

@@ -1,4 +1,4 @@
-"""The optimizer of a run: a user's own transformation, or the one that the config names."""
+"""The optimizer of a run: the user's Optax transformation, or the one that the config names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from jaxspeed.placement import Leaf
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """A transformation and what is done around it."""
+class RunOptimizer:
+    """An Optax transformation with clipping, loss scale, learning rates and EMA."""
 
     transform: optax.GradientTransformation
     clipping: float  # 0: none
@@ -34,10 +34,10 @@ class Optimizer:
 
 def optimizer_of(
     config: Config, own: optax.GradientTransformation | None, leaves: Mapping[str, Leaf]
-) -> Optimizer:
-    """What updates the parameters. With a user's own, clipping applies only when it was asked for.
+) -> RunOptimizer:
+    """The optimizer of a config, or a user's; then clipping applies only if the config sets it.
 
-    `leaves` are the parameters by path: norms and matrices are those of one layer of a stack.
+    `leaves` are the parameters by path; the weight-decay and Muon rules see one layer of a stack.
     """
     section = config.optimizer
     if own is not None:
@@ -57,9 +57,9 @@ def optimizer_of(
                 "scheduler: a schedule belongs to the optimizer that initialize(optimizer=...) was "
                 "given; leave the config's section out"
             )
-        said = "gradient_clipping" in config.model_fields_set
-        clipping = config.gradient_clipping if said else 0.0
-        return Optimizer(_told(own), clipping, _rule(config), lambda step: {}, None)
+        is_set = "gradient_clipping" in config.model_fields_set
+        clipping = config.gradient_clipping if is_set else 0.0
+        return RunOptimizer(_with_context(own), clipping, _rule(config), lambda step: {}, None)
     if section is None:
         raise ConfigError(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
@@ -82,13 +82,13 @@ def optimizer_of(
     def learning_rates(step: jax.Array) -> dict[str, jax.Array]:
         return {name: schedule.lr(step, lr) for name, lr in base.items()}
 
-    return Optimizer(
+    return RunOptimizer(
         transform, config.gradient_clipping, _rule(config), learning_rates, section.ema_decay
     )
 
 
-def _told(own: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A user's transformation whose errors say where they come from."""
+def _with_context(own: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A user's transformation whose errors name the call that raised them."""
 
     def init(params: Any) -> Any:
         with foreign("optimizer.init(parameters)"):

@@ -1,7 +1,7 @@
-"""The compiled programs of one run: initialise, train, evaluate. No arrays are held here.
+"""The compiled programs of one run (init, step, evaluate), without arrays.
 
-A Program is made from a config, a model, a loss and devices, and the devices may be ones that are
-only compiled for. What the engine runs and what a compile for another machine measures is the same.
+A Program is built from a config, a model, a loss and devices, which may be devices to compile for
+only: the engine runs the same programs that a compile for absent hardware measures.
 """
 
 import functools
@@ -32,7 +32,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
-from jaxspeed.train.optimizer import Optimizer
+from jaxspeed.train.optimizer import RunOptimizer
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -40,9 +40,9 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """What a program was built from, so that it can be built again in another way."""
+    """The arguments of a program's build, from which a variant of it can be built."""
 
-    build: Callable[..., "Program"]  # (config, model, loss_fn, **these below, devices)
+    build: Callable[..., "Program"]  # (config, model, loss_fn, **fields below, devices)
     model: Any
     optimizer: optax.GradientTransformation | None
     example_batch: Any
@@ -50,13 +50,13 @@ class BuildInputs:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """The parameter server of a program."""
+class ServerTraffic:
+    """The servers of a program, and what a worker exchanges with them."""
 
     servers: int
-    pace: str  # how the workers follow each other, in words
-    pull: Communication  # of a worker, of each version: each trained parameter as layers read it
-    push: Communication  # ... of each part: each gradient as it is made, or as it is sent
+    pace: str  # how the workers are synchronized, as text
+    pull: Communication  # per worker and version: each trained parameter as layers read it
+    push: Communication  # per worker and part: each gradient in the dtype in which it is sent
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Program:
     gradients: Gradients
     update: Update
     source: BuildInputs
-    proposal: ShardingProposal | None = None  # of what the tensor axis cuts, where it was inferred
+    proposal: ShardingProposal | None = None  # of the sharding over `tensor`, if inferred
 
     @property
     def table(self) -> PlacementTable:
@@ -84,22 +84,22 @@ class Program:
         return self.objective.model
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> RunOptimizer:
         return self.update.optimizer
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """How the blocks are run over the stages of the mesh, where it has several."""
+        """The pipeline, where the mesh has several stages."""
         return self.gradients.pipeline
 
     @property
     def ring_errors(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the state keeps of what rings lose by packing."""
+        """The shapes of the rings' saved quantization errors."""
         return self.update.ring.errors if self.update.ring else {}
 
     @property
     def ranks(self) -> int:
-        """Over how many devices, or groups of them, a batch is cut."""
+        """The data ranks over which a batch is sharded."""
         return data_parallel_size(self.mesh)
 
     @property
@@ -111,25 +111,25 @@ class Program:
     def layout(self) -> OptLayout:
         return self.update.layout
 
-    # -- what differs where a step is several programs, or runs in other processes ---------------
+    # -- overridden where a step is several programs, or runs in other processes -----------------
 
     @property
-    def serving(self) -> Serving | None:
-        """The parameter server, where there is one: `step` is then not one program."""
+    def serving(self) -> ServerTraffic | None:
+        """The parameter server, if any: `step` is then not one program."""
         return None
 
     @property
     def in_this_process(self) -> bool:
-        """Whether this process computes."""
+        """Whether this process computes, instead of processes on Ray."""
         return True
 
     @property
     def ranks_draw_apart(self) -> bool:
-        """Whether each rank numbers its own micro-batches, from which random numbers follow."""
+        """Whether random numbers differ by data rank: each rank numbers its micro-batches."""
         return self.update.ring is not None
 
     def given_for_one_mesh(self) -> dict[str, Any]:
-        """The config as it was given, less what needs more than one mesh."""
+        """The config as it was given, without the keys that need more than one mesh."""
         return self.config.given
 
     def rebuilt(
@@ -138,7 +138,7 @@ class Program:
         devices: Sequence[jax.Device],
         model: Any = None,
     ) -> "Program":
-        """A program of the same model (or of another) and loss by another config."""
+        """A program of another config with the same loss, and the same model unless given."""
         source = self.source
         return source.build(
             config,
@@ -151,11 +151,11 @@ class Program:
         )
 
     def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
-        """What is compiled for a batch of these shapes, traced, and the mesh that it runs on."""
+        """The step traced for a batch of these shapes, and its mesh."""
         return self.step.trace(self.state, self.abstract_batch(batch)), self.mesh
 
     def as_one_rank(self, x: np.ndarray) -> np.ndarray:
-        """Samples in the order in which one rank would take them: micro-batch after micro-batch."""
+        """Reorder samples so that one rank computes the same micro-batches in the same order."""
         if not x.shape:
             return x
         parts = x.reshape(self.ranks, self.batch.accumulation, -1, *x.shape[1:])
@@ -164,7 +164,7 @@ class Program:
     # -- state ----------------------------------------------------------------------------------
 
     def _fresh_model(self, seed: jax.Array | int) -> tuple[Arrays, Arrays, Arrays]:
-        """(params, masters, variables), as they are stored."""
+        """(params, masters, variables), in their stored shapes and dtypes."""
         values, variables = self.model.init(seed)
         params: Arrays = {}
         master: Arrays = {}
@@ -176,10 +176,10 @@ class Program:
         return params, master, variables
 
     def fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
-        """What a state holds beside the model."""
+        """The fields of a fresh state other than the model's."""
         params, master = on_device((params, master))
         trained = {
-            # A copy: a transformation may keep it as it is, and no two arrays share a buffer.
+            # A copy: a transformation may store it unchanged, and no two arrays may share a buffer.
             row.path: jnp.copy(unpad((master if row.master else params)[row.path], row.leaf.shape))
             for row in self.table
             if row.leaf.trainable
@@ -208,34 +208,35 @@ class Program:
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """Where each array of the state lives."""
+        """The sharding of each array of the state."""
         at = self.table.sharding
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         rows = list(self.table)
         averaged = rows if self.optimizer.ema_decay is not None else []
         return TrainState(
-            step=whole,
-            skipped=whole,
+            step=replicated,
+            skipped=replicated,
             params={r.path: at(r.param) for r in rows if r.param},
             master={r.path: at(r.master) for r in rows if r.master},
             opt=self.layout.shardings(),
             ema={r.path: at(r.opt) for r in averaged if r.opt},
-            variables=dict.fromkeys(self.model.variables, whole),
-            loss_scale=jax.tree.map(lambda _: whole, loss_scale.init(self.optimizer.rule)),
+            variables=dict.fromkeys(self.model.variables, replicated),
+            loss_scale=jax.tree.map(lambda _: replicated, loss_scale.init(self.optimizer.rule)),
             ring_errors={name: x.sharding for name, x in self.ring_errors.items()},
         )
 
     @functools.cached_property
     def init(self) -> Callable[[int], TrainState]:
-        """A fresh state, each array made straight into its shards.
+        """A fresh state, each array created as its shards.
 
-        In two programs: what random numbers need of memory is free again before the moments come.
+        In two programs, so that the memory of random initialization is free before the moments are
+        allocated.
         """
         at = self.shardings
 
         def init(seed: int) -> TrainState:
             places = (at.params, at.master, at.variables)
-            params, master, variables = self._made(self._fresh_model, places)(seed)
+            params, master, variables = self._jit_sharded(self._fresh_model, places)(seed)
             rest = self.rest(params, master)
             return TrainState(params=params, master=master, variables=variables, **rest)
 
@@ -243,12 +244,14 @@ class Program:
 
     @functools.cached_property
     def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
-        """What a state holds beside the model: `rest(params, master)`."""
+        """`rest(params, master)`: the fields of a fresh state other than the model's."""
         names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
-        return self._made(self.fresh_rest, {name: getattr(self.shardings, name) for name in names})
+        return self._jit_sharded(
+            self.fresh_rest, {name: getattr(self.shardings, name) for name in names}
+        )
 
-    def _made(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """The function as a compiled program; in parts where results wait in host memory."""
+    def _jit_sharded(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+        """Compile with output shardings, in groups of outputs if some are in host memory."""
         in_mesh = self.in_mesh(function)
         if any(map(in_host, jax.tree.leaves(shardings))):
             return functools.partial(made_in_groups, in_mesh, shardings)
@@ -258,7 +261,7 @@ class Program:
 
     @functools.cached_property
     def step(self) -> Any:
-        """One optimizer step over a global batch; the state given to it is used up."""
+        """One optimizer step over a global batch; donates the state."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             sums, variables = self.gradients(
@@ -271,8 +274,10 @@ class Program:
             )
             return self.update(state, sums, variables)
 
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(self.in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, whole))
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(
+            self.in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, replicated)
+        )
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -292,7 +297,7 @@ class Program:
         )
 
     def pipeline_report(self, batch: Any) -> PipelineReport | None:
-        """What the pipeline costs on a batch of these shapes; None where the mesh has no stages."""
+        """The pipeline's bubble, memory and communication for such a batch; None without stages."""
         pipeline, micro_batches = self.gradients.pipeline, self.batch.accumulation
         if pipeline is None:
             return None
@@ -301,8 +306,8 @@ class Program:
         return made
 
     def kept_report(self, batch: Any) -> ResidualReport | None:
-        """What units keep between their passes; None where the config leaves it all."""
-        if self.pipeline:  # stages keep their inputs too: the pipeline's own report has it
+        """The residuals that units save; None where the config sets no rematerialization."""
+        if self.pipeline:  # stages save their inputs too: `PipelineReport` includes them
             return None
         parts = self.batch.accumulation
         one = jax.tree.map(
@@ -317,7 +322,7 @@ class Program:
         return made
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function traced with this mesh in its context, where kernels look for it."""
+        """Trace the function with this mesh as the context mesh, which kernels read."""
 
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
@@ -329,7 +334,7 @@ class Program:
     # -- batches --------------------------------------------------------------------------------
 
     def batch_shardings(self, batch: Any) -> Any:
-        """Where each array of a batch lives: its first dim over the data axes."""
+        """The shardings of a batch: first dims over the data axes."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch))
 
     def abstract_batch(self, batch: Any) -> Any:
@@ -341,7 +346,7 @@ class Program:
         )
 
     def check_batch(self, batch: Any, size: int | None, abstract: bool = False) -> None:
-        """BatchError unless every array's first dim is `size` (None: one that can be cut)."""
+        """BatchError unless every array's first dim is `size` (None: divisible by the ranks)."""
         arrays = check_arrays(batch, abstract=abstract)
         if size is None:
             check_shared_evenly(arrays, self.ranks)

@@ -1,8 +1,7 @@
-"""Gradients of one step whose data ranks add them up around rings.
+"""Gradients of one step, reduced over the data ranks by rings (`parallel.data_reduction: ring`).
 
-Each rank computes its own part of the batch in a region that is manual over the data axes. Where
-ranks keep whole gradients (stages 0 and 1) they are added up once a step, elsewhere after each
-micro-batch.
+Each rank computes its part of the batch in a region that is manual over the data axes. Where ranks
+hold full gradients (ZeRO 0 and 1) they are reduced once a step, otherwise after each micro-batch.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
-from jaxspeed.ring_reduction.reduction import OF_RANKS, Reduction
+from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import DATA, NO_RANK, REPLICA, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
 from jaxspeed.train.gradients import Gradients, batch_specs
@@ -39,7 +38,7 @@ class RingGradients(Gradients):
     ) -> tuple[Sums, Arrays]:
         self._refuse_statistics(variables, batch, step)
         errors = dict(ring_errors)
-        return self._around_rings(sources, variables, batch, step, scale, errors), variables
+        return self._by_rings(sources, variables, batch, step, scale, errors), variables
 
     def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
@@ -48,13 +47,13 @@ class RingGradients(Gradients):
             raise ModelError(
                 'parallel.data_reduction "ring": the training pass changes variables of the model '
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
-                'normalisation without running statistics does, or "xla"'
+                'normalisation without running statistics works, or "xla"'
             )
 
-    def _around_rings(
+    def _by_rings(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any, errors: Arrays
     ) -> Sums:
-        """All micro-batches: added up once a step where ranks keep whole gradients, else each."""
+        """All micro-batches, reduced once a step where ranks hold full gradients, else each."""
 
         def some(count: int, batch: Any, index: Any, errors: Arrays) -> Sums:
             return self._of_ranks(sources, variables, batch, step, index, scale, errors, count)
@@ -81,25 +80,25 @@ class RingGradients(Gradients):
         errors: Arrays,
         count: int,
     ) -> Sums:
-        """`count` micro-batches from the `first`, of which each rank computes its own part.
+        """`count` micro-batches from the `first`, of which each rank computes its part.
 
-        Units that are gathered come and go around the rings themselves (ZeRO 3), so that their
-        gradients leave the pass as sums over ranks.
+        Units that are gathered (ZeRO 3) use rings within the pass, so that their gradients leave
+        it as sums over ranks.
         """
         rings = self.ring.rings
         exchanged = {row.path for row in self.table if row.gathered}
-        # Not closed over: inside, an array's type says that the data axes are manual.
+        # Not closed over: inside, an array's type has the data axes as manual.
         every = variables, jnp.asarray(step), jnp.asarray(first), jnp.asarray(scale)
 
         def local(inner: Any, outer: Any, sources: Arrays, every: Any, batch: Any) -> Sums:
             variables, step, first, scale = every
-            told = rings.told(inner, outer)
-            rank = told.outer * rings.levels.inner.size + told.inner
+            ranks = rings.ranks(inner, outer)
+            rank = ranks.outer * rings.levels.inner.size + ranks.inner
             exchange = RingExchange(rings, (inner, outer)) if exchanged else None
             of_rank = replace(self, objective=self.objective.with_exchange(exchange))
 
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
-                # Numbered through over the ranks, so that each draws random numbers of its own.
+                # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
                 among = {"among": exchange.over_ranks} if exchange else {}
                 return of_rank._micro(sources, variables, batch, step, number, scale, **among)
@@ -111,8 +110,8 @@ class RingGradients(Gradients):
                 sums, _ = of_rank._accumulate(
                     sources, variables, micro, step, scale, placed=False, one=one
                 )
-            # So that what is handed round next waits for the whole pass.
-            after = rings.once_there(told, sums.grads).inner
+            # The next ring depends on the entire pass.
+            after = rings.after_arrays(ranks, sums.grads).inner
             total = jnp.where(after == NO_RANK, jnp.zeros_like(sums.total), sums.total)
             sums = sums._replace(total=total)
             grads = {p: g if p in exchanged else g[None] for p, g in sums.grads.items()}
@@ -120,20 +119,20 @@ class RingGradients(Gradients):
             return scalars._replace(grads=grads)
 
         trained = [row.path for row in self.table if row.leaf.trainable]
-        cuts = {row.path: data_spec(row) for row in self.table}
-        of_ranks: Any = OF_RANKS
+        specs = {row.path: data_spec(row) for row in self.table}
+        of_ranks: Any = PER_RANK
         parts: Sums = jax.shard_map(
             local,
             mesh=self.table.mesh,
             in_specs=(
                 PartitionSpec(DATA),
                 PartitionSpec(REPLICA),
-                cuts,
+                specs,
                 PartitionSpec(),
                 batch_specs(batch),
             ),
             out_specs=Sums(
-                {path: cuts[path] if path in exchanged else of_ranks for path in trained},
+                {path: specs[path] if path in exchanged else of_ranks for path in trained},
                 of_ranks,
                 of_ranks,
                 of_ranks,
@@ -141,7 +140,7 @@ class RingGradients(Gradients):
             ),
             axis_names=set(DATA_AXES),
             check_vma=False,
-        )(*rings.numbers(), sources, every, batch)
+        )(*rings.rank_ids(), sources, every, batch)
         done = {path: grad for path, grad in parts.grads.items() if path in exchanged}
         rest = {path: grad for path, grad in parts.grads.items() if path not in exchanged}
         sums = self.ring(parts._replace(grads=rest, errors=errors), scale, weighed=bool(exchanged))

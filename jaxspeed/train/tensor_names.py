@@ -1,9 +1,10 @@
-"""Which dims the tensor axis cuts, where a model's own names do not say it.
+"""Tensor-parallel dims of parameters: logical names, layer specs, or inference from the loss.
 
-The config's layer specs come first. With neither names nor specs the cuts are inferred from the
-loss as it is traced on an example batch.
+The config's layer specs come first. With neither names nor specs the sharding is inferred from the
+loss, traced on an example batch.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,23 +36,23 @@ from jaxspeed.tensor_parallel import (
 Loss = Callable[[Any, Any], Any]
 
 
-def propose_tensor_cuts(
+def propose_tensor_sharding(
     model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
 ) -> ShardingProposal:
-    """How the tensor axis could cut a model that says nothing of it.
+    """A tensor-parallel sharding for a model without logical names.
 
     Args:
       model: as `initialize` takes it.
       loss_fn: as `initialize` takes it.
       example_batch: a batch, or the shapes of one (`jax.ShapeDtypeStruct`).
-      tensor: into how many parts.
+      tensor: the number of shards.
 
     Returns:
       The proposal. It prints itself; `.layer_specs` writes it into a config, `.replicated` has the
       replicated weights, each with the reason.
     """
     if tensor < 2:
-        raise ModelError(f"tensor is {tensor}: a cut makes at least 2 parts")
+        raise ModelError(f"tensor is {tensor}: sharding needs at least 2")
     adapted = adapt_model(model, loss_fn, example_batch=example_batch)
     mesh = build_mesh({}, jax.devices()[:1])
     return propose_sharding(
@@ -59,15 +60,21 @@ def propose_tensor_cuts(
     )
 
 
+def propose_tensor_cuts(
+    model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
+) -> ShardingProposal:
+    """Deprecated alias of `propose_tensor_sharding`."""
+    text = "jaxspeed.propose_tensor_cuts is now jaxspeed.propose_tensor_sharding"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return propose_tensor_sharding(model, loss_fn, example_batch, tensor)
+
+
 def with_tensor_names(
     config: Config, mesh: Mesh, model: Model, loss_fn: Loss, example_batch: Any
 ) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
-    """The model's leaves with every name that the config or inference gives them.
-
-    Also the proposal, where there was one.
-    """
-    axes, ways = config.parallel.logical_axes, mesh.shape["tensor"]
-    if ways == 1:
+    """The model's leaves with names from the config or inference; the proposal, if inferred."""
+    axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
+    if num_shards == 1:
         return with_names(model.leaves, axes), None
 
     def traced() -> PropagatedDims:
@@ -79,21 +86,22 @@ def with_tensor_names(
         leaves = named_by_specs(model.leaves, specs, uses, logical_axes=axes)
         return with_names(leaves, axes), None
     leaves = with_names(model.leaves, axes)
-    if config.parallel.infer_tensor_cuts == "never" or any(map(_names_a_cut, leaves)):
+    if config.parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
         return leaves, None
     if example_batch is None:
         raise ConfigError(
-            f"mesh.tensor is {ways}, and nothing says what it cuts: the model gives no logical "
-            "names, and the config no layer specs. To infer it from the traced loss, pass "
-            "initialize(..., example_batch=batch), a batch or the shapes of one. To say it, "
-            'write tensor_parallel.partition_config.layer_specs, as {"**/up": "column", '
-            '"**/down": "row"}. parallel.infer_tensor_cuts "never" leaves all of it whole.'
+            f"mesh.tensor is {num_shards}, and no parameter has a dim to shard over it: the model "
+            "gives no logical names, and the config no layer specs. To infer the sharding from the "
+            "traced loss, pass initialize(..., example_batch=batch), a batch or the shapes of one. "
+            "To set it, write tensor_parallel.partition_config.layer_specs, as "
+            '{"**/up": "column", "**/down": "row"}. parallel.infer_tensor_cuts "never" replicates '
+            "all parameters."
         )
-    proposal = propose_sharding(traced(), leaves, ways)
+    proposal = propose_sharding(traced(), leaves, num_shards)
     return tuple(_named(leaf, proposal) for leaf in leaves), proposal
 
 
-def _names_a_cut(leaf: Leaf) -> bool:
+def _names_tensor_dim(leaf: Leaf) -> bool:
     return any(LOGICAL_RULES.get(name or "") == "tensor" for name in leaf.names)
 
 

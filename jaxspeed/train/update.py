@@ -1,4 +1,4 @@
-"""From reduced gradients to the next state: unscale, clip, update, or skip the step."""
+"""The optimizer update: unscale and clip reduced gradients, update the state or skip the step."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction import Reduction
-from jaxspeed.train.optimizer import Optimizer
+from jaxspeed.train.optimizer import RunOptimizer
 
 Metrics = dict[str, jax.Array]
 
@@ -40,11 +40,11 @@ class Update:
     table: PlacementTable
     model: Model
     layout: OptLayout
-    optimizer: Optimizer
+    optimizer: RunOptimizer
     gradient_factor: float = 1  # the data-parallel size where gradients are summed, not averaged
     skip_non_finite: bool = True
-    streamed: Streamed | None = None  # where state waits in host memory
-    ring: Reduction | None = None  # where parameters come back around rings
+    streamed: Streamed | None = None  # with state in host memory
+    ring: Reduction | None = None  # where parameters are all-gathered by rings
 
     def __call__(
         self, state: TrainState, sums: Sums, variables: Arrays
@@ -55,16 +55,16 @@ class Update:
         norm = self._norm(scaled) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
         factor = clip_factor(norm, self.optimizer.clipping)
-        as_made = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
+        unscaled = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()
         # One multiplication for clipping and scale, fused into the update.
-        whole = factor * unscale if self.optimizer.clipping or not as_made else None
+        multiplier = factor * unscale if self.optimizer.clipping or not unscaled else None
         state = self._with_written(state, variables, finite)
         update = self.streamed or self._resident
-        changed = update(scaled, whole, state, finite)
+        changed = update(scaled, multiplier, state, finite)
         return self.settled(state, sums, variables, changed, norm, factor, finite)
 
     def _with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
-        """The state with the parameters that the loss wrote, unless the step is skipped."""
+        """Take over the parameters that the loss wrote, unless the step is skipped."""
         written = {
             path: jnp.where(finite, variables[path], old)
             for path, old in state.params.items()
@@ -112,9 +112,9 @@ class Update:
         return after, {**sums.metrics, **metrics}
 
     def _reduced(self, path: str, grad: jax.Array) -> jax.Array:
-        """A gradient cut as the optimizer's state is; one that waits in host memory stays as it is.
+        """Reshard a gradient as the optimizer's state; leave an offloaded one in host memory.
 
-        In the dtype of what is updated, where it is updated as a whole.
+        Cast to the dtype of the updated array, unless the update is streamed.
         """
         row = self.table[path]
         assert row.opt is not None and row.grad is not None
@@ -126,57 +126,56 @@ class Update:
         return grad if self.streamed else grad.astype(wide_dtype(row))
 
     def _norm(self, grads: Arrays) -> jax.Array:
-        """The global norm, of each gradient in the dtype of what is updated."""
+        """The global norm of the gradients in the dtype of the updated arrays."""
         if not self.streamed:
             return global_norm(grads)
-        here, waiting = {}, {}
+        here, offloaded = {}, {}
         for path, grad in grads.items():
             row = self.table[path]
             if row.grad and in_host(row.grad):
-                waiting[path] = grad
+                offloaded[path] = grad
             else:
                 here[path] = grad.astype(wide_dtype(row))
         norm = global_norm(here)
-        if not waiting:
+        if not offloaded:
             return norm
         squares = norm * norm
-        for path, grad in waiting.items():
+        for path, grad in offloaded.items():
             squares = self.streamed.with_squares(squares, self.table[path], grad)
         return jnp.sqrt(squares)
 
     def _resident(
         self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
     ) -> Updated:
-        """The update of a state that is on the device."""
+        """The update of state in device memory."""
         if factor is not None:
             grads = {path: g * factor.astype(g.dtype) for path, g in grads.items()}
         trained = [row for row in self.table if row.leaf.trainable]
         old = {row.path: updated_values(state, row) for row in trained}
         new, opt = self._optimize(grads, state, old, finite)
         master = {row.path: new[row.path] for row in trained if row.master}
-        params = state.params | self._published(new)
+        params = state.params | self._cast_and_gather(new)
         average = state.ema
         if self.optimizer.ema_decay is not None:
             moved = ema.update(state.ema, new, self.optimizer.ema_decay)
             average = jax.tree.map(lambda a, b: jnp.where(finite, a, b), moved, state.ema)
         return Updated(params, master, opt, average)
 
-    def _published(self, new: Arrays) -> Arrays:
-        """What layers read, made from what was updated: a gather under stages 1 and 2.
+    def _cast_and_gather(self, new: Arrays) -> Arrays:
+        """The updated parameters as layers read them: cast, and all-gathered under ZeRO 1 and 2.
 
-        The cast happens on the shards: the step's output sharding is what makes it a gather, or the
-        ring hands them round.
+        The cast happens on the shards; the step's output sharding makes XLA gather, or rings do.
         """
         read = {row.path: row.param for row in self.table if row.leaf.trainable and row.param}
         narrow = {path: new[path].astype(param.dtype) for path, param in read.items()}
         if self.ring:
-            return self.ring.published(narrow)
+            return self.ring.gather_updated(narrow)
         return {path: unpad(x, self.table[path].shape(read[path])) for path, x in narrow.items()}
 
     def _optimize(
         self, grads: Arrays, state: TrainState, old: Arrays, finite: jax.Array
     ) -> tuple[Arrays, Any]:
-        """The optimizer on logical leaves: unpadded, in the model's own tree."""
+        """Run the optimizer on logical leaves: unpadded, in the model's tree."""
 
         def logical(values: Arrays) -> Any:
             shapes = {path: self.table[path].leaf.shape for path in values}
@@ -188,7 +187,7 @@ class Update:
         return self._as_stored(flat_with_paths(params)), self.layout.stored(opt)
 
     def _as_stored(self, values: Arrays) -> Arrays:
-        """Padded as the optimizer's state is."""
+        """Pad to the shapes of the optimizer's state."""
 
         def padded(row: Row, value: jax.Array) -> jax.Array:
             assert row.opt is not None

@@ -114,7 +114,7 @@ def test_another_step_is_known_to_be_another(kept, name):
     program = build_program(config, *resolve_model(config))
     batch = {"tokens": jax.ShapeDtypeStruct((program.batch.train, 33), jnp.int32)}
     lowered = program.step.trace(program.state, program.abstract_batch(batch)).lower()
-    said = read_identity(kept).apart(identity_of(lowered, program.devices, program.mesh))
+    said = read_identity(kept).differences(identity_of(lowered, program.devices, program.mesh))
     # The tests' own process has other flags and options.
     assert {each.split()[0] for each in said} - {"flags", "options"} == differs
 
@@ -142,7 +142,7 @@ def test_what_it_was_compiled_for_can_be_read_without_loading_it(kept):
     found = read_identity(kept)
     assert found.mesh["data"] == 8 and len(found.devices) == 8
     assert found.devices[0].startswith("cpu") and found.versions["jax"] == jax.__version__
-    assert found.apart(found) == []
+    assert found.differences(found) == []
 
 
 def test_each_thing_that_differs_is_named():
@@ -152,7 +152,7 @@ def test_each_thing_that_differs_is_named():
     two = Identity(
         {"x": "f32[4]"}, "b" * 64, ("cpu 1",), {"data": 2}, {"jax": "2"}, "arm", ("f",), {"o": "0"}
     )
-    said = one.apart(two)
+    said = one.differences(two)
     assert [each.split()[0] for each in said] == [
         "batch", "program", "devices", "mesh", "versions", "machine", "flags", "options",
     ]  # fmt: skip

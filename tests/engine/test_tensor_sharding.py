@@ -96,7 +96,7 @@ def test_the_logged_proposal_as_layer_specs_shards_the_same(caplog):
     with caplog.at_level("INFO", "jaxspeed"):
         inferred = jaxspeed.initialize(model.model, model.loss, sections, example_batch=model.batch)
     assert "the sharding was inferred" in caplog.text and '"layer_specs"' in caplog.text
-    proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, model.batch, tensor=4)
+    proposal = jaxspeed.propose_tensor_sharding(model.model, model.loss, model.batch, tensor=4)
     assert str(proposal) in caplog.text
     said = jaxspeed.initialize(
         model.model, model.loss, {**sections, **proposal.config}, example_batch=model.batch
@@ -109,8 +109,11 @@ def test_the_logged_proposal_as_layer_specs_shards_the_same(caplog):
 def test_shapes_are_example_enough():
     model = foreign_models.tower(24, 32, 16)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.batch)
-    proposal = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
+    proposal = jaxspeed.propose_tensor_sharding(model.model, model.loss, shapes, tensor=2)
     assert proposal.sharded
+    with pytest.warns(DeprecationWarning, match="propose_tensor_sharding"):
+        old = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
+    assert str(old) == str(proposal)
 
 
 class Pair(nnx.Module):
@@ -167,7 +170,7 @@ def test_what_does_not_divide_is_refused_with_the_degrees_that_work():
 
 
 def test_a_proposal_leaves_indivisible_dims_replicated_and_says_so():
-    proposal = jaxspeed.propose_tensor_cuts(Pair, PAIR.loss, PAIR.batch, tensor=5)
+    proposal = jaxspeed.propose_tensor_sharding(Pair, PAIR.loss, PAIR.batch, tensor=5)
     assert not proposal.sharded
     assert "replicated:" in str(proposal) and "degrees that work" in str(proposal)
 

@@ -1,4 +1,4 @@
-"""Running per-device code of a ring on simulated devices, and adding up in its order in numpy."""
+"""Run a ring's per-device code on simulated devices; reference sums in its order in numpy."""
 
 import jax
 import jax.numpy as jnp

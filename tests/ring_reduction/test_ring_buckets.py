@@ -1,4 +1,4 @@
-"""Buckets: a rank's chunk is its cut of each leaf, and everything comes back as it went in."""
+"""Buckets: a rank's chunk has its shard of each leaf, and leaves round-trip."""
 
 import math
 
@@ -12,7 +12,7 @@ from jaxspeed.ring_reduction import BucketLeaf, buckets_of
 
 @st.composite
 def parts(draw):
-    """(ranks, leaves), some cut and some whole, in two dtypes."""
+    """(ranks, leaves), some sharded and some replicated, in two dtypes."""
     ranks, found = draw(st.integers(1, 5)), []
     for number in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(st.integers(1, 4), max_size=3))
@@ -34,13 +34,13 @@ def filled(found):
 
 @settings(deadline=None, max_examples=60)
 @given(parts(), st.integers(1, 200))
-def test_leaves_come_back_from_their_buckets(given_parts, nbytes):
+def test_leaves_round_trip_through_buckets(given_parts, nbytes):
     ranks, found = given_parts
     leaves = filled(found)
     buckets = buckets_of(found, ranks, nbytes)
     assert sorted(p.path for b in buckets for p in b.parts) == sorted(leaves)
     for bucket in buckets:
-        chunks = bucket.laid_out(leaves)
+        chunks = bucket.to_chunks(leaves)
         assert chunks.shape == (ranks, bucket.length)
         assert len({(p.dim is None, p.dtype) for p in bucket.parts}) == 1
         assert len(bucket.parts) == 1 or sum(p.nbytes for p in bucket.parts) <= nbytes
@@ -50,22 +50,22 @@ def test_leaves_come_back_from_their_buckets(given_parts, nbytes):
 
 @settings(deadline=None, max_examples=60)
 @given(parts())
-def test_a_chunk_is_the_cut_that_a_rank_stores(given_parts):
+def test_a_chunk_is_the_shard_that_a_rank_stores(given_parts):
     ranks, found = given_parts
     leaves = filled(found)
     for bucket in buckets_of(found, ranks, 1 << 20):
-        chunks = bucket.laid_out(leaves)
-        for rank in range(ranks if bucket.is_cut else 0):
-            cuts = {
+        chunks = bucket.to_chunks(leaves)
+        for rank in range(ranks if bucket.is_sharded else 0):
+            shards = {
                 part.path: np.split(np.asarray(leaves[part.path]), ranks, part.dim)[rank]
                 for part in bucket.parts
             }
-            np.testing.assert_array_equal(bucket.own_chunk(cuts), chunks[rank])
-            for path, cut in bucket.cuts(chunks[rank]).items():
-                np.testing.assert_array_equal(cut, cuts[path])
+            np.testing.assert_array_equal(bucket.own_chunk(shards), chunks[rank])
+            for path, shard in bucket.shards(chunks[rank]).items():
+                np.testing.assert_array_equal(shard, shards[path])
 
 
-def test_small_leaves_share_a_ring_and_a_large_one_has_its_own():
+def test_small_leaves_share_a_bucket_and_a_large_one_has_its_own():
     sizes = [3, 1000, 4, 5]
     found = [BucketLeaf(str(n), (n,), jnp.dtype("float32")) for n in sizes]
     buckets = buckets_of(found, 2, 64)
@@ -74,4 +74,4 @@ def test_small_leaves_share_a_ring_and_a_large_one_has_its_own():
         [(4,), (5,)],
         [(1000,)],
     ]
-    assert math.prod(buckets[1].laid_out(filled(found)).shape) == 1000
+    assert math.prod(buckets[1].to_chunks(filled(found)).shape) == 1000

@@ -1,4 +1,4 @@
-"""int8 on the ring: what rounding takes from one step it gives to the next."""
+"""Error feedback of int8 rings: a step's quantization error is added to the next step."""
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ def pushed(wire, stage=0, mesh=None, scale=1.0):
     ("stage", "mesh"),
     [(0, None), (1, None), pytest.param(2, {"replica": 2}, marks=pytest.mark.full)],
 )
-def test_what_is_smaller_than_a_step_of_int8_arrives_in_time(stage, mesh):
-    """Each part of the sum is late by what the ranks still hold: a step of int8 a rank at most."""
+def test_error_feedback_delivers_gradients_below_one_int8_step(stage, mesh):
+    """The sum lags by the ranks' saved errors: at most one int8 step per rank."""
     found, wanted, _ = pushed("int8", stage, mesh)
     assert np.abs(found - wanted).max() <= 8 * LARGE / 127
 
 
-def test_without_feedback_it_never_arrives(monkeypatch):
-    monkeypatch.setattr(wire_module.Blocks, "feedback", False)
+def test_without_error_feedback_small_gradients_are_lost(monkeypatch):
+    monkeypatch.setattr(wire_module.BlockInt8, "feedback", False)
     found, wanted, engine = pushed("int8")
     assert engine.state.ring_errors == {}
     small = wanted > -STEPS * LARGE / 2

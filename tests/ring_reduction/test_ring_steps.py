@@ -1,4 +1,4 @@
-"""The ring: what it adds up, in which order, in how many steps, and what a link carries."""
+"""Ring all-reduce: its sum, summation order, number of steps and bytes per link."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxspeed.communication import ring_bytes
 from jaxspeed.hlo.collectives import collectives
-from jaxspeed.ring_reduction import Bucket, BucketLeaf, steps, sum_of_all, sum_of_chunk
+from jaxspeed.ring_reduction import Bucket, BucketLeaf, all_reduce, reduce_scatter, steps
 from tests.ring_reduction.rings import (
     both_ways,
     in_ring_order,
@@ -24,8 +24,8 @@ EPS = {np.dtype(t): float(jnp.finfo(t).eps) for t in (np.float32, np.float16, jn
 
 
 def summed(levels, x):
-    """What every device holds of the sum: [nodes, size, chunks, length]."""
-    run = program(levels, lambda x, ranks: sum_of_all(x, ranks, levels)[0])
+    """The sum on every device: [nodes, size, chunks, length]."""
+    run = program(levels, lambda x, ranks: all_reduce(x, ranks, levels)[0])
     return np.asarray(run(x))
 
 
@@ -38,7 +38,7 @@ def sample(seed):
 
 
 @pytest.mark.parametrize("seed", covering(range(50), range(16)))
-def test_a_ring_sums_as_psum_does_whatever_the_shape(seed):
+def test_all_reduce_equals_psum_for_any_shape(seed):
     """Fifty shapes, of which most are not divided by N, in three dtypes and both forms."""
     size, directions, dtype, shape = sample(seed)
     levels = levels_of(1, size, directions)
@@ -47,7 +47,7 @@ def test_a_ring_sums_as_psum_does_whatever_the_shape(seed):
     x = np.asarray(jnp.asarray(rng.normal(size=(1, size, *shape)), dtype))
 
     def both(x, ranks):
-        chunks, _ = sum_of_all(bucket.laid_out({"x": x}), ranks, levels)
+        chunks, _ = all_reduce(bucket.to_chunks({"x": x}), ranks, levels)
         return bucket.leaves(chunks)["x"], jax.lax.psum(x.astype(jnp.float32), "data")
 
     ours, theirs = map(np.asarray, program(levels, both)(x))
@@ -59,7 +59,7 @@ def test_a_ring_sums_as_psum_does_whatever_the_shape(seed):
 
 @pytest.mark.parametrize("directions", ["one", "both"])
 @pytest.mark.parametrize("length", [1, 6, 7])
-def test_the_sum_is_taken_in_the_order_that_is_documented(directions, length):
+def test_summation_order_is_the_documented_one(directions, length):
     levels = levels_of(1, 5, directions)
     x = numbers(levels, length)
     ours = summed(levels, x)
@@ -73,7 +73,7 @@ def test_the_sum_is_taken_in_the_order_that_is_documented(directions, length):
     assert (ours[0, 0] != x[0].sum(axis=0)).any(), "another order would have given the same bits"
 
 
-def test_rings_across_nodes_add_up_the_nodes_sums_in_order():
+def test_outer_rings_sum_the_nodes_in_order():
     levels = levels_of(3, 2, "one")
     x = numbers(levels, 7)
     ours = summed(levels, x)
@@ -86,20 +86,20 @@ def test_rings_across_nodes_add_up_the_nodes_sums_in_order():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_loop_of_steps_has_the_bits_of_steps_that_are_written_out(nodes):
+def test_looped_steps_equal_unrolled_steps_bitwise(nodes):
     x = numbers(levels_of(nodes, 4), 6)
     unrolled = summed(levels_of(nodes, 4, "one"), x)
     np.testing.assert_array_equal(unrolled, summed(levels_of(nodes, 4, "one", unrolled=False), x))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_first_phase_alone_leaves_each_rank_its_chunk(nodes):
+def test_reduce_scatter_leaves_each_rank_its_chunk(nodes):
     levels = levels_of(nodes, 4)
     x = numbers(levels, 6)
-    run = program(levels, lambda x, ranks: sum_of_chunk(x, ranks, levels)[0])
-    own, whole = np.asarray(run(x)), summed(levels, x)
+    run = program(levels, lambda x, ranks: reduce_scatter(x, ranks, levels)[0])
+    own, full = np.asarray(run(x)), summed(levels, x)
     for node, rank in np.ndindex(nodes, 4):
-        np.testing.assert_array_equal(own[node, rank], whole[node, rank, rank])
+        np.testing.assert_array_equal(own[node, rank], full[node, rank, rank])
 
 
 def sent(levels, length, function, dtype=np.float32):
@@ -121,26 +121,26 @@ def sent(levels, length, function, dtype=np.float32):
         [(2, "one", True), (5, "both", False), (8, "both", True), (8, "one", False)],
     ),
 )
-def test_a_device_sends_twice_the_array_less_a_chunk_in_twice_n_steps(size, directions, unrolled):
+def test_all_reduce_sends_2_n_minus_1_chunks_per_device(size, directions, unrolled):
     """2 (N-1)/N of the bytes, in 2 (N-1) steps; of both directions each carries half a step."""
     levels, length = levels_of(1, size, directions, unrolled=unrolled), 60
-    found = sent(levels, length, lambda *args: sum_of_all(*args)[0])
-    whole = size * length * 4
-    assert sum(map(ring_bytes, found)) == 2 * (size - 1) / size * whole
-    ways = 2 if directions == "both" else 1
-    assert sum(c.runs for c in found) == ways * 2 * (size - 1)
-    assert {c.bytes for c in found} == {length * 4 // ways}
+    found = sent(levels, length, lambda *args: all_reduce(*args)[0])
+    array = size * length * 4
+    assert sum(map(ring_bytes, found)) == 2 * (size - 1) / size * array
+    directions_used = 2 if directions == "both" else 1
+    assert sum(c.runs for c in found) == directions_used * 2 * (size - 1)
+    assert {c.bytes for c in found} == {length * 4 // directions_used}
 
 
-def test_the_first_phase_alone_sends_half():
+def test_reduce_scatter_sends_half_of_an_all_reduce():
     levels = levels_of(1, 8)
-    found = sent(levels, 60, lambda *args: sum_of_chunk(*args)[0])
+    found = sent(levels, 60, lambda *args: reduce_scatter(*args)[0])
     assert sum(map(ring_bytes, found)) == 7 / 8 * 8 * 60 * 4
 
 
-def test_across_nodes_travels_a_chunk_and_no_array():
+def test_only_a_chunk_is_sent_across_nodes():
     levels, length = levels_of(2, 4), 60
-    found = sent(levels, length, lambda *args: sum_of_all(*args)[0])
+    found = sent(levels, length, lambda *args: all_reduce(*args)[0])
     by_axis = {
         axis: sum(ring_bytes(c) for c in found if c.axes == (axis,)) for axis in ("data", "replica")
     }
@@ -148,20 +148,20 @@ def test_across_nodes_travels_a_chunk_and_no_array():
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_int8_sends_a_quarter_and_the_scales(nodes):
-    length = 2048 * nodes  # whole blocks in each direction
-    plain = sum(map(ring_bytes, sent(levels_of(nodes, 4), length, lambda *a: sum_of_all(*a)[0])))
+def test_int8_sends_a_quarter_plus_scales(nodes):
+    length = 2048 * nodes  # full blocks in each direction
+    plain = sum(map(ring_bytes, sent(levels_of(nodes, 4), length, lambda *a: all_reduce(*a)[0])))
     levels = levels_of(nodes, 4, wire="int8")
-    narrow = sum(map(ring_bytes, sent(levels, length, sum_of_all)))
+    narrow = sum(map(ring_bytes, sent(levels, length, all_reduce)))
     assert narrow == plain / 4 * (256 + 4) / 256
 
 
 @pytest.mark.parametrize(("nodes", "size"), [(1, 5), (2, 3)])
-def test_what_int8_loses_is_kept_by_the_rank_that_packed(nodes, size):
+def test_int8_errors_are_saved_by_the_packing_rank(nodes, size):
     """The sum and the errors of all ranks make up the sum that was to be taken."""
     levels = levels_of(nodes, size, wire="int8")
     x = numbers(levels, 700)
-    sums, errors = map(np.asarray, program(levels, lambda x, r: sum_of_all(x, r, levels))(x))
+    sums, errors = map(np.asarray, program(levels, lambda x, r: all_reduce(x, r, levels))(x))
     exact = x.astype(np.float64).sum(axis=(0, 1))
     lost = errors.astype(np.float64).sum(axis=(0, 1))
     scale = np.abs(x).sum(axis=(0, 1)).max()
@@ -172,15 +172,15 @@ def test_what_int8_loses_is_kept_by_the_rank_that_packed(nodes, size):
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_is_not_hidden_by_packing(wire, bad):
+def test_packing_keeps_non_finite_values_non_finite(wire, bad):
     levels = levels_of(1, 4, wire=wire)
     x = numbers(levels, 300)
     x[0, 1, 2, 17] = bad
-    sums = np.asarray(program(levels, lambda x, r: sum_of_all(x, r, levels)[0])(x))
+    sums = np.asarray(program(levels, lambda x, r: all_reduce(x, r, levels)[0])(x))
     assert not np.isfinite(sums[0, :, 2, 17]).any()
 
 
-def test_bf16_rounds_each_message_and_adds_up_in_the_wider_dtype():
+def test_bf16_rounds_each_message_and_sums_in_the_wider_dtype():
     levels = levels_of(1, 4, "one", wire="bf16")
     x = numbers(levels, 9)
     ours = summed(levels, x)
@@ -195,12 +195,12 @@ def test_bf16_rounds_each_message_and_adds_up_in_the_wider_dtype():
         )
 
 
-def test_a_step_of_the_ring_that_is_dropped_is_missed(monkeypatch):
+def test_a_dropped_ring_step_changes_the_sum(monkeypatch):
     real, calls = steps._send, []
 
-    def one_stays(x, lane, ring):
-        calls.append(lane)
-        return x if len(calls) == 2 else real(x, lane, ring)
+    def one_stays(x, part, ring):
+        calls.append(part)
+        return x if len(calls) == 2 else real(x, part, ring)
 
     levels = levels_of(1, 4, "one")
     x = numbers(levels, 6)

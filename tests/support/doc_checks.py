@@ -243,7 +243,7 @@ def python_problems(code: str) -> Iterator[str]:
 
 def _argument_problems(call: ast.Call) -> Iterator[str]:
     name = ast.unparse(call.func)
-    if name in ("jaxspeed.initialize", "jaxspeed.plan", "jaxspeed.propose_tensor_cuts"):
+    if name in ("jaxspeed.initialize", "jaxspeed.plan", "jaxspeed.propose_tensor_sharding"):
         known = inspect.signature(getattr(jaxspeed, name.partition(".")[2])).parameters
         unknown = [word.arg for word in call.keywords if word.arg not in known]
         yield from (f"{name} has no argument {argument}" for argument in unknown)

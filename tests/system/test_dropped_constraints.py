@@ -105,7 +105,7 @@ def test_per_device_code_states_no_collective_of_its_own():
     its own: test_a_step_of_the_ring_that_is_dropped_is_missed. What the stages of a pipeline send
     each other (stage_shard_map.py) is needed for every number of theirs, and where each layer's
     weights go (stage_layout.py) is compared in test_stage_layout.py. A ring of data ranks
-    (steps.py) has test_a_step_of_the_ring_that_is_dropped_is_missed in test_ring_steps.py.
+    (steps.py) has test_a_dropped_ring_step_changes_the_sum in test_ring_steps.py.
     """
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id

@@ -134,22 +134,22 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "half = length - length // 2",
         "half = length // 2",
-        "test_the_sum_is_taken_in_the_order_that_is_documented[1-both]",
+        "test_summation_order_is_the_documented_one[1-both]",
     ),
     (
-        "after.append(arrived + _chunk(part, rank, -lane.direction * (number + 2), ring))",
+        "after.append(arrived + _chunk(part, rank, -a.direction * (number + 2), ring))",
         "after.append(arrived)",
-        "test_a_ring_sums_as_psum_does_whatever_the_shape[0]",
+        "test_all_reduce_equals_psum_for_any_shape[0]",
     ),
     (
         "kind = (part.dim is None, jnp.dtype(part.dtype))",
         "kind = part.dim is None",
-        "test_leaves_come_back_from_their_buckets",
+        "test_leaves_round_trip_through_buckets",
     ),
     (
         "lost = lost.at[ranks.outer].set(piece - wire.unpack(message, piece))",
         "lost = lost.at[ranks.outer].set(jnp.zeros_like(piece))",
-        "test_what_int8_loses_is_kept_by_the_rank_that_packed[1-5]",
+        "test_int8_errors_are_saved_by_the_packing_rank[1-5]",
     ),
     (
         "[d for d, x in enumerate(config) if any(x)]",
@@ -217,8 +217,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_bytes_of_every_role_equal_the_formula[stage2-data4-mixed]",
     ),
     (
-        "whole = factor * unscale if self.optimizer.clipping or not as_made else None",
-        "whole = None",
+        "multiplier = factor * unscale if self.optimizer.clipping or not unscaled else None",
+        "multiplier = None",
         "test_a_users_own_optimizer_is_used_and_clipped_only_when_asked",
     ),
     (

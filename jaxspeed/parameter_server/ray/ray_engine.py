@@ -37,7 +37,7 @@ from jaxspeed.parameter_server.ray.worker_pool import Crew
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker_step import host_parts
 from jaxspeed.placement.rows import Row
-from jaxspeed.train.program import Metrics, Program, Serving
+from jaxspeed.train.program import Metrics, Program, ServerTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class RayProgram(Program):
         return self.workers
 
     @property
-    def serving(self) -> Serving:
+    def serving(self) -> ServerTraffic:
         def logical(row: Row) -> int:
             return math.prod(row.leaf.shape)
 
         sends = pull_and_push(self, self.table, logical)
-        return Serving(len(self.servers), self.rule.pace, *sends)
+        return ServerTraffic(len(self.servers), self.rule.pace, *sends)
 
     @property
     def in_this_process(self) -> bool:

@@ -1,4 +1,4 @@
-"""The process of a server: it holds the state of what it owns. An actor, thin over `Serving`."""
+"""The Ray actor of a server, which holds the state of its shards: thin over `ServerFunctions`."""
 
 import os
 
@@ -9,7 +9,7 @@ import numpy as np
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.ray.build_worker_program import Build
-from jaxspeed.parameter_server.ray.server_functions import Published, Serving, Told
+from jaxspeed.parameter_server.ray.server_functions import Published, ServerFunctions, Told
 from jaxspeed.parameter_server.ray.server_program import program_of_share
 
 
@@ -17,7 +17,7 @@ class Server:
     """Owns one share. Its calls run one after the other, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._serving: Serving
+        self._serving: ServerFunctions
         self._state: TrainState
         self._grads: Arrays | None = None  # of the update that is under way
 
@@ -25,7 +25,7 @@ class Server:
         """The program of this server's share; the process's id."""
         start_devices("cpu")  # the optimizer's state lives in host memory
         program, shares = build.program(jax.local_devices()[0])
-        self._serving = Serving(program_of_share(program, shares[number], build.factor))
+        self._serving = ServerFunctions(program_of_share(program, shares[number], build.factor))
         return os.getpid()
 
     def alive(self) -> bool:

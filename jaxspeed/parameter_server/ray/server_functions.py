@@ -57,7 +57,7 @@ def together(told: Sequence[Told]) -> tuple[Told, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServerFunctions:
     """The compiled functions of one share."""
 
     program: Program

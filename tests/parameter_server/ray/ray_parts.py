@@ -12,7 +12,7 @@ from jaxspeed.objective.train_state import TrainState
 from jaxspeed.parameter_server.ray.build_worker_program import Build
 from jaxspeed.parameter_server.ray.ray_engine import program_of
 from jaxspeed.parameter_server.ray.resources import staff_of
-from jaxspeed.parameter_server.ray.server_functions import Serving, together
+from jaxspeed.parameter_server.ray.server_functions import ServerFunctions, together
 from jaxspeed.parameter_server.ray.server_program import program_of_share
 from jaxspeed.parameter_server.ray.state_transfer import put_together
 from jaxspeed.parameter_server.ray.worker_functions import Working
@@ -82,7 +82,9 @@ class Parts:
         self.program = program_of(loaded, staff, build)
         self.shares = list(self.program.servers)
         alone, _ = build.program(jax.devices()[0])
-        self.servers = [Serving(program_of_share(alone, s, staff.factor)) for s in self.shares]
+        self.servers = [
+            ServerFunctions(program_of_share(alone, s, staff.factor)) for s in self.shares
+        ]
         self.states = [one.program.init(0) for one in self.servers]
         self.worker = Working(alone, self.shares)
         self.variables = alone.init(0).variables
