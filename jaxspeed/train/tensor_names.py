@@ -48,8 +48,8 @@ def propose_tensor_sharding(
       tensor: the number of shards.
 
     Returns:
-      The proposal. It prints itself; `.layer_specs` writes it into a config, `.replicated` has
-      the replicated weights, each with the reason.
+      The proposal. It prints itself; `.layer_specs` writes it into a config, `.replicated` has the
+      replicated weights, each with the reason.
     """
     if tensor < 2:
         raise ModelError(f"tensor is {tensor}: sharding needs at least 2")

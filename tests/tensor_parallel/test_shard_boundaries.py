@@ -79,7 +79,7 @@ PROGRAMS = (plain, scanned, checkpointed, branched, looped, two_from_one, turned
 LAYOUTS = {"replicated": ActivationLayout(), "sharded": SHARDED, "ring": RING}
 
 
-def written(loss: Any, style: ActivationLayout, mesh: Any) -> tuple[Any, Any]:
+def written(loss: Any, layout: ActivationLayout, mesh: Any) -> tuple[Any, Any]:
     """(the program with its boundary constraints, the tree of its arguments)."""
     values, x = params(), inputs()
     closed = jax.make_jaxpr(loss)(values, x)
@@ -87,25 +87,25 @@ def written(loss: Any, style: ActivationLayout, mesh: Any) -> tuple[Any, Any]:
     parameters = dict(zip(names, closed.jaxpr.invars, strict=False))
     specs = {name: SPECS[name] for name in names}
     batch = closed.jaxpr.invars[len(names) :]
-    jaxpr = with_boundary_constraints(closed.jaxpr, parameters, batch, specs, mesh, style)
+    jaxpr = with_boundary_constraints(closed.jaxpr, parameters, batch, specs, mesh, layout)
     return jex.ClosedJaxpr(jaxpr, closed.consts), [*(values[n] for n in names), x]
 
 
-# Every program is written in a style of its own, the first in all.
+# Each program is tested with one layout, the first with all.
 @pytest.mark.parametrize(
-    ("loss", "style"),
+    ("loss", "layout"),
     covering(
         itertools.product(PROGRAMS, LAYOUTS),
-        [(plain, style) for style in LAYOUTS]
+        [(plain, layout) for layout in LAYOUTS]
         + [(loss, [*LAYOUTS][i % len(LAYOUTS)]) for i, loss in enumerate(PROGRAMS) if i],
     ),
 )
-def test_what_is_written_changes_no_number(loss, style):
+def test_what_is_written_changes_no_number(loss, layout):
     mesh = build_mesh({"data": 2, "tensor": 4})
 
     def run(*args: Any) -> jax.Array:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program, _ = written(loss, LAYOUTS[style], mesh)
+            program, _ = written(loss, LAYOUTS[layout], mesh)
             return jex.jaxpr_as_fun(program)(*args)[0]
 
     args = written(loss, ActivationLayout(), build_mesh({}))[1]
@@ -136,9 +136,9 @@ def specs_in(jaxpr: Any) -> list[Any]:
 WHOLE, KEPT = P(DATA_AXES, None, None), P(DATA_AXES, "tensor", None)
 
 
-def of_gradient(loss: Any, style: ActivationLayout) -> list[Any]:
+def of_gradient(loss: Any, layout: ActivationLayout) -> list[Any]:
     mesh = build_mesh({"data": 2, "tensor": 4})
-    program, args = written(loss, style, mesh)
+    program, args = written(loss, layout, mesh)
     gradient = jax.grad(lambda *a: jex.jaxpr_as_fun(program)(*a)[0], argnums=(0, 1, 2, 3))
     return specs_in(jax.make_jaxpr(gradient)(*args).jaxpr)
 
