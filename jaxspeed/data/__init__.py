@@ -5,7 +5,7 @@ of the step. A corpus is a sequence of samples with random access. Their order, 
 function of seed and step alone.
 """
 
-from jaxspeed.data.corpus import Corpus, build, tokenize, told_shapes
+from jaxspeed.data.corpus import Corpus, build, known_shapes, tokenize
 from jaxspeed.data.feeder import Feeder, Place, placer
 from jaxspeed.data.model_limits import Facts, facts
 from jaxspeed.data.split import Split
@@ -28,9 +28,9 @@ __all__ = [
     "Tokenizer",
     "build",
     "facts",
+    "known_shapes",
     "load_tokenizer",
     "placer",
     "read_tokenizer",
     "tokenize",
-    "told_shapes",
 ]

@@ -260,10 +260,10 @@ def _summary(
     return f"{shown}{by}; {train.samples:,} training samples{of}, {out:,} held out"
 
 
-def told_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Those of a batch of so many samples, where what the model reads tells them.
+def known_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDtypeStruct] | None:
+    """Shapes of a batch of so many samples, as far as model and data section determine them.
 
-    None where the samples are the user's own (or the model is), so that one has to be read.
+    None for a user's own data source or model, where a sample has to be read.
     """
     sources: Sequence[SourceSection] = data.mixture or [data]
     own = any(":" in (each.source or "") for each in sources)

@@ -1,6 +1,6 @@
-"""Which part of a corpus is kept for evaluation: a function of the corpus, not of a run's seed.
+"""Held-out split of a corpus for evaluation: a function of the corpus, not of a run's seed.
 
-So runs that differ in their seeds are evaluated on the same samples.
+So runs with different seeds are evaluated on the same samples.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ SEED = 0x6865_6C64
 
 
 def hold_out_documents(offsets: np.ndarray, share: float) -> tuple[Spans, Spans]:
-    """(train, held out), in the corpus's order: whole documents, drawn at random.
+    """Split into (train, held out), in the corpus's order: complete documents, drawn at random.
 
     Where documents are too few or too uneven to come near the share, the end of the corpus is held
-    out instead, and the document that the cut goes through ends there.
+    out instead, and the document at the split ends there.
     """
     starts, lengths = np.asarray(offsets[:-1], np.int64), np.diff(offsets)
     wanted = share * int(offsets[-1])
@@ -22,13 +22,13 @@ def hold_out_documents(offsets: np.ndarray, share: float) -> tuple[Spans, Spans]
     sums = np.cumsum(lengths[drawn])
     number = int(np.argmin(np.abs(sums - wanted))) + 1
     if abs(int(sums[number - 1]) - wanted) > wanted / 4:
-        return _cut(starts, lengths, int(offsets[-1]) - round(wanted))
+        return _split_at(starts, lengths, int(offsets[-1]) - round(wanted))
     held = np.zeros(len(starts), bool)
     held[drawn[:number]] = True
     return Spans(starts[~held], lengths[~held]), Spans(starts[held], lengths[held])
 
 
-def _cut(starts: np.ndarray, lengths: np.ndarray, at: int) -> tuple[Spans, Spans]:
+def _split_at(starts: np.ndarray, lengths: np.ndarray, at: int) -> tuple[Spans, Spans]:
     ends = starts + lengths
     before, after = starts < at, ends > at
     first = Spans(starts[before], np.minimum(ends[before], at) - starts[before])
@@ -37,7 +37,7 @@ def _cut(starts: np.ndarray, lengths: np.ndarray, at: int) -> tuple[Spans, Spans
 
 
 def hold_out_samples(samples: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """(train, held out): ids of samples that stand for themselves, each in ascending order."""
+    """Split ids of samples into (train, held out), each in ascending order."""
     held = np.zeros(samples, bool)
     drawn = np.random.default_rng(SEED).permutation(samples)
     held[drawn[: round(share * samples)]] = True

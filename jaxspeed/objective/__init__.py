@@ -1,7 +1,7 @@
 """The loss of a micro-batch: model adapters, loss forms, precision, randomness, train state.
 
-Parameters and everything else that a model keeps are flat dicts from path to array; `bind` makes of
-them what the user's loss function is given.
+Parameters and other variables of a model are flat dicts from path to array; `bind` turns them into
+the model that is passed to the user's loss function.
 """
 
 from jaxspeed.objective.adapters import adapt_model

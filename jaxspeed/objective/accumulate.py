@@ -1,8 +1,8 @@
-"""Accumulation over micro-batches: the weighted mean of what has been seen so far.
+"""Gradient accumulation over micro-batches: a running weighted mean.
 
-Of (mean m, weight W) and a new (g, w) it is m + (g - m) w / (W + w), so that neither many
-micro-batches nor large weights leave the range of a 16-bit accumulator. A weight of 0 throughout
-gives 0.
+The mean of (mean m, weight W) and a new (g, w) is m + (g - m) w / (W + w), so that neither many
+micro-batches nor large weights leave the range of a 16-bit accumulator. If all weights are 0, it
+is 0.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -15,22 +15,22 @@ from jaxspeed.objective.train_state import Arrays
 
 
 class Sums(NamedTuple):
-    """What micro-batches add up to."""
+    """Accumulated loss, gradients and metrics of micro-batches."""
 
     grads: Arrays  # weighted mean so far, times the loss scale
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, jax.Array]  # weighted mean so far
-    errors: Any = ()  # by bucket, what packing them for a ring has lost
+    errors: Any = ()  # by bucket, the quantization errors of ring messages
 
 
 Part = TypeVar("Part", Loss, Sums)
 
 
 def accumulate(seen: Part, new: Part) -> tuple[Part, jax.Array]:
-    """`seen` with the totals, weights and metrics of `new`, and the share of `new` in the weight.
+    """Add totals, weights and metrics of `new`; also return its share in the weight.
 
-    Gradients are added by `running_mean` with that share, each where it is kept.
+    Gradients are added by `running_mean` with that share, each where it is stored.
     """
     weight = seen.weight + new.weight
     share = per_weight(new.weight, weight)
@@ -40,30 +40,30 @@ def accumulate(seen: Part, new: Part) -> tuple[Part, jax.Array]:
 
 
 def running_mean(mean: jax.Array, new: jax.Array, share: jax.Array) -> jax.Array:
-    """`mean + (new - mean) share`, computed in the wider dtype."""
+    """Compute `mean + (new - mean) share` in the wider dtype."""
     wide = jnp.promote_types(mean.dtype, share.dtype)
     wide_mean = mean.astype(wide)
     return (wide_mean + (new.astype(wide) - wide_mean) * share.astype(wide)).astype(mean.dtype)
 
 
 def shares(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the share of each part in the weight of all, that weight).
+    """Compute (share of each part in the total weight, total weight).
 
-    The mean over parts is the sum of each one's times its share.
+    The mean over parts is their sum, each times its share.
     """
     weight = weights.sum()  # once: a second sum over ranks is a second all-reduce
     return per_weight(weights, weight), weight
 
 
 def per_weight(x: Any, weight: jax.Array) -> jax.Array:
-    """`x / weight`, and 0 where nothing was weighed."""
+    """Compute `x / weight`, and 0 where the weight is 0."""
     return jnp.where(weight > 0, x / weight, 0)
 
 
 def micro_batches(batch: Any, count: int, ranks: int) -> Any:
-    """A batch [samples, ...] as [count, samples / count, ...].
+    """Split a batch [samples, ...] into [count, samples / count, ...].
 
-    Micro-batch i is the i-th slice of each of the `ranks`' own part, so nothing crosses devices.
+    Micro-batch i is the i-th slice of the shard of each of the `ranks`, without communication.
     """
 
     def split(x: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def micro_batches(batch: Any, count: int, ranks: int) -> Any:
 
 
 def micro_batch_shapes(batch: Any, count: int) -> Any:
-    """One of `count` micro-batches, as shapes."""
+    """Shapes of one of `count` micro-batches."""
 
     def first(x: Any) -> jax.ShapeDtypeStruct:
         shape = (x.shape[0] // count, *x.shape[1:]) if x.shape else ()

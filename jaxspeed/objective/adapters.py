@@ -1,4 +1,4 @@
-"""From what a user passes as a model to a Model."""
+"""Adapt a user's model (nnx factory, Linen module or a pair of functions) to the Model protocol."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +24,14 @@ def adapt_model(
     full_precision: Sequence[str] = (),
     state_collections: Sequence[str] | None = None,
 ) -> Model:
-    """The Model behind an nnx factory, a Linen module or a pair (init, apply).
+    """Adapt an nnx factory, a Linen module or a pair (init, apply).
 
     Args:
       trainable: which parameters are trained: None for all, path patterns, a function of the path,
         or a Variable type (`nnx.LoRAParam`).
-      frozen: path patterns of parameters that are not trained, whatever `trainable` says.
+      frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
-      state_collections: what is carried from step to step beside parameters: names of Linen
+      state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
     """
     chosen = _trainable(trainable)
@@ -49,16 +49,16 @@ def adapt_model(
     if isinstance(model, nn.Module):
         if example_batch is None:
             raise ModelError(
-                "a Linen module makes its parameters from a batch: pass "
-                "initialize(..., example_batch=...); its shapes are what is used"
+                "a Linen module initializes its parameters from a batch: pass "
+                "initialize(..., example_batch=...); only its shapes are used"
             )
         return LinenModel(model, loss_fn, example_batch, is_trained, is_full, state_collections)
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return PairModel(model[0], model[1], example_batch, is_trained, is_full)
     if isinstance(model, nnx.Module):
         raise ModelError(
-            f"model is a built {type(model).__name__}; pass its factory, so that it can be made "
-            f"straight into shards: model=lambda rngs: {type(model).__name__}(..., rngs=rngs)"
+            f"model is a built {type(model).__name__}; pass its factory, so that it can be "
+            f"initialized sharded: model=lambda rngs: {type(model).__name__}(..., rngs=rngs)"
         )
     if not callable(model):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Whether a batch is one: arrays of numbers whose first dim the data ranks can share."""
+"""Validation of a batch: arrays of numbers whose first dim divides over the data ranks."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Arrays = np.ndarray | np.generic | jax.Array
 
 
 def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> dict[str, Any]:
-    """The arrays of a batch by their place in it; BatchError for anything else.
+    """Collect the arrays of a batch by path; raise BatchError for anything else.
 
     `abstract` lets shapes stand for arrays (`jax.ShapeDtypeStruct`).
     """
@@ -33,23 +33,23 @@ def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> 
             raise BatchError(f"{place} has dtype {x.dtype}; it must be an array of numbers")
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise BatchError(
-                f"{place} has been deleted: a function that donates its arguments used it up"
+                f"{place} has been deleted: it was donated to a function (donate_argnums)"
             )
     return found
 
 
 def check_train_batch(arrays: dict[str, Any], batch: Batch, ranks: int) -> None:
-    """BatchError unless each array that is no scalar has `train_batch_size` samples."""
+    """Raise BatchError unless each array that is no scalar has `train_batch_size` samples."""
     for place, x in arrays.items():
         if x.shape and x.shape[0] != batch.train:
             raise BatchError(
                 f"{place} has {x.shape[0]} samples, but train_batch_size is {batch.train} = "
-                f"{batch.micro} a device x {batch.accumulation} micro-batches x {ranks} data ranks"
+                f"{batch.micro} per rank x {batch.accumulation} micro-batches x {ranks} data ranks"
             )
 
 
 def check_shared_evenly(arrays: dict[str, Any], ranks: int) -> None:
-    """BatchError unless all arrays have one number of samples, and one that ranks can share."""
+    """Raise BatchError unless all arrays have the same number of samples, divisible by ranks."""
     sizes = {place: x.shape[0] for place, x in arrays.items() if x.shape}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{place} {n}" for place, n in sizes.items())
@@ -64,7 +64,7 @@ def check_shared_evenly(arrays: dict[str, Any], ranks: int) -> None:
 
 
 def shapes_text(batch: Any) -> str:
-    """`['x'] float32[8, 4], ['y'] None`: what a batch holds, in one line."""
+    """Format a batch on one line: `['x'] float32[8, 4], ['y'] None`."""
 
     def is_none(x: Any) -> bool:
         return x is None

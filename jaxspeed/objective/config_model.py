@@ -1,4 +1,4 @@
-"""From the config's `model` section to a model and its loss."""
+"""Build model and loss from the config's `model` section."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ def resolve_model(
     loss_fn: Loss | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Loss]:
-    """What to train and by which loss: what was passed, or what the config names.
+    """Resolve model and loss: those that were passed, or those that the config names.
 
-    `overrides` go on top of the config's own sizes.
+    `overrides` replace sizes of the config.
     """
     section = config.model
     if model is not None:
         if section is not None:
             raise ConfigError(
-                "model: given twice, to initialize(model=...) and in the config; leave one out"
+                "model: given twice, to initialize(model=...) and in the config; remove one"
             )
         if isinstance(model, PipelineModule) and model.loss_fn is not None:
             if loss_fn is not None:
                 raise ModelError(
                     "loss_fn: given twice, to PipelineModule(..., loss_fn=...) and to "
-                    "initialize(loss_fn=...); leave one out"
+                    "initialize(loss_fn=...); remove one"
                 )
             return model, model.batch_loss
         if loss_fn is None:
@@ -50,7 +50,7 @@ def resolve_model(
 
 
 def family_sizes(config: Config) -> Any:
-    """The sizes of the family that the config names, as its own Config; None for other models."""
+    """Config of the model family that the config names; None for other models."""
     if config.model is None or config.model.family is None:
         return None
     return _built(config, {}).config
@@ -74,5 +74,5 @@ def _from_import_path(path: str, sizes: Mapping[str, Any], loss_fn: Loss | None)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model.factory: {path!r} cannot be imported: {error}") from None
     if loss_fn is None:
-        raise ModelError(f"loss_fn is missing: model.factory {path!r} brings no loss of its own")
+        raise ModelError(f"loss_fn is missing: model.factory {path!r} has no loss")
     return (lambda rngs: made(rngs=rngs, **sizes)), loss_fn

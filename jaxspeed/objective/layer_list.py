@@ -1,4 +1,4 @@
-"""What a layer may be in the list of a PipelineModule, and when two of them are equal."""
+"""Layers in the list of a PipelineModule: LayerSpec, factories, functions, and their equality."""
 
 import functools
 import inspect
@@ -19,9 +19,9 @@ KINDS = (
 
 
 class LayerSpec:
-    """A layer that is yet to be built: `cls(*args, **kwargs, rngs=rngs)`, as DeepSpeed's.
+    """A layer to build: `cls(*args, **kwargs, rngs=rngs)`, as in DeepSpeed.
 
-    Where `cls` takes no rngs, it is given none.
+    `rngs` is passed only if `cls` takes it.
     """
 
     def __init__(self, cls: type[nnx.Module], /, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class LayerSpec:
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         given = {"rngs": rngs} if _takes_rngs(self.cls.__init__, through_kwargs=True) else {}
-        return _whole(self.cls(*self.args, **self.kwargs, **given))
+        return _with_arrays(self.cls(*self.args, **self.kwargs, **given))
 
     def __repr__(self) -> str:
         shown = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
@@ -52,9 +52,9 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module all layers of the same key share, as DeepSpeed's.
+    """A layer whose module is shared by all layers with the same key, as in DeepSpeed.
 
-    It is called as `forward_fn(module, x)` where that is given: a head that reads the embedding's
+    It is called as `forward_fn(module, x)` if that is given: a head that reads the embedding's
     table is `TiedLayerSpec("embed", nnx.Embed, ..., forward_fn=lambda embed, x: embed.attend(x))`.
     """
 
@@ -69,8 +69,8 @@ class TiedLayerSpec(LayerSpec):
     ) -> None:
         if not isinstance(key, str) or not key or "/" in key:
             raise ModelError(
-                f'TiedLayerSpec is given the key {key!r}; it takes a word without "/", by which '
-                'the layers that share a module are told: TiedLayerSpec("embed", nnx.Embed, ...)'
+                f'TiedLayerSpec is given the key {key!r}; it takes text without "/", the same '
+                'for all layers that share a module: TiedLayerSpec("embed", nnx.Embed, ...)'
             )
         super().__init__(cls, *args, **kwargs)
         if not (forward_fn is None or callable(forward_fn)):
@@ -97,7 +97,7 @@ class Factory:
                 f"the factory {_function_name(self.fn)} in the list of layers returned a "
                 f"{type(module).__name__}; it must return an nnx.Module"
             )
-        return _whole(module)
+        return _with_arrays(module)
 
     def __repr__(self) -> str:
         return f"a factory {_function_name(self.fn)}"
@@ -117,14 +117,14 @@ Layer = LayerSpec | Factory | Function
 
 
 def as_layer(item: Any, place: int) -> Layer:
-    """One item of the list by its kind; ModelError with its place where it is of none."""
+    """Convert one item of the list; raise ModelError with its index if it is no layer."""
     if isinstance(item, LayerSpec):
         return item
     if isinstance(item, nnx.Module):
         kind = type(item).__name__
         raise ModelError(
-            f"layer {place} is a built {kind}; pass how it is built, so that it can be made "
-            f"straight into shards: jaxspeed.LayerSpec({kind}, ...), or "
+            f"layer {place} is a built {kind}; pass its spec, so that it can be initialized "
+            f"sharded: jaxspeed.LayerSpec({kind}, ...), or "
             f"lambda rngs: {kind}(..., rngs=rngs)"
         )
     if isinstance(item, nn.Module) or (isinstance(item, type) and issubclass(item, nn.Module)):
@@ -141,10 +141,10 @@ def as_layer(item: Any, place: int) -> Layer:
 
 
 def equal(a: Layer, b: Layer) -> bool:
-    """Whether they are built from the same: class and arguments, or the same function.
+    """Whether two layers have the same class and arguments, or the same function.
 
-    Functions are the same that are one object, or have one code and close over equal values, as
-    what a comprehension makes of one lambda.
+    Two functions are the same if they are one object, or have the same code and close over equal
+    values, as those that a comprehension makes from one lambda.
     """
     if isinstance(a, TiedLayerSpec) or isinstance(b, TiedLayerSpec) or type(a) is not type(b):
         return False
@@ -155,7 +155,7 @@ def equal(a: Layer, b: Layer) -> bool:
 
 
 def check_ties(layers: list[Layer]) -> None:
-    """ModelError unless all layers of one key say the same class and arguments."""
+    """Raise ModelError unless all layers of one key have the same class and arguments."""
     first: dict[str, TiedLayerSpec] = {}
     for place, layer in enumerate(layers):
         if not isinstance(layer, TiedLayerSpec):
@@ -169,7 +169,7 @@ def check_ties(layers: list[Layer]) -> None:
             )
 
 
-def _whole(module: nnx.Module) -> nnx.Module:
+def _with_arrays(module: nnx.Module) -> nnx.Module:
     keep_arrays(module)
     return module
 
@@ -193,7 +193,7 @@ def _same_function(a: Any, b: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, and known to be: arrays, which have no one truth value, only with themselves."""
+    """Whether two values are known to be equal; arrays, without one truth value, are not."""
     try:
         return bool(a == b)
     except Exception:

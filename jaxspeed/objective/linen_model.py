@@ -1,7 +1,7 @@
-"""A Flax Linen module as a Model.
+"""Adapter of a Flax Linen module to the Model protocol.
 
-Its variables are known once its loss has been traced on an example batch, with the module creating
-them at its first call.
+Its variables are found by tracing the loss on an example batch, where the first call of the module
+creates them.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _lock = RLock()
 
 
 class LinenModel:
-    """Collections are kept as paths `collection/...`; those of `params` without the collection."""
+    """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LinenModel:
         self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
 
     def _without_fresh(self, variables: Any) -> Any:
-        """Without what each call sows anew: sown values, unless the config calls them state."""
+        """Remove values that each call sows anew, unless the config lists them as state."""
         said = self._state_collections or ()
 
         def kept(tree: Any, place: tuple[str, ...]) -> Any:
@@ -164,7 +164,7 @@ class LinenModel:
 
 
 class BoundLinen:
-    """A Linen module with its variables, called as the module is; it keeps what a call changes.
+    """A Linen module with its variables, callable like the module; stores what a call changes.
 
     `variables` also holds what the calls so far have sown: `model.variables["losses"]`.
     """
@@ -200,7 +200,7 @@ class BoundLinen:
 
 
 class _Creating:
-    """Stands for the module while its variables are made: the first call creates them."""
+    """Stand-in for the module during initialization: its first call creates the variables."""
 
     training = False
 
@@ -231,7 +231,7 @@ def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
-    """Inside, the places (collection, ...) into which modules sow are added to the set."""
+    """Context in which (collection, ...) paths that modules sow are added to the yielded set."""
     places: set[tuple[str, ...]] = set()
     original = nn.Module.sow
 
@@ -249,7 +249,7 @@ def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, normalisations of frozen parts use their running statistics, which stay."""
+    """Context in which normalisations of frozen parts use their running statistics unchanged."""
 
     def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -285,7 +285,7 @@ def _naming() -> Iterator[None]:
 
 
 def _flat(variables: Any) -> dict[str, Any]:
-    """{path: array} of variables {collection: tree}."""
+    """Flatten variables {collection: tree} to {path: array}."""
     pairs = flat_with_paths(variables).items()
     return {path.removeprefix("params/"): leaf for path, leaf in pairs}
 

@@ -1,8 +1,8 @@
-"""What a loss function may return, and how it is averaged.
+"""Return forms of a loss function, and their weighted average.
 
 `loss`, or `(sum, weight)`; either may come with `{name: value}` metrics. A `(sum, weight)` loss is
 averaged as total sum over total weight across micro-batches and devices, so that padding and
-ignored tokens never depend on how the batch was cut. A plain `loss` is a mean with weight 1.
+ignored tokens never depend on how the batch is split. A plain `loss` is a mean with weight 1.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 
 FORMS = "it may return a scalar loss, (sum, weight), or either of them with a dict of metrics"
-OWN_METRICS = (  # of the step, which a loss's metrics must not hide
+OWN_METRICS = (  # metrics of the step, which those of a loss must not hide
     "loss",
     "weight",
     "grad_norm",
@@ -50,7 +50,7 @@ OWN_METRICS = (  # of the step, which a loss's metrics must not hide
 
 
 class Loss(NamedTuple):
-    """One micro-batch's loss as parts that add up."""
+    """Loss of one micro-batch as (sum, weight), which can be added."""
 
     total: jax.Array  # float32 at least, []
     weight: jax.Array  # of the same dtype, []
@@ -58,9 +58,9 @@ class Loss(NamedTuple):
 
 
 def parse_loss(result: Any) -> tuple[Loss, bool]:
-    """The parts of what a loss function returned, and whether it came as (sum, weight).
+    """Parse the return value of a loss function: (loss, whether it was (sum, weight)).
 
-    ModelError when it is none of the forms.
+    Raises ModelError for any other form.
     """
     metrics: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) >= 2 and isinstance(result[-1], Mapping):

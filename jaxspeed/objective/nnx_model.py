@@ -1,4 +1,4 @@
-"""An `nnx.Module` factory as a Model."""
+"""Adapter of an `nnx.Module` factory to the Model protocol."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
 
 
 class NnxModel:
-    """Identity is by Variable: a shared one has one path, the first at which it is found."""
+    """An nnx module as a Model; a shared Variable has one path, the first at which it is found."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class NnxModel:
         return module
 
     def module(self, values: Arrays) -> nnx.Module:
-        """A live module that holds these values."""
+        """Build a module with these values."""
         with nnx.use_eager_sharding(False):
             flat = [
                 (keys, v.replace(values[path]) if isinstance(v, nnx.Variable) else values[path])
@@ -130,7 +130,7 @@ class NnxModel:
         return {path: fresh(path, value) for path, value in variables.items()}
 
     def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
-        """Random streams are made anew for each micro-batch, and intermediate values too."""
+        """Collect changed state; random streams and intermediate values are per micro-batch."""
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
         kinds = {path: self._kinds[path][1] for path in self.variables}
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
@@ -163,8 +163,8 @@ class NnxModel:
         if compute_dtype is not None and self._norms:
             name = jnp.dtype(compute_dtype).name
             found.append(
-                "nnx.BatchNorm keeps its statistics in float32, and without a dtype it promotes "
-                f"what it returns to float32, and with it all that follows, under {name}: give it "
+                "nnx.BatchNorm has float32 statistics, and without a dtype promotes its output "
+                f"(and all that follows) to float32 under {name}: pass it "
                 f"dtype=jnp.{name} ({listed(self._norms)})"
             )
         return found
@@ -176,7 +176,7 @@ class NnxModel:
 
 
 def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]]]:
-    """(path, module, its attributes that hold a mode) of each module that has any."""
+    """Yield (path, module, mode attributes) of each module with mode attributes."""
     for keys, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
             mode = {name: getattr(node, name) for name in EVALUATION if hasattr(node, name)}
@@ -185,8 +185,11 @@ def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]
 
 
 def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
-    """Whether a variable is carried from step to step: of these collections, by the names of their
-    types; None for all but intermediate values."""
+    """Whether a variable is carried from step to step.
+
+    That is, whether it is of these collections, by the names of their types; None for all but
+    intermediate values.
+    """
     if isinstance(variable, nnx.RngState):
         return False
     if collections is None or not isinstance(variable, nnx.Variable):
@@ -196,7 +199,7 @@ def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
 
 
 def _collections_of(variable: nnx.Variable) -> set[str]:
-    """The names by which a variable's type and those above it are known."""
+    """Names of a variable's type and its base types."""
     kinds = [kind for kind in type(variable).__mro__ if issubclass(kind, nnx.Variable)]
     return {kind.__name__ for kind in kinds} | {
         name for name, kind in VariableTypeCache.items() if kind in kinds
@@ -204,7 +207,7 @@ def _collections_of(variable: nnx.Variable) -> set[str]:
 
 
 def _drop_sown(module: nnx.Module) -> None:
-    """Take out what calls in the factory have sown, as `nnx.pop` does: tuples that grow."""
+    """Remove what calls in the factory have sown, as `nnx.pop` does: growing tuples."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
             for name, value in list(vars(node).items()):
@@ -217,14 +220,14 @@ def _path(keys: tuple[Any, ...]) -> str:
 
 
 def value_of(leaf: Any) -> Any:
-    """Of a Variable, or of an array that a module keeps as it is."""
+    """Value of a Variable, or an array that a module stores without one."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def keep_arrays(module: nnx.Module) -> None:
-    """Have every array of a module be data, and everything that is data be an array of numbers.
+    """Mark every array of a module as data, and check that all data are arrays of numbers.
 
-    Flax knows arrays that modules keep without a Variable by their type, and while shapes are being
+    Flax detects arrays that modules store without a Variable by their type, and while shapes are
     traced they have another one (Flax 0.12.8), so that they would end up in the static part.
     """
     for keys, node in nnx.iter_graph(module):
@@ -249,9 +252,7 @@ def _traced(tree: Any) -> bool:
 def _check_array(path: str, value: Any) -> None:
     if not is_array(value):
         kind = getattr(value, "dtype", type(value).__name__)
-        raise ModelError(
-            f"the model keeps a {kind} at {path}; what is no setting is an array of numbers"
-        )
+        raise ModelError(f"the model stores a {kind} at {path}; state must be arrays of numbers")
 
 
 def _is_parameter(variable: Any) -> bool:

@@ -1,8 +1,8 @@
-"""The loss of one micro-batch as a function of the stored parameters.
+"""Loss of one micro-batch as a function of the stored parameters.
 
-The loss is traced with names on its module calls (`traced_loss.py`), and what was traced is run in
-its place. Where parameters are stored as layers read them, it is run as it is. Where some are cut
-or in another dtype (ZeRO 3), each unit gathers its own.
+The loss is traced with names on its module calls (`traced_loss.py`), and the traced program is
+executed. Where parameters are stored as layers read them, it is executed unchanged. Where some are
+sharded or in another dtype (ZeRO 3), each unit gathers its parameters.
 """
 
 import math
@@ -36,9 +36,9 @@ from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, run_segment
 
 @dataclass(frozen=True)
 class Objective:
-    """`__call__(sources, variables, batch, step, micro, train) -> (Loss, what the loss wrote)`.
+    """`__call__(sources, variables, batch, step, micro, train) -> (Loss, written)`.
 
-    Written are variables of the model, by path, and parameters, as they are stored.
+    `written` are variables and parameters that the loss changed, by path, as they are stored.
     """
 
     model: Model
@@ -47,19 +47,19 @@ class Objective:
     compute_dtype: Any
     unit_patterns: Sequence[str] = ()
     wire: Any = None  # the dtype in which gradients are reduced
-    style: ActivationLayout = REPLICATED  # of what crosses the tensor axis
-    recompute: Recompute = NO_RECOMPUTE  # what units keep for their backward pass
+    style: ActivationLayout = REPLICATED  # of activations and collectives over the tensor axis
+    recompute: Recompute = NO_RECOMPUTE  # residual policy of units
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
 
     def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
-        """The same loss, and so the same traces, with another exchange."""
+        """Copy with another exchange, and the same traces."""
         other = replace(self, exchange=exchange)
         vars(other)["traces"] = self.traces
         return other
 
     @cached_property
     def traces(self) -> LossTraces:
-        """What was traced of the loss, with parameters as layers read them."""
+        """Traced programs of the loss, with parameters as layers read them."""
         params = {
             row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
         }
@@ -80,7 +80,7 @@ class Objective:
     def _run(
         self, program: Traced, args: Sequence[Any], recompute: Recompute, batch: Any
     ) -> Sequence[Any]:
-        """A traced loss, as the placement table and the config have it run."""
+        """Execute a traced loss by the placement table and the config."""
         if self.table.mesh.shape["tensor"] == 1 and not (recompute or self._gathers):
             sizes = self._shared_sizes(program.batch)
             jaxpr = with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh)
@@ -90,10 +90,10 @@ class Objective:
             for var, row in zip(program.parameters, self.table, strict=True)
             if row.gathered
         }
-        crossed = self._crossed(program)
-        way = self.way(crossed, program, program.batch, recompute)
+        sharded = self._with_boundaries(program)
+        way = self.way(sharded, program, program.batch, recompute)
         way = replace(way, samples=self.samples(batch))
-        return run_segmented(crossed, program.closed.consts, args, storage, way)
+        return run_segmented(sharded, program.closed.consts, args, storage, way)
 
     @property
     def _gathers(self) -> bool:
@@ -101,7 +101,7 @@ class Objective:
         return any(row.gathered for row in self.table)
 
     def _given(self, row: Row, source: jax.Array) -> jax.Array:
-        """A stored parameter as units are given it; of an exchange, this rank's cut."""
+        """A stored parameter as units get it; with an exchange, this rank's shard."""
         shape = list(row.source_shape)
         dim = self.stored(row).sharded_dim if self.exchange else None
         if dim is not None:
@@ -111,33 +111,33 @@ class Objective:
     def way(
         self, jaxpr: Any, program: Traced, activations: Sequence[Any], recompute: Recompute
     ) -> EvalContext:
-        """How the pieces of a program are run; `activations` are its inputs that are no weights."""
+        """Choose units and residuals; `activations` are the inputs that are no weights."""
         if not recompute:
             return EvalContext(program.units)
-        if self.style.sequence_parallel:  # what is kept is cut along its sequence already
+        if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         found = tuple(unit_jaxprs(jaxpr, activations, program.units))
         residuals = resolve_policy(recompute, found, *self._shared_by())
         return EvalContext(program.units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
-        """What units keep of a micro-batch of these shapes; None where the config does not say."""
+        """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
         if not self.recompute:
             return None
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
         program = self.trace((variables, batch, first, first), train=True)
-        found = tuple(unit_jaxprs(self._crossed(program), program.batch, program.units))
+        found = tuple(unit_jaxprs(self._with_boundaries(program), program.batch, program.units))
         return residual_report(self.recompute, found, *self._shared_by())
 
     def _shared_by(self) -> tuple[int, str]:
-        """(into how many parts devices share activations, what they are)."""
+        """(number of shards of activations over data ranks, device kind)."""
         free = free_axes()
-        ways = math.prod(free.get(axis, 1) for axis in DATA_AXES)
-        return ways, self.table.mesh.devices.flat[0].device_kind
+        num_shards = math.prod(free.get(axis, 1) for axis in DATA_AXES)
+        return num_shards, self.table.mesh.devices.flat[0].device_kind
 
-    def _crossed(self, program: Traced) -> Any:
-        """A traced loss with what it exchanges over the tensor axis written into it."""
+    def _with_boundaries(self, program: Traced) -> Any:
+        """Insert shard boundaries and constraints over the tensor axis into a traced loss."""
         paths = [row.path for row in self.table]
         in_units = bool(self.recompute) or self._gathers
         sizes = self._shared_sizes(program.batch)
@@ -152,10 +152,10 @@ class Objective:
         )
 
     def _as_stored(self, written: Arrays) -> Arrays:
-        """What the loss wrote, parameters as the table stores them.
+        """Convert what the loss wrote, parameters to the table's storage.
 
-        ModelError for a parameter that layers read in another dtype or bring from host memory: what
-        the loss computes from such a copy has lost what the stored one knows.
+        Raises ModelError for a parameter that layers read in another dtype or from host memory: a
+        value computed from such a copy has lost precision or cannot be stored back.
         """
         stored = {}
         for path, value in written.items():
@@ -170,36 +170,36 @@ class Objective:
         if row.read.dtype != row.source.dtype or row.read.dtype != row.leaf.dtype:
             raise ModelError(
                 f"the loss writes the parameter {row.path}, which is {row.leaf.dtype} and is read "
-                f"as {row.read.dtype}: small changes would be rounded away. Keep it in its own "
+                f"as {row.read.dtype}: small changes would be rounded away. Read it in its own "
                 f'dtype: "parallel": {{"full_precision": ["{row.path}"]}} (a pattern, as '
                 '"teacher/**", covers several)'
             )
         if row.read.memory_kind != row.source.memory_kind:
             raise ModelError(
                 f"the loss writes the parameter {row.path}, which zero_optimization.offload_param "
-                "keeps in host memory; leave offload_param out, or let the loss write an "
+                "offloads; remove offload_param, or let the loss write an "
                 "nnx.Variable that is no Param"
             )
 
     def _shared_sizes(self, batch: Sequence[Any]) -> frozenset[int]:
-        """The numbers of samples in a batch of arrays or variables that the data ranks share."""
+        """Sizes of dim 0, of a batch of arrays or variables, that divide over the data ranks."""
         avals = [getattr(x, "aval", x) for x in batch]
         return shared_sizes({x.shape[0] for x in avals if x.shape}, self.table.mesh)
 
     def trace(self, rest: tuple[Any, ...], train: bool) -> Traced:
-        """The loss as a program, with parameters as layers read them, and its units.
+        """Trace the loss, with parameters as layers read them, and find its units.
 
-        `rest` is what follows the parameters: (variables, batch, step, micro). Only shapes are read
-        of it. Where the loss was traced on such shapes before, this is the same program.
+        `rest` are the arguments after the parameters: (variables, batch, step, micro); only their
+        shapes are used. For shapes that were traced before, this is the same program.
         """
         variables, batch, _, _ = jax.tree.map(_shape, rest)
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         return self.traces.of(variables, batch, train)
 
     def samples(self, batch: Any) -> int | None:
-        """How many samples a batch has, where the ranks can share them evenly.
+        """Number of samples of a batch, if it divides over the data ranks.
 
-        None of a rank's own: it looks nothing up for others.
+        None with an exchange, where a batch is that of one rank.
         """
         if self.exchange:
             return None
@@ -225,7 +225,7 @@ class Objective:
         )
 
     def _gradients_leave(self, row: Row) -> NamedSharding | None:
-        """How a gradient is cut before it leaves for host memory; None: as its source is."""
+        """Sharding of a gradient before its transfer to host memory; None: that of its source."""
         if row.grad is None or row.grad.memory_kind == row.read.memory_kind:
             return None
         if row.shape(row.grad) != row.shape(row.source):
@@ -234,6 +234,8 @@ class Objective:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Of an array, a tracer or a shape, without where it lives: that is no part of its type on a
-    mesh whose axes are automatic."""
+    """Shape of an array, a tracer or a shape, without its sharding.
+
+    The sharding is no part of its type on a mesh whose axes are automatic.
+    """
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -1,8 +1,8 @@
-"""A pair of pure functions (init, apply) as a Model.
+"""Adapter of a pair of pure functions (init, apply) to the Model protocol.
 
 `init(key)` or `init(key, batch)` returns a tree of parameters; `apply(params, ...)` is what the
-loss function calls as `model(...)`. Where `apply` has a parameter `rng` (or `key`), it is given
-this micro-batch's key; where it has `train` (or `deterministic`, ...), its mode. Units are marked
+loss function calls as `model(...)`. If `apply` has a parameter `rng` (or `key`), it gets this
+micro-batch's key; if it has `train` (or `deterministic`, ...), its mode. Units are marked
 with `jaxspeed.unit`.
 """
 
@@ -29,11 +29,11 @@ from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Leaf
 
-KEY_WORDS = ("rng", "key", "rng_key")
+KEY_ARGUMENTS = ("rng", "key", "rng_key")
 
 
 class PairModel:
-    """Leaves that are not floating-point (tables of indices, say) are kept but not trained."""
+    """A pair as a Model; leaves that are not floating-point (index tables) are not trained."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class PairModel:
         if len(needed) > 1:
             if example_batch is None:
                 raise ModelError(
-                    "init takes a batch: pass initialize(..., example_batch=...), whose shapes "
-                    "it will be given"
+                    "init takes a batch: pass initialize(..., example_batch=...); only its "
+                    "shapes are used"
                 )
             self._example = example_shapes(example_batch)
         abstract = jax.eval_shape(self._create, jax.random.key(0))
@@ -57,7 +57,7 @@ class PairModel:
         flat = flat_with_paths(abstract)
         self._paths = list(flat)
         if len(flat) != len(jax.tree.leaves(abstract)):
-            raise ModelError('init returned two leaves with one path; a name may hold no "/"')
+            raise ModelError('init returned two leaves with one path; a name may not contain "/"')
         self.leaves = tuple(
             Leaf(path, tuple(x.shape), x.dtype, (), trainable(path, x), full_precision(path))
             for path, x in flat.items()
@@ -94,9 +94,9 @@ class PairModel:
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
         given: dict[str, Any] = dict(mode_arguments(self._parameters, train))
-        word = next((w for w in KEY_WORDS if w in self._parameters), None)
-        if word is not None:
-            given[word] = micro_batch_key(variables[SEED], step, micro)
+        key = next((w for w in KEY_ARGUMENTS if w in self._parameters), None)
+        if key is not None:
+            given[key] = micro_batch_key(variables[SEED], step, micro)
         return BoundPair(self._apply, tree, given, train)
 
     def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:

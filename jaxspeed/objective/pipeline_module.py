@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineModule: a model that is a plain list of layers.
 
-The list is applied in order, `x = layer(x)`. What repeats in it is stored as one stack with a first
-dim `layers` and run by a scan, which is what a pipeline cuts into stages.
+The list is applied in order, `x = layer(x)`. Its repeated layers are stored as one stack with a
+first dim `layers` and run by a scan, which a pipeline partitions into stages.
 """
 
 import re
@@ -34,15 +34,14 @@ class PipelineModule:
     """A model factory, `initialize(model=PipelineModule([...], loss_fn=...), config=...)`.
 
     Args:
-      layers: LayerSpecs, TiedLayerSpecs, factories (lambda rngs: ...) and functions of x. What a
-        layer returns is what the next is given, as one argument: a tuple is handed on as a tuple.
-      loss_fn: `loss_fn(outputs, labels)`, which returns what every loss function may. A batch is
+      layers: LayerSpecs, TiedLayerSpecs, factories (lambda rngs: ...) and functions of x. The
+        output of a layer is the argument of the next; a tuple is passed as one argument.
+      loss_fn: `loss_fn(outputs, labels)`, with the return forms of any loss function. A batch is
         then (inputs, labels), or {"inputs": ..., "labels": ...}.
-      partition_method: "uniform", "parameters", "flops", "best", or "type:regex": then the run that
-        repeats is looked for among layers whose class has such a name. Equal layers are cut evenly
-        by all of them.
-      seed_layers: each layer's random streams are made from its place in the list, so that they
-        do not depend on what stands before it.
+      partition_method: "uniform", "parameters", "flops", "best", or "type:regex": then only layers
+        whose class name matches may repeat. All of them partition equal layers evenly.
+      seed_layers: derive each layer's random streams from its index in the list, so that they do
+        not depend on the layers before it.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class PipelineModule:
         self._type = _type_of(partition_method)
 
     def __call__(self, rngs: nnx.Rngs) -> "Layers":
-        """The model, with the weights that building layer after layer with these rngs gives."""
+        """Build the model, with weights as from building its layers in order with these rngs."""
         run, tied = self.run, _Tied()
 
         def built(start: int, stop: int) -> nnx.List:
@@ -90,7 +89,7 @@ class PipelineModule:
 
     @cached_property
     def run(self) -> Run | None:
-        """What repeats; None where nothing does."""
+        """The repeated layers; None if there are none."""
         facts, labels = self._facts, []  # type: tuple[list[_Facts], list[int | None]]
         for i, own in enumerate(facts):
             kinds = (j for j in range(i) if labels[j] == j)
@@ -99,13 +98,13 @@ class PipelineModule:
         return find_run(labels, [own.holds for own in facts])
 
     def batch_loss(self, model: Any, batch: Any) -> Any:
-        """The loss of (inputs, labels), as `loss_fn(model, batch)` of any model is called."""
+        """Compute the loss of (inputs, labels), as `loss_fn(model, batch)`."""
         assert self.loss_fn is not None
         inputs, labels = _inputs_and_labels(batch)
         return self.loss_fn(model(inputs), labels)
 
     def __str__(self) -> str:
-        """Each layer, and whether it repeats or may not."""
+        """List the layers, and whether each repeats or cannot."""
         run, lines = self.run, []
         for place, (layer, own) in enumerate(zip(self.layers, self._facts, strict=True)):
             repeats = run is not None and run.start <= place < run.stop
@@ -116,7 +115,7 @@ class PipelineModule:
 
     @cached_property
     def _facts(self) -> list["_Facts"]:
-        """What comes out when each layer is built; nothing is computed for it."""
+        """Facts of each built layer, from abstract evaluation."""
         facts: list[_Facts] = []
 
         def build() -> None:
@@ -145,9 +144,9 @@ class PipelineModule:
         )
 
     def _built(self, place: int, rngs: nnx.Rngs, tied: "_Tied", later: Any = 0) -> Any:
-        """The layer at a place: a module, or for functions and ties what `_called` knows.
+        """Build the layer at an index: a module, or for functions and ties what `_called` knows.
 
-        In a run it stands for the layer that is `later` places on in the list.
+        In a run it stands for the layer `later` indices further on in the list.
         """
         layer = self.layers[place]
         if isinstance(layer, Function):
@@ -164,7 +163,7 @@ class PipelineModule:
 
 
 class Layers(nnx.Module):
-    """What a PipelineModule builds: `before`, the stack `blocks` and `after`, or all in `layers`.
+    """Model of a PipelineModule: `before`, the stack `blocks` and `after`, or all in `layers`.
 
     In each, layers are numbered from 0. Shared modules are in `tied`, by their key.
     """
@@ -187,7 +186,7 @@ class Layers(nnx.Module):
 
 
 class Block(nnx.List):
-    """The layers that repeat, once; or stacked, all of their repeats."""
+    """One period of the repeated layers; or, stacked, all repeats."""
 
     def __call__(self, x: Any) -> Any:
         for layer in self:
@@ -207,12 +206,12 @@ def _called(layer: Any, x: Any, tied: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Of one layer as it is built."""
+    """Facts of one built layer."""
 
     name: str  # of its class or function
     structure: Any  # its graph, and the shapes and dtypes of its state
-    holds: bool  # it has parameters of its own
-    barred: str = ""  # why it may be in no run, if so
+    holds: bool  # whether it has parameters
+    barred: str = ""  # reason why it cannot repeat, if any
 
     @staticmethod
     def of(built: Any, wanted: re.Pattern[str] | None, owners: Mapping[int, list[int]]) -> "_Facts":
@@ -240,7 +239,7 @@ def _variables(built: Any) -> list[nnx.Variable]:
 
 
 def _type_of(method: Any) -> re.Pattern[str] | None:
-    """The pattern of "type:regex"; as in DeepSpeed, upper and lower case are one."""
+    """Compile the pattern of "type:regex", case-insensitive as in DeepSpeed."""
     word = method.lower() if isinstance(method, str) else ""
     if word in PARTITIONS:
         return None

@@ -1,4 +1,4 @@
-"""The config's words for number formats, as dtypes of the placement table's roles."""
+"""Mixed precision: dtypes of the placement table's roles, from the config."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
 
 def compute_dtype(config: Config) -> Any:
-    """What floating parameters and inputs are cast to; None leaves each as it is."""
+    """Dtype to which floating parameters and inputs are cast; None: no cast."""
     return None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype]
 
 
 def precision_of(config: Config) -> Precision:
-    """What each role is stored in.
+    """Dtype of each role.
 
-    Gradients accumulate in fp32 unless `data_types.grad_accum_dtype` says otherwise: the sum of
+    Gradients accumulate in fp32 unless `data_types.grad_accum_dtype` sets another dtype: the sum of
     many micro-batches does not fit 8 bits of mantissa.
     """
     compute = compute_dtype(config)

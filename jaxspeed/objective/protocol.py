@@ -1,4 +1,4 @@
-"""What the step knows of a model."""
+"""The Model protocol: parameters, variables, init, bind; helpers of its adapters."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxspeed.placement.rows import Leaf
 
 Arrays = dict[str, Any]
 Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
-MODE_WORDS = {  # keyword arguments by which a call is told its mode
+MODE_ARGUMENTS = {  # keyword arguments of a call that set its mode
     "train": True,
     "training": True,
     "is_training": True,
@@ -25,7 +25,7 @@ MODE_WORDS = {  # keyword arguments by which a call is told its mode
 # Attributes of nnx and Linen modules that hold a mode, with their values in evaluation.
 EVALUATION = {"deterministic": True, "use_running_average": True}
 STATISTICS = "use_running_average"
-SEED = "(seed)"  # the variable that holds the key from which every random stream is made
+SEED = "(seed)"  # the variable with the key from which every random stream is derived
 
 
 class Model(Protocol):
@@ -33,58 +33,57 @@ class Model(Protocol):
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """Its parameters: real and complex floating-point arrays."""
+        """Parameters: real and complex floating-point arrays."""
 
     @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Everything else that it keeps: statistics, keys, buffers."""
+        """All other state: statistics, keys, buffers."""
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
-        """(parameters, variables) of a fresh model, equal on every mesh."""
+        """Initialize (parameters, variables), equal on every mesh."""
 
     def bind(self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any) -> Any:
-        """What the loss function is given, in its mode, with this micro-batch's random streams."""
+        """Build the loss function's model, in its mode, with this micro-batch's random streams."""
 
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
-        """The state variables after the loss function has run, and of the parameters that `bound`
-        was given those that hold another value now."""
+        """Collect the state variables after the loss function has run, and changed parameters."""
 
     def naming(self, bound: Any) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model's module calls leave their names on the equations that they trace."""
+        """Context in which module calls name the equations that they trace."""
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
-        """The parameters in the model's own tree; where the dict has none, `absent`."""
+        """Unflatten parameters to the model's tree; `absent` where the dict has none."""
 
     def notes(self, compute_dtype: Any) -> Sequence[str]:
-        """What a user should know of how it is trained, a sentence or two each."""
+        """Notes for the user on how the model is trained, one or two sentences each."""
 
 
 def example_shapes(batch: Any) -> Any:
-    """The shapes of an example batch, whose arrays may themselves be shapes."""
+    """Shapes of an example batch, whose arrays may themselves be shapes."""
     check_arrays(batch, name="example_batch", abstract=True)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def is_array(x: Any) -> bool:
-    """Of numbers, that is."""
+    """Whether `x` is an array of numbers."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic)) and is_numeric(x.dtype)
 
 
 def is_inexact(x: Any) -> bool:
-    """Of real or complex floating-point numbers, which have gradients."""
+    """Whether `x` is real or complex floating-point, and so has gradients."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def mode_arguments(parameters: Mapping[str, Any], train: bool) -> dict[str, bool]:
-    """The mode keywords that a signature has, with their values."""
-    return {word: on == train for word, on in MODE_WORDS.items() if word in parameters}
+    """Mode arguments of a signature, with their values."""
+    return {name: on == train for name, on in MODE_ARGUMENTS.items() if name in parameters}
 
 
 def frozen_part(leaves: Sequence[Leaf]) -> Callable[[str], bool]:
-    """Whether the module at a path is part of what is not trained.
+    """Return a test for whether the module at a path is frozen.
 
-    That is, whether all of its own parameters are frozen; where it has none (a normalisation
-    without scale and bias), those of the nearest module around it that has some.
+    That is, whether all its parameters are frozen; if it has none (a normalisation without scale
+    and bias), those of the nearest module around it that has some.
     """
     if all(leaf.trainable for leaf in leaves):
         return lambda path: False
@@ -99,7 +98,7 @@ def frozen_part(leaves: Sequence[Leaf]) -> Callable[[str], bool]:
 
 
 def check_collections(wanted: Sequence[str] | None, there: Iterable[str]) -> None:
-    """ModelError for a name that no collection has: what it meant would not be carried."""
+    """Raise ModelError for an unknown collection: its state would not be carried."""
     names = sorted(set(there))
     for name in wanted or ():
         if name not in names:
@@ -110,17 +109,17 @@ def check_collections(wanted: Sequence[str] | None, there: Iterable[str]) -> Non
 
 
 def frozen_statistics_note(paths: Sequence[str]) -> list[str]:
-    """What to say of normalisations that belong to frozen parts."""
+    """Note on normalisations in frozen parts."""
     if not paths:
         return []
     return [
-        "frozen parts normalise by their running statistics, which training does not move: "
+        "frozen parts normalise by their running statistics, which training does not change: "
         + listed(paths)
     ]
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """{(a, b): x} as {a: {b: x}}."""
+    """Nest {(a, b): x} as {a: {b: x}}."""
     tree: dict[Any, Any] = {}
     for (*parents, last), value in flat.items():
         node = tree

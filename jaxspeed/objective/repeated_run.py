@@ -1,8 +1,8 @@
-"""The repeated run of a list of layers: found, built as one stack, and walked through by a scan.
+"""Repeated run of a list of layers: finding it, building it as one stack, and scanning it.
 
-What repeats may be several layers long: in `[embed, A, B, A, B, A, B, head]` the pair A, B repeats
-three times. A stack is what `jaxspeed.models` calls one: each variable, random streams too, has a
-first dim `layers`.
+A period may be several layers long: in `[embed, A, B, A, B, A, B, head]` the pair A, B repeats
+three times. In a stack each variable, including random streams, has a first dim
+`layers`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxspeed.objective.nnx_model import dim_names, value_of
 
-LAYERS = "layers"  # the logical name of the dim along which they are stacked
+LAYERS = "layers"  # logical name of the stacked dim
 _NEW_DIM = {nnx.PARTITION_NAME: LAYERS, "logical_axes": LAYERS}
 
 
@@ -34,7 +34,7 @@ class Run:
 
 
 def find_run(labels: Sequence[int | None], holds: Sequence[bool]) -> Run | None:
-    """The run that covers most items of a list; None where nothing repeats.
+    """Find the run that covers most items of a list; None if nothing repeats.
 
     Of runs that cover equally many, the one with the shortest period, and of these the first.
 
@@ -53,7 +53,7 @@ def find_run(labels: Sequence[int | None], holds: Sequence[bool]) -> Run | None:
 
 
 def _stretches(labels: Sequence[int | None], period: int) -> list[tuple[int, int]]:
-    """(start, repeats >= 2) of each longest stretch whose items equal those a period on."""
+    """Yield (start, repeats >= 2) of each longest range whose items repeat with the period."""
     found, start = [], 0
     for i in range(len(labels) - period + 1):
         alike = i + period < len(labels) and labels[i] is not None
@@ -68,7 +68,7 @@ def _stretches(labels: Sequence[int | None], period: int) -> list[tuple[int, int
 def stacked_run(
     make: Callable[[nnx.Rngs, jax.Array], nnx.Module], repeats: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """`[make(rngs, 0), make(rngs, 1), ...]` as one module, and `rngs` advanced as by that loop.
+    """Stack `[make(rngs, 0), make(rngs, 1), ...]` in one module; `rngs` advance as in that loop.
 
     A scan finds out where the streams stand before each repeat, and from there all are made side
     by side, each into its part of the stack: no device ever holds more than its share of it.
@@ -77,7 +77,7 @@ def stacked_run(
 
     def advance(streams: nnx.State, repeat: jax.Array) -> tuple[nnx.State, nnx.State]:
         after = nnx.merge(graph, streams, copy=True)
-        make(after, repeat)  # what is made here is not used, and not compiled
+        make(after, repeat)  # the result is unused, and not compiled
         return nnx.state(after), streams
 
     end, begins = lax.scan(advance, begin, jnp.arange(repeats))
@@ -93,11 +93,10 @@ def stacked_run(
 
 
 def scan_run(stack: nnx.Module, x: Any, repeats: int) -> Any:
-    """x through every repeat, one after the other: a `lax.scan` over the stack, which x is carried
-    through.
+    """Apply all repeats to x by a `lax.scan` over the stack.
 
-    Parameters only go in; what a call changed, dropout's counters and statistics, is kept. Layers
-    that change the shape or the dtype of x on their way, as a pooling does, are called in turn.
+    Parameters are inputs only; changed state (dropout counters, statistics) is written back. Layers
+    that change the shape or dtype of x, such as pooling, are called one after the other.
     """
     graph, *states = nnx.split(stack, nnx.Param, ...)
 

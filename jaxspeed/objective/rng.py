@@ -1,7 +1,7 @@
-"""Randomness: one rule, so that the numbers are the same on every mesh.
+"""Random streams: keys per step and micro-batch, the same on every mesh.
 
-A stream's key at micro-batch i of step t is `fold_in(fold_in(key, t), i)`, where `key` is what the
-model's stream was made with from the run's seed. Nothing of the mesh enters, so plain single-device
+A stream's key at micro-batch i of step t is `fold_in(fold_in(key, t), i)`, where `key` is the
+stream's key from the run's seed. It does not depend on the mesh, so plain single-device
 training that calls the same function draws the same numbers.
 """
 
@@ -12,7 +12,7 @@ LINEN_STREAMS = ("params", "dropout")
 
 
 def micro_batch_key(key: jax.Array, step: jax.Array | int, micro: jax.Array | int) -> jax.Array:
-    """The key of one stream for one micro-batch; a stack of keys gives a stack."""
+    """Key of one stream for one micro-batch; a stack of keys gives a stack."""
 
     def fold(key: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, step), micro)
@@ -23,10 +23,10 @@ def micro_batch_key(key: jax.Array, step: jax.Array | int, micro: jax.Array | in
 
 
 def is_key(x: jax.Array) -> bool:
-    """A typed key array (not the raw uint32 form)."""
+    """Whether `x` is a typed key array (not the raw uint32 form)."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def linen_rngs(key: jax.Array) -> dict[str, jax.Array]:
-    """The streams that a Linen module is given; a name that is not here falls back to `params`."""
+    """Streams of a Linen module; any other name falls back to `params`."""
     return {name: jax.random.fold_in(key, i) for i, name in enumerate(LINEN_STREAMS)}

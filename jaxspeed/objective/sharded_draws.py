@@ -1,11 +1,10 @@
-"""Random numbers that a loss draws, sharded over the data axes as the batch is.
+"""Sharding of random numbers that a loss draws over the data axes, like the batch.
 
-What comes with the batch is sharded, and so is all that is computed from it. What a loss draws of
-its own (the noise of a GAN, the times of a diffusion model) carries no sharding: the partitioner
-replicates it over the data axes, and with it all that depends on nothing else, a generator's
-forward and backward pass for example. So each draw that has a row a sample is constrained on dim 0,
-in the traced loss. Threefry computes each number from its index alone, so a device computes its own
-rows, and they are the same numbers.
+The batch is sharded, and so is all that is computed from it. Random numbers in a loss (the noise of
+a GAN, the times of a diffusion model) have no sharding: the partitioner replicates them over the
+data axes, and with them all that depends only on them, such as a generator's forward and backward
+pass. So each draw with one row per sample is constrained on dim 0 in the traced loss. Threefry
+computes each number from its index alone, so a device computes only its rows, with the same values.
 """
 
 import enum
@@ -32,21 +31,21 @@ DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these
 
 
 class Kind(enum.IntEnum):
-    """What a value was computed from: of several inputs the largest counts."""
+    """Origin of a value; of several inputs the largest counts."""
 
-    CONSTANT = 0  # literals alone
+    CONSTANT = 0  # only literals
     DRAWN = 1  # random numbers and constants; not constrained yet
     OTHER = 2  # anything else
 
 
 def shared_sizes(sizes: Collection[int], mesh: Any) -> frozenset[int]:
-    """Those numbers of samples that the data axes, as far as they are automatic here, divide."""
+    """Numbers of samples that divide over the data axes that are automatic here."""
     mesh = context_mesh(mesh)
     return frozenset(size for size in sizes if sample_axes(mesh, size))
 
 
 def with_draws_sharded(jaxpr: Any, sizes: Collection[int], mesh: Any) -> Any:
-    """A traced loss whose draws are constrained on dim 0, where that is one of `sizes`.
+    """Constrain the draws of a traced loss on dim 0, where its size is one of `sizes`.
 
     A draw of another shape is followed through what is computed from draws alone: the first value
     with so many rows is constrained, for example that of `normal(key, (n * k,)).reshape(n, k)`.
@@ -57,14 +56,14 @@ def with_draws_sharded(jaxpr: Any, sizes: Collection[int], mesh: Any) -> Any:
 
 
 class _Writing:
-    """A program under way; functions that are called twice are written once."""
+    """Rewriter of a program; a function that is called twice is rewritten once."""
 
     def __init__(self, sizes: Collection[int], mesh: Any) -> None:
         self.sizes, self.mesh = sizes, mesh
         self.written: dict[Any, tuple[Any, list[Kind]]] = {}
 
     def run(self, jaxpr: Any, given: Sequence[Kind]) -> tuple[Any, list[Kind]]:
-        """The program, and of which kind its outputs are; itself where nothing is drawn."""
+        """Rewrite a program; also return the origin of its outputs."""
         kinds = dict(zip(jaxpr.invars, given, strict=True))
         kinds.update((v, Kind.OTHER) for v in jaxpr.constvars)
 
@@ -98,7 +97,7 @@ class _Writing:
         return [eqn.replace(outvars=outs) if after else eqn, *after], made
 
     def _call(self, eqn: Any, given: Sequence[Kind]) -> tuple[Any, list[Kind]]:
-        """An equation that runs functions; what loops carry counts as of the batch."""
+        """Rewrite an equation with inner functions; loop carries count as from the batch."""
         loops = eqn.primitive.name in LOOPS
         found = []
 
@@ -127,7 +126,7 @@ class _Writing:
 
 
 def _is_threefry(eqn: Any) -> bool:
-    """The numbers of other generators (`rbg`) are those of a sharding."""
+    """Whether draws do not depend on the sharding, as those of other generators (`rbg`) do."""
     return eqn.invars[0].aval.dtype == _threefry_key().dtype
 
 

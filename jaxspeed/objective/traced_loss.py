@@ -1,9 +1,9 @@
-"""The loss as a program, traced once for all who ask for it.
+"""Tracing of the loss, once per shapes and context, for all its users.
 
-JAX keeps what `jax.make_jaxpr` made of a function: by the function's identity, the tree, shapes and
-dtypes of its arguments, the mesh in context with its manual axes, and the settings that JAX says
-matter to a trace. What is left to do here is to hand it the same function again, and to know what
-else a trace depends on.
+JAX caches the result of `jax.make_jaxpr` by the function's identity, the tree, shapes and dtypes of
+its arguments, the mesh in context with its manual axes, and the settings that JAX lists as relevant
+to a trace. This module passes it the same function again, and keys it by what else a trace depends
+on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,17 +25,17 @@ from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import cudnn
 from jaxspeed.zero3 import Units, choose_units
 
-# What changes the keys that a loss makes, and JAX leaves out of its cache's key (0.10.2 to 0.12.0).
+# They change the random keys in a loss, but are missing in JAX's cache key (0.10.2 to 0.12.0).
 SETTINGS = ("jax_default_prng_impl", "jax_enable_custom_prng")
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A loss as a program."""
+    """A traced loss."""
 
     closed: Any
     parameters: Sequence[Any]  # its variables that are parameters
-    batch: Sequence[Any]  # ... and those that are arrays of the batch
+    batch: Sequence[Any]  # and those that are arrays of the batch
     out_tree: Any
     unit_patterns: Sequence[str]
     is_sum: bool  # the loss function returned (sum, weight)
@@ -50,7 +50,7 @@ class Traced:
 
     @property
     def written(self) -> frozenset[str]:
-        """The parameters and variables (statistics, say) that the loss changes."""
+        """Parameters and variables (such as statistics) that the loss changes."""
         _, after = jax.tree.unflatten(self.out_tree, range(self.out_tree.num_leaves))
         return frozenset(after)
 
@@ -58,13 +58,13 @@ class Traced:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Form:
-    """The form of what a loss function returned: a tree without leaves, so that JAX keeps it."""
+    """Return form of a loss function: a tree without leaves, so that JAX caches it."""
 
     is_sum: bool
 
 
 class LossTraces:
-    """The traced forms of one loss. No tracer is held, and no program that JAX does not hold."""
+    """Traced programs of one loss; holds no tracer, and no program that JAX does not hold."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class LossTraces:
         self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
 
     def of(self, variables: Any, batch: Any, train: bool) -> Traced:
-        """The program for variables and a batch of these shapes, in this context."""
+        """Trace for variables and a batch of these shapes, in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         given = (list(self._params.values()), variables, batch, index, index)
         key = (train, cudnn.is_assumed(), *(getattr(jax.config, name) for name in SETTINGS))
         function = self._functions.setdefault(key, self._function(train))
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
         if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
-            # The loss reads a value of some trace around it, which is not there for the next one.
+            # The loss reads a value of an outer trace, which does not exist for the next call.
             del self._functions[key]
             return self._program(closed, shape, variables, batch)
         if closed not in self._programs:
@@ -94,7 +94,7 @@ class LossTraces:
         return self._programs[closed]
 
     def _function(self, train: bool) -> Callable[..., tuple[Loss, Arrays, _Form]]:
-        """(parameters, variables, batch, step, micro) -> (loss, what it wrote, the loss's form)."""
+        """(parameters, variables, batch, step, micro) -> (loss, written, form of the loss)."""
         model, loss_fn, paths = self._model, self._loss_fn, list(self._params)
 
         def loss(
@@ -125,7 +125,7 @@ class LossTraces:
 def _without_unwritten(
     closed: Any, shape: Any, params: Iterable[str], variables: Arrays
 ) -> tuple[Any, Any]:
-    """(program, tree of its results) of a traced loss, without what leaves it as it came.
+    """Remove outputs that are unchanged inputs: (program, tree of its results).
 
     Its first inputs are the parameters at these paths, one by one, and then the variables.
     """
@@ -135,8 +135,8 @@ def _without_unwritten(
     origins = forwarded(closed.jaxpr)[count:]
     own = dict(zip(closed.jaxpr.invars, paths, strict=False))
     names = jax.tree.unflatten(jax.tree.structure(after), range(len(origins)))
-    kept = {path: i for path, i in names.items() if own.get(origins[i]) != path}
+    changed = {path: i for path, i in names.items() if own.get(origins[i]) != path}
     outs = closed.jaxpr.outvars
-    outs = [*outs[:count], *(outs[count + i] for i in kept.values())]
+    outs = [*outs[:count], *(outs[count + i] for i in changed.values())]
     jaxpr = closed.jaxpr.replace(outvars=outs)
-    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, kept))
+    return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, changed))

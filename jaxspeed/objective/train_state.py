@@ -1,4 +1,4 @@
-"""The train state: everything that one step turns into the next, laid out by the table."""
+"""The train state: parameters, masters, optimizer state, variables; padding and state layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,52 +19,52 @@ Arrays = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """A pytree; parameters are flat dicts by path, each with the rows that the table stores."""
+    """Train state as a pytree; parameters are flat dicts by path, as the table stores them."""
 
     step: Any  # int32 [], steps taken, skipped ones included
     skipped: Any  # int32 [], steps whose update was not finite
     params: Arrays  # the `param` rows
     master: Arrays  # the `master` rows
     opt: Any  # the optimizer's own state
-    ema: Arrays  # the moving average of the trained parameters, where asked for
+    ema: Arrays  # the moving average of the trained parameters, if configured
     variables: Arrays  # statistics, random streams, buffers
     loss_scale: LossScale
-    # What packing gradients for a ring has lost so far, each device its own: added the next time.
+    # Error feedback of quantized ring messages, per device: added to the next message.
     ring_errors: Arrays = field(default_factory=dict)
 
     def sources(self, table: PlacementTable) -> Arrays:
-        """For each parameter the stored copy that layers read from."""
+        """Stored copy of each parameter that layers read from."""
         return {r.path: (self.params if r.param else self.master)[r.path] for r in table}
 
 
 def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Zeros behind, up to a stored shape."""
+    """Append zeros up to a stored shape."""
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, shape, strict=True)])
 
 
 def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Without the padding of a stored shape."""
+    """Remove the padding of a stored shape."""
     return x if x.shape == shape else x[tuple(map(slice, shape))]
 
 
 def updated_values(state: TrainState, row: Row) -> jax.Array:
-    """The stored copy of a parameter that the optimizer updates."""
+    """Stored copy of a parameter that the optimizer updates."""
     return (state.master if row.master else state.params)[row.path]
 
 
 def wide_dtype(row: Row) -> Any:
-    """The dtype of a gradient that the optimizer is given."""
+    """Dtype of a gradient that is passed to the optimizer."""
     return jnp.promote_types(row.updated.dtype, jnp.float32)
 
 
 @dataclass(frozen=True)
 class OptLayout:
-    """Where each leaf of an optimizer's state lives.
+    """Placement of each leaf of an optimizer's state.
 
     A leaf whose path ends in a parameter's path, and that has its shape, is one of its moments and
-    lives in its `opt` row; any other leaf has a row of its own, whole on every device.
+    has its `opt` placement; any other leaf is replicated on every device.
     """
 
     table: PlacementTable
@@ -81,7 +81,7 @@ class OptLayout:
         return cls(table, jax.tree.structure(abstract), places)
 
     def over(self, table: PlacementTable) -> "OptLayout":
-        """The same state laid out by another table."""
+        """Lay out the same state by another table."""
         places = {
             path: _place(path, shape, at.dtype, table, at.memory_kind)
             for path, (shape, _, at) in self.places.items()
@@ -94,11 +94,11 @@ class OptLayout:
         )
 
     def stored(self, opt: Any) -> Any:
-        """The state as the optimizer has it, padded to what is stored."""
+        """Pad the optimizer's state to the stored shapes."""
         return self._map(pad, opt, 1)
 
     def logical(self, opt: Any) -> Any:
-        """The stored state as the optimizer has it: unpadded."""
+        """Unpad the stored state for the optimizer."""
         return self._map(unpad, opt, 0)
 
     def _map(self, function: Any, opt: Any, which: int) -> Any:
@@ -119,12 +119,12 @@ def _place(
 
 
 def owner_of(path: str, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter whose path is the longest tail of the path of a leaf of the state."""
+    """Find the parameter whose path is the longest tail of a state leaf's path."""
     parts = path.split("/")
     tails = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((tail for tail in tails if tail in parameters), None)
 
 
 def native_tree(model: Any, flat: Mapping[str, Any]) -> Any:
-    """Trained parameters in the model's own tree, as optimizers see it; the frozen are masked."""
+    """Unflatten trained parameters to the model's tree for optimizers; frozen ones are masked."""
     return model.native(flat, optax.MaskedNode())

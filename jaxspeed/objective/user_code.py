@@ -1,8 +1,7 @@
-"""Errors from the user's own code, told with what it was given.
+"""Errors in the user's model or loss, reported with the call and its arguments.
 
-A model's or a loss's error surfaces deep inside a trace, often in JAX's or Flax's own frames. It is
-handed on as the cause of a ModelError that says whose code was called, with what, and which line of
-it was reached.
+Such an error is raised deep inside a trace, often in JAX's or Flax's frames. It becomes the cause
+of a ModelError that states which function was called, with what, and the line that it reached.
 """
 
 import contextlib
@@ -27,13 +26,13 @@ LIBRARIES = (
 
 @contextlib.contextmanager
 def foreign(call: str, batch: Any = None) -> Iterator[None]:
-    """Inside runs the user's code; `call` is how it is called, `loss_fn(model, batch)`."""
+    """Context for user code; `call` is how it is called, such as `loss_fn(model, batch)`."""
     try:
         yield
     except (JaxspeedError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        given = "" if batch is None else f"; the micro-batch it was given: {shapes_text(batch)}"
+        given = "" if batch is None else f"; its micro-batch: {shapes_text(batch)}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "(no message)"
         raise ModelError(
             f"{call} raised {type(error).__name__}{_where(error)}: {reason}{given}"
@@ -41,7 +40,7 @@ def foreign(call: str, batch: Any = None) -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The last line of the user's code that was reached."""
+    """Last line of the user's code that was reached."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""

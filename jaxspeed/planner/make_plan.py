@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
-from jaxspeed.data import told_shapes
+from jaxspeed.data import known_shapes
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_of
@@ -162,7 +162,7 @@ def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct
     They follow from the model's limits, without reading a corpus; only for user-defined samples or
     models a sample is read.
     """
-    known = told_shapes(source.config.data, source.reads, samples)
+    known = known_shapes(source.config.data, source.reads, samples)
     if known is not None:
         return known
     first = source.corpus().train.batch(0, 1)

@@ -61,7 +61,7 @@ def test_what_is_no_array_is_named_with_its_place(engine, call, case):
 @pytest.mark.parametrize("call", ["train_batch", "check", "compiled", "diagnose"])
 @pytest.mark.parametrize("samples", [0, 6, 16])
 def test_the_error_of_a_wrong_batch_size_has_the_equation(engine, call, samples):
-    message = rf"batch\['x'\] has {samples} samples.*8 = 1 a device x 1 micro-batches x 8 data"
+    message = rf"batch\['x'\] has {samples} samples.*8 = 1 per rank x 1 micro-batches x 8 data"
     with pytest.raises(BatchError, match=message):
         getattr(engine, call)(tiny.batch(samples))
 

@@ -217,7 +217,7 @@ BAD_MESHES = {
     "zero": ({"data": 0}, ConfigError, "mesh.data: found 0"),
     "negative": ({"data": -2}, ConfigError, "mesh.data: found -2"),
     "half": ({"data": 1.5}, ConfigError, "mesh.data: found 1.5"),
-    "text": ({"data": "two"}, ConfigError, "whole number of devices"),
+    "text": ({"data": "two"}, ConfigError, "integer number of devices"),
     "null": ({"data": None}, ConfigError, "mesh.data: found null"),
     "a list": ([1, 2], ConfigError, "mesh: found the list"),
     "an unknown axis": ({"dta": 2}, ConfigError, 'Did you mean "data"'),
@@ -277,10 +277,10 @@ def test_a_linen_parameter_may_be_named_seed():
 
 
 BAD_KEPT = {
-    "text in a Variable": (lambda: nnx.Param("text"), "keeps a str at kept"),
-    "nothing in a Variable": (lambda: nnx.Param(None), "keeps a NoneType at kept"),
-    "a list in a Variable": (lambda: nnx.Param([1.0]), "keeps a list at kept"),
-    "an array of words": (lambda: np.array(["text"]), "keeps a <U4 at kept"),
+    "text in a Variable": (lambda: nnx.Param("text"), "stores a str at kept"),
+    "nothing in a Variable": (lambda: nnx.Param(None), "stores a NoneType at kept"),
+    "a list in a Variable": (lambda: nnx.Param([1.0]), "stores a list at kept"),
+    "an array of text": (lambda: np.array(["text"]), "stores a <U4 at kept"),
     "a list of NumPy arrays": (lambda: [np.ones(2)], "Found data on value of type"),
 }
 

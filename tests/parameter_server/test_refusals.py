@@ -29,19 +29,19 @@ def test_all_problems_are_in_one_error():
         Config.load(tiny.config(**wrong))
     said = str(raised.value)
     for words in (
-        "servers hold no layers that a stage could run",
+        "servers run no layers",
         "mesh.tensor: found 2",
         "mesh.replica: found 2",
-        "Each worker is one device of its own",
+        "Each worker is one device: write 1",
         "zero_optimization.stage: found 3",
-        "Servers cut parameters, gradients and moments among them already",
+        "Servers already shard parameters, gradients and moments",
         "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_param.device",
-        "give more parallel.servers",
-        "Workers push once for all micro-batches of a part",
-        'Only parallel.data_reduction "ring" reads it',
-        "In step no push is stale: say max_staleness",
-        "Needs one for each worker, which mesh.data says are 3",
+        "use more parallel.servers",
+        "Workers push once for all their micro-batches",
+        'Only parallel.data_reduction "ring" uses it',
+        "Without it training is synchronous",
+        "Needs one per worker: mesh.data is 3",
     ):
         assert words in said, words
 
@@ -69,7 +69,7 @@ def test_several_processes_are_refused_with_a_pointer_to_ray(monkeypatch):
 
 def test_the_batch_is_shared_by_the_workers_alone():
     engine = served()
-    with pytest.raises(BatchError, match="2 a device x 1 micro-batches x 4 data ranks"):
+    with pytest.raises(BatchError, match="2 per rank x 1 micro-batches x 4 data ranks"):
         engine.train_batch(tiny.batch(12))
     with pytest.raises(BatchError, match="4 data ranks cannot share evenly"):
         engine.eval_batch(tiny.batch(6))

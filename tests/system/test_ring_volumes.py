@@ -86,14 +86,14 @@ def test_real_devices_go_round_in_loops(tensor):
 
 def test_across_replicas_goes_a_chunk():
     found = sends(1, mesh={"replica": 2})
-    assert volume(found, axis=("data",)) == pytest.approx(2 * 3 / 4, rel=0.01)
-    assert volume(found, axis=("replica",)) == pytest.approx(2 * 1 / 2 / 4, rel=0.01)
+    assert volume(found, axes=("data",)) == pytest.approx(2 * 3 / 4, rel=0.01)
+    assert volume(found, axes=("replica",)) == pytest.approx(2 * 1 / 2 / 4, rel=0.01)
 
 
 def test_what_tensor_cuts_goes_round_cut():
     cut = {"tensor_parallel": {"partition_config": {"layer_specs": {"layers/*/w": "column"}}}}
     found = sends(0, mesh={"tensor": 2}, **cut)
-    assert volume(found, axis=("data",), kind="collective-permute") == pytest.approx(
+    assert volume(found, axes=("data",), kind="collective-permute") == pytest.approx(
         2 * 3 / 4 / 2, rel=0.02
     )
 

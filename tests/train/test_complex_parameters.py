@@ -216,7 +216,7 @@ def test_check_finds_that_they_are_not_trained(model, monkeypatch):
     )
     report = engine.check(one)
     assert not report.ok
-    assert any(fault.startswith("mix is not trained: jax.grad") for fault in report.faults)
+    assert any(fault.startswith("mix is not trained: its jax.grad") for fault in report.faults)
     assert "mix is not trained" in str(report)
 
 

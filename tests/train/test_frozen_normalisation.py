@@ -228,7 +228,10 @@ def test_frozen_statistics_are_logged(caplog):
 
 def test_a_batch_norm_that_leaves_bf16_is_logged(caplog):
     (line,) = said(caplog, Model, bf16={"enabled": True})
-    assert "promotes what it returns to float32" in line and "dtype=jnp.bfloat16" in line
+    assert (
+        "promotes its output (and all that follows) to float32" in line
+        and "dtype=jnp.bfloat16" in line
+    )
     caplog.clear()
     assert said(caplog, Model) == []
 

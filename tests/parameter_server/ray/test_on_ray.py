@@ -223,7 +223,7 @@ def test_a_worker_that_dies_repeatedly_ends_the_run(fresh, monkeypatch):
 
 
 def test_a_batch_of_another_size_is_refused_with_the_workers_in_the_sum(fresh):
-    with pytest.raises(BatchError, match="2 a device x 2 micro-batches x 2 data ranks"):
+    with pytest.raises(BatchError, match="2 per rank x 2 micro-batches x 2 data ranks"):
         fresh.train_batch({name: x[:4] for name, x in batches(1)[0].items()})
 
 
