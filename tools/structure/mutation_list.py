@@ -148,7 +148,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     ),
     (
         "lost = lost.at[ranks.outer].set(sub_chunk - wire.unpack(message, sub_chunk))",
-        "lost = lost.at[ranks.outer].set(jnp.zeros_like(piece))",
+        "lost = lost.at[ranks.outer].set(jnp.zeros_like(sub_chunk))",
         "test_int8_errors_are_saved_by_the_packing_rank[1-5]",
     ),
     (
