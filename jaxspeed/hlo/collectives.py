@@ -21,7 +21,7 @@ def collectives(
 
     A reduce-scatter that XLA:TPU fused into its all-reduce is one. An asynchronous collective
     counts once, at its start. One in a branch counts as if the branch were taken; one in a loop
-    whose length the program does not tell counts once (`unknown_loops` names those). Groups of one
+    of unknown length counts once (`unknown_loops` names those). Groups of one
     device communicate nothing and are left out.
     """
     module = parse(hlo_text)
