@@ -1,4 +1,4 @@
-"""What the data must know of a model: the kind of its samples, and its limits."""
+"""Limits of a model for its data: kind of samples, sequence length, vocabulary size."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
