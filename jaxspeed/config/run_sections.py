@@ -161,7 +161,7 @@ Tuner = Annotated[Literal["gridsearch", "random", "model_based"], BeforeValidato
 
 
 class Autotuning(Section):
-    """DeepSpeed's bounds of what may be tried, and its words for how trials are run."""
+    """DeepSpeed's bounds of a search, and its options of trial runs."""
 
     enabled: Flag = False
     fast: Flag = True

@@ -7,7 +7,7 @@ function of seed and step alone.
 
 from jaxspeed.data.corpus import Corpus, build, known_shapes, tokenize
 from jaxspeed.data.feeder import Feeder, Place, placer
-from jaxspeed.data.model_limits import Facts, facts
+from jaxspeed.data.model_limits import ModelLimits, limits_of
 from jaxspeed.data.split import Split
 from jaxspeed.data.tokenizer import (
     BPETokenizer,
@@ -21,14 +21,14 @@ __all__ = [
     "BPETokenizer",
     "ByteTokenizer",
     "Corpus",
-    "Facts",
     "Feeder",
+    "ModelLimits",
     "Place",
     "Split",
     "Tokenizer",
     "build",
-    "facts",
     "known_shapes",
+    "limits_of",
     "load_tokenizer",
     "placer",
     "read_tokenizer",

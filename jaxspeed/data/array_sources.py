@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxspeed.data.files import find_files
-from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.errors import DataError
 
 Arrays = dict[str, np.ndarray]
@@ -17,7 +17,7 @@ FULLY_HASHED = 64 << 20
 ROWS = 1024
 
 
-def read_images(given: Sequence[str], facts: Facts) -> Arrays:
+def read_images(given: Sequence[str], limits: ModelLimits) -> Arrays:
     """Read `images` [n, height, width, channels] and `labels` [n].
 
     From .npz files that hold both, or from folders with images.npy and labels.npy.
@@ -37,15 +37,15 @@ def read_images(given: Sequence[str], facts: Facts) -> Arrays:
         )
     if labels.dtype.kind not in "iu":
         raise DataError(f"data: {shown}: labels are {labels.dtype}; they must be integers")
-    if facts.image_shape and images.shape[1:] != facts.image_shape:
+    if limits.image_shape and images.shape[1:] != limits.image_shape:
         raise DataError(
             f"data: {shown}: images are {list(images.shape[1:])}, but the model reads "
-            f"{list(facts.image_shape)}"
+            f"{list(limits.image_shape)}"
         )
-    if facts.classes and len(labels) and not 0 <= labels.min() <= labels.max() < facts.classes:
+    if limits.classes and len(labels) and not 0 <= labels.min() <= labels.max() < limits.classes:
         raise DataError(
             f"data: {shown}: labels range from {labels.min()} to {labels.max()}, but the model has "
-            f"{facts.classes} classes"
+            f"{limits.classes} classes"
         )
     return {"images": images, "labels": labels}
 

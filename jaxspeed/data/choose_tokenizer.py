@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxspeed.config.run_sections import Data
-from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import Opened
 from jaxspeed.data.sources import Texts
 from jaxspeed.data.tokenizer import (
@@ -18,7 +18,7 @@ from jaxspeed.errors import DataError
 
 
 def choose_tokenizer(
-    data: Data, facts: Facts, opened: Sequence[Opened], saved: bytes | None
+    data: Data, limits: ModelLimits, opened: Sequence[Opened], saved: bytes | None
 ) -> Tokenizer | None:
     """The tokenizer saved with the run, or of token files that are read, or of the config."""
     documents = [d for each in opened if isinstance(each, list) for d in each]
@@ -35,28 +35,28 @@ def choose_tokenizer(
             )
         tokenizer = tokenizer or each.tokenizer
     if tokenizer is None and any(isinstance(each, Texts) for each in opened):
-        tokenizer = _configured(data, facts, opened)
-    if tokenizer and facts.vocab_size and tokenizer.vocab_size > facts.vocab_size:
+        tokenizer = _configured(data, limits, opened)
+    if tokenizer and limits.vocab_size and tokenizer.vocab_size > limits.vocab_size:
         raise DataError(
             f"data.tokenizer: {tokenizer.name} has {tokenizer.vocab_size:,} ids, but the model's "
-            f"vocabulary has {facts.vocab_size:,}; a vocab_size of {tokenizer.vocab_size:,} or "
+            f"vocabulary has {limits.vocab_size:,}; a vocab_size of {tokenizer.vocab_size:,} or "
             "more in model.config would do"
         )
     return tokenizer
 
 
-def _configured(data: Data, facts: Facts, opened: Sequence[Opened]) -> Tokenizer:
+def _configured(data: Data, limits: ModelLimits, opened: Sequence[Opened]) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     if data.tokenizer != "bpe":
         return read_tokenizer(data.tokenizer)
-    size = data.vocab_size or facts.vocab_size
+    size = data.vocab_size or limits.vocab_size
     if size is None:
         raise DataError("data.vocab_size: bpe needs it, because the model's is unknown")
-    if facts.vocab_size and size > facts.vocab_size:
+    if limits.vocab_size and size > limits.vocab_size:
         raise DataError(
-            f"data.vocab_size is {size:,}, but the model's vocabulary has {facts.vocab_size:,}; "
-            f"{facts.vocab_size:,} or less would do"
+            f"data.vocab_size is {size:,}, but the model's vocabulary has {limits.vocab_size:,}; "
+            f"{limits.vocab_size:,} or less would do"
         )
     return BPETokenizer.train(texts_of(opened), size)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspeed.config.run_sections import Data, MixtureSource, SourceSection
 from jaxspeed.data import token_store
 from jaxspeed.data.choose_tokenizer import choose_tokenizer, texts_of
-from jaxspeed.data.model_limits import Facts, Kind
+from jaxspeed.data.model_limits import Kind, ModelLimits
 from jaxspeed.data.open_source import (
     Opened,
     OpenSource,
@@ -59,7 +59,7 @@ def build(
 
     Args:
       data: the section of the config.
-      sample, seq_len, vocab_size, image_shape, classes: known limits of the model (`facts`).
+      sample, seq_len, vocab_size, image_shape, classes: known limits of the model (`ModelLimits`).
       seed: of the order, if `data.seed` is unset.
       tokenizer_file: the tokenizer of a resumed run; then none is trained.
       batch_size: minimum number of training samples.
@@ -67,11 +67,11 @@ def build(
     Raises:
       DataError: the data cannot be read, is too small or does not fit the model.
     """
-    facts = Facts(sample, seq_len, vocab_size, image_shape, classes)
+    limits = ModelLimits(sample, seq_len, vocab_size, image_shape, classes)
     sources: Sequence[SourceSection] = data.mixture or [data]
-    opened = [open_source(source, facts) for source in sources]
-    tokenizer = choose_tokenizer(data, facts, opened, tokenizer_file)
-    parts = [_part(data, source, facts, each, tokenizer) for source, each in zip(sources, opened)]
+    opened = [open_source(source, limits) for source in sources]
+    tokenizer = choose_tokenizer(data, limits, opened, tokenizer_file)
+    parts = [_part(data, source, limits, each, tokenizer) for source, each in zip(sources, opened)]
     weights = [s.weight if isinstance(s, MixtureSource) else 1.0 for s in sources]
     seed = seed if data.seed is None else data.seed
     train = Split([p.train for p in parts], seed=seed, shuffle=data.shuffle, weights=weights)
@@ -125,10 +125,10 @@ def tokenize(
     is the model's, if known.
     """
     sources: Sequence[SourceSection] = data.mixture or [data]
-    texts = [open_source(source, Facts()) for source in sources]
+    texts = [open_source(source, ModelLimits()) for source in sources]
     if not all(isinstance(each, Texts) for each in texts):
         raise DataError("data tokenize: the source holds no text")
-    chosen = tokenizer or choose_tokenizer(data, Facts(vocab_size=vocab_size), texts, None)
+    chosen = tokenizer or choose_tokenizer(data, ModelLimits(vocab_size=vocab_size), texts, None)
     assert chosen is not None
     name = ", ".join(each.name for each in texts if isinstance(each, Texts))
     documents = token_store.encode_all(texts_of(texts), chosen)
@@ -147,16 +147,20 @@ def tokenize(
 
 
 def _part(
-    data: Data, source: SourceSection, facts: Facts, opened: Opened, tokenizer: Tokenizer | None
+    data: Data,
+    source: SourceSection,
+    limits: ModelLimits,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
 ) -> OpenSource:
     if isinstance(opened, dict):
-        if facts.sample == "tokens":
+        if limits.sample == "tokens":
             raise DataError(f"data: source {source.source} has arrays, but the model reads tokens")
         return arrays_part(opened, data.held_out, source.path or str(source.source))
     if isinstance(opened, SyntheticSource):
-        packing = None if facts.sample != "tokens" else _packing(data, facts)
-        return made_part(opened, facts, packing, data.held_out)
-    if facts.sample == "images":
+        packing = None if limits.sample != "tokens" else _packing(data, limits)
+        return made_part(opened, limits, packing, data.held_out)
+    if limits.sample == "images":
         kind = source.source or "stdlib"
         raise DataError(
             f"data: source {kind} holds text, but the model reads images; sources images and "
@@ -169,22 +173,22 @@ def _part(
     for each in opened:
         if not len(each.tokens):
             raise DataError(f"data: {each.name} holds no text")
-        if facts.vocab_size and each.largest >= facts.vocab_size:
+        if limits.vocab_size and each.largest >= limits.vocab_size:
             raise DataError(
                 f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
-                f"{facts.vocab_size:,}"
+                f"{limits.vocab_size:,}"
             )
-    return documents_part(opened, _packing(data, facts), data.held_out)
+    return documents_part(opened, _packing(data, limits), data.held_out)
 
 
-def _packing(data: Data, facts: Facts) -> Packing:
-    seq_len = data.seq_len or facts.seq_len
+def _packing(data: Data, limits: ModelLimits) -> Packing:
+    seq_len = data.seq_len or limits.seq_len
     if seq_len is None:
         raise DataError("data.seq_len: must be set, because the model's positions are unknown")
-    if facts.seq_len and seq_len > facts.seq_len:
+    if limits.seq_len and seq_len > limits.seq_len:
         raise DataError(
-            f"data.seq_len is {seq_len:,}, but the model has {facts.seq_len:,} positions; "
-            f"{facts.seq_len:,} or less would do"
+            f"data.seq_len is {seq_len:,}, but the model has {limits.seq_len:,} positions; "
+            f"{limits.seq_len:,} or less would do"
         )
     return Packing(seq_len, data.document_masks)
 
@@ -260,7 +264,9 @@ def _summary(
     return f"{shown}{by}; {train.samples:,} training samples{of}, {out:,} held out"
 
 
-def known_shapes(data: Data, reads: Facts, samples: int) -> dict[str, jax.ShapeDtypeStruct] | None:
+def known_shapes(
+    data: Data, reads: ModelLimits, samples: int
+) -> dict[str, jax.ShapeDtypeStruct] | None:
     """Shapes of a batch of so many samples, as far as model and data section determine them.
 
     None for a user's own data source or model, where a sample has to be read.

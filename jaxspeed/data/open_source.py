@@ -9,7 +9,7 @@ import numpy as np
 from jaxspeed.config.run_sections import SourceSection
 from jaxspeed.data import array_sources, files, token_store
 from jaxspeed.data.holdout import hold_out_documents, hold_out_samples
-from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.packing import Spans, Stream, add_counts
 from jaxspeed.data.samples import ArrayRows, Chain, Samples, Subset, Windows
 from jaxspeed.data.sources import Texts, import_iterable, text_source
@@ -50,7 +50,7 @@ class OpenSource:
     summary: str
 
 
-def open_source(source: SourceSection, facts: Facts) -> Opened:
+def open_source(source: SourceSection, limits: ModelLimits) -> Opened:
     """Open a source; DataError if it cannot be read."""
     kind = source.source
     given = files.given_paths(source.path, source.paths)
@@ -59,7 +59,7 @@ def open_source(source: SourceSection, facts: Facts) -> Opened:
     if kind == "tokens":
         return [token_store.read(path) for path in _token_paths(given)]
     if kind == "images":
-        return array_sources.read_images(given, facts)
+        return array_sources.read_images(given, limits)
     if kind == "synthetic":
         return SyntheticSource(source.samples or SYNTHETIC_SAMPLES)
     assert kind is not None
@@ -148,12 +148,12 @@ def arrays_part(found: array_sources.Arrays, held_out: float, name: str) -> Open
 
 
 def made_part(
-    made: SyntheticSource, facts: Facts, packing: Packing | None, held_out: float
+    made: SyntheticSource, limits: ModelLimits, packing: Packing | None, held_out: float
 ) -> OpenSource:
     """Synthetic samples of the kind that the model reads."""
-    if facts.sample == "images" and facts.image_shape:
-        images = Blots(made.samples, facts.image_shape, facts.classes or 2)
-        shown = f"images of {' x '.join(map(str, facts.image_shape))}"
+    if limits.sample == "images" and limits.image_shape:
+        images = Blots(made.samples, limits.image_shape, limits.classes or 2)
+        shown = f"images of {' x '.join(map(str, limits.image_shape))}"
         return _split(
             images,
             held_out,
@@ -166,7 +166,7 @@ def made_part(
             'data.source "synthetic" makes samples for models of tokens or images, but the kind '
             "of this model's samples is unknown; set data.source to the import path of an iterable"
         )
-    vocab_size = facts.vocab_size or 256
+    vocab_size = limits.vocab_size or 256
 
     def counting(masked: bool) -> Counting:
         return Counting(

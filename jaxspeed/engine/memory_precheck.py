@@ -67,9 +67,9 @@ def shapes_by_config(config: Config) -> Any:
     if sizes is None or config.data.seq_len is None:
         return None
     # A local import: grain, which reads the data, adds a handler to the root logger.
-    from jaxspeed.data import facts, known_shapes
+    from jaxspeed.data import known_shapes, limits_of
 
-    return known_shapes(config.data, facts(sizes), samples=1)
+    return known_shapes(config.data, limits_of(sizes), samples=1)
 
 
 def _message(program: Program, found: Memory, room: int) -> str:

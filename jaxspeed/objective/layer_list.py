@@ -33,8 +33,8 @@ class LayerSpec:
             )
         if "rngs" in kwargs:
             raise ModelError(
-                f"{type(self).__name__}({cls.__name__}, ..., rngs=...): leave rngs out; the layer "
-                "is given the model's when it is built"
+                f"{type(self).__name__}({cls.__name__}, ..., rngs=...): remove rngs; it gets "
+                "those of the model when it is built"
             )
         self.cls, self.args, self.kwargs = cls, args, kwargs
 

@@ -70,8 +70,8 @@ def stacked_run(
 ) -> nnx.Module:
     """Stack `[make(rngs, 0), make(rngs, 1), ...]` in one module; `rngs` advance as in that loop.
 
-    A scan finds out where the streams stand before each repeat, and from there all are made side
-    by side, each into its part of the stack: no device ever holds more than its share of it.
+    A scan computes the state of the streams before each repeat; from there all are built under
+    vmap, directly as one stack: no device ever holds more than its shard of it.
     """
     graph, begin = nnx.split(rngs)
 

@@ -92,15 +92,15 @@ def _without_effect(
     paths = [leaf.path for leaf in leaves]
     at_work = {(spec.key, spec.written) for spec in chosen.values() if spec}
     for source, group in groupby(specs, key=lambda spec: (spec.key, spec.written)):
-        key, said = source
+        key, written = source
         of_group = list(group)
         covered = [path for path in paths if any(match(spec.pattern, path) for spec in of_group)]
         first = chosen[covered[0]] if covered else None
         if not covered:
-            found = f"{said}, which covers no parameter of this model"
+            found = f"{written}, which covers no parameter of this model"
             problems.append(Problem(key, found, f"It has, for example: {examples(paths)}."))
         elif source not in at_work and first and not of_group[0].by_preset:
-            found = f"{said}, all of whose parameters {first.written} covers first"
+            found = f"{written}, all of whose parameters {first.written} covers first"
             problems.append(Problem(key, found, f"Put it before {first.written}, or remove it."))
     return problems
 
@@ -112,8 +112,8 @@ def _named_twice(chosen: Mapping[str, TensorLayerSpec | None], by_axes: set[str]
             twice.setdefault((spec.key, spec.written), []).append(path)
     works = "Both set its sharding: keep one."
     return [
-        Problem(key, f"{said}, while parallel.logical_axes names {examples(paths)}", works)
-        for (key, said), paths in twice.items()
+        Problem(key, f"{written}, while parallel.logical_axes names {examples(paths)}", works)
+        for (key, written), paths in twice.items()
     ]
 
 

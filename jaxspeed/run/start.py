@@ -16,7 +16,7 @@ import optax
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
-from jaxspeed.data import Corpus, Facts, build, facts
+from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ class Source:
 
     config: Config
     folder: RunFolder
-    reads: Facts
+    reads: ModelLimits
     model: Any = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     optimizer: optax.GradientTransformation | None = None
@@ -103,7 +103,7 @@ def source_of(
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
-    reads = facts(None if model is not None else family_sizes(loaded))
+    reads = limits_of(None if model is not None else family_sizes(loaded))
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxspeed.models import build as build_model
 
 from jaxspeed.config.run_sections import Data
-from jaxspeed.data import BPETokenizer, ByteTokenizer, build, facts, tokenize
+from jaxspeed.data import BPETokenizer, ByteTokenizer, build, limits_of, tokenize
 from jaxspeed.errors import DataError
 from tests.data.corpora import json_lines, opened, sentences, text_files
 
@@ -113,7 +113,7 @@ def test_synthetic_images_have_the_models_shape_and_classes():
     ],
 )
 def test_facts_are_read_from_a_familys_sizes(family, expected):
-    found = facts(build_model(family, "tiny").config)
+    found = limits_of(build_model(family, "tiny").config)
     assert {k: getattr(found, k) for k in expected} == expected
     if found.sample:
         assert build(Data(source="synthetic"), **vars(found), seed=0).train.samples

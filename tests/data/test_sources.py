@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspeed.config.run_sections import SourceSection
-from jaxspeed.data.model_limits import Facts
+from jaxspeed.data.model_limits import ModelLimits
 from jaxspeed.data.open_source import open_source
 from jaxspeed.data.sources import stdlib
 from jaxspeed.errors import DataError
@@ -20,7 +20,7 @@ TEXTS = sentences(6)
 
 
 def read(**source):
-    return list(open_source(SourceSection(**source), Facts()))
+    return list(open_source(SourceSection(**source), ModelLimits()))
 
 
 def module(monkeypatch, **names):
@@ -44,7 +44,7 @@ def test_text_comes_from_files_folders_and_globs_sorted_and_each_once(tmp_path):
 
 def test_a_source_can_be_read_again(tmp_path):
     texts = open_source(
-        SourceSection(source="text", path=str(text_files(tmp_path, TEXTS))), Facts()
+        SourceSection(source="text", path=str(text_files(tmp_path, TEXTS))), ModelLimits()
     )
     assert list(texts) == list(texts) == TEXTS
 
@@ -69,7 +69,7 @@ def test_an_own_iterable_gives_texts_or_records_and_may_have_no_end(monkeypatch)
 
 def test_an_iterator_that_can_be_read_once_is_stored(monkeypatch):
     module(monkeypatch, once=iter(TEXTS))
-    texts = open_source(SourceSection(source="users_data:once"), Facts())
+    texts = open_source(SourceSection(source="users_data:once"), ModelLimits())
     assert list(texts) == list(texts) == TEXTS
 
 

@@ -460,7 +460,7 @@ TIED = TiedLayerSpec("one", nnx.Linear, 4, 4)
         ),
         (lambda: LayerSpec(nnx.Linear(4, 4, rngs=nnx.Rngs(0))), "is given a Linear; it takes a cl"),
         (lambda: LayerSpec(nn.Dense, 4), "is given Dense; it takes a class of nnx.Module"),
-        (lambda: LayerSpec(nnx.Linear, 4, 4, rngs=nnx.Rngs(0)), "leave rngs out"),
+        (lambda: LayerSpec(nnx.Linear, 4, 4, rngs=nnx.Rngs(0)), "remove rngs"),
         (lambda: TiedLayerSpec(nnx.Linear, 4, 4), "is given the key .*Linear"),
         (lambda: TiedLayerSpec("a/b", nnx.Linear, 4, 4), "is given the key 'a/b'"),
         (lambda: TiedLayerSpec("a", nnx.Linear, 4, 4, forward_fn=1), r"forward_fn\(module, x\)"),
