@@ -1,4 +1,4 @@
-"""Problems of a config: one line each, all in one ConfigError; translation of Pydantic's errors."""
+"""Problems of a config, all in one ConfigError; unknown keys with the closest known name."""
 
 import difflib
 import re

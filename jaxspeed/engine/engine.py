@@ -1,4 +1,4 @@
-"""The Engine: train state, compiled train and eval steps, checkpoints, reports and checks."""
+"""The Engine: train state, compiled steps (recompiled, with a warning, for new batch shapes)."""
 
 import logging
 import time
