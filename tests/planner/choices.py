@@ -37,8 +37,8 @@ def submitted(estimate):
 def made_up(space, seed, noise=0.0):
     """(estimate, cost): times and bytes that every field changes; the cost is off by noise.
 
-    Not what any device does, but of its kind: recompute frees and costs, waiting in host memory
-    too, a larger micro-batch is faster and larger, exchanges grow with what they are over.
+    Not what any device does, but of its kind: recompute frees and costs, offload
+    too, a larger micro-batch is faster and larger, collectives grow with their axes.
     """
 
     def weight(*key):

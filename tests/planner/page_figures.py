@@ -104,7 +104,7 @@ def gpus() -> dict[str, Any]:
         "device_bytes": 61 * 10**9,
         "seconds": 2.02,
         "slower": 0.058,
-        "text": "cut the parameters too, with smaller micro-batches",
+        "text": "shard the parameters too, with smaller micro-batches",
     }
     return {
         "model": {"name": "gpt3-175b", "parameters": 175_000_000_000, "dtype": "bf16"},

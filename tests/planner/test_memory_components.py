@@ -39,7 +39,7 @@ def test_components_add_up_and_print():
 def test_offloaded_masters_and_moments_are_in_host_memory():
     program, batch = build("gpt2: host optimizer")
     waiting = by_name(memory_of(program, batch, "tpu"), host=True, lasting=True)
-    each = elements(program) // 4  # cut over 4 data ranks, under stage 1
+    each = elements(program) // 4  # sharded over 4 data ranks, under stage 1
     assert waiting["masters"] == pytest.approx(4 * each, rel=0.01)
     assert waiting["optimizer"] == pytest.approx(8 * each, rel=0.01)
 

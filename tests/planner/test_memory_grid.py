@@ -63,7 +63,7 @@ def test_the_device_total_is_within_a_tenth_of_the_compilers(platform, name):
 @pytest.mark.parametrize(("platform", "name"), QUICK)
 def test_state_is_the_compilers_arguments(platform, name):
     expected = COMPILED[platform][name]["argument"]
-    # Scalars and vectors of a few elements are whole tiles on a TPU.
+    # Scalars and vectors of a few elements are full tiles on a TPU.
     assert estimate(platform, name).state == pytest.approx(expected, rel=0.001, abs=8192)
 
 

@@ -43,5 +43,5 @@ def test_cudnn_is_looked_up_again_afterwards():
 def test_auto_overlap_is_the_targets():
     assert with_overlap(config(**CUT), "tpu").tensor_overlap == "ring"
     assert with_overlap(config(**CUT), "cuda").tensor_overlap == "none"
-    whole = config(mesh={"tensor": 4})
-    assert with_overlap(whole, "tpu") is whole
+    replicated = config(mesh={"tensor": 4})
+    assert with_overlap(replicated, "tpu") is replicated

@@ -39,7 +39,7 @@ WAYS = {
     "tensor 4": {"mesh": {"tensor": 4}},
     "pipe 2, tensor 2": {"mesh": {"pipe": 2, "tensor": 2}, **STAGES},
 }
-# XLA:CPU reduces scattered sums whole, so both count as one. (Sums of partial sums over `tensor`,
+# XLA:CPU all-reduces scattered sums, so both count as one. (Sums of partial sums over `tensor`,
 # which XLA:TPU reduces together, it reduces one by one: formulas hold those.)
 COMPARED = (
     ("stage 0", "reduce", ("data",)),
