@@ -37,7 +37,7 @@ from jaxspeed import models
 from jaxspeed.communication import ring_bytes
 from jaxspeed.hlo import collectives
 from jaxspeed.placement.mesh import simulated
-from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, all_reduce
+from jaxspeed.ring_reduction import WIRES, Levels, Ranks, Ring, hierarchical_all_reduce
 
 DEVICES, NODES = 8, 2
 AXES = ("replica", "data")
@@ -95,7 +95,7 @@ def sum_program(form: Form | None, length: int) -> tuple[Any, Any, Mesh]:
         across = Ring("replica", nodes, form.directions, unrolled)
         levels = Levels(inside, across, WIRES[form.wire])
         ranks = Ranks(inner[0], outer[0])
-        return all_reduce(x[0].reshape(size, -1), ranks, levels)[0].reshape(x.shape)
+        return hierarchical_all_reduce(x[0].reshape(size, -1), ranks, levels)[0].reshape(x.shape)
 
     run = jax.shard_map(
         device,

@@ -135,7 +135,7 @@ class Progress:
         elif left is not None and self._step < self._total:
             shown.append(Text(f"{clock_text(left)} left", "cyan"))
         elif self._step >= self._total:
-            shown.append(Text(f"{clock_text(self._clock() - self._began)} in all", "cyan"))
+            shown.append(Text(f"{clock_text(self._clock() - self._began)} total", "cyan"))
         return shown
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -7,7 +7,13 @@ the config, `reduction` sums the ranks' partial gradients into the optimizer sta
 """
 
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
-from jaxspeed.ring_reduction.levels import Levels, Ranks, all_gather, all_reduce, reduce_scatter
+from jaxspeed.ring_reduction.levels import (
+    Levels,
+    Ranks,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
 from jaxspeed.ring_reduction.reduction import PER_DEVICE, Reduction
 from jaxspeed.ring_reduction.rings import Rings, rings_of
 from jaxspeed.ring_reduction.steps import Directions, Ring, ring_all_gather, ring_reduce_scatter
@@ -25,10 +31,10 @@ __all__ = [
     "Ring",
     "Rings",
     "Wire",
-    "all_gather",
-    "all_reduce",
     "buckets_of",
-    "reduce_scatter",
+    "hierarchical_all_gather",
+    "hierarchical_all_reduce",
+    "hierarchical_reduce_scatter",
     "ring_all_gather",
     "ring_reduce_scatter",
     "rings_of",

@@ -32,7 +32,9 @@ class Ranks:
     outer: Array
 
 
-def reduce_scatter(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
+def hierarchical_reduce_scatter(
+    x: Array, ranks: Ranks, levels: Levels
+) -> tuple[Array, Array | None]:
     """This rank's chunk [length] of the sum of x [N, length] over all ranks; and the errors."""
     chunk, errors = ring_reduce_scatter(x, ranks.inner, levels.inner, levels.wire)
     if levels.outer.size == 1:  # no further message, so no rounding
@@ -41,7 +43,7 @@ def reduce_scatter(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array
     return _unpacked(message, like, chunk.size, levels)[0], errors
 
 
-def all_reduce(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
+def hierarchical_all_reduce(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | None]:
     """The sum over all ranks, [N, length]; and the errors.
 
     Gathers the messages into which the sums were first packed, so that no level rounds again.
@@ -53,7 +55,7 @@ def all_reduce(x: Array, ranks: Ranks, levels: Levels) -> tuple[Array, Array | N
     return _unpacked(messages, like, chunk.size, levels), errors
 
 
-def all_gather(chunk: Array, ranks: Ranks, levels: Levels) -> Array:
+def hierarchical_all_gather(chunk: Array, ranks: Ranks, levels: Levels) -> Array:
     """The chunks of a node's ranks, [N, length], for parameters, of which nodes hold replicas."""
     return ring_all_gather(chunk, ranks.inner, levels.inner)
 

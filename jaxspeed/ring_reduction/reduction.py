@@ -22,7 +22,12 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
-from jaxspeed.ring_reduction.levels import Ranks, all_gather, all_reduce, reduce_scatter
+from jaxspeed.ring_reduction.levels import (
+    Ranks,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
 from jaxspeed.ring_reduction.rings import DATA, Rings, local_shape
 
 PER_RANK = P(DATA_AXES)  # a leading dim over ranks
@@ -94,7 +99,7 @@ class Reduction:
             x = bucket.to_chunks(own)
             if errors:
                 x = x + errors[name][0] * scale
-            reduce = reduce_scatter if bucket.is_sharded else all_reduce
+            reduce = hierarchical_reduce_scatter if bucket.is_sharded else hierarchical_all_reduce
             result, lost = reduce(x, ranks, self.rings.levels)
             reduced |= bucket.shards(result) if bucket.is_sharded else bucket.leaves(result)
             if errors and lost is not None:
@@ -159,7 +164,7 @@ class Reduction:
             full: Arrays = {}
             for bucket in buckets:
                 chunk = bucket.own_chunk(shards)
-                full |= bucket.leaves(all_gather(chunk, ranks, self.rings.levels))
+                full |= bucket.leaves(hierarchical_all_gather(chunk, ranks, self.rings.levels))
             return full
 
         full_specs = {path: without_axes(spec, DATA_AXES) for path, spec in sharded.items()}

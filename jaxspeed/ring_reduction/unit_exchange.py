@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
-from jaxspeed.ring_reduction.levels import Ranks, all_gather, all_reduce, reduce_scatter
+from jaxspeed.ring_reduction.levels import (
+    Ranks,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
 from jaxspeed.ring_reduction.rings import Rings, local_shape
 from jaxspeed.zero3 import ShardedParam
 
@@ -40,7 +45,7 @@ class RingExchange:
             full: dict[str, Any] = {}
             for bucket in buckets:
                 chunk = bucket.own_chunk(named)
-                full |= bucket.leaves(all_gather(chunk, ranks, self.rings.levels))
+                full |= bucket.leaves(hierarchical_all_gather(chunk, ranks, self.rings.levels))
             return [full[name] for name in named]
 
         exchanged = [specs[i] for i in sharded]
@@ -75,9 +80,9 @@ class RingExchange:
             for bucket in buckets:
                 x, levels = bucket.to_chunks(named), self.rings.levels
                 if bucket.is_sharded:
-                    shards |= bucket.shards(reduce_scatter(x, ranks, levels)[0])
+                    shards |= bucket.shards(hierarchical_reduce_scatter(x, ranks, levels)[0])
                 else:
-                    shards |= bucket.leaves(all_reduce(x, ranks, levels)[0])
+                    shards |= bucket.leaves(hierarchical_all_reduce(x, ranks, levels)[0])
             return [shards[name] for name in named]
 
         summed = self._on_devices(device, place, specs, specs)(padded)

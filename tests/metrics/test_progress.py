@@ -151,7 +151,7 @@ def test_a_pipe_gets_plain_lines_at_the_first_and_last_step_and_every_ten_second
         "step 31/60  loss 0.3226  12.3k tokens/s  0:29 left",
         "step 41/60  loss 0.2439  12.3k tokens/s  0:19 left",
         "step 51/60  loss 0.1961  12.3k tokens/s  0:09 left",
-        "step 60/60  loss 0.1667  12.3k tokens/s  1:00 in all",
+        "step 60/60  loss 0.1667  12.3k tokens/s  1:00 total",
     ]
 
 

@@ -9,7 +9,13 @@ import pytest
 
 from jaxspeed.communication import ring_bytes
 from jaxspeed.hlo.collectives import collectives
-from jaxspeed.ring_reduction import Bucket, BucketLeaf, all_reduce, reduce_scatter, steps
+from jaxspeed.ring_reduction import (
+    Bucket,
+    BucketLeaf,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+    steps,
+)
 from tests.ring_reduction.rings import (
     both_ways,
     in_ring_order,
@@ -25,7 +31,7 @@ EPS = {np.dtype(t): float(jnp.finfo(t).eps) for t in (np.float32, np.float16, jn
 
 def summed(levels, x):
     """The sum on every device: [nodes, size, chunks, length]."""
-    run = program(levels, lambda x, ranks: all_reduce(x, ranks, levels)[0])
+    run = program(levels, lambda x, ranks: hierarchical_all_reduce(x, ranks, levels)[0])
     return np.asarray(run(x))
 
 
@@ -47,7 +53,7 @@ def test_all_reduce_equals_psum_for_any_shape(seed):
     x = np.asarray(jnp.asarray(rng.normal(size=(1, size, *shape)), dtype))
 
     def both(x, ranks):
-        chunks, _ = all_reduce(bucket.to_chunks({"x": x}), ranks, levels)
+        chunks, _ = hierarchical_all_reduce(bucket.to_chunks({"x": x}), ranks, levels)
         return bucket.leaves(chunks)["x"], jax.lax.psum(x.astype(jnp.float32), "data")
 
     ours, theirs = map(np.asarray, program(levels, both)(x))
@@ -96,7 +102,7 @@ def test_looped_steps_equal_unrolled_steps_bitwise(nodes):
 def test_reduce_scatter_leaves_each_rank_its_chunk(nodes):
     levels = levels_of(nodes, 4)
     x = numbers(levels, 6)
-    run = program(levels, lambda x, ranks: reduce_scatter(x, ranks, levels)[0])
+    run = program(levels, lambda x, ranks: hierarchical_reduce_scatter(x, ranks, levels)[0])
     own, full = np.asarray(run(x)), summed(levels, x)
     for node, rank in np.ndindex(nodes, 4):
         np.testing.assert_array_equal(own[node, rank], full[node, rank, rank])
@@ -124,7 +130,7 @@ def sent(levels, length, function, dtype=np.float32):
 def test_all_reduce_sends_2_n_minus_1_chunks_per_device(size, directions, unrolled):
     """2 (N-1)/N of the bytes, in 2 (N-1) steps; of both directions each carries half a step."""
     levels, length = levels_of(1, size, directions, unrolled=unrolled), 60
-    found = sent(levels, length, lambda *args: all_reduce(*args)[0])
+    found = sent(levels, length, lambda *args: hierarchical_all_reduce(*args)[0])
     array = size * length * 4
     assert sum(map(ring_bytes, found)) == 2 * (size - 1) / size * array
     directions_used = 2 if directions == "both" else 1
@@ -134,13 +140,13 @@ def test_all_reduce_sends_2_n_minus_1_chunks_per_device(size, directions, unroll
 
 def test_reduce_scatter_sends_half_of_an_all_reduce():
     levels = levels_of(1, 8)
-    found = sent(levels, 60, lambda *args: reduce_scatter(*args)[0])
+    found = sent(levels, 60, lambda *args: hierarchical_reduce_scatter(*args)[0])
     assert sum(map(ring_bytes, found)) == 7 / 8 * 8 * 60 * 4
 
 
 def test_only_a_chunk_is_sent_across_nodes():
     levels, length = levels_of(2, 4), 60
-    found = sent(levels, length, lambda *args: all_reduce(*args)[0])
+    found = sent(levels, length, lambda *args: hierarchical_all_reduce(*args)[0])
     by_axis = {
         axis: sum(ring_bytes(c) for c in found if c.axes == (axis,)) for axis in ("data", "replica")
     }
@@ -150,9 +156,13 @@ def test_only_a_chunk_is_sent_across_nodes():
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_int8_sends_a_quarter_plus_scales(nodes):
     length = 2048 * nodes  # full blocks in each direction
-    plain = sum(map(ring_bytes, sent(levels_of(nodes, 4), length, lambda *a: all_reduce(*a)[0])))
+    plain = sum(
+        map(
+            ring_bytes, sent(levels_of(nodes, 4), length, lambda *a: hierarchical_all_reduce(*a)[0])
+        )
+    )
     levels = levels_of(nodes, 4, wire="int8")
-    narrow = sum(map(ring_bytes, sent(levels, length, all_reduce)))
+    narrow = sum(map(ring_bytes, sent(levels, length, hierarchical_all_reduce)))
     assert narrow == plain / 4 * (256 + 4) / 256
 
 
@@ -161,7 +171,9 @@ def test_int8_errors_are_saved_by_the_packing_rank(nodes, size):
     """The sum and the errors of all ranks make up the sum that was to be taken."""
     levels = levels_of(nodes, size, wire="int8")
     x = numbers(levels, 700)
-    sums, errors = map(np.asarray, program(levels, lambda x, r: all_reduce(x, r, levels))(x))
+    sums, errors = map(
+        np.asarray, program(levels, lambda x, r: hierarchical_all_reduce(x, r, levels))(x)
+    )
     exact = x.astype(np.float64).sum(axis=(0, 1))
     lost = errors.astype(np.float64).sum(axis=(0, 1))
     scale = np.abs(x).sum(axis=(0, 1)).max()
@@ -176,7 +188,7 @@ def test_packing_keeps_non_finite_values_non_finite(wire, bad):
     levels = levels_of(1, 4, wire=wire)
     x = numbers(levels, 300)
     x[0, 1, 2, 17] = bad
-    sums = np.asarray(program(levels, lambda x, r: all_reduce(x, r, levels)[0])(x))
+    sums = np.asarray(program(levels, lambda x, r: hierarchical_all_reduce(x, r, levels)[0])(x))
     assert not np.isfinite(sums[0, :, 2, 17]).any()
 
 
