@@ -1,8 +1,8 @@
 """One record for what a step sends: between devices, to host memory and back, to and from servers.
 
 It is read from a compiled program (`hlo/collectives.py`) and from a traced one
-(`tensor_parallel/boundary_costs.py`, `offload/host_transfers.py`, `planner/time`), or follows from
-a formula (`pipeline/report.py`, `parameter_server/programs.py`).
+(`tensor_parallel/boundary_costs.py`, `planner/time`), or follows from a formula
+(`pipeline/report.py`, `parameter_server/programs.py`).
 """
 
 from collections.abc import Iterable

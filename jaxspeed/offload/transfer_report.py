@@ -1,6 +1,7 @@
 """Expected time of a step's host transfers, against the time of its compute."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,17 +9,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.hardware.chip import host_link, peak_flops
-from jaxspeed.offload.host_transfers import (
-    ACTIVATIONS,
-    GRADIENTS,
-    HOST_UPDATE,
-    OPTIMIZER,
-    PARAMETERS,
-    HostTransfers,
-)
 from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 
+ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
+    "activations",
+    "gradients",
+    "parameters",
+    "optimizer",
+    "update on the host",
+)
 ASSUMED = "A100"  # for devices of which nothing is known, as simulated ones
 ESTIMATED = "estimated from the traced step"
 _HELP = {
@@ -34,6 +35,51 @@ _HELP = {
     ACTIVATIONS: 'parallel.remat makes them again in place of moving them: "full" without '
     'cpu_checkpointing, or {"recompute": [...]} for what {"offload": [...]} names',
 }
+
+
+@dataclass(frozen=True)
+class HostTransfers:
+    """Of one step, a device.
+
+    Attributes:
+      moves: what comes to the device and what leaves it; the purpose is one of the kinds above, the
+        site the path of an argument in host memory, where it is one's.
+      by_host: {path of an argument: bytes of it with which the host's cores compute}.
+    """
+
+    moves: Sequence[Communication]
+    by_host: Mapping[str, int]
+
+    @property
+    def to_device(self) -> dict[str, int]:
+        """{purpose: bytes that come to the device}."""
+        return _sums((m.purpose, m) for m in self.moves if m.kind == FROM_HOST)
+
+    @property
+    def to_host(self) -> dict[str, int]:
+        """{purpose: bytes that leave it}."""
+        return _sums((m.purpose, m) for m in self.moves if m.kind == TO_HOST)
+
+    @property
+    def fetched(self) -> dict[str, int]:
+        """{path of an argument: bytes of it that come to the device}."""
+        return _sums((m.site, m) for m in self.moves if m.kind == FROM_HOST and m.site)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """... and that leave for it."""
+        return _sums((m.site, m) for m in self.moves if m.kind == TO_HOST and m.site)
+
+    @property
+    def bytes(self) -> int:
+        return sum(m.payload for m in self.moves)
+
+
+def _sums(named: Iterable[tuple[str, Communication]]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for name, move in named:
+        found[name] += move.payload
+    return dict(found)
 
 
 @dataclass(frozen=True)

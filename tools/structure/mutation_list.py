@@ -332,19 +332,19 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
     ),
     (
-        "_Move(kind, node, made.aval, trips, axes, manual)",
-        "_Move(kind, node, made.aval, 1, axes, manual)",
+        "_Move(kind, node, sent, runs, scope, op)",
+        "_Move(kind, node, sent, 1, scope, op)",
         "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
     ),
     (
-        "self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))",
-        "self.moves = before + runs[0]",
+        "best = max(best, self.moves, key=lambda moves: sum(map(self._bytes, moves)))",
+        "best = self.moves",
         "test_of_branches_the_one_that_moves_most_counts",
     ),
     (
-        "cut = axes.get(self.root(move.node), self.activation_axes) - move.manual",
-        "cut = axes.get(self.root(move.node), self.activation_axes)",
-        "test_what_one_shard_does_is_what_its_device_does",
+        "purpose = GRADIENTS if root in gradients else ACTIVATIONS",
+        "purpose = ACTIVATIONS",
+        "test_what_reaches_the_next_state_by_itself_is_a_gradient_and_else_an_activation",
     ),
     (
         "last = end if kept else max(times[i] for i in by - {OUT})",

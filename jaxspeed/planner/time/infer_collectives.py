@@ -1,4 +1,4 @@
-"""The communications of a step, each at its place in the opened program.
+"""The collectives of a step, each at its place in the opened program.
 
 A partitioner exchanges where an operation wants an array to lie otherwise than it does:
 
@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
+from jaxspeed.communication import Communication, dtypes_text
 from jaxspeed.jaxpr.primitives import REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
@@ -99,13 +99,11 @@ class _Walk:
                 self._loop(op)
             elif op.name in _SAID:
                 self._said(op)
-            elif op.name == "device_put":
-                self._put(op)
             elif op.name == "pallas_call":  # in a region that is manual over all that cuts
                 continue
-            elif op.name in (CONSTRAINT, PLACED):
+            elif op.name in (CONSTRAINT, PLACED, "device_put"):
                 for v, out in zip(op.ins, op.outs, strict=True):
-                    if v is not None:
+                    if v is not None and v.host == out.host:  # else a host transfer
                         self._lie(v, out.cut, op)
             else:
                 self._operate(op)
@@ -315,17 +313,6 @@ class _Walk:
                 self._send(kind, axes, out, op)
             else:
                 self._send(kind, axes, v, op)
-
-    def _put(self, op: Op) -> None:
-        for v, out in zip(op.ins, op.outs, strict=True):
-            if v is None:
-                continue
-            if v.host == out.host:
-                self._lie(v, out.cut, op)
-                continue
-            smaller = min(v, out, key=self.sizes.plain)
-            payload = self.sizes.plain(smaller)
-            self._add(FROM_HOST if v.host else TO_HOST, (), payload, smaller, op, smaller)
 
     # -- loops -----------------------------------------------------------------------------------
 
