@@ -1,8 +1,8 @@
 """The record of a communication: a collective, a host transfer, or one with parameter servers.
 
 Records come from a compiled program (`hlo/collectives.py`), from a traced one
-(`tensor_parallel/boundary_costs.py`, `offload/host_transfers.py`, `planner/time`), or from a
-formula (`pipeline/report.py`, `parameter_server/programs.py`).
+(`tensor_parallel/boundary_costs.py`, `planner/time`), or from a formula (`pipeline/report.py`,
+`parameter_server/programs.py`).
 """
 
 from collections.abc import Iterable

@@ -71,7 +71,7 @@ class Engine:
         placed = self._place(batch, "train_batch", self.program.batch.train)
         if not self._moves_checked:
             if asks(self.program):
-                check_moves(self.program, self._state, placed)
+                check_moves(self.program, placed)
             self._moves_checked = True
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)
@@ -235,7 +235,7 @@ def compiled_report(
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
     program.check_batch(batch, program.batch.train, abstract=True)
     traced, mesh = program.traced_step(batch)
-    transfer = None if program.serving else transfer_of(program, traced)
+    transfer = None if program.serving else transfer_of(program, batch)
     loaded = from_file.compiled(batch) if from_file else None
     start = time.perf_counter()
     compiled = loaded or traced.lower().compile()

@@ -11,18 +11,16 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.offload.host_transfers import (
+from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Argument,
     HostTransfers,
-    transfers_in,
+    TransferReport,
 )
-from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.planner.memory import Step, read_step
+from jaxspeed.planner.memory.trace_ir import all_ops
+from jaxspeed.planner.time import device_flops, host_transfers
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
@@ -33,29 +31,38 @@ def asks(program: Program) -> bool:
     return bool(program.config.recompute or program.table.host_bytes_by_role())
 
 
-def transfer_of(program: Program, traced: Any) -> TransferReport | None:
-    """The host transfers of a traced step; None if its config sets no offload and no remat.
+def transfer_of(program: Program, batch: Any) -> TransferReport | None:
+    """The host transfers of a step; None if its config sets no offload and no remat.
+
+    JAX caches the trace, so the step is not traced a second time.
+
+    Args:
+      batch: arrays or their shapes, of a global batch.
 
     Raises:
       JaxspeedError: something that the config sets is missing from the step.
     """
+    return transfer_in(read_step(program, batch)) if asks(program) else None
+
+
+def transfer_in(step: Step) -> TransferReport | None:
+    """As `transfer_of`, of a step that was read."""
+    program = step.program
     if not asks(program):
         return None
-    found = _transfers(program, traced)
-    idle = list(_idle(program, found))
+    found = host_transfers(step)
+    idle = list(_idle(step, found))
     if idle:
         raise JaxspeedError(_bug("the traced step", idle))
     if not found.bytes:
         return None
-    return TransferReport(found, program.mesh.devices.flat[0].device_kind, found.flops)
+    flops = device_flops(step.scope, step.sizes.mesh)
+    return TransferReport(found, program.mesh.devices.flat[0].device_kind, flops)
 
 
-def check_moves(program: Program, state: Any, batch: Any) -> None:
-    """Before the first step: check its host transfers, and warn if they are slow.
-
-    JAX caches the trace, so the step is not traced a second time.
-    """
-    transfer = transfer_of(program, program.step.trace(state, batch))
+def check_moves(program: Program, batch: Any) -> None:
+    """Before the first step: check its host transfers, and warn if they are slow."""
+    transfer = transfer_of(program, batch)
     if transfer and transfer.is_known and transfer.warning:
         log.warning("%s (%s)", transfer.warning, transfer)
 
@@ -87,51 +94,26 @@ def _bug(where: str, idle: list[str]) -> str:
     )
 
 
-def _transfers(program: Program, traced: Any) -> HostTransfers:
-    def argument(path: Any, leaf: Any) -> Argument | None:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        kind = PARAMETERS if name.startswith("params/") else OPTIMIZER
-        return Argument(name, kind, leaf.sharding) if in_host(leaf.sharding) else None
-
-    state = jax.tree_util.tree_flatten_with_path(program.state)[0]
-    arguments = [argument(path, leaf) for path, leaf in state]
-    rest = len(traced.jaxpr.jaxpr.invars) - len(arguments)
-    return transfers_in(
-        traced.jaxpr,
-        [*arguments, *[None] * rest],
-        list(_gradient_shapes(program)),
-        DATA_AXES,
-        dict(program.mesh.shape),
-    )
-
-
-def _gradient_shapes(program: Program) -> Iterator[tuple[int, ...]]:
-    """Shapes of gradients that pipeline stages offload: of a stacked leaf, and of one layer."""
-    for row in program.table if program.pipeline else ():
-        if row.grad and (in_host(row.grad) or in_host(row.source)):
-            shape = row.shape(row.grad)
-            yield shape
-            if row.leaf.stacked:
-                yield shape[1:]
-
-
 def _on_host_cores(program: Program) -> bool:
     """Whether offloaded state is updated by the host's cores."""
     return bool(program.update.streamed and program.update.streamed.cores.of_host)
 
 
-def _idle(program: Program, found: HostTransfers) -> Iterator[str]:
+def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
     """Offloads and remats that the config sets and the step lacks."""
-    recompute = program.config.recompute
+    program, recompute = step.program, step.program.config.recompute
     frozen = {row.path for row in program.table if not row.leaf.trainable}
+    read = {value for op in step.scope.ops for value in op.values}
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
-    for path, leaf in state:
+    for (path, leaf), value in zip(state, step.scope.ins[: step.state], strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
             continue  # the loss may not read frozen parameters
         by_host = found.by_host.get(name)
+        # A parameter that the loss does not read is made of its master alone.
+        unread = name.startswith("params/") and value not in read
         for direction, moved in (("to", found.fetched), ("from", found.stored)):
-            if not moved.get(name) and not by_host:
+            if not moved.get(name) and not by_host and not (direction == "to" and unread):
                 yield f"{name} is offloaded, but is never copied {direction} the device"
         if _on_host_cores(program) and name.startswith("opt/") and not by_host:
             yield f"{name} should be updated by the host's cores, and is not"
@@ -144,5 +126,5 @@ def _idle(program: Program, found: HostTransfers) -> Iterator[str]:
             # In a pipeline an activation may have the shape of a gradient.
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{key}: no activation is copied {direction} host memory"
-    if recompute and not found.regions:
+    if recompute and not any(op.rematerialized for op in all_ops(step.scope)):
         yield "parallel.remat: remat had no effect on the backward pass"

@@ -1,6 +1,7 @@
 """Report of a step's host transfers: bytes by purpose, and their time compared with compute."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,17 +9,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.hardware.chip import host_link, peak_flops
-from jaxspeed.offload.host_transfers import (
-    ACTIVATIONS,
-    GRADIENTS,
-    HOST_UPDATE,
-    OPTIMIZER,
-    PARAMETERS,
-    HostTransfers,
-)
 from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
 
+ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
+    "activations",
+    "gradients",
+    "parameters",
+    "optimizer",
+    "update on the host",
+)
 ASSUMED = "A100"  # for devices without published figures, such as simulated ones
 ESTIMATED = "estimated from the traced step"
 _HELP = {
@@ -35,6 +36,51 @@ _HELP = {
     ACTIVATIONS: 'parallel.remat recomputes them instead: "full" without '
     'cpu_checkpointing, or {"recompute": [...]} for what {"offload": [...]} names',
 }
+
+
+@dataclass(frozen=True)
+class HostTransfers:
+    """Host transfers of one step, per device.
+
+    Attributes:
+      moves: the transfers; the purpose is one of the kinds above, the site the path of the argument
+        in host memory, if it is an argument.
+      by_host: {path of an argument: bytes that the host's cores read in place}.
+    """
+
+    moves: Sequence[Communication]
+    by_host: Mapping[str, int]
+
+    @property
+    def to_device(self) -> dict[str, int]:
+        """Host-to-device bytes by purpose."""
+        return _sums((m.purpose, m) for m in self.moves if m.kind == FROM_HOST)
+
+    @property
+    def to_host(self) -> dict[str, int]:
+        """Device-to-host bytes by purpose."""
+        return _sums((m.purpose, m) for m in self.moves if m.kind == TO_HOST)
+
+    @property
+    def fetched(self) -> dict[str, int]:
+        """Host-to-device bytes by path of the argument."""
+        return _sums((m.site, m) for m in self.moves if m.kind == FROM_HOST and m.site)
+
+    @property
+    def stored(self) -> dict[str, int]:
+        """Device-to-host bytes by path of the argument."""
+        return _sums((m.site, m) for m in self.moves if m.kind == TO_HOST and m.site)
+
+    @property
+    def bytes(self) -> int:
+        return sum(m.payload for m in self.moves)
+
+
+def _sums(named: Iterable[tuple[str, Communication]]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for name, move in named:
+        found[name] += move.payload
+    return dict(found)
 
 
 @dataclass(frozen=True)

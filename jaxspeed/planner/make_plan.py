@@ -11,11 +11,10 @@ from jaxspeed.config import Config
 from jaxspeed.data import known_shapes
 from jaxspeed.engine.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
-from jaxspeed.engine.offload_check import asks, transfer_of
+from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
@@ -86,7 +85,7 @@ def _here(source: Source, compiling: bool) -> Plan:
     if compiling:
         compiled = compiled_report(program, batch)
         return Plan(program, compiled.pipeline, compiled, compiled.transfer, compiled.kept)
-    transfer = None if program.serving else _transfer(program, batch)
+    transfer = None if program.serving else transfer_of(program, batch)
     return Plan(program, program.pipeline_report(batch), None, transfer, program.kept_report(batch))
 
 
@@ -101,13 +100,15 @@ def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]
 
 
 def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Plan:
-    transfer = _transfer(program, batch)
+    transfer = memory = time = None
+    known = target.chip.platform != "cpu"
+    if known or asks(program):
+        step = read_step(program, batch, target.chip.platform)
+        transfer = transfer_in(step)
+        if known:
+            memory, time = memory_in(step), time_in(step, target)
     if transfer:
         transfer = replace(transfer, device_kind=target.chip.kind)
-    memory = time = None
-    if target.chip.platform != "cpu":
-        step = read_step(program, batch, target.chip.platform)
-        memory, time = memory_in(step), time_in(step, target)
     return Plan(
         program,
         program.pipeline_report(batch),
@@ -118,13 +119,6 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
         memory=memory,
         time=time,
     )
-
-
-def _transfer(program: Program, batch: Mapping[str, Any]) -> TransferReport | None:
-    """The host transfers of a step; None without offload and remat."""
-    if not asks(program):
-        return None
-    return transfer_of(program, program.step.trace(program.state, program.abstract_batch(batch)))
 
 
 def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:

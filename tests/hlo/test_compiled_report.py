@@ -6,8 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.hlo import largest_buffers, report
-from jaxspeed.offload.host_transfers import HostTransfers
-from jaxspeed.offload.transfer_report import TransferReport
+from jaxspeed.offload.transfer_report import HostTransfers, TransferReport
 from tests.hlo.hlo_programs import array, constrain
 
 
@@ -70,7 +69,7 @@ def test_what_crosses_is_timed_against_the_compilers_flops(mesh):
         Communication(kind, (), 16_000_000, 1, "trace", purpose="optimizer")
         for kind in (TO_HOST, FROM_HOST)
     ]
-    moved = TransferReport(HostTransfers(moves, {}, 0, 1.0), "TPU v5p", 1.0)
+    moved = TransferReport(HostTransfers(moves, {}), "TPU v5p", 1.0)
     made = report(compile_step(mesh), mesh, transfer=moved)
     assert made.transfer and (made.transfer.flops, made.transfer.flops_from) == (
         made.flops,

@@ -3,14 +3,14 @@
 import pytest
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
-from jaxspeed.offload.host_transfers import (
+from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     HostTransfers,
+    TransferReport,
 )
-from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.placement.show import as_text
 
 
@@ -20,7 +20,7 @@ def transfer(to_device, to_host, flops, kind="TPU v5p"):
         for way, sizes in ((FROM_HOST, to_device), (TO_HOST, to_host))
         for purpose, size in sizes.items()
     ]
-    return TransferReport(HostTransfers(moves, {}, 0, 1.0), kind, flops)
+    return TransferReport(HostTransfers(moves, {}), kind, flops)
 
 
 def test_the_times_are_bytes_over_the_link_and_flops_over_the_peak():

@@ -1,7 +1,10 @@
-"""Optimizer offload as TPUs compile it: host memory holds the state once, the device a layer of it.
+"""Offload as TPUs compile it: host memory holds the optimizer's state once, the device a layer of
+it, and host transfers are those counted in the traced step.
 
 XLA:CPU does not tell the two memories apart.
 """
+
+from typing import Any
 
 import pytest
 
@@ -71,6 +74,34 @@ def test_the_hosts_cores_update_where_the_state_lies(name):
     assert host["argument_bytes"] == device["argument_bytes"]
     # Gradients and new parameters of a piece, and nothing of masters and moments.
     assert host["temp_bytes"] <= resident["temp_bytes"] + device["state_in_host"] / LAYERS
+
+
+ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        "mesh": {"data": 4},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    },
+    # Saved activations are sharded over `tensor` because layer norms' inputs are.
+    "activations, sequence-parallel": {
+        **ON_HOST,
+        "mesh": {"data": 2, "tensor": 2},
+        "parallel": {"sequence_parallel_activations": True},
+    },
+    # Of the empty buffer of a stage's activations, which is copied to the host, each has its own.
+    "activations of stages": {**ON_HOST, "mesh": {"data": 2, "pipe": 2}, "micro_batches": 4},
+}
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_host_transfers_are_those_of_the_compiled_step(name):
+    few = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+    case = {"sizes": SIZES | few, "seq": 128, "micro": 2, "micro_batches": 1, "mixed": True}
+    found = run_on_topology(
+        "tests.system.offload_programs:transfers_of", "v5e:2x2", count=4, **case | TRANSFERS[name]
+    )
+    assert found["traced"] == found["compiled"]
+    assert min(found["compiled"].values()) > 100_000
 
 
 def _copies(name: str) -> int:

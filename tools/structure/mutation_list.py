@@ -332,19 +332,19 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_formula_is_three_forward_passes_of_the_traced_model[gpt2-sizes0]",
     ),
     (
-        "_Transfer(kind, node, made.aval, trips, axes, manual)",
-        "_Transfer(kind, node, made.aval, 1, axes, manual)",
-        "test_a_loop_over_layers_transfers_each_shard_once",
+        "_Transfer(kind, node, sent, runs, scope, op)",
+        "_Transfer(kind, node, sent, 1, scope, op)",
+        "test_a_loop_over_layers_moves_each_once_and_a_device_its_shard",
     ),
     (
-        "self.moves = before + max(runs, key=lambda moves: sum(move.bytes for move in moves))",
-        "self.moves = before + runs[0]",
-        "test_the_branch_that_transfers_most_counts",
+        "best = max(best, self.moves, key=lambda moves: sum(map(self._bytes, moves)))",
+        "best = self.moves",
+        "test_of_branches_the_one_that_moves_most_counts",
     ),
     (
-        "over = axes.get(self.root(move.node), self.activation_axes) - move.manual",
-        "over = axes.get(self.root(move.node), self.activation_axes)",
-        "test_transfers_inside_of_shard_map_are_per_device",
+        "purpose = GRADIENTS if root in gradients else ACTIVATIONS",
+        "purpose = ACTIVATIONS",
+        "test_what_reaches_the_next_state_by_itself_is_a_gradient_and_else_an_activation",
     ),
     (
         "last = end if is_output else max(times[i] for i in by - {OUT})",

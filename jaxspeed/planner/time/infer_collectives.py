@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
+from jaxspeed.communication import Communication, dtypes_text
 from jaxspeed.jaxpr.primitives import REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
@@ -99,13 +99,11 @@ class _Inference:
                 self._loop(op)
             elif op.name in _EXPLICIT:
                 self._explicit(op)
-            elif op.name == "device_put":
-                self._device_put(op)
             elif op.name == "pallas_call":  # in a region that is manual over all sharded axes
                 continue
-            elif op.name in (CONSTRAINT, PLACED):
+            elif op.name in (CONSTRAINT, PLACED, "device_put"):
                 for v, out in zip(op.ins, op.outs, strict=True):
-                    if v is not None:
+                    if v is not None and v.host == out.host:  # else a host transfer
                         self._reshard(v, out.spec, op)
             else:
                 self._operate(op)
@@ -318,17 +316,6 @@ class _Inference:
                 self._send(kind, axes, out, op)
             else:
                 self._send(kind, axes, v, op)
-
-    def _device_put(self, op: Op) -> None:
-        for v, out in zip(op.ins, op.outs, strict=True):
-            if v is None:
-                continue
-            if v.host == out.host:
-                self._reshard(v, out.spec, op)
-                continue
-            smaller = min(v, out, key=self.sizes.plain)
-            payload = self.sizes.plain(smaller)
-            self._add(FROM_HOST if v.host else TO_HOST, (), payload, smaller, op, smaller)
 
     # -- loops -----------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Cost of a scope's operations per device: FLOPs on the matrix units, bytes of memory traffic."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -12,7 +13,7 @@ from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PRODUCTS
 from jaxspeed.ops.mask import Mask, computed_blocks
 from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
 from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Op, Value
+from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
 KERNELS = ("pallas_call", CUDNN_ATTENTION)
 
@@ -39,6 +40,19 @@ def works(analysis: ScopeAnalysis, sizes: Sizes, chip: Chip) -> list[Work]:
         memory = traffic / (chip.bandwidth * chip.reached["bandwidth"])
         found.append(Work(flops, flops / rate if flops else 0.0, memory))
     return found
+
+
+def device_flops(scope: Scope, mesh: Mapping[str, int]) -> float:
+    """FLOPs per device of the matmuls and kernels of one run of a scope, loops included."""
+
+    def of(op: Op) -> float:
+        if op.bodies:
+            return max(op.trips, 1) * max(device_flops(body, mesh) for body in op.bodies)
+        if op.name.startswith(KERNELS):
+            return _kernel(op, mesh)
+        return _flops(op, mesh) if op.name in PRODUCTS else 0.0
+
+    return sum(map(of, scope.ops))
 
 
 def _traffic(analysis: ScopeAnalysis, sizes: Sizes) -> list[float]:
@@ -115,19 +129,22 @@ def _product(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]
     if op.name == "dot_general":
         return _dot(op, mesh, chip)
     if op.name == "conv_general_dilated" and op.ins[1] is not None:
-        axes = {a for v in (op.ins[1], op.outs[0]) for e in v.spec for a in e}
-        return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"]
+        return _flops(op, mesh), _peak(op, chip) * chip.reached["products"]
     if op.name.startswith(KERNELS):
         return _kernel(op, mesh), _peak(op, chip) * chip.reached["attention"]
     return 0.0, 1.0
 
 
-def _flops(op: Op, axes: Iterable[str], mesh: Mapping[str, int]) -> float:
-    """FLOPs per device of a matmul or convolution sharded over these axes."""
+def _flops(op: Op, mesh: Mapping[str, int]) -> float:
+    """FLOPs per device of a matmul or convolution, sharded over axes of its operands and result."""
     shapes = [() if v is None else v.shape for v in op.ins]
     flops = product_flops(op.name, op.params, shapes, op.outs[0].shape)
     assert flops is not None
-    return flops / math.prod(mesh[a] for a in axes)
+    summed: Any = [(op.ins[1], range(len(shapes[1])))]
+    if op.name == "dot_general":
+        summed = zip(op.ins, op.params["dimension_numbers"][0], strict=True)
+    sharded = [v.spec[int(d)] for v, dims in summed if v is not None for d in dims]
+    return flops / math.prod(mesh[a] for a in {a for e in (*sharded, *op.outs[0].spec) for a in e})
 
 
 def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
@@ -156,7 +173,7 @@ def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
     if min(rows, columns) <= 1:  # a vector product: not on the matrix units
         return 0.0, 1.0
     filled = _filled(rows, columns, depth, chip)
-    return _flops(op, axes, mesh), _peak(op, chip) * chip.reached["products"] * filled
+    return _flops(op, mesh), _peak(op, chip) * chip.reached["products"] * filled
 
 
 def _filled(rows: float, columns: float, depth: float, chip: Chip) -> float:

@@ -14,6 +14,7 @@ from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
 from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, read_step
+from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.op_cost import works
@@ -47,6 +48,7 @@ class _Clock:
         self.links = Links(target, dict(step.program.mesh.shape))
         self.at: dict[tuple[int, int], list[CollectiveOp]] = defaultdict(list)
         found = infer_collectives(step.scope, step.sizes, step.kinds, step.state)
+        found += host_moves(step)
         self.seconds = _alone(found, self.links)
         self.moved = found
         for moved in found:
