@@ -158,12 +158,14 @@ def test_what_one_shard_does_is_what_its_device_does(mesh):
     assert found.to_host == {ACTIVATIONS: 2 * 16 * 4}
 
 
-def test_of_branches_the_one_that_moves_most_counts(mesh):
+@pytest.mark.parametrize("largest_first", [True, False])
+def test_of_branches_the_one_that_transfers_most_counts(mesh, largest_first):
     def either(weights, flag):
         def fetch(w):
             return jax.device_put(w, DEVICE).sum()
 
-        return weights, jax.lax.cond(flag, fetch, lambda w: fetch(w[:1]), weights)
+        branches = [fetch, lambda w: fetch(w[:1])]
+        return weights, jax.lax.cond(flag, *branches[:: 1 if largest_first else -1], weights)
 
     found = of(either, waiting(mesh, (6, 64)), here(mesh, ()), state=["params/w"])
     assert found.to_device == {PARAMETERS: 6 * 64 * 4}

@@ -229,7 +229,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "made = made or (train // keys.known if keys.micro else stages.split(train // keys.known))",
         "made = made or stages.split(train // keys.known)",
-        "test_a_triple_is_solved_exactly_when_it_can_be",
+        "test_any_two_give_the_third_and_one_gives_accumulation_one[said0-8-batch0]",
     ),
     (
         "sign = 1 if elasticity.prefer_larger_batch else -1",
@@ -339,7 +339,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
     (
         "best = max(best, self.moves, key=lambda moves: sum(map(self._bytes, moves)))",
         "best = self.moves",
-        "test_of_branches_the_one_that_moves_most_counts",
+        "test_of_branches_the_one_that_transfers_most_counts",
     ),
     (
         "purpose = GRADIENTS if root in gradients else ACTIVATIONS",
