@@ -1,11 +1,11 @@
 """Rematerialization and host offload change no result.
 
-Recomputation by every policy, kept activations in host memory or cut over tensor, optimizer state
-and parameters in host memory, with ZeRO 0 to 3, tensor 2 and pipe 2: ten steps of SGD with momentum
-in fp32 equal plain JAX on one device. Dropout is on in all of GPT-2 and ViT, so that a pass that is
-recomputed draws what it drew. The points hold every pair of settings that go together, as a test of
-its own says; a few always run, which hold every setting of each field but `remat`; the others with
-`full`.
+Recomputation by every policy, saved activations in host memory or sharded over tensor, optimizer
+state and parameters in host memory, with ZeRO 0 to 3, tensor 2 and pipe 2: ten steps of SGD with
+momentum in fp32 equal plain JAX on one device. Dropout is on in all of GPT-2 and ViT, so that a
+recomputed pass draws what it drew. The points hold every pair of settings that go together, as a
+test of its own says; a few always run, which hold every setting of each field but `remat`; the
+others with `full`.
 """
 
 import functools
