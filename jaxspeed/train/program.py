@@ -22,7 +22,6 @@ from jaxspeed.objective.accumulate import per_weight
 from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
-from jaxspeed.offload import init_in_groups
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
@@ -33,6 +32,7 @@ from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
+from jaxspeed.train.staged_init import staged_init
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -229,14 +229,15 @@ class Program:
     def init(self) -> Callable[[int], TrainState]:
         """A fresh state, each array created as its shards.
 
-        In two programs, so that the memory of random initialization is free before the moments are
-        allocated.
+        The model before the rest, so that the memory of random initialization is free before the
+        moments are allocated.
         """
         at = self.shardings
 
         def init(seed: int) -> TrainState:
             places = (at.params, at.master, at.variables)
-            params, master, variables = self._jit_sharded(self._fresh_model, places)(seed)
+            fresh = self.in_mesh(self._fresh_model)
+            params, master, variables = staged_init(fresh, places, seed)
             rest = self.rest(params, master)
             return TrainState(params=params, master=master, variables=variables, **rest)
 
@@ -251,10 +252,10 @@ class Program:
         )
 
     def _jit_sharded(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """Compile with output shardings, in groups of outputs if some are in host memory."""
+        """Compile with output shardings, in small programs if some are in host memory."""
         in_mesh = self.in_mesh(function)
         if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(init_in_groups, in_mesh, shardings)
+            return functools.partial(staged_init, in_mesh, shardings)
         return jax.jit(in_mesh, out_shardings=shardings)
 
     # -- steps ----------------------------------------------------------------------------------
