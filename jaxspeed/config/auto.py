@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxspeed.config.batch import ACCUMULATION, MICRO, TRAIN
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.tree import read, schema_leaves
-from jaxspeed.config.vocabulary import VOCABULARY
+from jaxspeed.config.tree import VOCABULARY, read
 
 Tree = dict[str, Any]
 
@@ -72,15 +71,15 @@ def resolve_autos(tree: Tree) -> tuple[Tree, list[Problem], dict[str, Any]]:
     """Resolve every "auto": (the tree without them, unresolved ones, resolved values by path)."""
     problems: list[Problem] = []
     resolved: dict[str, Any] = {}
-    leaves, harmless = set(schema_leaves()), _harmless()
+    harmless = _harmless()
 
     def walk(node: Tree, prefix: str) -> Tree:
         result: Tree = {}
         for key, value in node.items():
             path = prefix + key
             if isinstance(value, dict):
-                value = walk(value, f"{path}.") if path not in leaves else value
-            elif value == "auto" and path in leaves and path not in OWN_AUTO:
+                value = walk(value, f"{path}.") if path not in VOCABULARY else value
+            elif value == "auto" and path in VOCABULARY and path not in OWN_AUTO:
                 value = LEAVE_OUT if path in harmless else _resolved(path, tree, problems)
                 resolved[path] = None if value is LEAVE_OUT else value
                 if value is LEAVE_OUT:
@@ -104,4 +103,4 @@ def _resolved(path: str, tree: Tree, problems: list[Problem]) -> Any:
 
 
 def _harmless() -> set[str]:
-    return {path for path, entry in VOCABULARY.items() if entry.verdict == "harmless"}
+    return {path for path, key in VOCABULARY.items() if key.verdict == "harmless"}

@@ -7,9 +7,8 @@ from jaxspeed.config.config import Config
 from jaxspeed.config.load import ALIASES, Examined, examine
 from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.tree import given_leaves, read
+from jaxspeed.config.tree import VOCABULARY, declared, given_leaves, read
 from jaxspeed.config.verdicts import ExplainedKey, judge, shown
-from jaxspeed.config.vocabulary import VOCABULARY, entry_for
 
 # Surprising defaults, explained even if the config does not set them.
 NOTED_DEFAULTS = {
@@ -47,10 +46,8 @@ def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[Explained
     for path, note in NOTED_DEFAULTS.items():
         value = read(examined.settings, path)
         if path not in explained and value is not None:
-            entry = VOCABULARY[path]
-            rows.append(
-                ExplainedKey(path, value, entry.verdict, f"Not set. {note} {entry.sentence}")
-            )
+            key = VOCABULARY[path]
+            rows.append(ExplainedKey(path, value, key.verdict, f"Not set. {note} {key.sentence}"))
     return rows
 
 
@@ -61,14 +58,14 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
     for key, problem in problems.items():
         if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
             return ExplainedKey(path, value, "refused", _sentence(problem, known))
-    entry = entry_for(known)
-    if entry is None:  # an empty section
+    found = declared(known)
+    if found is None:  # an empty section
         return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")
 
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
-    verdict, sentence = judge(entry, _effective(known, entry.path, value, examined), read_key)
+    verdict, sentence = judge(found[1], _effective(known, found[0], value, examined), read_key)
     if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
         return ExplainedKey(path, value, "harmless", "The schedule sets the rate itself.")
     if known in examined.autos:

@@ -6,7 +6,6 @@ from jaxspeed.config.auto import accepts_auto
 from jaxspeed.config.load import ALIASES
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import PARAMS
-from jaxspeed.config.vocabulary import VOCABULARY
 
 COMMENT = "^_"
 
@@ -57,11 +56,9 @@ def _described(node: dict[str, Any], path: str) -> dict[str, Any]:
         node["enum"] = [*names, *(name.lower() for name in names)]
     elif path in accepts_auto():
         auto = {"const": "auto"}
-        default = {"default": node.pop("default")} if "default" in node else {}
-        node = {"anyOf": [*node.pop("anyOf", [node]), auto]} | default
+        of_key = {name: node.pop(name) for name in ("default", "description") if name in node}
+        node = {"anyOf": [*node.pop("anyOf", [node]), auto]} | of_key
     node["title"] = path
-    if entry := VOCABULARY.get(path):
-        node["description"] = f"{entry.verdict}: {entry.sentence}"
     return node
 
 

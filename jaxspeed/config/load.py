@@ -15,9 +15,8 @@ from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.tree import PARAMS, given_leaves, read, without
+from jaxspeed.config.tree import PARAMS, declared, given_leaves, read, without
 from jaxspeed.config.verdicts import judge, shown
-from jaxspeed.config.vocabulary import entry_for
 
 ALIASES = {"bfloat16": "bf16"}
 
@@ -113,14 +112,14 @@ def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
 def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
     """Problems of keys whose value is refused."""
     found: dict[str, Problem] = {}
-    for path, _ in given_leaves(tree):
-        entry = entry_for(path)
-        if entry is None or entry.path in found or entry.path.rpartition(".")[0] in PARAMS:
+    for given, _ in given_leaves(tree):
+        path, key = declared(given) or ("", None)
+        if key is None or path in found or path.rpartition(".")[0] in PARAMS:
             continue
-        value = read(settings, entry.path)
-        verdict, sentence = judge(entry, value, lambda key: read(settings, key))
-        if verdict == "refused" and entry.when is None:
-            found[entry.path] = Problem(entry.path, shown(value), f"Refused: {sentence}")
+        value = read(settings, path)
+        verdict, sentence = judge(key, value, lambda key: read(settings, key))
+        if verdict == "refused" and key.when is None:
+            found[path] = Problem(path, shown(value), f"Refused: {sentence}")
     return list(found.values())
 
 

@@ -9,9 +9,9 @@ from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES, SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS, UNBUILT_OPTIMIZERS
 from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
 from jaxspeed.config.schema import Settings
+from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import judge, shown
-from jaxspeed.config.vocabulary import VOCABULARY
 
 
 def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
@@ -72,9 +72,10 @@ def _checked(
         checked = model.model_construct(**params)
     filled = checked.model_dump(warnings=False)
     for name in params:
-        entry = VOCABULARY[prefix + name]
-        if judge(entry, filled[name], lambda path: None)[0] == "refused":
-            problems.append(Problem(entry.path, shown(filled[name]), f"Refused: {entry.sentence}"))
+        declared = VOCABULARY[prefix + name]
+        if judge(declared, filled[name], lambda path: None)[0] == "refused":
+            works = f"Refused: {declared.sentence}"
+            problems.append(Problem(prefix + name, shown(filled[name]), works))
     honoured = {
         name: value
         for name, value in filled.items()

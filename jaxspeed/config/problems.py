@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspeed.config.tree import keys_in, schema_leaves
+from jaxspeed.config.tree import VOCABULARY, keys_in
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
 
@@ -48,7 +48,7 @@ def unknown_key(path: str, value: Any, siblings: Sequence[str] | None = None) ->
     siblings = keys_in(section) if siblings is None else siblings
     hint = did_you_mean(key, siblings)
     if not hint:
-        elsewhere = [leaf for leaf in schema_leaves() if leaf.rpartition(".")[2] == key]
+        elsewhere = [known for known in VOCABULARY if known.rpartition(".")[2] == key]
         if elsewhere:
             hint = f'Did you mean "{elsewhere[0]}"?'
         elif section:
