@@ -9,7 +9,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -31,7 +32,7 @@ from jaxspeed.objective.protocol import (
     mode_arguments,
     nested,
 )
-from jaxspeed.objective.rng import linen_rngs, micro_batch_key
+from jaxspeed.objective.rng import FALLBACK, linen_rngs, micro_batch_key
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths, path_of
 from jaxspeed.placement.rows import Leaf
@@ -54,9 +55,9 @@ class LinenModel:
         self._module, self._loss_fn = module, loss_fn
         self._example = example_shapes(example_batch)
         self._state_collections = state_collections
-        with _recorded_sows() as sown:
+        with _recorded() as seen:
             boxed = jax.eval_shape(self._create, jax.random.key(0))
-        self._sown = frozenset(sown)
+        self._sown, self._streams = frozenset(seen.sown), sorted(seen.streams)
         check_collections(state_collections, (name for name in boxed if name != "params"))
         names = _boxed_names(boxed)
         tree = self._without_fresh(meta.unbox(boxed))
@@ -138,11 +139,13 @@ class LinenModel:
     ) -> "BoundLinen":
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
-        key = micro_batch_key(variables[SEED], step, micro)
+        rngs = linen_rngs(micro_batch_key(variables[SEED], step, micro), self._streams)
+        if not train:
+            # Every stream falls back to this one. Others are absent, so that a model whose dropout
+            # is on where it has its stream (`self.has_rng("dropout")`) evaluates without it.
+            rngs = {FALLBACK: rngs[FALLBACK]}
         constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
-        return BoundLinen(
-            self._module, tree, linen_rngs(key), train, self._frozen, DenyList(tuple(constant))
-        )
+        return BoundLinen(self._module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
     def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
         after = _flat(bound.variables)
@@ -190,7 +193,7 @@ class BoundLinen:
             out, changed = self.module.apply(
                 self.variables,
                 *args,
-                rngs=self._rngs if self.training else None,
+                rngs=self._rngs,
                 mutable=self._mutable,
                 method=method,
                 **kwargs,
@@ -229,22 +232,33 @@ def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
     return mode_arguments(inspect.signature(called).parameters, training)
 
 
+class _Seen(NamedTuple):
+    """What modules did in their calls."""
+
+    sown: set[tuple[str, ...]]  # (collection, ...) paths
+    streams: set[str]  # random streams that they asked for
+
+
 @contextlib.contextmanager
-def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
-    """Context in which (collection, ...) paths that modules sow are added to the yielded set."""
-    places: set[tuple[str, ...]] = set()
-    original = nn.Module.sow
+def _recorded() -> Iterator[_Seen]:
+    """Context in which what modules sow and ask for is added to the yielded sets."""
+    seen = _Seen(set(), set())
+    sow, has_rng = nn.Module.sow, nn.Module.has_rng
 
-    def sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
-        places.add((col, *self.path, name))
-        return original(self, col, name, *args, **kwargs)
+    def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+        seen.sown.add((col, *self.path, name))
+        return sow(self, col, name, *args, **kwargs)
 
-    with _lock:
-        nn.Module.sow = sow  # type: ignore[method-assign]
-        try:
-            yield places
-        finally:
-            nn.Module.sow = original  # type: ignore[method-assign]
+    def recorded_has_rng(self: Any, name: str) -> bool:
+        seen.streams.add(name)
+        return has_rng(self, name)
+
+    with (
+        _lock,
+        mock.patch.object(nn.Module, "sow", recorded_sow),
+        mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
+    ):
+        yield seen
 
 
 @contextlib.contextmanager
