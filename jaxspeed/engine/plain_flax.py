@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspeed.objective import Model
+from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.placement.paths import flat_with_paths
 
@@ -55,7 +56,7 @@ def plain_gradients(
     sown = set[tuple[str, ...]]()
     one = jax.tree.map(lambda x: x[0], micro)
     values = {**params, **variables}
-    jax.eval_shape(lambda v: _recorded(loss_fn, bound(v, 0), one, sown), values)
+    jax.eval_shape(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown), values)
     sown = {place for place in sown if collections is None or place[0] not in collections}
     roles: dict[str, Role] = {}
     jax.eval_shape(lambda v: _note_roles(bound(v, 0), collections, roles), values)
@@ -63,7 +64,7 @@ def plain_gradients(
 
     def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any) -> Any:
         model_now = bound({**values, **active}, number)
-        loss, _ = parse_loss(loss_fn(model_now, batch))
+        loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number))
         weight = loss.weight
         after = {
             path: jnp.asarray(x, values[path].dtype)
@@ -96,7 +97,7 @@ def plain_gradients(
     return PlainGradients(total * share, grads, values)
 
 
-def _recorded(loss_fn: Any, bound: Any, batch: Any, sown: set[tuple[str, ...]]) -> None:
+def _recorded(loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]]) -> None:
     """Run the loss and record where Linen modules sow."""
     sow = nn.Module.sow
 
@@ -105,7 +106,7 @@ def _recorded(loss_fn: Any, bound: Any, batch: Any, sown: set[tuple[str, ...]]) 
         return sow(self, col, name, *args, **kwargs)
 
     with mock.patch.object(nn.Module, "sow", noted):
-        loss_fn(bound, batch)
+        call_loss(loss_fn, bound, *given)
 
 
 def _note_roles(bound: Any, collections: Sequence[str] | None, roles: dict[str, Role]) -> None:

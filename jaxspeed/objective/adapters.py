@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.batches import takes_rng
 from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.objective.nnx_model import NnxModel
 from jaxspeed.objective.pair_model import PairModel
@@ -65,7 +66,7 @@ def adapt_model(
             f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
             "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
         )
-    return NnxModel(model, is_trained, is_full, state_collections)
+    return NnxModel(model, is_trained, is_full, state_collections, seeded=takes_rng(loss_fn))
 
 
 def _trainable(wanted: Any) -> Trainable:

@@ -14,18 +14,18 @@ from unittest import mock
 
 import flax.linen as nn
 import jax
-from flax.core import meta
+from flax.core import freeze, meta
 from flax.core.scope import DenyList
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
     Trainable,
     check_collections,
-    example_shapes,
     frozen_part,
     frozen_statistics_note,
     is_inexact,
@@ -120,9 +120,9 @@ class LinenModel:
 
     def _create(self, key: jax.Array) -> Any:
         bound = _Creating(self._module, key)
-        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
+        given, batch = with_extra({SEED: key}, zeros_of(self._example))
         with foreign("loss_fn(model, example_batch)", self._example):
-            self._loss_fn(bound, zeros)
+            call_loss(self._loss_fn, bound, batch, given, 0, 0)
         if bound.created is None:
             raise ModelError("loss_fn never called the model: model(...) makes its parameters")
         return bound.created
@@ -154,6 +154,9 @@ class LinenModel:
 
     def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
         return _naming()
+
+    def protect(self, bound: "BoundLinen") -> None:
+        bound.variables = freeze(bound.variables)
 
     def notes(self, compute_dtype: Any) -> list[str]:
         statistics = [path.split("/") for path in self.variables if path.startswith("batch_stats/")]
