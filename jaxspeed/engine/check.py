@@ -27,6 +27,7 @@ from jaxspeed.objective.train_state import (
     updated_values,
     wide_dtype,
 )
+from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
@@ -221,6 +222,7 @@ def _by_flax(program: Program) -> Any:
             micro,
             state.step,
             program.config.parallel.state_collections,
+            read_trainable(program.source.trainable).adds,
         )
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         return found._replace(values=values)
@@ -370,17 +372,12 @@ def _faults(
 
 def _frozen_by_user(program: Program, path: str) -> bool:
     """Whether `trainable` or an optimizer group freezes a parameter."""
-    optimizer, trainable = program.config.optimizer, program.source.trainable
+    optimizer, trainable = program.config.optimizer, read_trainable(program.source.trainable)
     if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
         return True
-    if trainable is None:
-        return False
-    if isinstance(trainable, type):  # only the table has the variables' types
+    if trainable.by_leaf:  # only the table has the variables' types
         return path in program.table.rows
-    if callable(trainable):
-        return not trainable(path)
-    patterns = [trainable] if isinstance(trainable, str) else trainable
-    return not any(match(pattern, path) for pattern in patterns)
+    return not trainable(path, None)
 
 
 def _wide(x: Any) -> np.ndarray:

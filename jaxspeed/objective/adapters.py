@@ -1,6 +1,7 @@
 """Adapt a user's model (nnx factory, Linen module or a pair of functions) to the Model protocol."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +13,8 @@ from jaxspeed.objective.batches import takes_rng
 from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.objective.nnx_model import NnxModel
 from jaxspeed.objective.pair_model import PairModel
-from jaxspeed.objective.protocol import Model, Trainable
+from jaxspeed.objective.protocol import Model
+from jaxspeed.objective.trainable import read_trainable
 
 
 def adapt_model(
@@ -29,16 +31,18 @@ def adapt_model(
 
     Args:
       trainable: which parameters are trained: None for all, path patterns, a function of the path,
-        or a Variable type (`nnx.LoRAParam`).
+        a Variable type (`nnx.LoRAParam`), which need not be a Param, or another filter of nnx.
       frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
       state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
     """
-    chosen = _trainable(trainable)
+    wanted = read_trainable(trainable)
 
-    def is_trained(path: str, leaf: Any) -> bool:
-        return chosen(path, leaf) and not any(match(p, path) for p in frozen)
+    def chosen(path: str, leaf: Any) -> bool:
+        return wanted.chosen(path, leaf) and not any(match(p, path) for p in frozen)
+
+    is_trained = replace(wanted, chosen=chosen)
 
     def is_full(path: str) -> bool:
         return any(match(p, path) for p in full_precision)
@@ -67,19 +71,3 @@ def adapt_model(
             "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
         )
     return NnxModel(model, is_trained, is_full, state_collections, seeded=takes_rng(loss_fn))
-
-
-def _trainable(wanted: Any) -> Trainable:
-    if wanted is None:
-        return lambda path, leaf: True
-    if isinstance(wanted, type):
-        return lambda path, leaf: isinstance(leaf, wanted)
-    if callable(wanted):
-        return lambda path, leaf: bool(wanted(path))
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise ModelError(
-            f"trainable is {wanted!r}; it may be path patterns, a function of the path, or a "
-            "Variable type"
-        )
-    return lambda path, leaf: any(match(p, path) for p in patterns)

@@ -24,7 +24,6 @@ from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
-    Trainable,
     check_collections,
     frozen_part,
     frozen_statistics_note,
@@ -33,6 +32,7 @@ from jaxspeed.objective.protocol import (
     nested,
 )
 from jaxspeed.objective.rng import FALLBACK, linen_rngs, micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths, path_of
 from jaxspeed.placement.rows import Leaf
@@ -48,7 +48,7 @@ class LinenModel:
         module: nn.Module,
         loss_fn: Callable[[Any, Any], Any],
         example_batch: Any,
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
         state_collections: Sequence[str] | None = None,
     ) -> None:

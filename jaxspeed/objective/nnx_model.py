@@ -18,7 +18,6 @@ from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
-    Trainable,
     check_collections,
     frozen_part,
     frozen_statistics_note,
@@ -27,6 +26,7 @@ from jaxspeed.objective.protocol import (
     nested,
 )
 from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
@@ -41,7 +41,7 @@ class NnxModel:
     def __init__(
         self,
         factory: Callable[[nnx.Rngs], nnx.Module],
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
         state_collections: Sequence[str] | None = None,
         seeded: bool = False,
@@ -61,7 +61,7 @@ class NnxModel:
                 full_precision(path) or bool(v.get_metadata().get("full_precision")),
             )
             for path, (_, v) in self._kinds.items()
-            if _is_parameter(v)
+            if is_inexact(v) and (isinstance(v, nnx.Param) or trainable.adds(path, v))
         )
         self._state_collections = state_collections
         every = [v for _, v in flat if isinstance(v, nnx.Variable)]
@@ -287,10 +287,6 @@ def _check_array(path: str, value: Any) -> None:
     if not is_array(value):
         kind = getattr(value, "dtype", type(value).__name__)
         raise ModelError(f"the model stores a {kind} at {path}; state must be arrays of numbers")
-
-
-def _is_parameter(variable: Any) -> bool:
-    return isinstance(variable, nnx.Param) and is_inexact(variable)
 
 
 def dim_names(variable: Any) -> tuple[str | None, ...]:

@@ -18,12 +18,12 @@ from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,
-    Trainable,
     is_array,
     is_inexact,
     mode_arguments,
 )
 from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Leaf
@@ -37,7 +37,7 @@ class PairModel:
         init: Callable[..., Any],
         apply: Callable[..., Any],
         example_batch: Any,
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
     ) -> None:
         self._init, self._apply, self._example = init, apply, None

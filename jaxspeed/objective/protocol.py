@@ -14,7 +14,6 @@ from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 Arrays = dict[str, Any]
-Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
 MODE_ARGUMENTS = {  # keyword arguments of a call that set its mode
     "train": True,
     "training": True,
