@@ -31,6 +31,7 @@ def initialize(
     example_batch: Any = None,
     example_extra: Any = None,
     trainable: Any = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
     executable: str | Path | None = None,
 ) -> Engine:
     """An engine with a freshly initialized state, each array created as its shards.
@@ -53,6 +54,8 @@ def initialize(
         `train_batch(batch, extra=...)`, if the loss has a parameter `extra`.
       trainable: the parameters to train: path patterns, a function of the path, or a
         Variable type such as `nnx.LoRAParam`; all by default.
+      init_with: `init_with(model, batch)` with the calls that create a Linen module's parameters;
+        by default those of the loss.
       executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
         if it was compiled for this step; overrides `run.executable`. Loading it runs code: use
         only files from sources you trust.
@@ -74,6 +77,7 @@ def initialize(
         devices=devices,
         example_batch=example_batch,
         trainable=trainable,
+        init_with=init_with,
     )
     if loaded.run.executable is not None:
         read_identity(loaded.run.executable)  # reports a bad file before anything is allocated

@@ -66,7 +66,7 @@ def plain_gradients(
 
     def loss_of(active: Arrays, values: Arrays, batch: Any, number: Any) -> Any:
         model_now = bound({**values, **active}, number)
-        loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number))
+        loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number, train=True))
         weight = loss.weight
         after = {
             path: jnp.asarray(x, values[path].dtype)
@@ -108,7 +108,7 @@ def _recorded(loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]]) 
         return sow(self, col, name, *args, **kwargs)
 
     with mock.patch.object(nn.Module, "sow", noted):
-        call_loss(loss_fn, bound, *given)
+        call_loss(loss_fn, bound, *given, train=True)
 
 
 def _note_roles(

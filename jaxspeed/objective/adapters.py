@@ -26,6 +26,7 @@ def adapt_model(
     frozen: Sequence[str] = (),
     full_precision: Sequence[str] = (),
     state_collections: Sequence[str] | None = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Model:
     """Adapt an nnx factory, a Linen module or a pair (init, apply).
 
@@ -36,6 +37,8 @@ def adapt_model(
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
       state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
+      init_with: the calls that create a Linen module's parameters, as init_with(model, batch);
+        None for those of the loss.
     """
     wanted = read_trainable(trainable)
 
@@ -57,7 +60,11 @@ def adapt_model(
                 "a Linen module initializes its parameters from a batch: pass "
                 "initialize(..., example_batch=...); only its shapes are used"
             )
-        return LinenModel(model, loss_fn, example_batch, is_trained, is_full, state_collections)
+        return LinenModel(
+            model, loss_fn, example_batch, is_trained, is_full, state_collections, init_with
+        )
+    if init_with is not None:
+        raise ModelError("init_with is for Linen modules, which create parameters when called")
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return PairModel(model[0], model[1], example_batch, is_trained, is_full)
     if isinstance(model, nnx.Module):

@@ -15,13 +15,13 @@ import numpy as np
 
 from jaxspeed.errors import BatchError, ModelError
 from jaxspeed.objective.batch_checks import check_arrays
-from jaxspeed.objective.protocol import SEED
+from jaxspeed.objective.protocol import MODE_ARGUMENTS, SEED
 from jaxspeed.objective.rng import batch_key, is_key, loss_key
 
 EXTRA = "(extra)"  # among a step's variables: the extra arrays
 RNG_ARGUMENTS = ("rng", "key", "rng_key", "prng_key", "random_key")  # of a loss or an `apply`
 EXTRA_ARGUMENT = "extra"
-CALLS = "loss_fn(model, batch), with rng and extra where it has parameters of these names"
+CALLS = "loss_fn(model, batch), with rng, extra and train where it has parameters of these names"
 Number = bool | int | float | complex
 
 
@@ -141,6 +141,8 @@ def call_loss(
     variables: Mapping[str, Any],
     step: Any,
     micro: Any,
+    *,
+    train: bool,
 ) -> Any:
     """Call the user's loss for micro-batch `micro`, with what its parameters ask for."""
     batch = jax.tree.map(
@@ -148,7 +150,9 @@ def call_loss(
     )
     given: dict[str, Any] = {}
     for name in _own_arguments(loss_fn):
-        if name in RNG_ARGUMENTS:
+        if name in MODE_ARGUMENTS:
+            given[name] = MODE_ARGUMENTS[name] == train
+        elif name in RNG_ARGUMENTS:
             given[name] = loss_key(variables[SEED], step, micro)
         elif EXTRA in variables:
             given[name] = variables[EXTRA]
@@ -175,7 +179,7 @@ def _own_arguments(loss_fn: Callable[..., Any]) -> list[str]:
         _, _, *rest = inspect.signature(loss_fn).parameters.values()
     except (ValueError, TypeError):  # fewer parameters: the call fails with Python's own words
         return []
-    names = (*RNG_ARGUMENTS, EXTRA_ARGUMENT)
+    names = (*RNG_ARGUMENTS, EXTRA_ARGUMENT, *MODE_ARGUMENTS)
     for p in rest:
         if (
             p.name not in names

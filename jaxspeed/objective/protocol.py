@@ -14,10 +14,16 @@ from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 Arrays = dict[str, Any]
-MODE_ARGUMENTS = {  # keyword arguments of a call that set its mode
+MODE_ARGUMENTS = {  # arguments of a call or a loss that set its mode
     "train": True,
     "training": True,
     "is_training": True,
+    "is_train": True,
+    "train_mode": True,
+    "enable_dropout": True,
+    "inference": False,
+    "is_eval": False,
+    "eval_mode": False,
     "deterministic": False,
     "use_running_average": False,
 }

@@ -104,7 +104,7 @@ class LossTraces:
             params = dict(zip(paths, values, strict=True))
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
             with model.naming(bound), foreign("loss_fn(model, batch)", batch):
-                returned = call_loss(loss_fn, bound, batch, variables, step, micro)
+                returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
             after = model.mutated(bound, params) if train else {}
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}

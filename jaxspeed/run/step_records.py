@@ -166,7 +166,7 @@ def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0)
+        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table

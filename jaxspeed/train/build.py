@@ -44,6 +44,7 @@ def build_program(
     devices: Sequence[jax.Device] | None = None,
     example_batch: Any = None,
     trainable: Any = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
@@ -63,6 +64,7 @@ def build_program(
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
         state_collections=config.parallel.state_collections,
+        init_with=init_with,
     )
     read_trainable(trainable).check([leaf.path for leaf in adapted.leaves])
     _check_patterns(config, adapted)
@@ -111,7 +113,7 @@ def build_program(
             _pipeline_of(config, objective),
         ),
         update,
-        BuildInputs(build_program, model, optimizer, example_batch, trainable),
+        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
 

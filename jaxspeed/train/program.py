@@ -50,6 +50,7 @@ class BuildInputs:
     optimizer: optax.GradientTransformation | None
     example_batch: Any
     trainable: Any
+    init_with: Callable[[Any, Any], Any] | None
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Program:
             optimizer=source.optimizer,
             example_batch=source.example_batch,
             trainable=source.trainable,
+            init_with=source.init_with,
         )
 
     def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
