@@ -131,7 +131,9 @@ class SearchLoop:
         under_way: dict[Future[Estimate], Choice] = {}
         found: Choice | None = None
         while True:
-            while not (found or len(under_way) >= self.limits.workers or self._over(len(under_way))):
+            while not (
+                found or len(under_way) >= self.limits.workers or self._over(len(under_way))
+            ):
                 choice = next(pending, None)
                 if choice is None:
                     break
