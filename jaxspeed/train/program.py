@@ -225,7 +225,18 @@ class Program:
     @functools.cached_property
     def state(self) -> TrainState:
         """The state's shapes, dtypes and shardings, without arrays."""
-        shapes = jax.eval_shape(self.init, 0)
+        params, master = (
+            {
+                row.path: jax.ShapeDtypeStruct(row.shape(at), at.dtype)
+                for row in self.table
+                if (at := role(row)) is not None
+            }
+            for role in (lambda row: row.param, lambda row: row.master)
+        )
+        rest = jax.eval_shape(self.in_mesh(self.fresh_rest), params, master)
+        shapes = TrainState(
+            params=params, master=master, variables=dict(self.model.variables), **rest
+        )
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
             shapes,
