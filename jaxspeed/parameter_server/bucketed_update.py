@@ -82,7 +82,7 @@ class UpdateBuckets:
             after[path] = self.streamed.update_one(
                 row, {GRAD: grad, **arrays[path]}, values, multiplier
             )
-            if row.source.dtype != row.read.dtype:
+            if row.updated.dtype != row.read.dtype:
                 published[path] = after[path][UPDATED].astype(row.read.dtype)
             wide = grad.astype(wide_dtype(row)) * factor
             squares = squares + jnp.sum(jnp.square(wide))
@@ -110,6 +110,7 @@ class BucketedUpdate:
         self._old = state
         self._opt = flat_with_paths(state.opt)
         self._after: dict[str, Arrays] = {}
+        self._read: Arrays = {}  # as layers read them, where that is another dtype
         self._squares: list[jax.Array] = []
         owner = buckets.streamed.owner
         self._shared = {path: x for path, x in self._opt.items() if owner(path) is None}
@@ -119,6 +120,7 @@ class BucketedUpdate:
         arrays = {path: self._arrays(path) for path in grads}
         made, published, squares = self.buckets.update(arrays, self._shared, grads)
         self._after |= made
+        self._read |= published
         self._squares.append(squares)
         return {path: published.get(path, made[path][UPDATED]) for path in grads}
 
@@ -144,6 +146,8 @@ class BucketedUpdate:
         for path, arrays in self._after.items():
             row = self._row(path)
             (master if row.master else params)[path] = arrays[UPDATED]
+            if row.master and row.param:
+                params[path] = self._read[path]
             opt |= {n.removeprefix(OPT): x for n, x in arrays.items() if n.startswith(OPT)}
             if EMA in arrays:
                 average[path] = arrays[EMA]

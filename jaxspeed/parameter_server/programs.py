@@ -251,9 +251,8 @@ def gradient_factor(config: Config, workers: int) -> int:
 
 def server_config(config: Config) -> Config:
     """The config of the servers: masters and moments sharded over all of them, however small."""
-    offload = config.given.get("zero_optimization", {}).get("offload_optimizer")
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    zero |= {"offload_optimizer": offload} if offload else {}
+    offload = config.zero_optimization.offload_optimizer.model_dump(exclude_unset=True)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload}
     return _without_mesh(config, {"train_micro_batch_size_per_gpu": 1}, zero)
 
 

@@ -1,5 +1,6 @@
 """The Ray actors: a server with the state of its pieces, and a worker, which stores no state."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,8 +161,9 @@ class WorkerActor:
     def build(self, build: Build) -> int:
         """Build a worker's programs; return the process id."""
         count, platform = build.resources.devices, build.resources.platform
-        if platform in (None, "cpu") and count > 1:
-            jax.config.update("jax_num_cpu_devices", count)
+        if platform in (None, "cpu"):
+            with contextlib.suppress(RuntimeError):  # JAX has started: counted below
+                jax.config.update("jax_num_cpu_devices", count)
         start_devices(platform)
         devices = jax.local_devices()[:count]
         if len(devices) < count:

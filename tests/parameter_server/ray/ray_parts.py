@@ -83,24 +83,39 @@ class Parts:
         self.worker.begin(self.worker.build(build), variables, *(frozen for _, frozen in begun))
         self.variables = variables
 
-    def reduced(self, batch: dict[str, np.ndarray]) -> list[Any]:
-        """What each server reduced of all pushes; for an update at once."""
-        workers, count = self.program.workers, self.layout.servers
-        done = []
+    def pushed(self, batch: dict[str, np.ndarray]) -> list[Any]:
+        """Of each worker: its pushes by bucket and server, then (losses, scale)."""
+        workers, done = self.program.workers, []
         for part in range(workers):
             rows = {name: np.split(x, workers)[part] for name, x in batch.items()}
             done.append(self.worker.gradients(0, part, rows, *self.published))
+        return done
+
+    def reduced(self, done: list[Any], bucket: int = 0) -> list[Any]:
+        """What each server reduced of all pushes."""
         losses, scale = [one[-1][0] for one in done], done[0][-1][1]
+        first = bucket * self.layout.servers
         return [
-            server.reduce(1.0, scale, losses, *(one[i] for one in done))
-            for i, server in enumerate(self.servers[:count])
+            server.reduce(1.0, scale, losses, *(one[first + i] for one in done))
+            for i, server in enumerate(self.servers)
         ]
 
     def step(self, batch: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         """One round; the metrics of each server."""
-        reduced = self.reduced(batch)
-        applied = [server.apply(*reduced) for server in self.servers]
-        self.published = [published for published, _ in applied]
+        done, count = self.pushed(batch), len(self.layout.buckets)
+        if not count:
+            reduced = self.reduced(done)
+            applied = [server.apply(*reduced) for server in self.servers]
+            self.published = [published for published, _ in applied]
+            return [metrics for _, metrics in applied]
+        every: list[Any] = []
+        self.published = []
+        for bucket in range(count):
+            every += self.reduced(done, bucket)
+            last = bucket == count - 1
+            given = every if last else []
+            applied = [server.apply_bucket(last, *given) for server in self.servers]
+            self.published += [published for published, _ in applied]
         return [metrics for _, metrics in applied]
 
     @property

@@ -235,3 +235,33 @@ def test_a_cluster_without_resources_is_an_error_at_once(engine, monkeypatch):
     monkeypatch.setattr(clusters, "SECONDS_TO_RESERVE", 1)
     with pytest.raises(RunError, match="need 2 CPUs, and the cluster has free 0"):
         clusters.Cluster(4)
+
+
+@pytest.mark.full
+def test_processes_of_several_devices_that_update_in_buckets_are_restarted(engine, tmp_path):
+    """Tensor-parallel workers; then one of them is killed, and a server."""
+    free = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
+    mesh = {"data": 2, "tensor": 2}
+    engine.ends.close()  # its two cores
+    made = actors.initialize(config=config(**free, mesh=mesh))
+    try:
+        assert len(made._store.buckets) >= 3
+        given = batches(6)
+        losses = trained(made, given)
+        state = arrays(made.state)
+        reference = jaxspeed.initialize(config=plain(**free), devices=jax.devices()[:2])
+        np.testing.assert_allclose(losses, trained(reference, given), rtol=2e-2)
+        made.reset()
+        assert trained(made, given[:2]) == losses[:2]
+        made.save_checkpoint(tmp_path)
+        made.wait()
+        kill(made.processes["workers"][1])
+        assert trained(made, given[2:4]) == losses[2:4]
+        kill(made.processes["servers"][0])
+        with pytest.raises(StateLostError, match="a server died"):
+            trained(made, given[4:])
+        made.load_checkpoint(tmp_path)
+        assert trained(made, given[2:]) == losses[2:]
+        assert arrays(made.state) == state
+    finally:
+        made.close()

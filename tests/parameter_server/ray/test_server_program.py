@@ -9,6 +9,7 @@ import pytest
 import jaxspeed
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.accumulate import Sums
+from jaxspeed.parameter_server.ray import server_state
 from jaxspeed.parameter_server.ray.server_state import ServerLayout
 from tests.parameter_server.ray.ray_parts import DROPPING, Parts, batches, config, plain
 
@@ -71,7 +72,7 @@ def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
 def test_a_non_finite_step_is_skipped_by_all_servers_or_by_none():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}))
     before = [server.get_state() for server in parts.servers]
-    first, *others = parts.reduced(batches(1)[0])
+    first, *others = parts.reduced(parts.pushed(batches(1)[0]))
     reduced = [first._replace(squares=first.squares * np.nan), *others]
     metrics = [server.apply(*reduced)[1] for server in parts.servers]
     assert all(bool(one["skipped"]) for one in metrics)
@@ -90,6 +91,41 @@ def test_a_push_of_another_loss_scale_has_the_same_weight():
     losses = Sums({}, np.float32(1), np.float32(1), {})
     server.reduce(1.0, np.float32(64), [losses], ones)  # pulled before the scale rose to 256
     assert all(float(x.reshape(-1)[0]) == 4.0 for x in server._sums.grads.values())
+
+
+FREE = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
+
+
+def test_an_update_in_buckets_equals_the_update_at_once(monkeypatch):
+    sums = {"gradient_allreduce_op": "sum", "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
+    ours = Parts(config(**FREE, **sums))
+    assert len(ours.layout.buckets) >= 3
+    monkeypatch.setattr(server_state, "bucket_paths", lambda program: ())
+    theirs = Parts(config(**FREE, **sums))
+    assert not theirs.layout.buckets
+    for batch in batches(3):
+        a, b = ours.step(batch), theirs.step(batch)
+        assert a[0].keys() == b[0].keys()
+        for one, other in zip(a, b, strict=True):
+            for name in other:
+                np.testing.assert_allclose(one[name], other[name], rtol=1e-5, err_msg=name)
+    for x, y in zip(*(jax.tree.leaves(parts.state()) for parts in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-5, atol=1e-6)
+
+
+def test_a_worker_of_several_devices_computes_as_one_device():
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    mesh = {"data": 2, "tensor": 2, "replica": 2}
+    given = {"optimizer": sgd, "model": DROPPING, "train_batch_size": 8}
+    ours = Parts(config(**given, mesh=mesh, gradient_accumulation_steps=1))
+    theirs = Parts(config(**given, mesh={"data": 2}, gradient_accumulation_steps=1))
+    assert ours.program.ranks == 4 and ours.worker._step.program.mesh.size == 4
+    for batch in batches(3):
+        a, b = (parts.step(batch)[0] for parts in (ours, theirs))
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+        np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
+    for path, value in theirs.state().params.items():
+        np.testing.assert_allclose(ours.state().params[path], value, atol=1e-5, err_msg=path)
 
 
 def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
