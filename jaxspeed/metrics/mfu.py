@@ -13,6 +13,7 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
+from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.train.program import Program
 
@@ -57,16 +58,15 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return program.objective.loss_fn(bound, batch)
+        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
     }
     samples = program.batch.micro
-    few = {
-        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype)
-        for name, x in batch.items()
-    }
+    few = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype), batch
+    )
     return traced_flops(loss, parameters, program.model.variables, few, samples=samples)
 
 

@@ -92,7 +92,7 @@ def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]
     enable_compilation_cache(config)
     program, _ = Job(replace(source, config=config))(None)
     batch = batch_shapes(source, program.batch.train)
-    program.check_batch(batch, program.batch.train, abstract=True)
+    program.read_batch(batch, program.batch.train, abstract=True)
     return program, batch
 
 
