@@ -62,10 +62,10 @@ class Elasticity(Lenient):
         False, "Allows batch sizes outside the section, and ignores them.", when=_ELASTIC
     )
     min_time: Natural = harmless(0, "A hint to DeepSpeed's cluster scheduler.")
-    version: Number = approximated(
+    version: Number = honoured(
         0.2,
-        "0.1 and 0.2 give the same table; 0.2's fallback for a device count outside of it is not "
-        "built: such a count is an error that names the nearest ones.",
+        "0.2 has a batch for each device count: outside of the table, the largest for this count. "
+        "0.1 has only the table, and another count is an error that names the nearest ones.",
         when=_ELASTIC,
     )
     model_parallel_size: Count = refused(1, _DATA_RANKS)
