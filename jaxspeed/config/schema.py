@@ -134,7 +134,7 @@ class TorchAutocast(Lenient):
     )
 
 
-class Compile(Coercing):
+class CompileSection(Coercing):
     """DeepSpeed's section for torch's compiler and DeepCompile."""
 
     enabled: Flag = harmless(False, _COMPILED)
@@ -266,7 +266,7 @@ class Settings(Lenient):
 
     autotuning: Autotuning = Autotuning()
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
-    compile: Compile = Compile()
+    compile: CompileSection = CompileSection()
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
     sparse_attention: Opaque | None = refused_section(
         "Not built; a model calls its attention itself.", by_presence=True

@@ -17,6 +17,8 @@ from jaxspeed.metrics.sinks import (
     Sink,
     TensorBoardSink,
     WandbSink,
+    monitors_of,
+    require_monitors,
     sinks_of,
 )
 
@@ -35,7 +37,9 @@ __all__ = [
     "draw_loss",
     "from_json",
     "language_flops",
+    "monitors_of",
     "read_records",
+    "require_monitors",
     "sinks_of",
     "sparkline",
     "traced_flops",

@@ -9,6 +9,7 @@ the arrays that are pushed. The order of arrival is that of the seeded virtual c
 
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,10 +83,13 @@ class ServedEngine(Engine):
         metrics.
         """
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
+        self._profile.begin(self._reporter.step + 1, self._server.state)
         start = time.perf_counter()
         self.traffic.begin_step()
         metrics: Metrics = self._explained(self._schedule.train, self.program.parts(placed))
         self._reporter.stepped(metrics, start)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, placed, self._server.state)
         return metrics
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
