@@ -23,6 +23,8 @@ from jaxspeed.metrics.sinks import (
     Sink,
     TensorBoardSink,
     WandbSink,
+    monitors_of,
+    require_monitors,
     sinks_of,
 )
 
@@ -41,8 +43,10 @@ __all__ = [
     "draw_loss",
     "from_json",
     "language_flops",
+    "monitors_of",
     "program_model_flops",
     "read_records",
+    "require_monitors",
     "sinks_of",
     "sparkline",
     "traced_flops",

@@ -7,6 +7,7 @@ the next from the mean of their pushes. Otherwise workers run asynchronously wit
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,6 +158,13 @@ class LocalServedEngine(ServedEngine):
         """Bytes between workers and servers so far."""
         traffic: Traffic = self._workers.traffic
         return traffic
+
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        self._profile.begin(self._reporter.step + 1, self._store.state)
+        metrics = super().train_batch(batch, extra)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, batch, self._store.state)
+        return metrics
 
     def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
         placed = self._place(batch, what, size, extra)
