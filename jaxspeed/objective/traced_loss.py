@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import forwarded, runs
+from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
@@ -103,10 +104,10 @@ class LossTraces:
             params = dict(zip(paths, values, strict=True))
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
             with model.naming(bound), foreign("loss_fn(model, batch)", batch):
-                returned = loss_fn(bound, batch)
+                returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
             after = model.mutated(bound, params) if train else {}
-            dtypes = {path: x.dtype for path, x in variables.items()}
+            dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
             return found, written, _Form(is_sum)
 
@@ -129,7 +130,8 @@ def _without_unwritten(
 
     Its first inputs are the parameters at these paths, one by one, and then the variables.
     """
-    paths = [*params, *sorted(variables)]
+    rest = (path for path in sorted(variables) for _ in jax.tree.leaves(variables[path]))
+    paths = [*params, *rest]
     loss, after = shape
     count = len(jax.tree.leaves(loss))
     origins = forwarded(closed.jaxpr)[count:]
