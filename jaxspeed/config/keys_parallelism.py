@@ -32,6 +32,9 @@ PARALLELISM: tuple[Entry, ...] = (
             "collections or nnx Variable types; by default all but sown and intermediate values.",
             "logical_axes": "Dim names of parameters whose model has none, by path pattern: "
             '{"**/up/kernel": ["embed", "mlp"]}.',
+            "axis_names": "Mesh axes by which a model annotates its parameters, and what they are "
+            'here: {"mp": "tensor", "fsdp": "data"}; tp, mp and model are tensor by default. '
+            'What is "data" or null is left to the config.',
             "gradient_reduction": 'When gradients are reduced over data ranks: once a "step" '
             '(stages 0 and 1), every "micro_batch", or "auto".',
             "data_reduction": 'How gradients are summed over data ranks: "xla" by its collectives, '

@@ -74,6 +74,7 @@ class Parallel(Section):
     full_precision: list[Pattern] = Field(default_factory=list)
     state_collections: list[Text] | None = None
     logical_axes: dict[Pattern, list[Text | None]] = Field(default_factory=dict)
+    axis_names: dict[Text, Literal["tensor", "data"] | None] = Field(default_factory=dict)
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
     ] = "auto"

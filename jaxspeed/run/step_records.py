@@ -24,6 +24,7 @@ from jaxspeed.metrics import (
 )
 from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.run.folder import RunFolder
 
 
@@ -173,4 +174,10 @@ def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
     }
     samples = program.batch.micro
     few = {name: x[:samples] if x.shape else x for name, x in batch.items()}
-    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)
+    return traced_flops(
+        lambda *args: with_own_axes(loss)(*args)[0],
+        parameters,
+        program.model.variables,
+        few,
+        samples=samples,
+    )

@@ -10,6 +10,7 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
 from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
@@ -217,7 +218,9 @@ def model_flops(step: Step) -> tuple[ModelFlops, int]:
         batch,
     )
     args = (parameters, program.model.variables, few)
-    return traced_flops(loss, *args, samples=program.batch.micro), samples
+    return traced_flops(
+        lambda *args: with_own_axes(loss)(*args)[0], *args, samples=program.batch.micro
+    ), samples
 
 
 def _peak(program: Program, target: Target) -> float:
