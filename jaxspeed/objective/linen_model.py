@@ -44,6 +44,8 @@ _lock = RLock()
 class LinenModel:
     """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
 
+    needs_values = None  # Flax traces initializers in each call too, so that none can need values
+
     def __init__(
         self,
         module: nn.Module,

@@ -101,6 +101,10 @@ class ServerModel:
         return tuple(replace(found[p], shape=x.shard_shape) for p, x in self.owned.items())
 
     @property
+    def needs_values(self) -> str | None:
+        return self.model.needs_values
+
+    @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {}
 
