@@ -15,6 +15,7 @@ from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
 from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.train.program import Program
 
 
@@ -67,7 +68,8 @@ def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlop
     few = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype), batch
     )
-    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)
+    args = (parameters, program.model.variables, few)
+    return traced_flops(lambda *args: with_own_axes(loss)(*args)[0], *args, samples=samples)
 
 
 def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) -> ModelFlops | None:

@@ -155,6 +155,10 @@ class ServerModel:
         return tuple(replace(found[path], shape=shape) for path, shape in shapes.items())
 
     @property
+    def needs_values(self) -> str | None:
+        return self.model.needs_values
+
+    @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {}
 
