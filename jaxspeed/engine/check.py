@@ -213,6 +213,7 @@ def _by_flax(program: Program) -> Any:
             micro,
             state.step,
             program.config.parallel.state_collections,
+            program.objective.autocast,
         )
         values = {path: x for path, x in found.values.items() if not is_key(x)}
         return found._replace(values=values)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspeed.objective import Model
+from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.placement.paths import flat_with_paths
 
@@ -39,6 +40,7 @@ def plain_gradients(
     micro: Any,
     step: Any,
     collections: Sequence[str] | None,
+    autocast: Autocast | None = None,
 ) -> PlainGradients:
     """The gradients of micro-batches [micro-batches, ...] from these values of a model.
 
@@ -73,11 +75,13 @@ def plain_gradients(
         mean = jnp.where(weight > 0, loss.total / jnp.where(weight > 0, weight, 1), 0)
         return mean, (loss.total, weight, after)
 
+    loss_now = autocast_function(loss_of, autocast) if autocast else loss_of
+
     def one_more(carry: Any, xs: Any) -> Any:
         values, grads, total, weight = carry
         number, batch = xs
         active = {path: values[path] for path in moving}
-        new, (t, w, after) = jax.grad(loss_of, has_aux=True)(active, values, batch, number)
+        new, (t, w, after) = jax.grad(loss_now, has_aux=True)(active, values, batch, number)
         grads = {
             p: g + jnp.conj(new[p]).astype(g.dtype) * w.astype(g.dtype) for p, g in grads.items()
         }
