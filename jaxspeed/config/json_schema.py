@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxspeed.config.auto import accepts_auto
-from jaxspeed.config.load import ALIASES
+from jaxspeed.config.deepspeed_forms import ALIASES
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import PARAMS
 
@@ -19,7 +19,11 @@ def json_schema() -> dict[str, Any]:
     definitions = raw.pop("$defs", {})
     schema = _inlined(raw, definitions, "")
     for old, new in ALIASES.items():
-        schema["properties"][old] = schema["properties"][new]
+        section, _, name = old.rpartition(".")
+        properties = schema["properties"]
+        for part in section.split(".") if section else ():
+            properties = properties[part]["properties"]
+        properties[name] = properties[new.rpartition(".")[2]]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "jaxspeed config"
     schema["description"] = "DeepSpeed's keys, and jaxspeed's sections."

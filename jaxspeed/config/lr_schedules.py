@@ -9,6 +9,7 @@ from jaxspeed.config.types import (
     Count,
     Flag,
     Int,
+    Lenient,
     Natural,
     NonNegative,
     Opaque,
@@ -38,7 +39,7 @@ class ScheduleParams(Section):
 class WarmupParams(ScheduleParams):
     """Length and curve of a warm-up."""
 
-    warmup_num_steps: Count = honoured(1000, "Number of warm-up steps.")
+    warmup_num_steps: Natural = honoured(1000, "Number of warm-up steps, at least 2.")
     warmup_type: WarmupType = honoured(
         "log", 'The warm-up\'s curve: "log", DeepSpeed\'s default, or "linear".'
     )
@@ -111,7 +112,7 @@ SCHEDULERS: dict[str, type[Section]] = {
 ABSOLUTE_SCHEDULES = ("WarmupDecayLR", "OneCycle", "LRRangeTest")
 
 
-class Scheduler(Section):
+class Scheduler(Lenient):
     """A schedule: DeepSpeed's `type` and `params`."""
 
     type: Text = honoured(..., "The schedule, by DeepSpeed's formula.")

@@ -12,6 +12,7 @@ from jaxspeed.config.types import (
     Beta,
     Betas,
     Flag,
+    Lenient,
     NonNegative,
     Opaque,
     Pattern,
@@ -151,7 +152,7 @@ class Group(Section):
     frozen: Flag = honoured(False, "The group is not trained.")
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Lenient):
     """Optimizer: DeepSpeed's `type` and `params`, and jaxspeed's additional keys."""
 
     type: Text = honoured(

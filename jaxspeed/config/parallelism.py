@@ -10,6 +10,7 @@ from jaxspeed.config.types import (
     LARGEST,
     Count,
     Flag,
+    Lenient,
     Natural,
     Pattern,
     Positive,
@@ -252,7 +253,7 @@ def _partition(value: Any) -> Any:
 Partition = Annotated[str, BeforeValidator(_partition)]
 
 
-class PipelineSection(Section):
+class PipelineSection(Lenient):
     """Pipeline parallelism."""
 
     stages: Stages = honoured("auto", 'The size of mesh.pipe; "auto" does not set it.')
@@ -275,7 +276,7 @@ class PipelineSection(Section):
     grad_partitioned: Flag = approximated(True, _PARTITIONED, unless=_NO_PIPELINE)
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(Lenient):
     """Recomputation in the backward pass."""
 
     partition_activations: Flag = honoured(

@@ -6,9 +6,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import (
+    Coercing,
     Count,
     Flag,
     Int,
+    Lenient,
     Natural,
     NonNegative,
     Number,
@@ -37,7 +39,7 @@ _ELASTIC = ("elasticity.enabled", (True,))
 _LOGGING = ("comms_logger.enabled", (True,))
 
 
-class Elasticity(Section):
+class Elasticity(Lenient):
     """Elastic batch: one global batch for many device counts."""
 
     enabled: Flag = honoured(
@@ -74,19 +76,17 @@ def _capital(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
-class Checkpoint(Section):
+class Checkpoint(Lenient):
     """DeepSpeed's options of checkpoints."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = (
         harmless("Warn", "One program runs on all processes, so they agree on the tag.")
     )
     load_universal: Flag = harmless(False, "Always on: a checkpoint can be restored onto any mesh.")
-    use_node_local_storage: Flag = refused(
-        False, "A checkpoint is one folder shared by all processes; remove it."
+    use_node_local_storage: Flag = approximated(
+        False, "A checkpoint is one folder, which all processes share: put it on shared storage."
     )
-    parallel_write: Opaque | None = refused(
-        None, "Always on: each process writes its own shards; remove it.", {}
-    )
+    parallel_write: Opaque | None = harmless(None, "Always on: each process writes its own shards.")
 
 
 def _import_path(value: str) -> str:
@@ -191,7 +191,7 @@ class RunSection(Section):
 # -- sections that report on a run: monitors, profilers, the communication log --------------------
 
 
-class FileMonitor(Section):
+class FileMonitor(Coercing):
     """TensorBoard or CSV files under `output_path`/`job_name`."""
 
     enabled: Flag = honoured(False, _MONITOR)
@@ -199,7 +199,7 @@ class FileMonitor(Section):
     job_name: Text = honoured("DeepSpeedJobName", _MONITOR)
 
 
-class Wandb(Section):
+class Wandb(Coercing):
     """Weights & Biases."""
 
     enabled: Flag = honoured(False, _MONITOR)
@@ -208,7 +208,7 @@ class Wandb(Section):
     project: Text = honoured("deepspeed", _MONITOR)
 
 
-class FlopsProfiler(Section):
+class FlopsProfiler(Lenient):
     """FLOPs of a step."""
 
     enabled: Flag = refused(False, "Not built; use engine.compiled(batch).flops.")
@@ -220,7 +220,7 @@ class FlopsProfiler(Section):
     output_file: Text | None = refused(None, _UNBUILT, when=_PROFILING)
 
 
-class CommsLogger(Section):
+class CommsLogger(Coercing):
     """Collectives of a step."""
 
     enabled: Flag = refused(False, "Not built; use engine.compiled(batch).collectives.")
@@ -236,7 +236,7 @@ Metric = Annotated[Literal["throughput", "latency", "flops"], BeforeValidator(lo
 Tuner = Annotated[Literal["gridsearch", "random", "model_based"], BeforeValidator(lower)]
 
 
-class Autotuning(Section):
+class Autotuning(Lenient):
     """DeepSpeed's bounds of a search, and its options of trial runs."""
 
     enabled: Flag = honoured(

@@ -1,5 +1,7 @@
 """Schema of all config keys, with DeepSpeed's defaults."""
 
+from typing import Any
+
 from jaxspeed.config.lr_schedules import Scheduler
 from jaxspeed.config.optimizers import OptimizerSection
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
@@ -17,19 +19,28 @@ from jaxspeed.config.run_sections import (
 )
 from jaxspeed.config.tensor_section import TensorParallel
 from jaxspeed.config.types import (
+    Coercing,
     Count,
     Dtype,
     Flag,
+    Lenient,
     Natural,
     NonNegative,
     Opaque,
     Positive,
+    PrintEvery,
     ReductionOp,
     ScalePower,
-    Section,
     Text,
 )
-from jaxspeed.config.verdicts import approximated, harmless, honoured, refused, refused_section
+from jaxspeed.config.verdicts import (
+    approximated,
+    harmless,
+    honoured,
+    ignored,
+    refused,
+    refused_section,
+)
 from jaxspeed.config.zero_section import Zero
 
 # -- dtypes of compute, accumulation and update ----------------------------------------------------
@@ -42,12 +53,14 @@ _STORED_DTYPES = (
 _DIVISION = "XLA chooses where to divide; the mean is the same."
 _ANY_OPTIMIZER = "Any optimizer works at any stage."
 _UNBUILT = "Not built; remove it."
+_COMPILED = "The step is always one program, compiled by XLA."
+_OFFLOADED = "Write zero_optimization.offload_optimizer or offload_param instead."
 _ON_BF16 = ("bf16.enabled", (True,))
 _ON_AUTOCAST = ("torch_autocast.enabled", (True,))
 _ON_FP16 = ("fp16.enabled", (True,))
 
 
-class Fp16(Section):
+class Fp16(Coercing):
     """DeepSpeed's fp16 section, with loss scaling."""
 
     enabled: Flag = honoured(False, "Computes in fp16 from fp32 masters, with loss scaling.")
@@ -66,7 +79,7 @@ class Fp16(Section):
     consecutive_hysteresis: Flag = honoured(
         False, "A step without overflow restores the hysteresis.", when=_ON_FP16
     )
-    min_loss_scale: Positive = honoured(1.0, "Lower bound of the scale.", when=_ON_FP16)
+    min_loss_scale: NonNegative = honoured(1.0, "Lower bound of the scale.", when=_ON_FP16)
     auto_cast: Flag = approximated(
         False, "Floating inputs are cast to the compute dtype in any case.", when=_ON_FP16
     )
@@ -80,7 +93,7 @@ class Fp16(Section):
         return self.loss_scale == 0
 
 
-class Bf16(Section):
+class Bf16(Coercing):
     """DeepSpeed's bf16 section."""
 
     enabled: Flag = honoured(False, "Computes in bf16 from fp32 masters.")
@@ -96,7 +109,7 @@ class Bf16(Section):
     immediate_grad_update: Flag = harmless(False, "XLA orders the update.")
 
 
-class DataTypes(Section):
+class DataTypes(Lenient):
     """Dtypes apart from the compute dtype."""
 
     grad_accum_dtype: Dtype | None = honoured(None, "The dtype in which gradients accumulate.")
@@ -104,7 +117,7 @@ class DataTypes(Section):
     buffer_dtype: Dtype | None = refused(None, _STORED_DTYPES)
 
 
-class TorchAutocast(Section):
+class TorchAutocast(Lenient):
     """DeepSpeed's torch_autocast section: automatic mixed precision."""
 
     enabled: Flag = honoured(
@@ -124,8 +137,40 @@ class TorchAutocast(Section):
     )
 
 
-class Settings(Section):
+class Compile(Coercing):
+    """DeepSpeed's section for torch's compiler and DeepCompile."""
+
+    enabled: Flag = harmless(False, _COMPILED)
+    disable: Flag = harmless(False, _COMPILED)
+    backend: Any = harmless(None, _COMPILED)
+    kwargs: Any = harmless(None, _COMPILED)
+    deepcompile: Flag = harmless(False, _COMPILED)
+    passes: Any = harmless(None, _COMPILED)
+    free_activation: Any = harmless(None, _COMPILED)
+    free_activation_threshold: Any = harmless(None, _COMPILED)
+    offload_activation: Flag = refused(
+        False, "Write activation_checkpointing.cpu_checkpointing instead."
+    )
+    offload_activation_pin_memory: Any = harmless(None, _COMPILED)
+    offload_opt_states: Flag = refused(False, _OFFLOADED)
+    offload_parameters: Flag = refused(False, _OFFLOADED)
+    double_buffer: Any = harmless(None, _COMPILED)
+    symmetric_memory: Any = harmless(None, _COMPILED)
+    debug_log: Any = harmless(None, _COMPILED)
+    sync_before_reduce: Any = harmless(None, _COMPILED)
+    sync_after_reduce: Any = harmless(None, _COMPILED)
+    sync_before_allgather: Any = harmless(None, _COMPILED)
+    sync_after_allgather: Any = harmless(None, _COMPILED)
+    keep_int_input_tensors: Any = harmless(None, _COMPILED)
+    keep_all_input_tensors: Any = harmless(None, _COMPILED)
+
+
+class Settings(Lenient):
     """Fields of a config; `jaxspeed.Config` adds loading, validation and explanation."""
+
+    strict: Flag = honoured(
+        False, "Unknown keys are errors, also in sections in which DeepSpeed ignores them."
+    )
 
     train_batch_size: Count | None = honoured(
         None,
@@ -195,7 +240,7 @@ class Settings(Section):
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint = Checkpoint()
 
-    steps_per_print: Count | None = honoured(
+    steps_per_print: PrintEvery = honoured(
         None, "Number of steps between log lines of loss and learning rate."
     )
     wall_clock_breakdown: Flag = honoured(False, "Logs the time of each step, and waits for it.")
@@ -221,17 +266,11 @@ class Settings(Section):
     )
 
     autotuning: Autotuning = Autotuning()
-    aio: Opaque | None = refused_section(
-        "NVMe offload is not built; remove it.", "enabled", "use_gds"
-    )
-    compile: Opaque | None = refused_section(
-        "DeepCompile is for torch; the step is always compiled. Remove it.",
-        "enabled",
-        "deepcompile",
-    )
+    aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
+    compile: Compile = Compile()
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
     sparse_attention: Opaque | None = refused_section(
-        "Not built; a model calls its attention itself."
+        "Not built; a model calls its attention itself.", by_presence=True
     )
     nebula: Opaque | None = refused_section("Azure's checkpoint service is not built; remove it.")
     datastates_ckpt: Opaque | None = refused_section(_UNBUILT)
@@ -240,6 +279,6 @@ class Settings(Section):
     curriculum_learning: Opaque | None = refused_section(_UNBUILT)
     data_efficiency: Opaque | None = refused_section(_UNBUILT)
     compression_training: Opaque | None = refused_section(_UNBUILT)
-    quantize_training: Opaque | None = refused_section(_UNBUILT)
-    weight_quantization: Opaque | None = refused_section(_UNBUILT)
+    quantize_training: Any = ignored(None, "DeepSpeed does not read it any more.")
+    weight_quantization: Opaque | None = refused_section(_UNBUILT, by_presence=True)
     eigenvalue: Opaque | None = refused_section(_UNBUILT)

@@ -6,11 +6,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.parallelism import NO_TENSOR
-from jaxspeed.config.types import Flag, Int, Natural, Section, Text, lower
+from jaxspeed.config.types import Coercing, Flag, Int, Natural, Section, Text, lower
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 LayerType = Annotated[Literal["column", "row", "vocabulary", "replicated"], BeforeValidator(lower)]
 PartitionType = Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)]
+
+
+_PARSER = "An option of DeepSpeed's parser of torch modules."
 
 
 class ShardedLayer(Section):
@@ -79,7 +82,16 @@ class PartitionConfig(Section):
     )
 
 
-class TensorParallel(Section):
+class TensorParallelGroup(Coercing):
+    """DeepSpeed's `tp`: options of its parser, for inference."""
+
+    tp_size: Natural = harmless(1, "DeepSpeed trains with tensor_parallel.autotp_size.")
+    tp_grain_size: Natural = harmless(1, _PARSER)
+    mpu: Any = harmless(None, _PARSER)
+    tp_group: Any = harmless(None, _PARSER)
+
+
+class TensorParallel(Coercing):
     """DeepSpeed's AutoTP."""
 
     autotp_size: Natural = honoured(0, "The size of mesh.tensor; 0 does not set it.")
@@ -96,3 +108,8 @@ class TensorParallel(Section):
         "otherwise no effect: XLA overlaps what it can.",
         unless=NO_TENSOR,
     )
+    dtype: Any = harmless(None, "The precision sections set the compute dtype.")
+    tp: TensorParallelGroup = TensorParallelGroup()
+    injection_policy_tuple: Any = harmless(None, _PARSER)
+    keep_module_on_host: Flag = harmless(False, _PARSER)
+    replace_with_kernel_inject: Flag = harmless(False, _PARSER)

@@ -90,12 +90,26 @@ def declared(path: str) -> tuple[str, Key] | None:
     return None
 
 
-def keys_in(path: str) -> list[str]:
-    """Keys of the section at `path` in the schema; those of the top level for ""."""
+def section_at(path: str) -> type[Section] | None:
+    """Section of the schema at a path; Settings for ""."""
     section: type[Section] | None = Settings
     for part in path.split(".") if path else ():
         if part.isdigit():
             continue
         field = section.model_fields.get(part) if section else None
         section = section_in(field.annotation) if field else None
+    return section
+
+
+def section_paths(section: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
+    """Yield the path of every section below."""
+    for name, field in section.model_fields.items():
+        if inner := section_in(field.annotation):
+            yield prefix + name
+            yield from section_paths(inner, f"{prefix}{name}.")
+
+
+def keys_in(path: str) -> list[str]:
+    """Keys of the section at `path` in the schema; those of the top level for ""."""
+    section = section_at(path)
     return list(section.model_fields) if section else []

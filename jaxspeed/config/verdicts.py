@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-Verdict = Literal["honoured", "harmless", "approximated", "refused"]
+Verdict = Literal["honoured", "approximated", "harmless", "ignored", "refused"]
 Switch = tuple[str, tuple[Any, ...]]  # the path of a key, and some of its values
 
 
@@ -59,30 +59,29 @@ def _declared(
 honoured = partial(_declared, "honoured")
 approximated = partial(_declared, "approximated")
 harmless = partial(_declared, "harmless")
+ignored = partial(_declared, "ignored")
 refused = partial(_declared, "refused")
 
 
-def refused_section(sentence: str, *switches: str) -> Any:
-    """Field of a free-form section that is refused if it, or one of its `switches`, is enabled."""
+def refused_section(sentence: str, *, by_presence: bool = False) -> Any:
+    """Field of a free-form section that is refused if it is enabled: by presence, or by a switch.
 
-    def is_off(section: Any) -> bool:
-        return not section or not any(section.get(switch) for switch in switches)
-
-    return refused(None, sentence, is_off=is_off if switches else is_switched_off)
+    A switch is an `enabled` of its own, or else anywhere in it, and false if it is missing.
+    """
+    return refused(None, sentence, is_off=_is_absent if by_presence else is_switched_off)
 
 
 def is_switched_off(section: Any) -> bool:
-    """Whether a free-form section is disabled.
-
-    By its own `enabled`; without one, every `enabled` below must be false, and a section without
-    any is enabled if it is present.
-    """
-    if not isinstance(section, dict) or not section:
+    """Whether no `enabled` of a free-form section is true; its own overrides those below."""
+    if not isinstance(section, dict):
         return True
     if "enabled" in section:
-        return section["enabled"] is False
-    below = [value for value in section.values() if isinstance(value, dict)]
-    return len(below) == len(section) and all(is_switched_off(value) for value in below)
+        return section["enabled"] in (False, "auto", None)
+    return all(is_switched_off(value) for value in section.values())
+
+
+def _is_absent(section: Any) -> bool:
+    return not section or (isinstance(section, dict) and section.get("enabled") is False)
 
 
 class ExplainedKey(NamedTuple):

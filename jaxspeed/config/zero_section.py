@@ -5,7 +5,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from jaxspeed.config.parallelism import AxisSize
-from jaxspeed.config.types import Flag, Natural, Opaque, Section, Share, Text, integral, lower
+from jaxspeed.config.types import (
+    Coercing,
+    Flag,
+    Natural,
+    Opaque,
+    Share,
+    Text,
+    integral,
+    lower,
+)
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused, refused_section
 
 Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(integral)]
@@ -22,7 +31,7 @@ _OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu",))
 _OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu",))
 
 
-class OffloadParam(Section):
+class OffloadParam(Coercing):
     """Parameters in host memory."""
 
     device: Device = honoured(
@@ -38,7 +47,7 @@ class OffloadParam(Section):
     max_in_cpu: Natural = harmless(1_000_000_000, _NVME, when=_OFFLOADED_PARAM)
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(Coercing):
     """Optimizer state in host memory."""
 
     device: Device = honoured(
@@ -77,7 +86,7 @@ class OffloadOptimizer(Section):
     )
 
 
-class Zero(Section):
+class Zero(Coercing):
     """ZeRO stage and offload, and runtime options of DeepSpeed's implementation."""
 
     stage: Stage = honoured(
@@ -108,7 +117,7 @@ class Zero(Section):
         False, "Quantised reductions are not built; remove it."
     )
     zeropp_loco_param: Opaque | None = refused(None, "Quantised reductions are not built.", {})
-    zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.")
+    zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.", by_presence=True)
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     cpu_offload: Flag | None = honoured(

@@ -66,7 +66,8 @@ class Objective:
             row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
         }
         patterns = tuple(self.unit_patterns)
-        return LossTraces(self.model, self.loss_fn, params, patterns, self.autocast)
+        casts = self.autocast, self.compute_dtype
+        return LossTraces(self.model, self.loss_fn, params, patterns, *casts)
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool

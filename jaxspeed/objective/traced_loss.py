@@ -20,6 +20,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import forwarded, runs
 from jaxspeed.objective.autocast import Autocast, with_autocast
+from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
@@ -83,10 +84,11 @@ class LossTraces:
         params: Mapping[str, jax.ShapeDtypeStruct],
         unit_patterns: Sequence[str],
         autocast: Autocast | None = None,
+        cast_to: Any = None,  # the dtype to which parameters and inputs are cast
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
-        self._autocast = autocast
+        self._autocast, self._cast_to = autocast, cast_to
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
 
@@ -100,7 +102,9 @@ class LossTraces:
             closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
         except ModelError as error:
             if self._works_in_fp32(function, given):
-                raise ModelError(f"{error}; {USE_AUTOCAST.format(self._cast_to)}") from error
+                raise ModelError(
+                    f"{error}; {USE_AUTOCAST.format(jnp.dtype(self._cast_to))}"
+                ) from error
             raise
         if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
             # The loss reads a value of an outer trace, which does not exist for the next call.
@@ -110,20 +114,14 @@ class LossTraces:
             self._programs[closed] = self._program(closed, shape, variables, batch)
         return self._programs[closed]
 
-    @property
-    def _cast_to(self) -> str:
-        """The 16-bit dtype to which parameters are cast, if any."""
-        low = [x.dtype.name for x in self._params.values() if x.dtype.itemsize == 2]
-        return low[0] if low else ""
-
     def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:
         """Whether a loss that fails with 16-bit parameters and inputs can be traced in fp32."""
 
         def wide(x: Any) -> Any:
-            is_low = str(x.dtype) == self._cast_to
+            is_low = x.dtype == self._cast_to
             return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_low else x
 
-        if not self._cast_to:
+        if self._cast_to is None:
             return False
         try:
             jax.make_jaxpr(function)(*jax.tree.map(wide, given))
@@ -143,10 +141,10 @@ class LossTraces:
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
             cast = autocast_to(autocast.dtype if autocast else None)
             with model.naming(bound), cast, foreign("loss_fn(model, batch)", batch):
-                returned = loss_fn(bound, batch)
+                returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
             after = model.mutated(bound, params) if train else {}
-            dtypes = {path: x.dtype for path, x in variables.items()}
+            dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
             return found, written, _Form(is_sum)
 
@@ -172,7 +170,8 @@ def _without_unwritten(
 
     Its first inputs are the parameters at these paths, one by one, and then the variables.
     """
-    paths = [*params, *sorted(variables)]
+    rest = (path for path in sorted(variables) for _ in jax.tree.leaves(variables[path]))
+    paths = [*params, *rest]
     loss, after = shape
     count = len(jax.tree.leaves(loss))
     origins = forwarded(closed.jaxpr)[count:]

@@ -74,23 +74,23 @@ class ServedEngine(Engine):
 
     # -- training ---------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch) -> Metrics:
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """A part of the batch for each worker.
 
         Synchronous workers make one update. Otherwise the call returns once all parts are assigned
         and a push was accepted; others are still in flight, and their losses are in a later call's
         metrics.
         """
-        placed = self._place(batch, "train_batch", self.program.batch.train)
+        placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         self.traffic.begin_step()
         metrics: Metrics = self._explained(self._schedule.train, self.program.parts(placed))
         self._reporter.stepped(metrics, start)
         return metrics
 
-    def eval_batch(self, batch: Batch) -> Metrics:
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode, once every push in flight has arrived."""
-        parts = self.program.parts(self._place(batch, "eval_batch", None))
+        parts = self.program.parts(self._place(batch, "eval_batch", None, extra))
         self._schedule.drain()
         metrics: Metrics = self._explained(self._server.evaluate, parts)
         self._server.pace.sent(metrics["loss"])
@@ -111,7 +111,7 @@ class ServedEngine(Engine):
         own, state = self.runnable
         host = {path: np.asarray(x) for path, x in self.parameters.items()}
         here = jax.device_put(host, own.mesh.devices.flat[0])
-        return own.model.bind(here, state.variables, train=False, step=0, micro=0)
+        return self._bound(own, here, state.variables)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
@@ -123,9 +123,9 @@ class ServedEngine(Engine):
 
         return reduced
 
-    def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
+    def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite value, part by part, on the first worker."""
-        self.program.check_batch(batch, self.program.batch.train)
+        batch = self.program.read_batch(batch, self.program.batch.train, extra)
         own, state = self.runnable
         found = None
         for part in host_parts(batch, self.program.ranks):

@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Config
-from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
+from jaxspeed.errors import BatchError, ConfigError, JaxspeedError, PlacementError
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
+from jaxspeed.objective.batches import WithExtra
 from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.bucketed_update import UpdateBuckets, buckets_of
 from jaxspeed.parameter_server.staleness import Rule
@@ -62,6 +63,17 @@ class ServedProgram(Program):
 
     def batch_shardings(self, batch: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.batch_mesh, spec), batch_specs(batch))
+
+    def read_batch(
+        self, batch: Any, size: int | None, extra: Any = None, abstract: bool = False
+    ) -> Any:
+        read = super().read_batch(batch, size, extra, abstract)
+        if isinstance(read, WithExtra):
+            raise BatchError(
+                'parallel.data_reduction "parameter_server": workers take no extra arrays, only '
+                'parts of a batch; use "xla", or scalars in the batch'
+            )
+        return read
 
     def parts(self, placed: Any) -> list[Any]:
         """The workers' parts of a sharded batch, by worker."""

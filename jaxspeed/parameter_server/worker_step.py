@@ -71,8 +71,9 @@ def host_parts(batch: Any, ranks: int) -> list[Any]:
     """The workers' parts of a batch in host memory, by worker."""
 
     def parts(x: Any) -> list[np.ndarray]:
-        x = np.asarray(x)
-        return np.split(x, ranks) if x.shape else [x] * ranks
+        if not x.shape:  # a random key, perhaps
+            return [x] * ranks
+        return np.split(np.asarray(x), ranks)
 
     leaves, tree = jax.tree.flatten(batch)
     return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]

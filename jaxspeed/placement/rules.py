@@ -1,5 +1,6 @@
 """Logical axis rules: the mesh axes that shard a leaf, from the logical names of its dims."""
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,13 +166,18 @@ def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> N
         if not any(match(pattern, path) for path in paths):
             raise ConfigError(
                 f"{key}: {pattern!r} covers no parameter of this model; it has, for example: "
-                + examples(paths)
+                + examples(nearest(pattern, paths))
             )
 
 
 def examples(paths: Sequence[str]) -> str:
     """A few of the paths."""
     return ", ".join(paths[:EXAMPLES])
+
+
+def nearest(wanted: str, paths: Sequence[str]) -> list[str]:
+    """The paths most like a path or pattern, or the first ones."""
+    return difflib.get_close_matches(wanted, paths, n=EXAMPLES, cutoff=0.4) or list(paths)
 
 
 def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:

@@ -95,7 +95,7 @@ def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]
     model, loss_fn = resolve_model(config, source.model, source.loss_fn)
     program = build(config, model, loss_fn, optimizer=source.optimizer)
     batch = batch_shapes(source, program.batch.train)
-    program.check_batch(batch, program.batch.train, abstract=True)
+    program.read_batch(batch, program.batch.train, abstract=True)
     return program, batch
 
 

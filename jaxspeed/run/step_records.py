@@ -22,6 +22,7 @@ from jaxspeed.metrics import (
     traced_flops,
     utilisation,
 )
+from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.run.folder import RunFolder
 
@@ -165,7 +166,7 @@ def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return program.objective.loss_fn(bound, batch)
+        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table

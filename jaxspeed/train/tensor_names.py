@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.batches import example_shapes, with_extra
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import compute_dtype
-from jaxspeed.objective.protocol import example_shapes
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Leaf
@@ -119,9 +119,10 @@ def _propagated(
     """The loss of one micro-batch like the example, traced in training mode."""
     one = build_mesh({}, list(mesh.devices.flat[:1]))
     objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
-    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), example_shapes(example_batch))
+    variables, batch = with_extra(model.variables, example_shapes(example_batch))
+    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), batch)
     index = jnp.zeros((), jnp.int32)
-    program = objective.trace((dict(model.variables), batch, index, index), train=True)
+    program = objective.trace((variables, batch, index, index), train=True)
     paths = [leaf.path for leaf in model.leaves]
     parameters = dict(zip(paths, program.parameters, strict=True))
     return propagate_dims(program.closed.jaxpr, parameters, program.batch)

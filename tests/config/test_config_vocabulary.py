@@ -148,7 +148,7 @@ DEEPSPEED = {
     "compression_training": None,
     "eigenvalue": None,
     "aio": None,
-    "compile": None,
+    "compile.deepcompile": False,
     "hybrid_engine": None,
     "sparse_attention": None,
     "nebula": None,
@@ -176,12 +176,10 @@ ASKING = {
     "tensor_parallel.partition_config.strict_mode": True,
     "expert_parallel": {"enabled": True},
     "activation_checkpointing.number_checkpoints": 4,
-    "checkpoint.parallel_write": {"pipeline_stage": True},
     "sparse_attention": {"mode": "fixed"},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "optimizer.params.max_grad_norm": 1.0,
     "scheduler.params.last_batch_iteration": 5,
-    "compile": {"deepcompile": True},
 }
 
 
@@ -227,6 +225,18 @@ def test_every_row_has_a_sentence():
 CORRECTED = {
     "data.mixture": "one declaration: a mixture's source has the sentences of `data`",
     "torch_autocast": "casts are by operation, and modules are given by class or path",
+    "aio": "DeepSpeed reads it only for NVMe",
+    "checkpoint.use_node_local_storage": "DeepSpeed's files have it; a shared folder is enough",
+    "checkpoint.parallel_write": "it asks for what is always done",
+    "compile": "its keys one by one: what asks for a compiled step has it",
+    "quantize_training": "DeepSpeed reads nothing of it but its eigenvalue",
+    "scheduler.params.warmup_num_steps": "DeepSpeed warms up for two steps at least",
+    "strict": "a new key",
+    "tensor_parallel.dtype": "a key that DeepSpeed takes",
+    "tensor_parallel.injection_policy_tuple": "a key that DeepSpeed takes",
+    "tensor_parallel.keep_module_on_host": "a key that DeepSpeed takes",
+    "tensor_parallel.replace_with_kernel_inject": "a key that DeepSpeed takes",
+    "tensor_parallel.tp": "a key that DeepSpeed takes",
     "parallel.units": "`remat` applies to units too, and they may be class names",
 }
 

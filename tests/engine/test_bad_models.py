@@ -179,9 +179,15 @@ def test_an_optimizer_that_breaks_is_named():
         engine.train_batch(tiny.batch())
 
 
-@pytest.mark.parametrize("trainable", [lambda path: False, ["nothing"], "nothing", nnx.LoRAParam])
+@pytest.mark.parametrize("trainable", [lambda path: False, nnx.LoRAParam, [nnx.LoRAParam], []])
 def test_a_model_of_which_nothing_is_trained_is_refused(trainable):
     with pytest.raises(ModelError, match=r"no trained parameters .10 floating ones, all frozen"):
+        start(trainable=trainable)
+
+
+@pytest.mark.parametrize("trainable", ["haed/**", ["input/**", "haed/**"]])
+def test_a_pattern_of_no_parameter_names_the_nearest(trainable):
+    with pytest.raises(ModelError, match=r"'haed/\*\*' covers no parameter.* nearest: head/"):
         start(trainable=trainable)
 
 

@@ -80,7 +80,10 @@ def train_nnx(
 
     def flat(kind: Any) -> dict[str, Any]:
         pairs = nnx.to_flat_state(nnx.state(module, kind))
-        return {"/".join(map(str, keys)): v.get_value() for keys, v in pairs}
+        return {
+            "/".join(map(str, keys)): v.get_value() if isinstance(v, nnx.Variable) else v
+            for keys, v in pairs
+        }
 
     def trained() -> dict[str, Any]:
         return {path: x for path, x in flat(nnx.Param).items() if not frozen(path)}
@@ -110,7 +113,8 @@ def train_nnx(
 
 def _at(module: Any, keys: tuple[Any, ...]) -> Any:
     for key in keys:
-        module = module[key] if isinstance(key, int) else getattr(module, key)
+        indexed = isinstance(key, int) or isinstance(module, dict)
+        module = module[key] if indexed else getattr(module, key)
     return module
 
 

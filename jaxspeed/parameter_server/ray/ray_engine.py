@@ -155,7 +155,7 @@ class RayEngine(Engine):
 
     # -- training -------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch) -> Metrics:
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """A part of the batch for each worker.
 
         Synchronous workers make one update, which is done when this returns. Otherwise it returns
@@ -164,16 +164,16 @@ class RayEngine(Engine):
         Raises:
           StateLostError: a server died. Assigning `state`, or `load_checkpoint`, starts another.
         """
-        parts = self._parts(batch, self.program.batch.train)
+        parts = self._parts(batch, self.program.batch.train, extra)
         start = time.perf_counter()
         self._local_state = None
         metrics = _as_arrays(self._call(self._schedule.train, parts))
         self._reporter.stepped(metrics, start)
         return metrics
 
-    def eval_batch(self, batch: Batch) -> Metrics:
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode, once every push in flight has arrived."""
-        parts = self._parts(batch, None)
+        parts = self._parts(batch, None, extra)
         self._call(self._schedule.drain)
         given = (self._workers, "evaluate", parts, self._servers.published)
         done = self._call(run_all, *given)
@@ -189,9 +189,9 @@ class RayEngine(Engine):
             self._schedule.abort()
             raise
 
-    def _parts(self, batch: Batch, size: int | None) -> list[Any]:
+    def _parts(self, batch: Batch, size: int | None, extra: Any) -> list[Any]:
         """The workers' parts of a batch, by worker."""
-        self.program.check_batch(batch, size)
+        batch = self.program.read_batch(batch, size, extra)
         return host_parts(batch, self.program.ranks)
 
     def wait(self) -> None:
@@ -210,13 +210,13 @@ class RayEngine(Engine):
 
     # -- inspection -----------------------------------------------------------------------------
 
-    def compiled(self, batch: Batch) -> CompiledReport:
+    def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
         raise JaxspeedError(
             "engine.compiled: on Ray a step is several programs in several processes; "
             'without --engine ray, parallel.data_reduction "parameter_server" shows a worker\'s'
         )
 
-    def check(self, batch: Batch, **smaller: Any) -> CheckReport:
+    def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> CheckReport:
         raise JaxspeedError(
             "engine.check: not on Ray, whose processes compute what those of one controller do; "
             "check the same config without --engine ray"

@@ -121,6 +121,9 @@ class ServerModel:
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         raise NotImplementedError("servers compute no loss")
 
+    def protect(self, bound: Any) -> None:
+        raise NotImplementedError("servers compute no loss")
+
     def naming(self, bound: Any) -> AbstractContextManager[None]:
         raise NotImplementedError("servers compute no loss")
 

@@ -8,6 +8,7 @@ import jax
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
+from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
@@ -204,7 +205,7 @@ def model_flops(step: Step) -> tuple[ModelFlops, int]:
 
     def loss(sources: Any, variables: Any, batch: Any) -> Any:
         bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return program.objective.loss_fn(bound, batch)
+        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
 
     parameters = {
         row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
