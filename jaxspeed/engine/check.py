@@ -218,6 +218,7 @@ def _by_flax(program: Program) -> Any:
             state.step,
             program.config.parallel.state_collections,
             read_trainable(program.source.trainable).adds,
+            program.objective.autocast,
         )
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         return found._replace(values=values)

@@ -4,6 +4,10 @@ from typing import Any
 
 import jax
 
+from jaxspeed.config import Config
+from jaxspeed.hlo.parser import parse
+from jaxspeed.train import build_program
+from tests.support.strict_models import CASES
 from tests.system.measured import (
     compile_gradients,
     compile_step,
@@ -106,3 +110,25 @@ def dropped(devices: list[jax.Device]) -> dict[str, Any]:
 def rings(devices: list[jax.Device], **case: Any) -> dict[str, Any]:
     """A program of `stacks` whose ranks add up around rings."""
     return measure(*stack_program(devices, parallel={"data_reduction": "ring"}, **case))
+
+
+def autocast(devices: list[jax.Device], name: str) -> list[tuple[str, ...]]:
+    """The dtypes of the operands of each matmul and convolution of a step under autocast."""
+    case = CASES[name]
+    config = Config(
+        train_batch_size=8,
+        optimizer={"type": "Adam", "params": {"lr": 1e-2}},
+        torch_autocast={"enabled": True, "dtype": "bfloat16"},
+    )
+    program = build_program(
+        config, case.model, case.loss, devices=devices[:1], example_batch=case.batch
+    )
+    lowered = program.step.lower(program.state, program.abstract_batch(case.batch))
+    module = parse(lowered.compile().as_text())
+    found = set()
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ("dot", "convolution"):
+                shapes = [computation.instructions[name].shape for name in instruction.operands]
+                found.add(tuple(shape.dtype for shape in shapes))
+    return sorted(found)
