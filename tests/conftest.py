@@ -49,9 +49,12 @@ def _on_event(event: str, _: float, **about: Any) -> None:
         _COMPILED.append(str(about.get("fun_name", "a program")))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     from jax import monitoring
 
+    from tests.support import covering
+
+    covering.is_full = "full" in config.option.markexpr.replace("not full", "")
     monitoring.register_event_duration_secs_listener(_on_event)
 
 

@@ -22,7 +22,7 @@ def loaded(folder, **settings):
     return run
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
     first = engine(stage, parallel=PACKED)
     steps(first, 0, 2)
@@ -39,12 +39,19 @@ def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"stage": 0, "parallel": PACKED},
-        {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},
-        {"stage": 2, "parallel": {**PACKED, "ring_bucket_bytes": 64}},
-        {"stage": 2, "parallel": PACKED, "devices": 4},
+        pytest.param({"stage": 0, "parallel": PACKED}, id="stage"),
+        pytest.param({"stage": 2, "parallel": PACKED, "devices": 4}, id="devices"),
+        pytest.param(
+            {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},
+            id="replicas",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"stage": 2, "parallel": {**PACKED, "ring_bucket_bytes": 64}},
+            id="buckets",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["stage", "replicas", "buckets", "devices"],
 )
 def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, caplog):
     first = engine(2, parallel=PACKED)
