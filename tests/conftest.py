@@ -1,5 +1,6 @@
 """Eight simulated devices and a compilation cache, asked for before anything imports JAX."""
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -37,6 +38,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("jaxspeed")
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage less often: traces hold millions of objects, which all would be visited."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 # -- tests marked `fast` compile nothing -----------------------------------------------------------
