@@ -28,8 +28,8 @@ from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import cudnn
-from jaxspeed.placement.paths import listed
 from jaxspeed.ops.attention import autocast_to
+from jaxspeed.placement.paths import listed
 from jaxspeed.zero3 import Units, choose_units
 
 log = logging.getLogger("jaxspeed")

@@ -98,6 +98,7 @@ def test_sample_writes_the_prompt_and_as_many_tokens(trained):
     assert cold[0].stdout == cold[1].stdout != shown.stdout
 
 
+@pytest.mark.full  # the check itself: tests/engine/test_check.py
 def test_check_agrees_and_says_so(trained):
     config, _, _ = trained
     words = ("check", config, "--layers", "1")
