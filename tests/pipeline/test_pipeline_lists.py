@@ -385,7 +385,6 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "a list that drops": (regression(Dropping, weighted_error), {}),
     "recomputed calls": (regression(Recomputed, weighted_error), {}),
     "recomputed class": (regression(RecomputedClass, weighted_error), {}),
-    "constants of its own": (regression(OwnConstants, squared_error), {}),
     "a table that all read": (regression(SharedTable, weighted_error), {}),
     "a table that all and the head read": (regression(SharedTableAndHead, squared_error), {}),
     "a price that travels": (regression(Priced, priced_error), {}),
@@ -408,6 +407,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     ),
     "packed gpt2": (packed_family("gpt2", dropout=0.1), {}),
     "packed llama": (packed_family("llama", num_key_value_heads=1, intermediate_size=24), {}),
+    "constants of its own": (regression(OwnConstants, squared_error), {}),
 }
 POINTS = [(2, 3), (4, 0), (2, 0), (4, 3)]  # (pipe, stage)
 # All that these have, others have too.
