@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import optax
 
-from jaxspeed.config import Config, load_config
+from jaxspeed.config import AutoValues, Config, load_config
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
+from jaxspeed.metrics import Sink, monitors_of, require_monitors
+from jaxspeed.objective.batches import WithExtra
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import build
 from jaxspeed.parameter_server.engine import open_engine
@@ -28,8 +30,11 @@ def initialize(
     *,
     devices: Sequence[jax.Device] | None = None,
     example_batch: Any = None,
+    example_extra: Any = None,
     trainable: Any = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
     executable: str | Path | None = None,
+    auto: AutoValues = None,
 ) -> Engine:
     """An engine with a freshly initialized state, each array created as its shards.
 
@@ -37,7 +42,9 @@ def initialize(
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
         a pair (init, apply); left out when the config names a model.
       loss_fn: `loss_fn(model, batch)`, which returns a loss, or (sum, weight), or either with a
-        dict of metrics; left out for a family's own loss and for a PipelineModule's.
+        dict of metrics. A parameter `rng` (or `key`) gets a random key of each micro-batch, a
+        parameter `extra` the arrays of `train_batch(batch, extra=...)`. Left out for a family's
+        own loss and for a PipelineModule's.
       config: a path to JSON or YAML, a dict, or a Config.
       optimizer: any Optax transformation, instead of the config's.
       devices: the devices to use; by default all.
@@ -45,36 +52,97 @@ def initialize(
         initializes its parameters. With it (or where the config names the model and
         `data.seq_len`) the memory of a step is estimated before anything is allocated, with a
         warning where the devices have less.
+      example_extra: with an example batch, the arrays (or their shapes) that are passed as
+        `train_batch(batch, extra=...)`, if the loss has a parameter `extra`.
       trainable: the parameters to train: path patterns, a function of the path, or a
         Variable type such as `nnx.LoRAParam`; all by default.
+      init_with: `init_with(model, batch)` with the calls that create a Linen module's parameters;
+        by default those of the loss.
       executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
         if it was compiled for this step; overrides `run.executable`. Loading it runs code: use
         only files from sources you trust.
+      auto: values for keys that are "auto" in the config, which Hugging Face fills in:
+        `{"preset": "hf", "train_micro_batch_size_per_gpu": 8, "optimizer.params.lr": 5e-5}`. The
+        preset "hf" has Hugging Face's defaults, with the precision by the devices' platform.
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
     """
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
-    loaded = load_config({} if config is None else config, over)
-    model, loss_fn = resolve_model(loaded, model, loss_fn)
-    enable_compilation_cache(loaded)
-    program = build(
+    platform = None
+    if auto is not None:
+        platform = devices[0].platform if devices else jax.default_backend()
+    source = {} if config is None else config
+    loaded = load_config(source, over, auto=auto, platform=platform)
+    monitored = require_monitors(loaded)
+    if example_extra is not None:
+        example_batch = WithExtra(example_batch, example_extra)
+    engine = engine_of(
         loaded,
         model,
         loss_fn,
-        optimizer=optimizer,
+        optimizer,
         devices=devices,
         example_batch=example_batch,
         trainable=trainable,
+        init_with=init_with,
     )
-    if loaded.run.executable is not None:
-        read_identity(loaded.run.executable)  # reports a bad file before anything is allocated
+    if monitored:
+        write_monitors(engine)
+    return engine
+
+
+def engine_of(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    example_batch: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine that writes to no monitor, for a run that writes records of its own.
+
+    Arguments are those of `initialize`.
+    """
+    model, loss_fn = resolve_model(config, model, loss_fn)
+    enable_compilation_cache(config)
+    program = build(
+        config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+    )
+    if config.run.executable is not None:
+        read_identity(config.run.executable)  # reports a bad file before anything is allocated
     warn_of_room(program, example_batch)
     try:
-        state = program.init(loaded.run.seed)
+        state = program.init(config.run.seed)
     except Exception as error:
         if is_out_of_memory(error):
             raise explain_out_of_memory(program, error) from error
         raise
     log_startup(program)
     return open_engine(program, state)
+
+
+def write_monitors(engine: Engine) -> None:
+    """Write each step's metrics to the monitors that the config enables, until the engine closes.
+
+    Those without an `output_path` write into `run.output`, or else into the current folder. As in
+    `jaxspeed train`, steps that are trained again replace what was written of them.
+    """
+    if jax.process_index() != 0:
+        return
+    sinks: list[Sink] = []
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        if not sinks:
+            sinks.extend(monitors_of(engine.config, engine.config.run.output or ".", step))
+        for sink in sinks:
+            sink.write({"step": step, **metrics})
+
+    engine.add_hook(write)
+
+    def close() -> None:
+        for sink in sinks:
+            sink.close()
+
+    engine.on_close(close)

@@ -55,7 +55,7 @@ def test_no_public_class_name_occurs_twice():
 
 def test_the_extras_are_those_that_the_readme_may_name():
     extras = set(PROJECT["project"]["optional-dependencies"])
-    assert extras == {"test", "tpu", "cuda", "hf", "ray", "tensorboard", "wandb", "bench"}
+    assert extras == {"test", "tpu", "cuda", "hf", "ray", "tensorboard", "wandb", "plot"}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules_on_disk() <= names
-    files = {"py.typed", "hardware/chips.yaml", "planner/page/page.css", "planner/page/page.js"}
+    files = {"py.typed", "hardware/chips.yaml", "planner/page.html"}
     assert {f"jaxspeed/{file}" for file in files} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 

@@ -16,6 +16,7 @@ from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.objective.accumulate import Sums, micro_batches
+from jaxspeed.objective.batches import EXTRA, WithExtra, with_extra
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.objective.rng import is_key
 from jaxspeed.objective.train_state import (
@@ -26,6 +27,7 @@ from jaxspeed.objective.train_state import (
     updated_values,
     wide_dtype,
 )
+from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import as_text, bytes_text
@@ -119,17 +121,23 @@ def check(
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
     probe = _probe(program, reduced_by(program))
-    program.check_batch(batch, program.batch.train)
     plain = _plain(program)
     _fits(plain)
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
-    order = jax.tree.map(lambda x: program.as_one_rank(np.asarray(x)), batch)
+    order = _as_one_rank(program, batch)
     order = jax.device_put(order, plain.batch_shardings(order))
     theirs = _probe(plain, reduced_by_one(plain))(single, order)
     by_flax = _by_flax(plain)(single, order)
     return _compare(program, *jax.device_get((ours, theirs, by_flax)))
+
+
+def _as_one_rank(program: Program, batch: Any) -> Any:
+    """The samples in the order in which one rank computes the same micro-batches."""
+    if isinstance(batch, WithExtra):
+        return WithExtra(_as_one_rank(program, batch.samples), batch.extra)
+    return jax.tree.map(lambda x: program.as_one_rank(x if is_key(x) else np.asarray(x)), batch)
 
 
 def _smaller(program: Program, layers: int | None, model: Any) -> Program:
@@ -198,18 +206,21 @@ def _by_flax(program: Program) -> Any:
             r.path: unpad(updated_values(state, r), r.leaf.shape).astype(r.read.dtype)
             for r in program.table
         }
+        variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(program.objective.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
         found = plain_gradients(
             program.model,
             program.objective.loss_fn,
             params,
-            state.variables,
+            variables,
             micro,
             state.step,
             program.config.parallel.state_collections,
+            read_trainable(program.source.trainable).adds,
+            program.objective.autocast,
         )
-        values = {path: x for path, x in found.values.items() if not is_key(x)}
+        values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         return found._replace(values=values)
 
     return jax.jit(program.in_mesh(gradients))
@@ -221,8 +232,9 @@ def reduced_by_one(program: Program) -> Reduced:
     def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
         scale = state.loss_scale.scale
         sources = state.sources(program.table)
+        given, batch = with_extra(state.variables, batch)
         found: tuple[Sums, Any] = program.gradients(
-            sources, state.variables, batch, state.step, scale, state.ring_errors
+            sources, given, batch, state.step, scale, state.ring_errors
         )
         return found
 
@@ -356,17 +368,12 @@ def _faults(
 
 def _frozen_by_user(program: Program, path: str) -> bool:
     """Whether `trainable` or an optimizer group freezes a parameter."""
-    optimizer, trainable = program.config.optimizer, program.source.trainable
+    optimizer, trainable = program.config.optimizer, read_trainable(program.source.trainable)
     if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
         return True
-    if trainable is None:
-        return False
-    if isinstance(trainable, type):  # only the table has the variables' types
+    if trainable.by_leaf:  # only the table has the variables' types
         return path in program.table.rows
-    if callable(trainable):
-        return not trainable(path)
-    patterns = [trainable] if isinstance(trainable, str) else trainable
-    return not any(match(pattern, path) for pattern in patterns)
+    return not trainable(path, None)
 
 
 def _wide(x: Any) -> np.ndarray:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.evaluate import bindings, run_equation
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
+from jaxspeed.objective.batches import with_extra
 from jaxspeed.objective.train_state import TrainState, unpad
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
@@ -63,11 +64,10 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
             row.path: unpad(stored[row.path], row.leaf.shape).astype(row.read.dtype)
             for row in program.table
         }
-        flags = _forward_flags(program, sources, state, batch)
+        variables, samples = with_extra(state.variables, batch)
+        flags = _forward_flags(program, sources, state.step, variables, samples)
         labels[:] = [label for label, _ in flags]
-        sums, _ = program.gradients(
-            stored, state.variables, batch, state.step, state.loss_scale.scale
-        )
+        sums, _ = program.gradients(stored, variables, samples, state.step, state.loss_scale.scale)
         return (
             nonfinite_flags(batch),
             nonfinite_flags(stored),
@@ -87,9 +87,9 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
     )
 
 
-def _forward_flags(program: Program, sources: Any, state: TrainState, batch: Any) -> Flags:
+def _forward_flags(program: Program, sources: Any, step: Any, variables: Any, batch: Any) -> Flags:
     """The flags of one forward pass over the full batch."""
-    rest = (state.variables, jax.tree.map(program.objective.cast, batch), state.step, jnp.int32(0))
+    rest = (variables, jax.tree.map(program.objective.cast, batch), step, jnp.int32(0))
     traced = program.objective.trace(rest, train=True)
     args = [*(sources[row.path] for row in program.table), *jax.tree.leaves(rest)]
     return _run(traced.closed.jaxpr, traced.closed.consts, args)[1]

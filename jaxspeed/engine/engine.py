@@ -3,10 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
@@ -16,6 +19,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
+from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
@@ -44,6 +48,8 @@ class Engine:
         self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = False
+        self._profile = StepProfile(program)
+        self._closing: list[Callable[[], None]] = []
 
     @property
     def state(self) -> TrainState:
@@ -66,22 +72,29 @@ class Engine:
 
     # -- training -------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch) -> Metrics:
-        """One optimizer step. Metrics are asynchronous arrays: float(m["loss"]) waits for them."""
-        placed = self._place(batch, "train_batch", self.program.batch.train)
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        """One optimizer step. Metrics are asynchronous arrays: float(m["loss"]) waits for them.
+
+        `extra` is a tree of arrays for `loss_fn(model, batch, extra)`, which are not divided into
+        samples: a graph's edges, another network's weights, tables. They stay where they lie.
+        """
+        placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
                 check_moves(self.program, placed)
             self._moves_checked = True
+        self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, placed, self._state)
         return metrics
 
-    def eval_batch(self, batch: Batch) -> Metrics:
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
-        metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None))
+        metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None, extra))
         self._pace.sent(metrics["loss"])
         return metrics
 
@@ -108,9 +121,15 @@ class Engine:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and stop saving in the background."""
+        """Wait, stop saving in the background, and close what writes metrics."""
         self.wait()
         self._saver.close()
+        while self._closing:
+            self._closing.pop()()
+
+    def on_close(self, fn: Callable[[], None]) -> None:
+        """Call `fn` in `close`, after the last hooks."""
+        self._closing.append(fn)
 
     def _run(self, function: Any, batch: Any) -> Any:
         return self._explained(function, self.state, batch)
@@ -124,11 +143,16 @@ class Engine:
                 raise explain_out_of_memory(self.program, error) from error
             raise
 
-    def _place(self, batch: Batch, what: str, size: int | None) -> Any:
-        self.program.check_batch(batch, size)
+    def _place(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> Any:
+        batch = self.program.read_batch(batch, size, self._not_donated(extra))
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         self._shapes[what].see(placed)
         return placed
+
+    def _not_donated(self, extra: Any) -> Any:
+        """Extra arrays, with copies of those that the state holds: the step donates its state."""
+        held = set() if extra is None else set(map(id, jax.tree.leaves(self.held)))
+        return jax.tree.map(lambda x: jnp.copy(x) if id(x) in held else x, extra)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -192,6 +216,15 @@ class Engine:
 
         return {row.path: unpad(here(row), row.leaf.shape) for row in self.placements}
 
+    @parameters.setter
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Replace the parameters at these paths; the optimizer's state and the step stay."""
+        state = self.state
+        params, master = self.program.placed_parameters(values)
+        self.state = replace(
+            state, params={**state.params, **params}, master={**state.master, **master}
+        )
+
     @property
     def runnable(self) -> tuple[Program, TrainState]:
         """A program and a state for running the model."""
@@ -201,39 +234,46 @@ class Engine:
     def module(self) -> Any:
         """The model with the current parameters, in evaluation mode; valid until the next step.
 
-        A Flax module, or for Linen modules and pairs a callable with the same interface.
+        A Flax module, or for Linen modules and pairs a callable with the same interface. Its
+        parameters cannot be edited, as the engine would not see it: assign `engine.parameters`.
         """
-        variables = self.state.variables
-        return self.program.model.bind(self.parameters, variables, train=False, step=0, micro=0)
+        return self._bound(self.program, self.parameters, self.state.variables)
 
-    def compiled(self, batch: Batch) -> CompiledReport:
+    @staticmethod
+    def _bound(program: Program, parameters: Mapping[str, Any], variables: Any) -> Any:
+        bound = program.model.bind(dict(parameters), variables, train=False, step=0, micro=0)
+        program.model.protect(bound)
+        return bound
+
+    def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
         """Bytes, flops and collectives of the compiled step for a batch of these shapes."""
-        return compiled_report(self.program, batch, self._from_file)
+        return compiled_report(self.program, batch, self._from_file, extra)
 
-    def check(self, batch: Batch, **smaller: Any) -> checking.CheckReport:
+    def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:
         """Compare this step with the same step on one device, from the current state.
 
         The state is unchanged. If the model does not fit one device, `layers=2` (models named by
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
+        batch = self.program.read_batch(batch, self.program.batch.train, extra)
         return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The function that computes a batch's reduced gradients as this engine does."""
         return checking.reduced_by_one(program)
 
-    def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
+    def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite input, parameter, layer or gradient for this batch."""
-        self.program.check_batch(batch, self.program.batch.train)
+        batch = self.program.read_batch(batch, self.program.batch.train, extra)
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         return diagnosing.diagnose(self.program, self.state, placed)
 
 
 def compiled_report(
-    program: Program, batch: Any, from_file: StepFromFile | None = None
+    program: Program, batch: Any, from_file: StepFromFile | None = None, extra: Any = None
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
-    program.check_batch(batch, program.batch.train, abstract=True)
+    batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
     traced, mesh = program.traced_step(batch)
     transfer = None if program.serving else transfer_of(program, batch)
     loaded = from_file.compiled(batch) if from_file else None

@@ -1,6 +1,7 @@
 """Adapt a user's model (nnx factory, Linen module or a pair of functions) to the Model protocol."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -8,10 +9,12 @@ from flax import nnx
 
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.batches import takes_rng
 from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.objective.nnx_model import NnxModel
 from jaxspeed.objective.pair_model import PairModel
-from jaxspeed.objective.protocol import Model, Trainable
+from jaxspeed.objective.protocol import Model
+from jaxspeed.objective.trainable import read_trainable
 
 
 def adapt_model(
@@ -23,21 +26,26 @@ def adapt_model(
     frozen: Sequence[str] = (),
     full_precision: Sequence[str] = (),
     state_collections: Sequence[str] | None = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Model:
     """Adapt an nnx factory, a Linen module or a pair (init, apply).
 
     Args:
       trainable: which parameters are trained: None for all, path patterns, a function of the path,
-        or a Variable type (`nnx.LoRAParam`).
+        a Variable type (`nnx.LoRAParam`), which need not be a Param, or another filter of nnx.
       frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
       state_collections: state carried from step to step besides parameters: names of Linen
         collections or of nnx Variable types; None for all but sown and intermediate values.
+      init_with: the calls that create a Linen module's parameters, as init_with(model, batch);
+        None for those of the loss.
     """
-    chosen = _trainable(trainable)
+    wanted = read_trainable(trainable)
 
-    def is_trained(path: str, leaf: Any) -> bool:
-        return chosen(path, leaf) and not any(match(p, path) for p in frozen)
+    def chosen(path: str, leaf: Any) -> bool:
+        return wanted.chosen(path, leaf) and not any(match(p, path) for p in frozen)
+
+    is_trained = replace(wanted, chosen=chosen)
 
     def is_full(path: str) -> bool:
         return any(match(p, path) for p in full_precision)
@@ -52,7 +60,11 @@ def adapt_model(
                 "a Linen module initializes its parameters from a batch: pass "
                 "initialize(..., example_batch=...); only its shapes are used"
             )
-        return LinenModel(model, loss_fn, example_batch, is_trained, is_full, state_collections)
+        return LinenModel(
+            model, loss_fn, example_batch, is_trained, is_full, state_collections, init_with
+        )
+    if init_with is not None:
+        raise ModelError("init_with is for Linen modules, which create parameters when called")
     if isinstance(model, tuple) and len(model) == 2 and all(map(callable, model)):
         return PairModel(model[0], model[1], example_batch, is_trained, is_full)
     if isinstance(model, nnx.Module):
@@ -65,20 +77,4 @@ def adapt_model(
             f"model is a {type(model).__name__}; it may be a factory of an nnx.Module "
             "(lambda rngs: ...), a Linen module, or a pair (init, apply)"
         )
-    return NnxModel(model, is_trained, is_full, state_collections)
-
-
-def _trainable(wanted: Any) -> Trainable:
-    if wanted is None:
-        return lambda path, leaf: True
-    if isinstance(wanted, type):
-        return lambda path, leaf: isinstance(leaf, wanted)
-    if callable(wanted):
-        return lambda path, leaf: bool(wanted(path))
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise ModelError(
-            f"trainable is {wanted!r}; it may be path patterns, a function of the path, or a "
-            "Variable type"
-        )
-    return lambda path, leaf: any(match(p, path) for p in patterns)
+    return NnxModel(model, is_trained, is_full, state_collections, seeded=takes_rng(loss_fn))

@@ -1,7 +1,7 @@
 """Adapter of a Flax Linen module to the Model protocol.
 
-Its variables are found by tracing the loss on an example batch, where the first call of the module
-creates them.
+Its variables are found by tracing the loss, or `init_with`, on an example batch, where the calls of
+the module create them.
 """
 
 import contextlib
@@ -9,29 +9,31 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
-from flax.core import meta
-from flax.core.scope import DenyList
+from flax.core import freeze, meta
+from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
-    Trainable,
     check_collections,
-    example_shapes,
     frozen_part,
     frozen_statistics_note,
     is_inexact,
     mode_arguments,
     nested,
 )
-from jaxspeed.objective.rng import linen_rngs, micro_batch_key
+from jaxspeed.objective.rng import FALLBACK, linen_rngs, micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths, path_of
 from jaxspeed.placement.rows import Leaf
@@ -42,21 +44,25 @@ _lock = RLock()
 class LinenModel:
     """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
 
+    needs_values = None  # Flax traces initializers in each call too, so that none can need values
+
     def __init__(
         self,
         module: nn.Module,
         loss_fn: Callable[[Any, Any], Any],
         example_batch: Any,
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
         state_collections: Sequence[str] | None = None,
+        init_with: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        self._module, self._loss_fn = module, loss_fn
+        self._module, self._init_with = module, init_with or loss_fn
+        self._init_name = "init_with" if init_with else "loss_fn"
         self._example = example_shapes(example_batch)
         self._state_collections = state_collections
-        with _recorded_sows() as sown:
+        with _recorded() as seen:
             boxed = jax.eval_shape(self._create, jax.random.key(0))
-        self._sown = frozenset(sown)
+        self._sown, self._streams = frozenset(seen.sown), sorted(seen.streams)
         check_collections(state_collections, (name for name in boxed if name != "params"))
         names = _boxed_names(boxed)
         tree = self._without_fresh(meta.unbox(boxed))
@@ -117,18 +123,28 @@ class LinenModel:
             return path != SEED
         return path.split("/")[0] in self._state_collections
 
-    def _create(self, key: jax.Array) -> Any:
-        bound = _Creating(self._module, key)
-        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), self._example)
-        with foreign("loss_fn(model, example_batch)", self._example):
-            self._loss_fn(bound, zeros)
-        if bound.created is None:
-            raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-        return bound.created
+    def _create(self, key: jax.Array, boxed: bool = True) -> Any:
+        def created(key: jax.Array) -> Any:
+            bound = _Creating(self._module, key)
+            given, batch = with_extra({SEED: key}, zeros_of(self._example))
+            with foreign(f"{self._init_name}(model, example_batch)", self._example):
+                call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
+            if not bound.created:
+                raise ModelError("loss_fn never called the model: model(...) makes its parameters")
+            if any(_traced_within(x, key) for x in jax.tree.leaves(bound.created)):
+                raise ModelError(
+                    f"{self._init_name} makes the model's first call inside a function that is "
+                    "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "
+                    "cannot be created; pass initialize(..., init_with=lambda model, batch: "
+                    "model(...))"
+                )
+            return bound.created if boxed else meta.unbox(bound.created)
+
+        return with_own_axes(created)(key)[0]
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        made = self._without_fresh(meta.unbox(self._create(key)))
+        made = self._without_fresh(self._create(key, boxed=False))
         values = _flat(made) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
@@ -138,11 +154,13 @@ class LinenModel:
     ) -> "BoundLinen":
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
-        key = micro_batch_key(variables[SEED], step, micro)
+        rngs = linen_rngs(micro_batch_key(variables[SEED], step, micro), self._streams)
+        if not train:
+            # Every stream falls back to this one. Others are absent, so that a model whose dropout
+            # is on where it has its stream (`self.has_rng("dropout")`) evaluates without it.
+            rngs = {FALLBACK: rngs[FALLBACK]}
         constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
-        return BoundLinen(
-            self._module, tree, linen_rngs(key), train, self._frozen, DenyList(tuple(constant))
-        )
+        return BoundLinen(self._module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
     def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
         after = _flat(bound.variables)
@@ -151,6 +169,9 @@ class LinenModel:
 
     def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
         return _naming()
+
+    def protect(self, bound: "BoundLinen") -> None:
+        bound.variables = freeze(bound.variables)
 
     def notes(self, compute_dtype: Any) -> list[str]:
         statistics = [path.split("/") for path in self.variables if path.startswith("batch_stats/")]
@@ -163,10 +184,28 @@ class LinenModel:
         )
 
 
-class BoundLinen:
+class _Methods:
+    """The module's own methods and fields: `model.encode(x)` is `model(x, method="encode")`."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        is_method = inspect.isfunction(getattr(type(self.module), name, None))
+        return functools.partial(self.__call__, method=name) if is_method else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class BoundLinen(_Methods):
     """A Linen module with its variables, callable like the module; stores what a call changes.
 
-    `variables` also holds what the calls so far have sown: `model.variables["losses"]`.
+    `variables` also holds what the calls so far have sown: `model.variables["losses"]`. Of `rngs`,
+    `mutable` and `capture_intermediates` it makes what `Module.apply` does; `mutable` only says
+    what is returned too.
     """
 
     def __init__(
@@ -183,45 +222,84 @@ class BoundLinen:
         # All but parameters; in evaluation what calls sow, and state that shares its collection.
         self._mutable = mutable
 
-    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+        every = union_filters(self._mutable, mutable)
+        out, changed = self.apply(self.variables, *args, mutable=every, **kwargs)
+        self.variables = {**self.variables, **changed}
+        return _with_collections(out, changed, mutable)
+
+    def apply(
+        self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any
+    ) -> Any:
+        """`Module.apply` with the mode and the random streams of this micro-batch."""
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
         frozen = _frozen_statistics(self._is_frozen)
         with frozen if self.training else contextlib.nullcontext():
-            out, changed = self.module.apply(
-                self.variables,
-                *args,
-                rngs=self._rngs if self.training else None,
-                mutable=self._mutable,
-                method=method,
-                **kwargs,
-            )
-        self.variables = {**self.variables, **changed}
-        return out
+            given = {**self._rngs, **_streams(rngs)}
+            return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
 
 
-class _Creating:
-    """Stand-in for the module during initialization: its first call creates the variables."""
+class _Creating(_Methods):
+    """Stand-in for the module during initialization: its calls create the variables.
+
+    Each creates all that it reads, from the same key: as one call of all of them would, since
+    values depend on the key and the path.
+    """
 
     training = False
 
     def __init__(self, module: nn.Module, key: jax.Array) -> None:
         self.module, self._key = module, key
-        self.created: Any = None
-        self.variables: Any = {}  # as the loss may look at them
+        self.created: Any = {}
+        self.variables: Any = {"params": {}}  # as the loss may look at them
 
-    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Any = False,
+        **kwargs: Any,
+    ) -> Any:
         kwargs = {**_mode(self.module, method, False), **kwargs}
-        if self.created is None:
-            out, self.created = self.module.init_with_output(
-                {"params": self._key}, *args, method=method, mutable=True, **kwargs
-            )
-            self.variables = meta.unbox(self.created)
-            return out
-        out, changed = self.module.apply(
-            self.variables, *args, method=method, mutable=DenyList(("params",)), **kwargs
+        given = {**_streams(rngs), FALLBACK: self._key}
+        out, created = self.module.init_with_output(
+            given, *args, method=method, mutable=True, **kwargs
         )
-        self.variables = {**self.variables, **changed}
+        self.created = _merged(self.created, created)
+        self.variables = meta.unbox(self.created)
+        return _with_collections(out, self.variables, mutable)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call: the variables are those that are being created."""
+        return self(*args, **kwargs)
+
+
+def _streams(rngs: Any) -> dict[str, Any]:
+    """Random streams as `Module.apply` takes them: a key is that of `params`."""
+    if rngs is None:
+        return {}
+    return dict(rngs) if isinstance(rngs, Mapping) else {FALLBACK: rngs}
+
+
+def _with_collections(out: Any, variables: Any, mutable: Any) -> Any:
+    """(out, the collections that the user's call names), or `out` where it names none."""
+    if mutable is False:
         return out
+    return out, {name: x for name, x in variables.items() if in_filter(mutable, name)}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Nested dicts with the entries of both, of which the old ones stay."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return old
+    return {**new, **{name: _merged(x, new.get(name)) for name, x in old.items()}}
+
+
+def _traced_within(x: Any, key: Any) -> bool:
+    """Whether an array belongs to another trace than the key: to one that has ended."""
+    traces = [getattr(tracer, "_trace", None) for tracer in (x, key)]
+    return None not in traces and traces[0] is not traces[1]
 
 
 def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
@@ -229,22 +307,33 @@ def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
     return mode_arguments(inspect.signature(called).parameters, training)
 
 
+class _Seen(NamedTuple):
+    """What modules did in their calls."""
+
+    sown: set[tuple[str, ...]]  # (collection, ...) paths
+    streams: set[str]  # random streams that they asked for
+
+
 @contextlib.contextmanager
-def _recorded_sows() -> Iterator[set[tuple[str, ...]]]:
-    """Context in which (collection, ...) paths that modules sow are added to the yielded set."""
-    places: set[tuple[str, ...]] = set()
-    original = nn.Module.sow
+def _recorded() -> Iterator[_Seen]:
+    """Context in which what modules sow and ask for is added to the yielded sets."""
+    seen = _Seen(set(), set())
+    sow, has_rng = nn.Module.sow, nn.Module.has_rng
 
-    def sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
-        places.add((col, *self.path, name))
-        return original(self, col, name, *args, **kwargs)
+    def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+        seen.sown.add((col, *self.path, name))
+        return sow(self, col, name, *args, **kwargs)
 
-    with _lock:
-        nn.Module.sow = sow  # type: ignore[method-assign]
-        try:
-            yield places
-        finally:
-            nn.Module.sow = original  # type: ignore[method-assign]
+    def recorded_has_rng(self: Any, name: str) -> bool:
+        seen.streams.add(name)
+        return has_rng(self, name)
+
+    with (
+        _lock,
+        mock.patch.object(nn.Module, "sow", recorded_sow),
+        mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
+    ):
+        yield seen
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ from flax.nnx.variablelib import VariableTypeCache
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
+from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.protocol import (
+    EDITED,
     EVALUATION,
+    SEED,
     STATISTICS,
     Arrays,
-    Trainable,
     check_collections,
     frozen_part,
     frozen_statistics_note,
@@ -25,6 +28,7 @@ from jaxspeed.objective.protocol import (
     nested,
 )
 from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
@@ -39,14 +43,14 @@ class NnxModel:
     def __init__(
         self,
         factory: Callable[[nnx.Rngs], nnx.Module],
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
         state_collections: Sequence[str] | None = None,
+        seeded: bool = False,
     ) -> None:
         self._factory = factory
-        with nnx.use_eager_sharding(False):
-            module = nnx.eval_shape(lambda: self._build(0))
-        self._graph, state = nnx.split(module)
+        self._graph, state, self.needs_values = self._abstract()
+        module = nnx.merge(self._graph, state, copy=True)
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
         self.leaves = tuple(
@@ -59,7 +63,7 @@ class NnxModel:
                 full_precision(path) or bool(v.get_metadata().get("full_precision")),
             )
             for path, (_, v) in self._kinds.items()
-            if _is_parameter(v)
+            if is_inexact(v) and (isinstance(v, nnx.Param) or trainable.adds(path, v))
         )
         self._state_collections = state_collections
         every = [v for _, v in flat if isinstance(v, nnx.Variable)]
@@ -77,9 +81,29 @@ class NnxModel:
             for path, (_, v) in self._kinds.items()
             if path not in own
         }
+        if seeded:  # for the loss; the module has its own random streams
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            self.variables[SEED] = jax.ShapeDtypeStruct((), key.dtype)
+
+    def _abstract(self) -> tuple[Any, nnx.State, str | None]:
+        """(structure, state with shapes in place of arrays, why it was built for real).
+
+        Split within the trace: outside of it Flax takes the shapes that a list, a dict or a tuple
+        holds for part of the structure (0.12.8).
+        """
+        graphs = []
+
+        def state() -> nnx.State:
+            graph, state = nnx.split(self._build(0))
+            graphs.append(graph)
+            return state
+
+        with nnx.use_eager_sharding(False):
+            shapes, reason = shapes_of(state)
+        return graphs[-1], shapes, reason
 
     def _build(self, seed: jax.Array | int) -> nnx.Module:
-        with foreign("the model factory, called as factory(rngs),"):
+        with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
             module = self._factory(nnx.Rngs(jax.random.key(seed)))
         if not isinstance(module, nnx.Module):
             raise ModelError(
@@ -92,8 +116,9 @@ class NnxModel:
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         with nnx.use_eager_sharding(False):
-            state = nnx.split(self._build(seed))[1]
+            state = init_values(self.needs_values, lambda s: nnx.split(self._build(s))[1], seed)
         values = {_path(keys): value_of(v) for keys, v in nnx.to_flat_state(state)}
+        values[SEED] = jax.random.key(seed)
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -127,12 +152,12 @@ class NnxModel:
                 return micro_batch_key(value, step, micro)
             return jnp.zeros_like(value) if issubclass(kind, nnx.RngCount) else value
 
-        return {path: fresh(path, value) for path, value in variables.items()}
+        return {path: fresh(path, x) for path, x in variables.items() if path in self._kinds}
 
     def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
         """Collect changed state; random streams and intermediate values are per micro-batch."""
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
-        kinds = {path: self._kinds[path][1] for path in self.variables}
+        kinds = {path: self._kinds[path][1] for path in self.variables if path != SEED}
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
         found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
         return {path: x for path, x in found.items() if x is not params.get(path)}
@@ -146,6 +171,13 @@ class NnxModel:
                 classes.append(type(node))
         return tagged(classes, lambda module: paths.get(id(module), ""))
 
+    def protect(self, bound: nnx.Module) -> None:
+        for _, node in nnx.iter_graph(bound):
+            if isinstance(node, nnx.Param):
+                hooks = node.get_metadata().get("on_set_value", ())
+                hooks = hooks if isinstance(hooks, tuple) else (hooks,)
+                node.set_metadata("on_set_value", (*hooks, _refuse_edit))
+
     def notes(self, compute_dtype: Any) -> list[str]:
         frozen = [p for p, mode in self._modes if STATISTICS in mode and self._frozen(p)]
         evaluating = [
@@ -154,7 +186,7 @@ class NnxModel:
             for name, value in mode.items()
             if value == EVALUATION[name] and path not in frozen
         ]
-        found = frozen_statistics_note(frozen)
+        found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
             found.append(
                 "modules that the model's factory set to evaluation mode stay in it during "
@@ -206,6 +238,10 @@ def _collections_of(variable: nnx.Variable) -> set[str]:
     }
 
 
+def _refuse_edit(variable: Any, value: Any) -> Any:
+    raise ModelError(EDITED)
+
+
 def _drop_sown(module: nnx.Module) -> None:
     """Remove what calls in the factory have sown, as `nnx.pop` does: growing tuples."""
     for _, node in nnx.iter_graph(module):
@@ -255,12 +291,26 @@ def _check_array(path: str, value: Any) -> None:
         raise ModelError(f"the model stores a {kind} at {path}; state must be arrays of numbers")
 
 
-def _is_parameter(variable: Any) -> bool:
-    return isinstance(variable, nnx.Param) and is_inexact(variable)
-
-
 def dim_names(variable: Any) -> tuple[str | None, ...]:
     metadata = variable.get_metadata()
     names = next((metadata[key] for key in NAME_KEYS if metadata.get(key) is not None), ())
     names = getattr(names, "spec", names)
     return tuple(n if isinstance(n, str) else None for n in names)
+
+
+@contextlib.contextmanager
+def _quick_streams() -> Iterator[None]:
+    """Random streams that count up without a search of the entire trace.
+
+    flax 0.12 asks a counter under trace for its sharding, and JAX writes an error with the tracer's
+    origin for the answer "none": the time to trace a factory was quadratic in its layers.
+    """
+
+    def draw(stream: Any) -> jax.Array:
+        getattr(stream.count, "_check_can_update", lambda: None)()
+        count = stream.count[...]
+        stream.count.set_value(count + 1)
+        return jax.random.fold_in(stream.key[...], count)
+
+    with mock.patch.object(nnx.RngStream, "__call__", draw):
+        yield

@@ -12,24 +12,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
+from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,
-    Trainable,
-    example_shapes,
     is_array,
     is_inexact,
     mode_arguments,
 )
 from jaxspeed.objective.rng import micro_batch_key
+from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Leaf
-
-KEY_ARGUMENTS = ("rng", "key", "rng_key")
 
 
 class PairModel:
@@ -40,7 +38,7 @@ class PairModel:
         init: Callable[..., Any],
         apply: Callable[..., Any],
         example_batch: Any,
-        trainable: Trainable,
+        trainable: Selection,
         full_precision: Callable[[str], bool],
     ) -> None:
         self._init, self._apply, self._example = init, apply, None
@@ -52,7 +50,7 @@ class PairModel:
                     "shapes are used"
                 )
             self._example = example_shapes(example_batch)
-        abstract = jax.eval_shape(self._create, jax.random.key(0))
+        abstract, self.needs_values = shapes_of(self._create, jax.random.key(0))
         self._tree = jax.tree.structure(abstract)
         flat = flat_with_paths(abstract)
         self._paths = list(flat)
@@ -69,7 +67,7 @@ class PairModel:
         self._parameters = inspect.signature(apply).parameters
 
     def _create(self, key: jax.Array) -> Any:
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self._example)
+        _, zeros = with_extra({}, zeros_of(self._example))
         with foreign("init(key)" if self._example is None else "init(key, batch)", self._example):
             made = self._init(key) if self._example is None else self._init(key, zeros)
         bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
@@ -84,7 +82,8 @@ class PairModel:
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        values = flat_with_paths(self._create(key)) | {SEED: key}
+        made = init_values(self.needs_values, lambda s: self._create(jax.random.key(s)), seed)
+        values = flat_with_paths(made) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -94,7 +93,7 @@ class PairModel:
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
         given: dict[str, Any] = dict(mode_arguments(self._parameters, train))
-        key = next((w for w in KEY_ARGUMENTS if w in self._parameters), None)
+        key = next((w for w in RNG_ARGUMENTS if w in self._parameters), None)
         if key is not None:
             given[key] = micro_batch_key(variables[SEED], step, micro)
         return BoundPair(self._apply, tree, given, train)
@@ -105,8 +104,11 @@ class PairModel:
     def naming(self, bound: "BoundPair") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def protect(self, bound: "BoundPair") -> None:
+        """Leave the user's own containers as they are."""
+
     def notes(self, compute_dtype: Any) -> list[str]:
-        return []
+        return note_of(self.needs_values, self.leaves)
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return jax.tree.unflatten(self._tree, [flat.get(path, absent) for path in self._paths])

@@ -9,16 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batch_checks import check_arrays, is_numeric
+from jaxspeed.objective.batch_checks import is_numeric
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 Arrays = dict[str, Any]
-Trainable = Callable[[str, Any], bool]  # (path, the leaf as the model has it) -> is it trained
-MODE_ARGUMENTS = {  # keyword arguments of a call that set its mode
+MODE_ARGUMENTS = {  # arguments of a call or a loss that set its mode
     "train": True,
     "training": True,
     "is_training": True,
+    "is_train": True,
+    "train_mode": True,
+    "enable_dropout": True,
+    "inference": False,
+    "is_eval": False,
+    "eval_mode": False,
     "deterministic": False,
     "use_running_average": False,
 }
@@ -36,6 +41,10 @@ class Model(Protocol):
         """Parameters: real and complex floating-point arrays."""
 
     @property
+    def needs_values(self) -> str | None:
+        """Why `init` cannot be traced, and runs in host memory; None: it is traced."""
+
+    @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """All other state: statistics, keys, buffers."""
 
@@ -51,6 +60,9 @@ class Model(Protocol):
     def naming(self, bound: Any) -> contextlib.AbstractContextManager[None]:
         """Context in which module calls name the equations that they trace."""
 
+    def protect(self, bound: Any) -> None:
+        """Make edits of the parameters of a bound model errors, as far as its kind allows."""
+
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         """Unflatten parameters to the model's tree; `absent` where the dict has none."""
 
@@ -58,10 +70,10 @@ class Model(Protocol):
         """Notes for the user on how the model is trained, one or two sentences each."""
 
 
-def example_shapes(batch: Any) -> Any:
-    """Shapes of an example batch, whose arrays may themselves be shapes."""
-    check_arrays(batch, name="example_batch", abstract=True)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+EDITED = (
+    "engine.module is a copy: an edit of its parameters does not reach the engine. Assign "
+    "engine.parameters = {path: array}; for a copy of your own, initialize the model and update it"
+)
 
 
 def is_array(x: Any) -> bool:

@@ -7,6 +7,7 @@ the next from the mean of their pushes. Otherwise workers run asynchronously wit
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ class ServedEngine(Engine):
 
     # -- training ---------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch) -> Metrics:
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """A part of the batch for each worker.
 
         Synchronous workers make one update. Otherwise the call returns once all parts are assigned
@@ -98,22 +99,21 @@ class ServedEngine(Engine):
           StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
             another.
         """
-        parts = self._parts(batch, "train_batch", self.program.batch.train)
+        parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
         metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
         self._reporter.stepped(metrics, start)
         return metrics
 
-    def eval_batch(self, batch: Batch) -> Metrics:
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode, once every push in flight has arrived."""
-        parts = self._parts(batch, "eval_batch", None)
+        parts = self._parts(batch, "eval_batch", None, extra)
         self._drain()
         return self._as_arrays(self._aborting(evaluated, self._workers, self._store, parts))
 
-    def _parts(self, batch: Batch, what: str, size: int | None) -> list[Any]:
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
         """The workers' parts of a batch, by worker."""
-        self.program.check_batch(batch, size)
-        return host_parts(batch, self.program.workers)
+        return host_parts(self.program.read_batch(batch, size, extra), self.program.workers)
 
     def _drain(self) -> None:
         self._aborting(self._schedule.drain)
@@ -159,13 +159,20 @@ class LocalServedEngine(ServedEngine):
         traffic: Traffic = self._workers.traffic
         return traffic
 
-    def _parts(self, batch: Batch, what: str, size: int | None) -> list[Any]:
-        placed = self._place(batch, what, size)
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        self._profile.begin(self._reporter.step + 1, self._store.state)
+        metrics = super().train_batch(batch, extra)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, batch, self._store.state)
+        return metrics
+
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
+        placed = self._place(batch, what, size, extra)
         self.traffic.order.clear()
         return self.program.parts(placed)
 
-    def eval_batch(self, batch: Batch) -> Metrics:
-        metrics = super().eval_batch(batch)
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        metrics = super().eval_batch(batch, extra)
         self._store.pace.sent(metrics["loss"])
         return metrics
 
@@ -185,7 +192,7 @@ class LocalServedEngine(ServedEngine):
         params = {path: np.asarray(x) for path, x in self.parameters.items()}
         variables = jax.tree.map(lambda x: x.addressable_shards[0].data, state.variables)
         here = jax.device_put((params, variables), device)
-        return own.model.bind(*here, train=False, step=0, micro=0)
+        return self._bound(own, *here)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
@@ -198,9 +205,9 @@ class LocalServedEngine(ServedEngine):
 
         return reduced
 
-    def diagnose(self, batch: Batch) -> diagnosing.Diagnosis:
+    def diagnose(self, batch: Batch, extra: Any = None) -> diagnosing.Diagnosis:
         """The first non-finite value, part by part, on the first worker."""
-        self.program.check_batch(batch, self.program.batch.train)
+        batch = self.program.read_batch(batch, self.program.batch.train, extra)
         own, state = self.runnable
         found = None
         for part in host_parts(batch, self.program.workers):

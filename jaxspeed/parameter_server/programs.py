@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import ConfigError, JaxspeedError, PlacementError
+from jaxspeed.errors import BatchError, ConfigError, JaxspeedError, PlacementError
+from jaxspeed.objective.batches import WithExtra
 from jaxspeed.parameter_server.bucketed_update import bucket_paths
 from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
@@ -70,6 +71,17 @@ class ServedProgram(Program):
 
     def _sent_elements(self, row: Row) -> int:
         return math.prod(row.leaf.shape)
+
+    def read_batch(
+        self, batch: Any, size: int | None, extra: Any = None, abstract: bool = False
+    ) -> Any:
+        read = super().read_batch(batch, size, extra, abstract)
+        if isinstance(read, WithExtra):
+            raise BatchError(
+                'parallel.data_reduction "parameter_server": workers take no extra arrays, only '
+                'parts of a batch; use "xla", or scalars in the batch'
+            )
+        return read
 
     def given_for_one_mesh(self) -> dict[str, Any]:
         return without_servers(self.config.given)

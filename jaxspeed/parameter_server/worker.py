@@ -159,8 +159,9 @@ def host_parts(batch: Any, workers: int) -> list[Any]:
     """The workers' parts of a batch in host memory, by worker."""
 
     def parts(x: Any) -> list[np.ndarray]:
-        x = np.asarray(x)
-        return np.split(x, workers) if x.shape else [x] * workers
+        if not x.shape:  # a random key, perhaps
+            return [x] * workers
+        return np.split(np.asarray(x), workers)
 
     leaves, tree = jax.tree.flatten(batch)
     return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]

@@ -1,5 +1,6 @@
 """Logical axis rules: the mesh axes that shard a leaf, from the logical names of its dims."""
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,10 @@ LOGICAL_RULES: Mapping[str, str] = {
     "mlp": "tensor",
     "tensor": "tensor",  # models that name the mesh axis itself
 }
+
+# Usual names of mesh axes, by which models annotate their own parameters.
+TENSOR_NAMES = ("tp", "mp", "model")
+DATA_NAMES = ("fsdp", "dp", "data", "zero")
 
 # Dims sharded over pipe and their own axis: all stages share the embedding and the head.
 SHARED_BY_STAGES = ("vocab",)
@@ -159,19 +164,41 @@ def with_names(
     return tuple(_named(leaf, patterns) for leaf in leaves)
 
 
+def with_own_axis_names(
+    leaves: Sequence[Leaf], mapping: Mapping[str, str | None]
+) -> tuple[Leaf, ...]:
+    """Leaves whose dims a model annotates with its own mesh axes, with `tensor` where it means it.
+
+    Usual names are known, except in a model with logical names, where `model` may be a dim.
+    """
+    logical = any(name in LOGICAL_RULES for leaf in leaves for name in leaf.names)
+    known = {**({} if logical else dict.fromkeys(TENSOR_NAMES, "tensor")), **mapping}
+
+    def of_leaf(leaf: Leaf) -> Leaf:
+        names = tuple("tensor" if known.get(n or "") == "tensor" else n for n in leaf.names)
+        return leaf if names == leaf.names else replace(leaf, names=names)
+
+    return tuple(map(of_leaf, leaves))
+
+
 def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
     """Raise ConfigError when a pattern covers no parameter: it would silently do nothing."""
     for pattern in patterns:
         if not any(match(pattern, path) for path in paths):
             raise ConfigError(
                 f"{key}: {pattern!r} covers no parameter of this model; it has, for example: "
-                + examples(paths)
+                + examples(nearest(pattern, paths))
             )
 
 
 def examples(paths: Sequence[str]) -> str:
     """A few of the paths."""
     return ", ".join(paths[:EXAMPLES])
+
+
+def nearest(wanted: str, paths: Sequence[str]) -> list[str]:
+    """The paths most like a path or pattern, or the first ones."""
+    return difflib.get_close_matches(wanted, paths, n=EXAMPLES, cutoff=0.4) or list(paths)
 
 
 def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:

@@ -18,12 +18,10 @@ from jaxspeed.metrics import (
     Progress,
     Sink,
     TimeLedger,
-    language_flops,
+    program_model_flops,
     sinks_of,
-    traced_flops,
     utilisation,
 )
-from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.run.folder import RunFolder
 
 
@@ -199,26 +197,6 @@ def recorder_of(
 
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    flops = _flops(engine, corpus)
-    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)
-
-
-def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
-    """Model FLOPs per token, or per sample if the model is not a language model."""
     program = engine.program
-    batch = corpus.train.batch(0, program.batch.train)
-    sizes = family_sizes(engine.config)
-    if "tokens" in batch and sizes is not None:
-        leaves = [row.leaf for row in engine.placements]
-        return language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
-
-    def loss(sources: Any, variables: Any, batch: Any) -> Any:
-        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return program.objective.loss_fn(bound, batch)
-
-    parameters = {
-        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
-    }
-    samples = program.batch.micro
-    few = {name: x[:samples] if x.shape else x for name, x in batch.items()}
-    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)
+    flops = program_model_flops(program, corpus.train.batch(0, program.batch.train))
+    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)

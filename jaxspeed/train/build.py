@@ -12,8 +12,9 @@ from jaxspeed.config import Batch, Config, match
 from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
 from jaxspeed.objective.train_state import OptLayout, native_tree
+from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
@@ -43,6 +44,7 @@ def build_program(
     devices: Sequence[jax.Device] | None = None,
     example_batch: Any = None,
     trainable: Any = None,
+    init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Program:
     """The program of a run on one mesh.
 
@@ -62,7 +64,9 @@ def build_program(
         frozen=[g.pattern for g in config.optimizer.groups if g.frozen] if config.optimizer else (),
         full_precision=config.parallel.full_precision,
         state_collections=config.parallel.state_collections,
+        init_with=init_with,
     )
+    read_trainable(trainable).check([leaf.path for leaf in adapted.leaves])
     _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
     stack = _stack_of(config, mesh, leaves)
@@ -83,6 +87,7 @@ def build_program(
         DTYPES[wire] if wire else None,
         _style_of(config, mesh),
         config.recompute,
+        autocast=autocast_of(config, table),
     )
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
@@ -109,7 +114,7 @@ def build_program(
             _pipeline_of(config, objective),
         ),
         update,
-        BuildInputs(build_program, model, optimizer, example_batch, trainable),
+        BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
 

@@ -129,11 +129,14 @@ class Gradients:
             return "micro_batch", "gradients are offloaded to host memory as they are produced"
         if self.pipeline and STAGES_INSIDE_RANKS_ABORT:
             return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
-        if self.wanted_reduction != "auto":
-            return self.wanted_reduction, "parallel.gradient_reduction sets it"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
+        if program.own_axes.collective:
+            names = ", ".join(program.own_axes.collective)
+            return "micro_batch", f"the loss reduces over {names}: the entire micro-batch"
+        if self.wanted_reduction != "auto":
+            return self.wanted_reduction, "parallel.gradient_reduction sets it"
         if not program.is_sum:
             return "micro_batch", "the loss is not a (sum, weight), so it may mix samples"
         if program.draws_random_numbers:

@@ -5,7 +5,7 @@ only: the engine runs the same programs that a compile for absent hardware measu
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +17,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
+from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model
-from jaxspeed.objective.accumulate import per_weight
-from jaxspeed.objective.batch_checks import check_arrays, check_shared_evenly, check_train_batch
+from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
+from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_batch
+from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
-from jaxspeed.offload import init_in_groups
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
+from jaxspeed.train.staged_init import staged_init
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -47,6 +50,7 @@ class BuildInputs:
     optimizer: optax.GradientTransformation | None
     example_batch: Any
     trainable: Any
+    init_with: Callable[[Any, Any], Any] | None
 
 
 @dataclass(frozen=True)
@@ -152,24 +156,27 @@ class Program:
             optimizer=source.optimizer,
             example_batch=source.example_batch,
             trainable=source.trainable,
+            init_with=source.init_with,
         )
 
     def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
         """The step traced for a batch of these shapes, and its mesh."""
         return self.step.trace(self.state, self.abstract_batch(batch)), self.mesh
 
-    def as_one_rank(self, x: np.ndarray) -> np.ndarray:
+    def as_one_rank(self, x: Any) -> Any:
         """Reorder samples so that one rank computes the same micro-batches in the same order."""
         if not x.shape:
             return x
         parts = x.reshape(self.ranks, self.batch.accumulation, -1, *x.shape[1:])
-        return np.swapaxes(parts, 0, 1).reshape(x.shape)
+        return parts.swapaxes(0, 1).reshape(x.shape)
 
     # -- state ----------------------------------------------------------------------------------
 
     def _fresh_model(self, seed: jax.Array | int) -> tuple[Arrays, Arrays, Arrays]:
         """(params, masters, variables), in their stored shapes and dtypes."""
-        values, variables = self.model.init(seed)
+        return self._as_stored(*self.model.init(seed))
+
+    def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         params: Arrays = {}
         master: Arrays = {}
         for row in self.table:
@@ -178,6 +185,27 @@ class Program:
                     value = values[row.path].astype(placement.dtype)
                     stored[row.path] = pad(value, row.shape(placement))
         return params, master, variables
+
+    def placed_parameters(self, values: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+        """(params, masters) of these values by path, sharded as stored, one parameter at a time."""
+        params: Arrays = {}
+        master: Arrays = {}
+        for path, value in values.items():
+            if path not in self.table.rows:
+                raise ModelError(
+                    f"the model has no parameter {path!r}; it has, for example: "
+                    + examples(nearest(path, list(self.table.rows)))
+                )
+            row = self.table[path]
+            if tuple(np.shape(value)) != row.leaf.shape:
+                raise ModelError(
+                    f"the parameter {path} has shape {row.leaf.shape}; found {np.shape(value)}"
+                )
+            for stored, placement in ((params, row.param), (master, row.master)):
+                if placement is not None:
+                    at = self.table.sharding(placement)
+                    stored[path] = _stored_copy(value, placement.dtype, row.shape(placement), at)
+        return params, master
 
     def fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
         """The fields of a fresh state other than the model's."""
@@ -203,12 +231,22 @@ class Program:
     @functools.cached_property
     def state(self) -> TrainState:
         """The state's shapes, dtypes and shardings, without arrays."""
-        shapes = jax.eval_shape(self.init, 0)
+        shapes = jax.eval_shape(self._state_of, *self._model_shapes)
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
             shapes,
             self.shardings,
         )
+
+    @property
+    def _model_shapes(self) -> tuple[Arrays, Arrays]:
+        leaves = {r.path: jax.ShapeDtypeStruct(r.leaf.shape, r.leaf.dtype) for r in self.table}
+        return leaves, dict(self.model.variables)
+
+    def _state_of(self, values: Arrays, variables: Arrays) -> TrainState:
+        params, master, variables = self._as_stored(values, variables)
+        rest = self.in_mesh(self.fresh_rest)(params, master)
+        return TrainState(params=params, master=master, variables=variables, **rest)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
@@ -233,18 +271,36 @@ class Program:
     def init(self) -> Callable[[int], TrainState]:
         """A fresh state, each array created as its shards.
 
-        In two programs, so that the memory of random initialization is free before the moments are
-        allocated.
+        The model before the rest, so that the memory of random initialization is free before the
+        moments are allocated.
         """
         at = self.shardings
 
         def init(seed: int) -> TrainState:
-            places = (at.params, at.master, at.variables)
-            params, master, variables = self._jit_sharded(self._fresh_model, places)(seed)
+            if self.model.needs_values:
+                params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
+            else:
+                places = (at.params, at.master, at.variables)
+                fresh = self.in_mesh(self._fresh_model)
+                params, master, variables = staged_init(fresh, places, seed)
             rest = self.rest(params, master)
             return TrainState(params=params, master=master, variables=variables, **rest)
 
         return init
+
+    def _sharded_one_by_one(
+        self, values: Arrays, variables: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """Values in host memory as stored, of which each is freed when it is sharded."""
+        params: Arrays = {}
+        master: Arrays = {}
+        for path in list(values):
+            param, wide = self.placed_parameters({path: values.pop(path)})
+            params |= param
+            master |= wide
+        copied = jax.jit(jnp.copy, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        placed = jax.device_put(variables, self.shardings.variables)
+        return params, master, {path: copied(x) for path, x in placed.items()}
 
     @functools.cached_property
     def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
@@ -255,10 +311,10 @@ class Program:
         )
 
     def _jit_sharded(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """Compile with output shardings, in groups of outputs if some are in host memory."""
+        """Compile with output shardings, in small programs if some are in host memory."""
         in_mesh = self.in_mesh(function)
         if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(init_in_groups, in_mesh, shardings)
+            return functools.partial(staged_init, in_mesh, shardings)
         return jax.jit(in_mesh, out_shardings=shardings)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -268,9 +324,10 @@ class Program:
         """One optimizer step over a global batch; donates the state."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            given, batch = with_extra(state.variables, batch)
             sums, variables = self.gradients(
                 state.sources(self.table),
-                state.variables,
+                given,
                 batch,
                 state.step,
                 state.loss_scale.scale,
@@ -289,10 +346,11 @@ class Program:
 
         def evaluate(state: TrainState, batch: Any) -> Metrics:
             sources = state.sources(self.table)
+            variables, batch = with_extra(state.variables, batch)
             if self.pipeline:
-                loss = self.pipeline.evaluate(sources, state.variables, batch, state.step)
+                loss = self.pipeline.evaluate(sources, variables, batch, state.step)
             else:
-                loss, _ = self.objective(sources, state.variables, batch, state.step, 0, False)
+                loss, _ = self.objective(sources, variables, batch, state.step, 0, False)
             mean = per_weight(loss.total, loss.weight)
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 
@@ -306,23 +364,18 @@ class Program:
         if pipeline is None:
             return None
         report = self.in_mesh(pipeline_report)
-        made: PipelineReport = report(pipeline, self.model.variables, batch, micro_batches)
+        made: PipelineReport = report(
+            pipeline, *with_extra(self.model.variables, batch), micro_batches
+        )
         return made
 
     def kept_report(self, batch: Any) -> ResidualReport | None:
         """The residuals that units save; None where the config sets no rematerialization."""
         if self.pipeline:  # stages save their inputs too: `PipelineReport` includes them
             return None
-        parts = self.batch.accumulation
-        one = jax.tree.map(
-            lambda x: (
-                jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
-                if x.shape
-                else jax.ShapeDtypeStruct((), x.dtype)
-            ),
-            batch,
-        )
-        made: ResidualReport | None = self.in_mesh(self.objective.kept)(self.model.variables, one)
+        variables, batch = with_extra(self.model.variables, batch)
+        one = micro_batch_shapes(batch, self.batch.accumulation)
+        made: ResidualReport | None = self.in_mesh(self.objective.kept)(variables, one)
         return made
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,8 +391,17 @@ class Program:
     # -- batches --------------------------------------------------------------------------------
 
     def batch_shardings(self, batch: Any) -> Any:
-        """The shardings of a batch: first dims over the data axes."""
+        """The shardings of a batch: first dims over the data axes, extra arrays as they lie."""
+        if isinstance(batch, WithExtra):
+            extra = jax.tree.map(self._as_it_lies, batch.extra)
+            return WithExtra(self.batch_shardings(batch.samples), extra)
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), batch_specs(batch))
+
+    def _as_it_lies(self, x: Any) -> Any:
+        """The sharding of an array on this mesh's devices; replicated if it lies elsewhere."""
+        at = getattr(x, "sharding", None)
+        here = at is not None and at.device_set == set(self.mesh.devices.flat)
+        return at if here else NamedSharding(self.mesh, PartitionSpec())
 
     def abstract_batch(self, batch: Any) -> Any:
         """The shapes of a batch (arrays or ShapeDtypeStructs), with its shardings."""
@@ -349,10 +411,30 @@ class Program:
             self.batch_shardings(batch),
         )
 
-    def check_batch(self, batch: Any, size: int | None, abstract: bool = False) -> None:
-        """BatchError unless every array's first dim is `size` (None: divisible by the ranks)."""
-        arrays = check_arrays(batch, abstract=abstract)
+    def read_batch(
+        self, batch: Any, size: int | None, extra: Any = None, abstract: bool = False
+    ) -> Any:
+        """The batch as the programs take it.
+
+        BatchError unless every array's first dim is `size` (None: divisible by the ranks).
+        """
+        batch, arrays = read_batch(batch, extra, abstract=abstract)
         if size is None:
             check_shared_evenly(arrays, self.ranks)
         else:
             check_train_batch(arrays, self.batch, self.ranks)
+        return batch
+
+
+def _stored_copy(value: Any, dtype: Any, shape: tuple[int, ...], at: NamedSharding) -> jax.Array:
+    """A value in a stored dtype and shape; its devices only receive their shards."""
+    if isinstance(value, jax.Array) and value.sharding.device_set == at.device_set:
+        kind = value.sharding.memory_kind
+        here = at.with_memory_kind(kind) if kind else at
+        copy = jax.jit(lambda x: jnp.copy(pad(x.astype(dtype), shape)), out_shardings=here)
+        return jax.device_put(copy(value), at)
+    array = np.asarray(value).astype(dtype)
+    pads = [(0, b - a) for a, b in zip(array.shape, shape, strict=True)]
+    placed = jax.device_put(np.pad(array, pads), at)
+    # A copy: on the CPU an array may share its buffer with NumPy's, and the step donates it.
+    return placed if in_host(at) else jax.jit(jnp.copy, out_shardings=at)(placed)

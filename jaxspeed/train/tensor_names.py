@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.batches import example_shapes, with_extra
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import compute_dtype
-from jaxspeed.objective.protocol import example_shapes
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES, with_names
+from jaxspeed.placement.rules import LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
 from jaxspeed.tensor_parallel import (
@@ -74,8 +74,9 @@ def with_tensor_names(
 ) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
     """The model's leaves with names from the config or inference; the proposal, if inferred."""
     axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
+    leaves = with_own_axis_names(model.leaves, config.parallel.axis_names)
     if num_shards == 1:
-        return with_names(model.leaves, axes), None
+        return with_names(leaves, axes), None
 
     def traced() -> PropagatedDims:
         return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
@@ -83,9 +84,9 @@ def with_tensor_names(
     specs = config.layer_specs
     if specs:
         uses = None if example_batch is None else uses_of(traced())
-        leaves = named_by_specs(model.leaves, specs, uses, logical_axes=axes)
+        leaves = named_by_specs(leaves, specs, uses, logical_axes=axes)
         return with_names(leaves, axes), None
-    leaves = with_names(model.leaves, axes)
+    leaves = with_names(leaves, axes)
     if config.parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
         return leaves, None
     if example_batch is None:
@@ -119,9 +120,10 @@ def _propagated(
     """The loss of one micro-batch like the example, traced in training mode."""
     one = build_mesh({}, list(mesh.devices.flat[:1]))
     objective = Objective(model, loss_fn, build_table(model.leaves, one), dtype)
-    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), example_shapes(example_batch))
+    variables, batch = with_extra(model.variables, example_shapes(example_batch))
+    batch = jax.tree.map(lambda x: jax.eval_shape(objective.cast, x), batch)
     index = jnp.zeros((), jnp.int32)
-    program = objective.trace((dict(model.variables), batch, index, index), train=True)
+    program = objective.trace((variables, batch, index, index), train=True)
     paths = [leaf.path for leaf in model.leaves]
     parameters = dict(zip(paths, program.parameters, strict=True))
     return propagate_dims(program.closed.jaxpr, parameters, program.batch)

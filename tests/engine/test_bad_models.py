@@ -179,10 +179,17 @@ def test_an_optimizer_that_breaks_is_named():
         engine.train_batch(tiny.batch())
 
 
-@pytest.mark.parametrize("trainable", [lambda path: False, ["nothing"], "nothing", nnx.LoRAParam])
+@pytest.mark.parametrize("trainable", [lambda path: False, nnx.LoRAParam, [nnx.LoRAParam], []])
 def test_a_model_of_which_nothing_is_trained_is_refused(trainable):
     with pytest.raises(ModelError, match=r"no trained parameters .10 floating ones, all frozen"):
         start(trainable=trainable)
+
+
+def test_a_pattern_of_no_parameter_names_the_nearest(caplog):
+    with pytest.raises(ModelError, match=r"'haed/\*\*' covers no parameter.* nearest: head/"):
+        start(trainable="haed/**")
+    start(trainable=["input/**", "haed/**"])
+    assert "'haed/**' covers no parameter of this model; nearest: head/" in caplog.text
 
 
 @pytest.mark.parametrize("trainable", [3, [3], {"blocks": True}])

@@ -89,7 +89,8 @@ def batch(samples: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
 def engine(model: Any = Listed, loss_fn: Any = squared_error, stage: int = 0, **more: Any) -> Any:
     """An engine for one of these models; `more` are sections of the config, or what initialize
     takes beside it."""
-    taken = {k: more.pop(k) for k in ("optimizer_", "devices", "example_batch") if k in more}
+    names = ("optimizer_", "devices", "example_batch", "trainable", "init_with")
+    taken = {k: more.pop(k) for k in names if k in more}
     if "optimizer_" in taken:
         taken["optimizer"] = taken.pop("optimizer_")
     if isinstance(model, nn.Module):

@@ -77,6 +77,10 @@ def _problems(config: Config) -> Iterator[Problem]:
     if parallel.worker_pace:
         works = "It simulates workers of one process; on Ray each has its own pace: remove it."
         yield Problem("parallel.worker_pace", str(parallel.worker_pace), works)
+    for key in ("flops_profiler", "comms_logger"):
+        if getattr(config, key).enabled:
+            works = "They read one compiled step; on Ray a step is several in several processes."
+            yield Problem(f"{key}.enabled", "true", works)
 
 
 @dataclass(frozen=True)

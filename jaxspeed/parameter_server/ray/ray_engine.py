@@ -66,13 +66,13 @@ class RayEngine(ServedEngine):
         finally:
             self.ends.close()
 
-    def compiled(self, batch: Batch) -> CompiledReport:
+    def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
         raise JaxspeedError(
             "engine.compiled: on Ray a step is several programs in several processes; "
             'without --engine ray, parallel.data_reduction "parameter_server" shows a worker\'s'
         )
 
-    def check(self, batch: Batch, **smaller: Any) -> CheckReport:
+    def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> CheckReport:
         raise JaxspeedError(
             "engine.check: not on Ray, whose processes compute what those of one controller do; "
             "check the same config without --engine ray"

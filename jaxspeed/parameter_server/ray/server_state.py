@@ -155,6 +155,10 @@ class ServerModel:
         return tuple(replace(found[path], shape=shape) for path, shape in shapes.items())
 
     @property
+    def needs_values(self) -> str | None:
+        return self.model.needs_values
+
+    @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         return {}
 
@@ -173,6 +177,9 @@ class ServerModel:
         raise NotImplementedError("servers compute no loss")
 
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
+        raise NotImplementedError("servers compute no loss")
+
+    def protect(self, bound: Any) -> None:
         raise NotImplementedError("servers compute no loss")
 
     def naming(self, bound: Any) -> AbstractContextManager[None]:

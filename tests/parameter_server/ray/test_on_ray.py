@@ -21,6 +21,7 @@ from jaxspeed.parameter_server.ray import cluster as clusters
 from jaxspeed.parameter_server.ray import pools
 from jaxspeed.parameter_server.schedules import Task
 from tests.parameter_server.ray.ray_parts import batches, config, plain
+from tests.support.covering import covering
 
 pytestmark = pytest.mark.ray
 
@@ -106,7 +107,7 @@ def test_each_worker_and_each_server_is_a_process(fresh):
     assert len({os.getpid(), *there["workers"], *there["servers"]}) == 5
 
 
-@pytest.mark.parametrize("when", ["between steps", "in a step"])
+@pytest.mark.parametrize("when", covering(["between steps", "in a step"], ["in a step"]))
 def test_a_killed_worker_is_restarted_and_no_number_changes(fresh, uninterrupted, when, caplog):
     given, losses = batches(8), uninterrupted[0]
     assert trained(fresh, given[:3]) == losses[:3]
@@ -172,6 +173,7 @@ def test_synchronous_steps_equal_those_of_one_controller_bitwise(engine, uninter
     assert arrays(engine.state) == uninterrupted[1]
 
 
+@pytest.mark.full  # test_asynchronous.py has the bound, and above one dies
 def test_asynchronous_workers_keep_the_bound_though_one_dies(engine):
     under(engine, Rule(max_staleness=1))
     given, found = batches(1) * 12, []  # one batch: the loss of others would not fall

@@ -52,6 +52,7 @@ def test_summed_gradients_are_scaled_by_workers_in_synchronous_steps_alone():
             {"parallel": {**config()["parallel"], "worker_pace": [1.0, 2.0]}},
             "parallel.worker_pace: found .*its own pace",
         ),
+        ({"comms_logger": {"enabled": True}}, "comms_logger.enabled: found true"),
     ],
 )
 def test_unsupported_configs_are_refused_with_the_reason(changes, message):

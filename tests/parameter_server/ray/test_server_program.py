@@ -84,6 +84,7 @@ def test_a_non_finite_step_is_skipped_by_all_servers_or_by_none():
                 np.testing.assert_array_equal(old[name], new[name], err_msg=name)
 
 
+@pytest.mark.full  # as in test_asynchronous.py
 def test_a_push_of_another_loss_scale_has_the_same_weight():
     parts = Parts(config(fp16={"enabled": True, "initial_scale_power": 8}, gradient_clipping=0.0))
     server = parts.servers[0]

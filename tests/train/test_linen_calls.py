@@ -1,0 +1,224 @@
+"""Linen modules as losses call them: several calls, methods, streams, collections, flags."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxspeed import ModelError
+from tests.engine import tiny
+from tests.train.flax_loop import SEED, Setting, train_jaxspeed
+
+WIDTH = 8
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
+class Coder(nn.Module):
+    """Encoder and decoder, called one after the other."""
+
+    def setup(self):
+        self.encoder = nn.Dense(4)
+        self.decoder = nn.Dense(WIDTH)
+        self.norm = nn.BatchNorm(momentum=0.5)
+
+    def enc(self, x, train):
+        return self.norm(jnp.tanh(self.encoder(x)), use_running_average=not train)
+
+    def dec(self, z):
+        return self.decoder(z)
+
+
+class Towers(nn.Module):
+    """Two towers without a common call."""
+
+    def setup(self):
+        self.left = nn.Dense(4)
+        self.right = nn.Dense(4)
+
+    def of_left(self, x):
+        return self.left(x)
+
+    def of_right(self, x):
+        return self.right(x)
+
+
+def coded(model, batch):
+    out = model(model(batch["x"], method="enc"), method="dec")
+    return jnp.mean((out - batch["x"]) ** 2)
+
+
+def coded_by_name(model, batch):
+    return jnp.mean((model.dec(model.enc(batch["x"])) - batch["x"]) ** 2)
+
+
+def contrasted(model, batch):
+    left, right = model.of_left(batch["x"]), model.of_right(batch["y"])
+    return jnp.mean((left - right - 1) ** 2)
+
+
+def plain_coded(module, batch, train):
+    return jnp.mean((module.dec(module.enc(batch["x"], train)) - batch["x"]) ** 2)
+
+
+def plain_contrasted(module, batch, train):
+    return jnp.mean((module.of_left(batch["x"]) - module.of_right(batch["y"]) - 1) ** 2)
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    return [
+        {name: rng.normal(size=(32, WIDTH)).astype(np.float32) for name in "xy"} for _ in range(3)
+    ]
+
+
+def train_plain(module, loss_fn, setting):
+    """Created by one call of all (`nn.init`), trained by Optax."""
+    key = jax.random.key(SEED)
+    variables = nn.init(lambda m, b: loss_fn(m, b, False), module)(key, batches()[0])
+    params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+    opt, losses = SGD.init(params), []
+    step = nn.apply(lambda m, b: loss_fn(m, b, True), module, mutable=["batch_stats"])
+    for batch in batches():
+        sums, seen = jax.tree.map(jnp.zeros_like, params), []
+        for part in setting.micro_batches(batch):
+
+            def loss_of(params, part=part, state=state):
+                return step({"params": params, **state}, part)
+
+            (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            seen.append(float(loss))
+            sums = jax.tree.map(lambda s, g: s + g / setting.accumulation, sums, grads)
+        losses.append(float(np.mean(seen)))
+        updates, opt = SGD.update(sums, opt)
+        params = optax.apply_updates(params, updates)
+    flat = flatten_dict(params, sep="/") | flatten_dict(dict(state), sep="/")
+    return losses, {path: np.array(x) for path, x in flat.items()}
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(3, 4, 1), pytest.param(Setting(0, 1, 2), marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    ("module", "loss_fn", "plain"),
+    [
+        pytest.param(Coder(), coded, plain_coded, id="methods"),
+        pytest.param(Coder(), coded_by_name, plain_coded, id="names", marks=pytest.mark.full),
+        pytest.param(Towers(), contrasted, plain_contrasted, id="towers"),
+    ],
+)
+def test_all_calls_of_the_loss_create_parameters(module, loss_fn, plain, setting):
+    ours = train_jaxspeed(module, loss_fn, batches(), SGD, setting)
+    losses, values = train_plain(module, plain, setting)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-5)
+    assert set(ours.values) == set(values)
+    for path, x in values.items():
+        np.testing.assert_allclose(ours.values[path], x, atol=1e-5, err_msg=path)
+
+
+def test_init_with_creates_what_the_loss_calls_in_a_transformation():
+    class Field(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(jnp.tanh(nn.Dense(8)(x)))[..., 0]
+
+    def loss(model, batch):
+        call = jax.checkpoint(lambda x: model(x))
+        slope = jax.vmap(jax.grad(call))(batch["x"])
+        return jnp.mean((slope - 1) ** 2)
+
+    with pytest.raises(ModelError, match=r"init_with=lambda model, batch"):
+        tiny.engine(Field(), loss)
+    engine = tiny.engine(Field(), loss, init_with=lambda model, batch: model(batch["x"]))
+    params = unflatten_dict({k: np.asarray(v) for k, v in engine.parameters.items()}, sep="/")
+    wanted = loss(lambda x: Field().apply({"params": params}, x), tiny.batch())
+    np.testing.assert_allclose(engine.train_batch(tiny.batch())["loss"], wanted, rtol=1e-5)
+    assert engine.check(tiny.batch()).ok
+    with pytest.raises(ModelError, match="init_with is for Linen"):
+        tiny.engine(init_with=lambda model, batch: None)
+
+
+class Rich(nn.Module):
+    """Statistics, sown values, a stream of its own, and a mode under a name of its own."""
+
+    @nn.compact
+    def __call__(self, x, learning):
+        h = nn.Dense(WIDTH, name="up")(x)
+        h = nn.BatchNorm(use_running_average=not learning, momentum=0.5)(h)
+        self.sow("losses", "square", (h**2).mean())
+        if learning:
+            h = h + 0.1 * jax.random.normal(self.make_rng("noise"), h.shape)
+        return nn.Dense(1, name="down")(jnp.tanh(h))[:, 0]
+
+
+def by_call(model, batch):
+    out, changed = model(
+        batch["x"],
+        model.training,
+        rngs={"noise": jax.random.key(7)},
+        mutable=["losses", "intermediates"],
+        capture_intermediates=True,
+    )
+    hidden = changed["intermediates"]["up"]["__call__"][0]
+    return jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
+
+
+def by_apply(model, batch):
+    out, changed = model.apply(
+        model.variables,
+        batch["x"],
+        model.training,
+        rngs={"noise": jax.random.key(7)},
+        mutable=["losses", "intermediates", "batch_stats"],
+        capture_intermediates=True,
+    )
+    model.variables = {**model.variables, "batch_stats": changed["batch_stats"]}
+    hidden = changed["intermediates"]["up"]["__call__"][0]
+    return jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
+
+
+@pytest.mark.parametrize("loss_fn", [by_call, by_apply])
+def test_streams_collections_and_intermediates_as_with_apply(loss_fn):
+    setting = Setting(3, 4, 1)
+    ours = train_jaxspeed(Rich(), loss_fn, batches(), SGD, setting)
+    variables = Rich().init(jax.random.key(SEED), batches()[0]["x"], False)
+    params, stats = variables["params"], variables["batch_stats"]
+    opt, losses = SGD.init(params), []
+
+    def loss_of(params, stats, part):
+        out, changed = Rich().apply(
+            {"params": params, "batch_stats": stats},
+            part["x"],
+            True,
+            rngs={"noise": jax.random.key(7)},
+            mutable=["losses", "intermediates", "batch_stats"],
+            capture_intermediates=True,
+        )
+        hidden = changed["intermediates"]["up"]["__call__"][0]
+        loss = jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
+        return loss, changed["batch_stats"]
+
+    for batch in batches():
+        sums, seen = jax.tree.map(jnp.zeros_like, params), []
+        for part in setting.micro_batches(batch):
+            (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, part)
+            seen.append(float(loss))
+            sums = jax.tree.map(lambda s, g: s + g / 4, sums, grads)
+        losses.append(float(np.mean(seen)))
+        updates, opt = SGD.update(sums, opt)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(ours.losses, losses, rtol=1e-5)
+    flat = flatten_dict(params, sep="/") | flatten_dict({"batch_stats": stats}, sep="/")
+    for path, x in flat.items():
+        np.testing.assert_allclose(ours.values[path], x, atol=1e-5, err_msg=path)
+
+
+def test_the_loss_may_take_the_mode():
+    def loss(model, batch, train):
+        return jnp.mean(model(batch["x"])) + (100.0 if train else 0.0)
+
+    engine = tiny.engine(loss_fn=loss)
+    assert float(engine.train_batch(tiny.batch())["loss"]) > 50
+    assert float(engine.eval_batch(tiny.batch())["loss"]) < 50
