@@ -156,7 +156,7 @@ class LocalWorkers:
             by_device = {shard.device: shard.data for shard in x.addressable_shards}
             pieces = [by_device[self._servers[p.server]] for p in step.splits[path].pieces]
             flat += pieces
-            to += [place(mesh, step.piece_spec(path))] * len(pieces)
+            to += [place(mesh, step.piece_specs[path])] * len(pieces)
         sent = self.traffic.send(PULL, worker, "parameters", flat, to)
         self._pulled[worker] |= {
             path: [next(sent) for _ in step.splits[path].pieces] for path in params
@@ -164,7 +164,7 @@ class LocalWorkers:
 
 
 class ReducedSums(NamedTuple):
-    """ReducedSums gradients on the servers, with loss and weight."""
+    """Reduced gradients on the servers, with loss and weight."""
 
     sums: Sums
     factor: Any

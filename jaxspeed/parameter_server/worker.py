@@ -89,18 +89,24 @@ class WorkerStep:
         """A device, or a sharding over the worker's mesh."""
         return place(self.program.mesh, spec)
 
-    def piece_spec(self, path: str) -> PartitionSpec:
-        """Of a parameter's pieces: over `tensor` like the parameter, if it divides them all."""
-        split, tensor = self.splits[path], self.program.mesh.shape["tensor"]
-        dim = sharded_dim(self.program.table[path].read.spec, "tensor")
-        if dim is None or any(split.shape_of(piece)[dim] % tensor for piece in split.pieces):
-            return REPLICATED
-        return PartitionSpec(*[None] * dim, "tensor")
+    @cached_property
+    def piece_specs(self) -> dict[str, PartitionSpec]:
+        """Of each parameter's pieces: over `tensor` like the parameter, if it divides them all."""
+        tensor = self.program.mesh.shape["tensor"]
+        found = {}
+        if tensor == 1:
+            return dict.fromkeys(self.splits, REPLICATED)
+        for path, split in self.splits.items():
+            dim = sharded_dim(self.program.table[path].read.spec, "tensor")
+            sizes = {1} if dim is None else {split.shape_of(piece)[dim] for piece in split.pieces}
+            divides = all(size % tensor == 0 for size in sizes)
+            found[path] = PartitionSpec(*[None] * (dim or 0), "tensor") if divides else REPLICATED
+        return found
 
     def _placed(self, piece: jax.Array, path: str) -> jax.Array:
         if self.program.mesh.size == 1:
             return piece
-        return jax.lax.with_sharding_constraint(piece, self.at(self.piece_spec(path)))
+        return jax.lax.with_sharding_constraint(piece, self.at(self.piece_specs[path]))
 
     # -- inspection -------------------------------------------------------------------------------
 
@@ -118,7 +124,7 @@ class WorkerStep:
 
         pulled = {}
         for row in self.program.table:
-            split, spec = self.splits[row.path], self.piece_spec(row.path)
+            split, spec = self.splits[row.path], self.piece_specs[row.path]
             shapes = map(split.shape_of, split.pieces)
             pulled[row.path] = [shape(each, row.read.dtype, spec) for each in shapes]
         variables = {

@@ -108,10 +108,10 @@ class Recorder:
         self._compile_began = None
         self._note_done()
 
-    def _note_done(self) -> None:
+    def _note_done(self, at_least: int = 0) -> None:
         """Share the time since the last steps were done among those that are done now."""
         ready = 0
-        while self._running and self._running[0].is_ready():
+        while self._running and (ready < at_least or self._running[0].is_ready()):
             self._running.popleft()
             ready += 1
         if ready:
@@ -126,7 +126,8 @@ class Recorder:
 
     def arrived(self, count: int, tokens: int) -> list[dict[str, float]]:
         """The throughput of each of the next steps of `tokens` each, whose metrics were read."""
-        self._note_done()
+        # One device's copy of the metrics was read; those of others may still be computed.
+        self._note_done(at_least=count - len(self._done))
         return [self._pace(self._done.popleft(), tokens) for _ in range(count)]
 
     def _pace(self, step: Instant, tokens: int) -> dict[str, float]:

@@ -122,7 +122,8 @@ def build_program(
 def batch_of(config: Config) -> Batch:
     """The batch of a config on all visible devices."""
     if config.parallel.data_reduction == "parameter_server":
-        return config.batch(len(apart(None, config.parallel.servers)[0]), 1)
+        on_workers, _ = apart(None, config.parallel.servers)
+        return config.batch(len(on_workers) // config.mesh.tensor, 1)
     mesh = build_mesh(config.mesh.model_dump(), None)
     return config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
 

@@ -53,7 +53,7 @@ def train(made, steps, first=0):
     [
         ({"tensor": 2}, 3, {}),
         pytest.param({"tensor": 2}, 2, {"bf16": {"enabled": True}}, marks=pytest.mark.full),
-        ({"replica": 2}, 2, {"parallel": {"remat": "full"}}),
+        pytest.param({"replica": 2}, 2, {"parallel": {"remat": "full"}}, marks=pytest.mark.full),
         pytest.param({"replica": 2, "tensor": 2}, 2, {}, marks=pytest.mark.full),
     ],
 )
@@ -70,6 +70,7 @@ def test_a_worker_of_several_devices_computes_as_one_device(mesh, servers, more)
     assert all((parameters(made)[path] == x).all() for path, x in before.items())
 
 
+@pytest.mark.full
 def test_tensor_parallel_workers_train_as_one_device_each():
     still = {**FAMILY, "config": {**FAMILY["config"], "dropout": 0.0}}
     ours, theirs = engine(7, {"tensor": 2}, 3, model=still), engine(2, {}, model=still)
@@ -134,11 +135,13 @@ def test_servers_with_their_state_in_host_memory_train_alike(more):
     np.testing.assert_allclose(a, b, rtol=1e-3 if more else 1e-5)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(ours.state.opt) if x.ndim}
     assert kinds == {"pinned_host"}
+    assert ours.check(serving.batch(9)).ok
     wanted = parameters(theirs)
     for path, value in parameters(ours).items():
         np.testing.assert_allclose(value, wanted[path], atol=2e-3 if more else 1e-5)
 
 
+@pytest.mark.full
 def test_offloaded_state_is_restored(tmp_path):
     first = serving.served(**OFFLOAD)
     serving.train(first, 2)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,29 @@ def trained_in_turn(*configs: Path) -> list[str]:
 def test_a_run_is_reported_and_resumed(tmp_path):
     few = {"devices": "cpu:3", "sample_tokens": 2}
     four = written(tmp_path, 4, few, servers=1).rename(tmp_path / "four.json")
+    begun = time.perf_counter()
     shown, more = trained_in_turn(four, written(tmp_path, 6, few, servers=1))
+    first = [one for one in records(tmp_path) if one["step"] <= 4]
+    assert_adds_up(first, time.perf_counter() - begun)
     assert "1 server, 2 workers in step; each worker pulls" in shown
     assert "step 4/4" in shown and "held-out" in shown and "a sample" in shown
     assert "resumed after step 4 of 6" in more and "step 6/6" in more
     made = [r for r in records(tmp_path) if "loss" in r]
     assert [r["step"] for r in made] == [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
+
+
+def assert_adds_up(made: list[dict], elapsed: float) -> None:
+    """The phases are all of the wall time, and the steps all of the phases that train."""
+    wall = [one for one in made if "wall/total" in one][-1]
+    parts = {name: x for name, x in wall.items() if name.startswith("wall/")}
+    total = parts.pop("wall/total")
+    assert sum(parts.values()) == pytest.approx(total) and 0.05 * elapsed < total < elapsed
+    first, *steps = [one for one in made if "loss" in one]
+    trained = sum(one["step_seconds"] for one in steps)
+    assert trained == pytest.approx(parts["wall/compute"] + parts["wall/data"], rel=0.3, abs=0.05)
+    assert first["step_seconds"] < parts["wall/compile"] + parts["wall/compute"]
+    for one in steps:
+        assert one["samples_per_second"] * one["step_seconds"] == pytest.approx(8)
 
 
 @pytest.mark.full

@@ -24,14 +24,15 @@ class Clock:
 
 
 class Output:
-    def __init__(self, clock, ready_at):
-        self.clock, self.ready_at = clock, ready_at
+    def __init__(self, clock, ready_at, later):
+        self.clock, self.ready_at, self.later = clock, ready_at, later
 
     def is_ready(self):
-        return self.clock.now >= self.ready_at
+        """On all devices: some time after the metrics could be read."""
+        return self.clock.now >= self.ready_at + self.later
 
 
-def paces(clock, ready_in, returns_in, every=None):
+def paces(clock, ready_in, returns_in, every=None, later=0.0):
     """Each step's pace, and the ledger, of a loop as the trainer's."""
     program = SimpleNamespace(batch=SimpleNamespace(train=BATCH))
     ledger = TimeLedger(clock=lambda: clock.now)
@@ -52,7 +53,7 @@ def paces(clock, ready_in, returns_in, every=None):
             with recorder.phase("compute"):
                 clock.now += 7.0 if step == 1 else 0.0  # compilation
                 device = max(device, clock.now) + ready_in
-                output = Output(clock, device)
+                output = Output(clock, device, later)
                 clock.now += returns_in
             recorder.sent(output)
             pending.append(output)
@@ -78,9 +79,10 @@ def test_steps_that_are_done_on_return_have_their_own_seconds(monkeypatch, every
     assert sum(pace["step_seconds"] for pace in found) == pytest.approx(parts - 0.1)
 
 
+@pytest.mark.parametrize("later", [0.0, 0.01])
 @pytest.mark.parametrize("every", [None, 5])
-def test_steps_in_flight_have_the_seconds_of_the_devices(monkeypatch, every):
-    found, wall = paces(Clock(monkeypatch), SECONDS, 0.0, every)
+def test_steps_in_flight_have_the_seconds_of_the_devices(monkeypatch, every, later):
+    found, wall = paces(Clock(monkeypatch), SECONDS, 0.0, every, later)
     total = sum(pace["step_seconds"] for pace in found)
     assert total == pytest.approx(wall["compute"] + wall["data"], abs=0.11)
     # Those that are read together have their mean; afterwards, a step's time is the devices'.

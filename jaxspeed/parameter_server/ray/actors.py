@@ -56,7 +56,7 @@ class ServerActor:
     def __init__(self) -> None:
         self._layout: ServerLayout
         self._step: ServerStep
-        self._own: frozenset[str]
+        self._number: int
         self._state: TrainState
         self._sums: Sums  # of the update in progress
         self._update: BucketedUpdate | None = None
@@ -68,8 +68,8 @@ class ServerActor:
         device = jax.local_devices()[0]
         program = build.inputs.program(build.resources.state_config, [device])
         own = program_of_server(program, build.layout, number, build.factor)
-        self._own = frozenset(build.layout.owned(number))
-        buckets = [[path for path in paths if path in self._own] for paths in build.layout.buckets]
+        mine = build.layout.owned(number)
+        buckets = [[path for path in paths if path in mine] for paths in build.layout.buckets]
         self._step = ServerStep(own, buckets)
         return os.getpid()
 

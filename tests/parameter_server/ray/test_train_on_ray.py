@@ -107,7 +107,11 @@ def test_the_tiny_config_trains_though_processes_are_killed_until_ctrl_c(folder)
     assert printed["stopped_by"] == "SIGINT" and printed["steps"] == done(run)
     said = " ".join(errors.split())
     assert re.search(r"worker [01] died", said) and "a server died" in said
-    assert said.count("; another takes its place") == said.count("; the run resumes after") == 1
+    assert (
+        said.count("; restarting it and repeating its task")
+        == said.count("; the run resumes after")
+        == 1
+    )
     assert processes(child, "") == []
 
     # Data parallelism on two devices of this process, in which nobody died.
