@@ -44,10 +44,13 @@ def _precision(settings: Settings) -> Iterator[Problem]:
         works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
         yield Problem("torch_autocast.dtype", "nothing", works)
     for name, section in (("fp16", fp16), ("bf16", bf16)):
-        if autocast.enabled and section.enabled and autocast.dtype not in (None, name):
-            found = f"{autocast.dtype}, while {name}.enabled is true"
-            works = "Both set the compute dtype: make them equal, or remove one."
-            yield Problem("torch_autocast.dtype", found, works, (f"{name}.enabled",))
+        if autocast.enabled and section.enabled:
+            found = f"true, while {name}.enabled is true"
+            works = (
+                f"{name} casts parameters and inputs, torch_autocast the operands of matmuls and "
+                "convolutions: disable one of the two."
+            )
+            yield Problem("torch_autocast.enabled", found, works, (f"{name}.enabled",))
     for key in ("min_loss_scale", "loss_scale_window"):
         if fp16.enabled and fp16.dynamic and getattr(fp16, key) == 0:
             works = "Needs more than 0 while the scale is dynamic (loss_scale 0)."

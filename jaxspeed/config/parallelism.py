@@ -115,6 +115,12 @@ class Parallel(Section):
         'Dim names of parameters whose model has none, by path pattern: {"**/up/kernel": '
         '["embed", "mlp"]}.',
     )
+    axis_names: dict[Text, Literal["tensor", "data"] | None] = honoured(
+        {},
+        "Mesh axes by which a model annotates its parameters, and what they are here: "
+        '{"mp": "tensor", "fsdp": "data"}; tp, mp and model are tensor by default. What is "data" '
+        "or null is left to the config.",
+    )
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
     ] = honoured(

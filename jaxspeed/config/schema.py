@@ -121,16 +121,22 @@ class DataTypes(Lenient):
 
 
 class TorchAutocast(Lenient):
-    """DeepSpeed's torch_autocast section; here it sets the compute dtype."""
+    """DeepSpeed's torch_autocast section: automatic mixed precision."""
 
-    enabled: Flag = approximated(
+    enabled: Flag = honoured(
         False,
-        "Parameters and inputs are cast to torch_autocast.dtype, not operation by operation; "
-        "parallel.full_precision names what stays fp32.",
+        "The loss is traced in fp32, and its matmuls, convolutions and attention take operands in "
+        "torch_autocast.dtype; float16 with a dynamic loss scale. Weights in "
+        "parallel.full_precision keep fp32.",
     )
-    dtype: Dtype | None = approximated(None, "Used as the compute dtype.", when=_ON_AUTOCAST)
-    lower_precision_safe_modules: list[Text] | None = refused(
-        None, "Names modules of torch; list what must stay fp32 in parallel.full_precision.", []
+    dtype: Dtype | None = honoured(None, "Dtype of these operands.", when=_ON_AUTOCAST)
+    lower_precision_safe_modules: list[Text] | None = approximated(
+        None,
+        "Under stage 3 the weights of these modules (classes of Flax or torch, or path patterns; "
+        "null: all) that only matmuls and convolutions read are gathered, and their gradients "
+        "reduced, in torch_autocast.dtype; all others in fp32. Below stage 3 gradients are reduced "
+        "in the dtype that the backward pass computes.",
+        when=_ON_AUTOCAST,
     )
 
 

@@ -7,7 +7,13 @@ from jaxspeed.metrics.format import sparkline
 from jaxspeed.metrics.ledger import PHASES, TimeLedger
 from jaxspeed.metrics.loss_curve import draw_loss
 from jaxspeed.metrics.metric_names import NAMES
-from jaxspeed.metrics.mfu import ModelFlops, language_flops, traced_flops, utilisation
+from jaxspeed.metrics.mfu import (
+    ModelFlops,
+    language_flops,
+    program_model_flops,
+    traced_flops,
+    utilisation,
+)
 from jaxspeed.metrics.progress import Progress
 from jaxspeed.metrics.records import from_json, read_records
 from jaxspeed.metrics.sinks import (
@@ -38,6 +44,7 @@ __all__ = [
     "from_json",
     "language_flops",
     "monitors_of",
+    "program_model_flops",
     "read_records",
     "require_monitors",
     "sinks_of",

@@ -245,10 +245,10 @@ BAD = {
         "fp16.enabled",
         "bf16.enabled is true",
     ),
-    "bf16 and autocast to fp16": (
-        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "torch_autocast.dtype",
-        "make them equal",
+    "bf16 and autocast": (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "torch_autocast.enabled",
+        "disable one of the two",
     ),
     "autocast to what": ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "bfloat16"),
     "loss scale above its start": (
