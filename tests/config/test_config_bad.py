@@ -347,7 +347,7 @@ BAD = {
     "a server of stages": (
         {"parallel": {"data_reduction": "parameter_server"}, "mesh": {"pipe": 2}},
         "mesh.pipe",
-        "servers run no layers",
+        "stages store stacks of layers",
     ),
     "a ring's wire said twice": (
         {"parallel": {"data_reduction": "ring"}, "communication_data_type": "bf16"},
