@@ -126,6 +126,8 @@ class Recorder:
 
     def arrived(self, count: int, tokens: int) -> list[dict[str, float]]:
         """The throughput of each of the next steps of `tokens` each, whose metrics were read."""
+        # Metrics are read from one device, and an array is ready once all devices have it.
+        jax.block_until_ready(list(self._running)[: max(0, count - len(self._done))])
         self._note_done()
         return [self._pace(self._done.popleft(), tokens) for _ in range(count)]
 
