@@ -51,9 +51,10 @@ def _precision(settings: Settings) -> Iterator[Problem]:
                 "convolutions: disable one of the two."
             )
             yield Problem("torch_autocast.enabled", found, works, (f"{name}.enabled",))
-    if fp16.enabled and fp16.dynamic and fp16.min_loss_scale == 0:
-        works = "Needs more than 0: it bounds the dynamic scale from below."
-        yield Problem("fp16.min_loss_scale", "0", works, ("fp16.loss_scale",))
+    for key in ("min_loss_scale", "loss_scale_window"):
+        if fp16.enabled and fp16.dynamic and getattr(fp16, key) == 0:
+            works = "Needs more than 0 while the scale is dynamic (loss_scale 0)."
+            yield Problem(f"fp16.{key}", "0", works, ("fp16.loss_scale",))
     start = 2.0**fp16.initial_scale_power
     if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > start:
         found = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
     if suffix in (".yaml", ".yml"):
         return _parsed_yaml(text)
     if suffix == ".json":
-        return _folded(json.loads(_plain_json(text), object_pairs_hook=_Pairs))
+        return _parsed_json(_plain_json(text))
     raise ValueError(f'a file name that ends in "{suffix}"')
 
 
@@ -119,6 +120,18 @@ def _plain_json(text: str) -> str:
         return found[1] or re.sub(r"[^\n]", " ", found[0])
 
     return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
+
+
+def _parsed_json(text: str) -> tuple[Any, list[Problem]]:
+    """Parse JSON, or else what YAML and hjson accept alike: text and names without quotes."""
+    try:
+        return _folded(json.loads(text, object_pairs_hook=_Pairs))
+    except json.JSONDecodeError:
+        if not text.lstrip().startswith("{"):
+            raise
+        with suppress(ValueError):
+            return _parsed_yaml(text)
+        raise
 
 
 def _parsed_yaml(text: str) -> tuple[Any, list[Problem]]:

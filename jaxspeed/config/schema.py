@@ -73,7 +73,7 @@ class Fp16(Coercing):
     initial_scale_power: ScalePower = honoured(
         16, "The dynamic scale starts at 2 to this power.", when=_ON_FP16
     )
-    loss_scale_window: Count = honoured(
+    loss_scale_window: Natural = honoured(
         1000, "The scale doubles after so many steps without overflow.", when=_ON_FP16
     )
     hysteresis: Count = honoured(

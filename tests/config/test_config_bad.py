@@ -208,7 +208,8 @@ BAD = {
     ),
     "no devices": ({"mesh": {"data": 0}}, "mesh.data", "at least 1, or -1"),
     "negative devices": ({"mesh": {"tensor": -2}}, "mesh.tensor", "at least 1, or -1"),
-    "zero window": ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window", "at least 1"),
+    "negative window": ({"fp16": {"loss_scale_window": -1}}, "fp16.loss_scale_window",
+                        "at least 0"),
     # Missing.
     "optimizer without type": ({"optimizer": {"params": {}}}, "optimizer.type", "Needs a value"),
     "no end of the decay": (

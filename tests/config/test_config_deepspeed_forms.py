@@ -132,9 +132,12 @@ def test_numbers_as_text_are_wrong_where_deepspeed_does_not_coerce():
         Config.load({"train_batch_size": "8"})
 
 
-def test_a_dynamic_scale_has_a_least_one():
-    with pytest.raises(ConfigError, match=r"fp16\.min_loss_scale: found 0"):
-        Config.load({"fp16": {"enabled": True, "min_loss_scale": 0}})
+@pytest.mark.parametrize("key", ["min_loss_scale", "loss_scale_window"])
+def test_a_bound_of_the_dynamic_scale_is_not_0(key):
+    with pytest.raises(ConfigError, match=rf"fp16\.{key}: found 0"):
+        Config.load({"fp16": {"enabled": True, key: 0}})
+    assert Config.load({"fp16": {"enabled": True, "loss_scale": 8, key: 0}})
+    assert Config.load({"fp16": {"enabled": False, key: 0}})
 
 
 # -- unknown keys ----------------------------------------------------------------------------------
@@ -280,6 +283,15 @@ def test_json_may_have_comments_and_last_commas(tmp_path):
 
 def test_an_error_keeps_its_place_behind_comments(tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text('{\n // one\n /* two\n */ "a": 1,\n "b": oops\n}')
+    path.write_text('{\n // one\n /* two\n */ "a": 1,\n "b": ]\n}')
     with pytest.raises(ConfigError, match="line 5, column 7"):
         Config.load(path)
+
+
+def test_json_may_lack_quotes(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(
+        '{\n train_batch_size: 8,\n "tensorboard": {"output_path": /home/me/a-1e-5 }, # here\n}'
+    )
+    config = Config.load(path)
+    assert (config.train_batch_size, config.tensorboard.output_path) == (8, "/home/me/a-1e-5")

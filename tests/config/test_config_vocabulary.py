@@ -245,6 +245,7 @@ CORRECTED = {
     "compile": "its keys one by one: what asks for a compiled step has it",
     "quantize_training": "DeepSpeed reads nothing of it but its eigenvalue",
     "scheduler.params.warmup_num_steps": "DeepSpeed warms up for two steps at least",
+    "parallel.axis_names": "a new key",
     "strict": "a new key",
     "tensor_parallel.dtype": "a key that DeepSpeed takes",
     "tensor_parallel.injection_policy_tuple": "a key that DeepSpeed takes",

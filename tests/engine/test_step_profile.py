@@ -104,3 +104,14 @@ def test_a_monitor_of_tensorboard_writes_event_files(tmp_path):
     sink.write({"step": 1, "loss": 2.0})
     sink.close()
     assert list((tmp_path / "DeepSpeedJobName").glob("events.out.tfevents*"))
+
+
+def test_auto_is_filled_in_by_initialize(caplog):
+    config = tiny.config(bf16={"enabled": "auto"}, gradient_clipping="auto", msamp={"a": 1})
+    del config["train_micro_batch_size_per_gpu"]
+    auto = {"preset": "hf", "train_micro_batch_size_per_gpu": 1}
+    engine = jaxspeed.initialize(PAIR, tiny.squared_error, config, auto=auto)
+    assert engine.program.batch.train == engine.program.mesh.size
+    assert engine.config.gradient_clipping == 1.0
+    assert not engine.config.bf16.enabled  # on a CPU
+    assert "msamp: Ignored, as by DeepSpeed." in caplog.text
