@@ -26,7 +26,7 @@ from jaxspeed.planner.search.space import Space
 NEAR, FAR = 1.25, 1.5
 # Estimates of meshes, of neighbours, and near other meshes. With more, searches of 120 small spaces
 # with formulas wrong by a tenth end as close to the optimum (a thousandth on average).
-MESHES, NEIGHBOURS, JUMPS = 12, 16, 6
+MESHES, NEIGHBOURS, JUMPS = 12, 24, 6
 ELSEWHERE = 1.05  # NEAR for other meshes; with 1.0 twice as many of them end 1% above the optimum
 GAIN = 0.002  # share of a step below which a choice is no improvement: estimates resolve no less
 
