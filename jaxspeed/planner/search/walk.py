@@ -103,8 +103,10 @@ class SearchLoop:
     def _best_of_meshes(self) -> list[Choice]:
         """The best estimated choice of each mesh, the best of all first."""
         able = [choice for choice, found in self.done.items() if not found.refused]
-        ordered = sorted(able, key=lambda choice: order_of(self.done[choice]))
-        return list({choice.mesh: choice for choice in reversed(ordered)}.values())[::-1]
+        tops: dict[object, Choice] = {}
+        for choice in sorted(able, key=lambda choice: order_of(self.done[choice])):
+            tops.setdefault(choice.mesh, choice)
+        return list(tops.values())
 
     def _near(self, tops: Sequence[Choice], best: Estimate, slack: float) -> list[Choice]:
         """Neighbours of `tops` that by formula are better than the best, the best of them first.
