@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.planner.search.candidate_estimate import Estimate
-from jaxspeed.planner.search.walk import Limits, SearchLoop, best_of, order_of
+from jaxspeed.planner.search.walk import NEAR, Limits, SearchLoop, best_of, order_of
 from tests.planner.choices import LIMIT, made_up, space_of, submitted
 
 WRITTEN = {"train_batch_size": 64}
@@ -48,6 +48,28 @@ def test_the_config_as_it_is_is_always_estimated_and_never_beats_the_best(seed):
     walk = walked(space, estimate, costs, trials=20)
     assert space.base in walk.done
     assert all(order_of(walk.done[walk.best]) <= order_of(found) for found in walk.done.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_descent_goes_on_from_the_best_so_far_then_from_other_meshes(seed):
+    """Else it ends at the same config, after more estimates."""
+    space = space_of(WRITTEN, 8, layers=4, changing=FEW)
+    estimate, costs = made_up(space, seed, 0.3)
+    starts = []
+
+    class Watched(SearchLoop):
+        def _near(self, tops, best, slack):
+            starts.append(list(tops))
+            if slack == NEAR:
+                order = [order_of(found) for found in self.done.values()]
+                assert [order_of(self.done[top]) for top in tops] == [min(order)]
+                assert best is self.done[tops[0]]
+            return super()._near(tops, best, slack)
+
+    memory_excess = lambda cost: max(1.0, 1.2 * cost.device / LIMIT)  # noqa: E731
+    Watched(space, costs, memory_excess, submitted(estimate)).run()
+    first, others = starts[-2:]
+    assert len({top.mesh for top in first + others}) == len(others) + 1 > 3
 
 
 def test_no_more_than_the_limit_are_estimated():

@@ -32,7 +32,7 @@ EXECUTABLE = "executable"  # the executable's file there
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileJob:
     """The job of a compiling process: its one request is answered with an Outcome.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.compile import deviceless_cuda
-from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, Compile
+from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, CompileJob
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Workers
 
@@ -39,7 +39,7 @@ def compile_for(
     refuse_missing(target, keep is not None)
     job_bytes = _pickled(job)
     with tempfile.TemporaryDirectory(prefix="jaxspeed-plan-") as folder:
-        compiling = pickle.dumps(Compile(job_bytes, target, folder, keep is not None))
+        compiling = pickle.dumps(CompileJob(job_bytes, target, folder, keep is not None))
         failing, environment = f"target {target}: the compile failed", _environment(target, folder)
         with Workers(compiling, 1, environment, failing, folder) as worker:
             try:

@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
-from jaxspeed.placement.show import bytes_text
 
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 # Messages of current and earlier libtpu versions.
@@ -24,10 +23,6 @@ class Refusal:
 
     needed: int | None  # bytes needed per device, if reported
     message: str
-
-    def __str__(self) -> str:
-        needs = f" needs {bytes_text(self.needed)} per device" if self.needed else ""
-        return f"according to the compiler the step{needs or ' does not fit'}: {self.message}"
 
 
 @dataclass(frozen=True)
