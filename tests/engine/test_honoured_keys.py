@@ -18,7 +18,6 @@ from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.config import explain_config
-from jaxspeed.run import train
 
 STEPS, SEQ, DEVICES = 5, 32, 8
 
@@ -118,6 +117,8 @@ CONFIGS = {
     "files": {
         "train_batch_size": 8,
         "optimizer": adam(),
+        "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": "{tmp}/flops.txt"},
+        "comms_logger": {"enabled": True, "prof_all": True},
         "tensorboard": {"enabled": True, "output_path": "{tmp}/events", "job_name": "one"},
         "csv_monitor": {"enabled": True, "output_path": "{tmp}/csv", "job_name": "two"},
     },
@@ -191,7 +192,7 @@ def run_of(config, folder, caplog):
         engine.train_batch({"tokens": tokens[:-1]})
     except jaxspeed.JaxspeedError:
         run.refused = True
-    engine.wait()
+    engine.close()
     run.log = caplog.text
     return run
 
@@ -199,21 +200,6 @@ def run_of(config, folder, caplog):
 def copied(x):
     """Its numbers; the step donates the buffers."""
     return np.array(x)
-
-
-def run_with_files(config, folder):
-    """By the run loop, which writes the files of the monitors."""
-    config = json.loads(json.dumps(config).replace("{tmp}", str(folder)))
-    (folder / "text").mkdir()
-    for i in range(20):
-        (folder / "text" / f"{i}.txt").write_text(f"the house of the rising sun {i} " * 40)
-    train(
-        config
-        | {"model": {"family": "gpt2", "preset": "tiny"}}
-        | {"data": {"source": "text", "path": str(folder / "text"), "seq_len": SEQ}}
-        | {"run": {"steps": STEPS, "output": str(folder / "run")}},
-    )
-    return Run(config, folder)
 
 
 # -- what shows the effect of a key ---------------------------------------------------------------
@@ -451,6 +437,27 @@ def seen_csv(run):
     ]
 
 
+def seen_profile(run):
+    text = (run.folder / "flops.txt").read_text()
+    assert text.startswith("flops profiler: step 2") and "batch size per device 1\n" in text
+    # Of a sample: the kernels of both layers and the head, and two products of attention.
+    sizes = gpt2.PRESETS["tiny"]
+    width, layers = sizes.hidden_size, sizes.num_hidden_layers
+    forward = 2 * SEQ * (12 * layers * width**2 + sizes.vocab_size * width)
+    forward += layers * 2 * 2 * SEQ * SEQ * width
+    for times, name in ((1, "fwd flops"), (3, "fwd\\+bwd flops")):
+        found = re.search(rf"{name} per device.* ([\d.]+) MFLOPs", text)
+        assert float(found[1]) == pytest.approx(times * forward / 1e6, rel=5e-3)
+
+
+def seen_collectives(run):
+    """At stage 0 each gradient is summed over data once: 4 bytes for each element at least."""
+    (table,) = re.findall(r"comms logger: step 1\n(.*(?:\n .*)+)", run.log)
+    kilobytes = [float(x) for x in re.findall(r"all-reduce +data .* ([\d.]+) kB", table)]
+    elements = sum(x.size for x in jax.tree.leaves(run.states[-1].params))
+    assert 4 * elements / 1e3 * 0.98 < sum(kilobytes) < 1.2 * 4 * elements / 1e3
+
+
 SEEN = {
     **dict.fromkeys(
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -487,6 +494,11 @@ SEEN = {
             *("params.warmup_min_ratio", "params.cos_min_ratio"),
         )
     },
+    **{
+        f"flops_profiler.{name}": seen_profile
+        for name in ("enabled", "profile_step", "output_file")
+    },
+    **{f"comms_logger.{name}": seen_collectives for name in ("enabled", "prof_all")},
     **{f"tensorboard.{name}": seen_tensorboard for name in ("enabled", "output_path", "job_name")},
     **{f"csv_monitor.{name}": seen_csv for name in ("enabled", "output_path", "job_name")},
 }
@@ -502,11 +514,7 @@ def test_every_honoured_key_is_seen_in_the_run(name, tmp_path, caplog):
     honoured = [row.key for row in given if row.verdict == "honoured"]
     assert {row.verdict for row in given} <= {"honoured", "approximated", "harmless", "ignored"}
     assert set(honoured) <= set(SEEN)
-    if name == "files":
-        run = run_with_files(config, tmp_path)
-        honoured = [key for key in honoured if key.startswith(("tensorboard.", "csv_monitor."))]
-    else:
-        run = run_of(config, tmp_path, caplog)
+    run = run_of(config, tmp_path, caplog)
     unseen = []
     for key in honoured:
         try:
