@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxspeed.config import Config, load_config
+from jaxspeed.config import AutoValues, Config, load_config
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
@@ -33,6 +33,7 @@ def initialize(
     trainable: Any = None,
     init_with: Callable[[Any, Any], Any] | None = None,
     executable: str | Path | None = None,
+    auto: AutoValues = None,
 ) -> Engine:
     """An engine with a freshly initialized state, each array created as its shards.
 
@@ -59,12 +60,19 @@ def initialize(
       executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation
         if it was compiled for this step; overrides `run.executable`. Loading it runs code: use
         only files from sources you trust.
+      auto: values for keys that are "auto" in the config, which Hugging Face fills in:
+        `{"preset": "hf", "train_micro_batch_size_per_gpu": 8, "optimizer.params.lr": 5e-5}`. The
+        preset "hf" has Hugging Face's defaults, with the precision by the devices' platform.
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
     """
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
-    loaded = load_config({} if config is None else config, over)
+    platform = None
+    if auto is not None:
+        platform = devices[0].platform if devices else jax.default_backend()
+    source = {} if config is None else config
+    loaded = load_config(source, over, auto=auto, platform=platform)
     model, loss_fn = resolve_model(loaded, model, loss_fn)
     enable_compilation_cache(loaded)
     if example_extra is not None:

@@ -12,10 +12,12 @@ from jaxspeed.metrics import NAMES
 from jaxspeed.objective.loss import OWN_METRICS
 from tests.support import doc_checks as checks
 from tests.support.documents import (
+    KEYS,
     PAGES,
     ROOT,
     Block,
     blocks,
+    key_table,
     shell_commands,
     spans,
 )
@@ -39,6 +41,13 @@ def test_every_command_and_snippet_is_valid(page):
     assert not each(checks.config_problems, (b for b in found if b.language in ("json", "yaml")))
     assert not each(checks.python_problems, (b.text for b in found if b.language == "python"))
     assert {block.language for block in found} <= {"sh", "json", "yaml", "python", ""}
+
+
+def test_tables_of_keys_are_those_of_the_declarations():
+    found = [match for text in TEXTS.values() for match in KEYS.finditer(text)]
+    assert {match[1] for match in found} >= {"mesh", "parallel"}
+    for match in found:
+        assert match[2] == key_table(match[1]), "python -m tests.support.documents docs/config.md"
 
 
 def test_every_command_in_a_comment_of_a_config_is_valid():

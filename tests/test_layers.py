@@ -44,7 +44,6 @@ LAYERS = (
     "run",
     "planner/compile",
     "planner/search",
-    "planner/page",
     "planner",
     "__init__.py",
     "cli",

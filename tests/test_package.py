@@ -78,7 +78,7 @@ def wheel(tmp_path_factory):
 def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert modules_on_disk() <= names
-    files = {"py.typed", "hardware/chips.yaml", "planner/page/page.css", "planner/page/page.js"}
+    files = {"py.typed", "hardware/chips.yaml", "planner/page.html"}
     assert {f"jaxspeed/{file}" for file in files} <= names
     assert any(name.endswith("/LICENSE") for name in names)
 

@@ -53,6 +53,18 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a key of the config file; may be repeated",
     )
+    parser.add_argument(
+        "--auto",
+        metavar="hf|a.b=c",
+        action="append",
+        default=None,
+        help='value of a key that is "auto", or hf: Hugging Face\'s defaults; may be repeated',
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="unknown keys are errors also where DeepSpeed ignores them",
+    )
 
 
 def overrides_of(given: argparse.Namespace) -> list[str]:
@@ -62,7 +74,8 @@ def overrides_of(given: argparse.Namespace) -> list[str]:
 
 def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
     """The command's config with its overrides."""
-    return load_config(given.config, [*overrides_of(given), *more])
+    overrides = [*overrides_of(given), *more]
+    return load_config(given.config, overrides, auto=given.auto, strict=given.strict)
 
 
 class Out(Console):

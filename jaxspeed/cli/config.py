@@ -1,16 +1,26 @@
 """`jaxspeed config CONFIG`: the verdict on each key of a config; the JSON Schema."""
 
 import argparse
-from collections import Counter
+import json
+from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from jaxspeed.cli.common import command, out, overrides_of, print_json
-from jaxspeed.config import Config, explain_config
+from jaxspeed.cli.common import command, out, overrides_of, print_json, refuse_unwritable
+from jaxspeed.config import Config, examine, fix_config
+from jaxspeed.config.explain import explain
 from jaxspeed.config.verdicts import shortened
 
-STYLES = {"honoured": "green", "harmless": "dim", "approximated": "yellow", "refused": "bold red"}
+# In the order in which they are shown: what needs the user first.
+STYLES = {
+    "refused": "bold red",
+    "approximated": "yellow",
+    "ignored": "yellow",
+    "honoured": "green",
+    "harmless": "dim",
+}
 
 
 def add(commands: Any) -> None:
@@ -18,10 +28,13 @@ def add(commands: Any) -> None:
         commands,
         "config",
         "show the verdict on each key of a config; exit code 2 if one is refused",
-        "jaxspeed config ds_config.json --set zero_optimization.stage=3",
+        "jaxspeed config ds_config.json --auto hf --set zero_optimization.stage=3",
     )
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON Schema of configs instead"
+    )
+    parser.add_argument(
+        "--fix", metavar="OUT", help="write the config with the errors fixed that have one answer"
     )
     config = next(action for action in parser._actions if action.dest == "config")
     config.nargs = "?"
@@ -34,23 +47,57 @@ def run(given: argparse.Namespace) -> int:
         return 0
     if given.config is None:
         given.parser.error("CONFIG is missing (or --schema)")
-    rows = explain_config(given.config, overrides_of(given))
-    refused = any(row.verdict == "refused" for row in rows)
+    options = {"auto": given.auto, "strict": given.strict}
+    examined = examine(given.config, overrides_of(given), **options)
+    fixed: list[Any] = []
+    if given.fix:
+        refuse_unwritable("--fix", given.fix)
+        tree, fixed = fix_config(examined.given, **options)
+        _write(Path(given.fix), tree)
+        examined = examine(tree, **options)
+    rows = explain(examined)
     if given.json:
         print_json([row._asdict() for row in rows])
     else:
-        table = Table(box=None)
-        for name in ("key", "value", "verdict", ""):
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            style = STYLES[row.verdict]
-            table.add_row(row.key, _value(row.value), f"[{style}]{row.verdict}[/]", row.sentence)
-        console = out()
-        console.print(table)
-        counts = Counter[str](row.verdict for row in rows)
-        console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in STYLES))
-    return 2 if refused else 0
+        _show(rows, examined, fixed, given.fix)
+    return 2 if examined.problems else 0
 
 
-def _value(value: Any) -> str:
-    return shortened(str(value), 40)
+def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) -> None:
+    """Print the keys by verdict, what was filled in and from where, and what was fixed."""
+    console = out()
+    table = Table(box=None)
+    for name in ("key", "value", "verdict", ""):
+        table.add_column(name, overflow="fold")
+    counts = []
+    for verdict, style in STYLES.items():
+        of_verdict = [row for row in rows if row.verdict == verdict]
+        counts.append(f"{len(of_verdict)} {verdict}")
+        for row in of_verdict:
+            cells = (row.key, shortened(str(row.value), 40), row.sentence)
+            key, value, sentence = map(escape, cells)
+            table.add_row(key, value, f"[{style}]{verdict}[/]", sentence)
+    console.print(table)
+    console.print(", ".join(counts))
+    for title, lines in (
+        ("filled in", [f"{k}: {f.value}, from {f.source}" for k, f in examined.filled.items()
+                       if f.value is not None]),
+        (f"fixed, in {path}", fixed),
+    ):  # fmt: skip
+        if lines:
+            console.print(f"{title}:")
+        for line in lines:
+            console.print(f"  {escape(str(line))}", highlight=False)
+    if examined.advice:
+        console.print(examined.advice, markup=False, highlight=False)
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    """Write a config as JSON, or as YAML by the name of the file."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        import yaml
+
+        text = yaml.safe_dump(tree, sort_keys=False)
+    else:
+        text = json.dumps(tree, indent=2) + "\n"
+    path.write_text(text, encoding="utf-8")

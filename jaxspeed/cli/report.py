@@ -14,11 +14,14 @@ from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.placement.show import bytes_text
 
-CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
+CORE = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"),
+    *("numpy", "pydantic"),
+)
 EXTRAS = {
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
-    "hf": ("transformers", "tokenizers", "safetensors", "datasets"),
+    "hf": ("transformers", "safetensors", "datasets"),
     "tensorboard": ("tensorboardX",),
     "wandb": ("wandb",),
     "ray": ("ray",),

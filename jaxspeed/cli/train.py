@@ -89,6 +89,7 @@ def _again(given: argparse.Namespace, trainer: Trainer) -> str:
     steps = trainer.steps if trainer.stopped_by else 2 * trainer.steps
     if steps != trainer.config.given["run"]["steps"] or len(overrides) < len(given.overrides):
         overrides.append(f"run.steps={steps}")
+    words += [part for one in given.auto or () for part in ("--auto", one)]
     words += [part for one in overrides for part in ("--set", one)]
     return shlex.join(words)
 

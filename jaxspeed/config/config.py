@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr
 
+from jaxspeed.config.auto import AutoValues
 from jaxspeed.config.batch import Batch, batch_keys, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.equivalent_keys import stages_of
@@ -27,6 +28,7 @@ class Config(Settings):
     """
 
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     def __init__(self, **keys: Any) -> None:
         checked = Config.load(keys)
@@ -35,30 +37,45 @@ class Config(Settings):
         object.__setattr__(self, "__pydantic_extra__", None)
 
     @classmethod
-    def load(cls, source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Self:
+    def load(
+        cls,
+        source: "Mapping | str | Path | Config",
+        overrides: Iterable[str] = (),
+        *,
+        auto: AutoValues = None,
+        strict: bool = False,
+        platform: str | None = None,
+    ) -> Self:
         """Load a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
 
         Args:
           source: the config or its path.
           overrides: each `section.key=value`, with the value as in YAML.
+          auto: values for keys that are "auto": `{"preset": "hf", "train_batch_size": 8}`, or
+            `["hf", "train_batch_size=8"]`. The preset "hf" has Hugging Face's defaults.
+          strict: whether unknown keys are errors also where DeepSpeed ignores them.
+          platform: cpu, gpu or tpu, by which the preset "hf" chooses the precision.
 
         Raises:
           ConfigError: lists every problem of the config, each with its key's path.
         """
         overrides = list(overrides) if not isinstance(overrides, str) else [overrides]
-        if isinstance(source, cls) and not overrides:
+        if isinstance(source, cls) and not overrides and auto is None and not strict:
             return source
-        examined = examine(source.given if isinstance(source, Config) else source, overrides)
+        plain = source.given if isinstance(source, Config) else source
+        examined = examine(plain, overrides, auto=auto, strict=strict, platform=platform)
         if examined.problems:
-            raise config_error(examined.problems, examined.origin)
-        return cls._of(examined)
+            raise config_error(examined.problems, examined.origin, examined.advice)
+        return cls._of(examined, filled=auto is not None)
 
     @classmethod
-    def _of(cls, examined: Examined) -> Self:
+    def _of(cls, examined: Examined, filled: bool) -> Self:
         settings = examined.settings
         values = {name: getattr(settings, name) for name in type(settings).model_fields}
         config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
-        config._given = examined.given
+        config._given = examined.tree if filled else examined.given
+        notes = dict.fromkeys(examined.ignored, "Ignored, as by DeepSpeed.") | examined.notes
+        config._notes = tuple(f"{path}: {note}" for path, note in notes.items())
         return config
 
     @classmethod
@@ -79,8 +96,13 @@ class Config(Settings):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The config as the user wrote it, with overrides."""
+        """The config as the user wrote it, with overrides, and with values for "auto" if given."""
         return copy.deepcopy(self._given)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the file was read: ignored keys, values read otherwise."""
+        return self._notes
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
@@ -140,6 +162,8 @@ class Config(Settings):
         return solved
 
 
-def load_config(source: "Mapping | str | Path | Config", overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    source: "Mapping | str | Path | Config", overrides: Iterable[str] = (), **options: Any
+) -> Config:
     """Call `Config.load`."""
-    return Config.load(source, overrides)
+    return Config.load(source, overrides, **options)

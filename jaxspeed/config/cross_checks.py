@@ -48,6 +48,9 @@ def _precision(settings: Settings) -> Iterator[Problem]:
             found = f"{autocast.dtype}, while {name}.enabled is true"
             works = "Both set the compute dtype: make them equal, or remove one."
             yield Problem("torch_autocast.dtype", found, works, (f"{name}.enabled",))
+    if fp16.enabled and fp16.dynamic and fp16.min_loss_scale == 0:
+        works = "Needs more than 0: it bounds the dynamic scale from below."
+        yield Problem("fp16.min_loss_scale", "0", works, ("fp16.loss_scale",))
     start = 2.0**fp16.initial_scale_power
     if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > start:
         found = f"{fp16.min_loss_scale:g}, above the initial scale 2^{fp16.initial_scale_power}"

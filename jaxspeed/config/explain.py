@@ -3,13 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
+from jaxspeed.config.auto import DROPPED, AutoValues
 from jaxspeed.config.config import Config
-from jaxspeed.config.load import ALIASES, Examined, examine
+from jaxspeed.config.deepspeed_forms import canonical_path
+from jaxspeed.config.load import Examined, examine
 from jaxspeed.config.optimizer_defaults import rate_is_the_schedules
 from jaxspeed.config.problems import Problem
-from jaxspeed.config.tree import given_leaves, read
+from jaxspeed.config.suggestions import own_key
+from jaxspeed.config.tree import VOCABULARY, declared, given_leaves, read
 from jaxspeed.config.verdicts import ExplainedKey, judge, shown
-from jaxspeed.config.vocabulary import VOCABULARY, entry_for
 
 # Surprising defaults, explained even if the config does not set them.
 NOTED_DEFAULTS = {
@@ -19,73 +21,87 @@ NOTED_DEFAULTS = {
 }
 
 
-def explain_config(config: Any, overrides: Iterable[str] = ()) -> list[ExplainedKey]:
+def explain_config(
+    config: Any, overrides: Iterable[str] = (), *, auto: AutoValues = None, strict: bool = False
+) -> list[ExplainedKey]:
     """Explain each key that the config sets, and surprising defaults.
 
     Args:
       config: as for `Config.load`; an invalid config is explained too, without an error.
       overrides: as for `Config.load`.
+      auto: as for `Config.load`.
+      strict: as for `Config.load`.
 
     Returns:
       Rows of (key, value, verdict, sentence). A key with a problem has the verdict "refused" and
       the problem as its sentence.
     """
-    examined = examine(config.given if isinstance(config, Config) else config, overrides)
+    source = config.given if isinstance(config, Config) else config
+    return explain(examine(source, overrides, auto=auto, strict=strict))
+
+
+def explain(examined: Examined) -> list[ExplainedKey]:
+    """Explain an examined config; as `explain_config`."""
     problems = {problem.path: problem for problem in examined.problems}
     rows = []
     for path, value in given_leaves(examined.given):
         if path:
             rows.append(_row(path, value, examined, problems))
     explained = {
-        key for row in rows if not _is_comment(row.key) for key in (row.key, _canonical(row.key))
+        key
+        for row in rows
+        if not _is_comment(row.key)
+        for key in (row.key, canonical_path(row.key))
     }
     for path, problem in problems.items():
         if not any(_is_or_is_in(key, path) or _is_or_is_in(path, key) for key in explained):
             rows.append(
                 ExplainedKey(path, read(examined.given, path), "refused", _sentence(problem, path))
             )
-    for path, note in NOTED_DEFAULTS.items():
+    for path, value in examined.filled.items():
+        if path not in explained:  # by the caller, for a key that the config does not have
+            rows.append(_row(path, value.value, examined, problems))
+            explained.add(path)
+    for path, note in {**NOTED_DEFAULTS, **examined.notes}.items():
         value = read(examined.settings, path)
         if path not in explained and value is not None:
-            entry = VOCABULARY[path]
-            rows.append(
-                ExplainedKey(path, value, entry.verdict, f"Not set. {note} {entry.sentence}")
-            )
+            key = VOCABULARY[path]
+            note = f"Not set. {note.removeprefix('Not set: ')}"
+            rows.append(ExplainedKey(path, value, key.verdict, f"{note} {key.sentence}"))
     return rows
 
 
 def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]) -> ExplainedKey:
     if _is_comment(path):
         return ExplainedKey(path, value, "harmless", "A comment.")
-    known = _canonical(path)
+    known = canonical_path(path)
     for key, problem in problems.items():
         if key == path or _is_or_is_in(known, key) or _is_or_is_in(key, known):
             return ExplainedKey(path, value, "refused", _sentence(problem, known))
-    entry = entry_for(known)
-    if entry is None:  # an empty section
+    for key in examined.ignored:
+        if _is_or_is_in(known, key):
+            return ExplainedKey(path, value, "ignored", f"DeepSpeed ignores it too.{own_key(key)}")
+    found = declared(known)
+    if found is None:  # an empty section
         return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")
 
     def read_key(key: str) -> Any:
         return read(examined.settings, key)
 
-    verdict, sentence = judge(entry, _effective(known, entry.path, value, examined), read_key)
+    verdict, sentence = judge(found[1], _effective(known, found[0], value, examined), read_key)
     if known == "optimizer.params.lr" and rate_is_the_schedules(examined.settings):
-        return ExplainedKey(path, value, "harmless", "The schedule sets the rate itself.")
-    if known in examined.autos:
-        value_of_auto = examined.autos[known]
-        default = value_of_auto is None
-        sentence += " Its default." if default else f" Here: {shown(value_of_auto)}."
+        verdict, sentence = "harmless", "The schedule sets the rate itself."
+    if filled := examined.filled.get(known):
+        is_default = filled.value is None
+        here = "its default" if is_default else f"{shown(filled.value)}, from {filled.source}"
+        sentence += f" Here: {here}{', as in DeepSpeed' * (filled.source == DROPPED)}."
+    if note := examined.notes.get(known):
+        sentence = f"{note} {sentence}"
     return ExplainedKey(path, value, verdict, sentence)
 
 
 def _is_comment(path: str) -> bool:
     return any(part.startswith("_") for part in path.split("."))
-
-
-def _canonical(path: str) -> str:
-    """Replace old names in a path by current ones."""
-    head, dot, tail = path.partition(".")
-    return ALIASES.get(head, head) + dot + tail
 
 
 def _is_or_is_in(path: str, around: str) -> bool:

@@ -3,10 +3,9 @@
 from typing import Any
 
 from jaxspeed.config.auto import accepts_auto
-from jaxspeed.config.load import ALIASES
+from jaxspeed.config.deepspeed_forms import ALIASES
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.tree import PARAMS
-from jaxspeed.config.vocabulary import VOCABULARY
 
 COMMENT = "^_"
 
@@ -20,7 +19,11 @@ def json_schema() -> dict[str, Any]:
     definitions = raw.pop("$defs", {})
     schema = _inlined(raw, definitions, "")
     for old, new in ALIASES.items():
-        schema["properties"][old] = schema["properties"][new]
+        section, _, name = old.rpartition(".")
+        properties = schema["properties"]
+        for part in section.split(".") if section else ():
+            properties = properties[part]["properties"]
+        properties[name] = properties[new.rpartition(".")[2]]
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "jaxspeed config"
     schema["description"] = "DeepSpeed's keys, and jaxspeed's sections."
@@ -57,11 +60,9 @@ def _described(node: dict[str, Any], path: str) -> dict[str, Any]:
         node["enum"] = [*names, *(name.lower() for name in names)]
     elif path in accepts_auto():
         auto = {"const": "auto"}
-        default = {"default": node.pop("default")} if "default" in node else {}
-        node = {"anyOf": [*node.pop("anyOf", [node]), auto]} | default
+        of_key = {name: node.pop(name) for name in ("default", "description") if name in node}
+        node = {"anyOf": [*node.pop("anyOf", [node]), auto]} | of_key
     node["title"] = path
-    if entry := VOCABULARY.get(path):
-        node["description"] = f"{entry.verdict}: {entry.sentence}"
     return node
 
 

@@ -2,50 +2,78 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from jaxspeed.config.auto import resolve_autos
+from jaxspeed.config.auto import AutoValues, Filled, fill_autos
 from jaxspeed.config.cross_checks import check
+from jaxspeed.config.deepspeed_forms import rewrite
 from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, with_one_recompute
 from jaxspeed.config.layer_specs import layer_specs_from_keys
 from jaxspeed.config.optimizer_defaults import complete
 from jaxspeed.config.parse import apply_override, read_source
 from jaxspeed.config.problems import KEY_ITSELF, Problem, from_pydantic
 from jaxspeed.config.schema import Settings
-from jaxspeed.config.tree import PARAMS, given_leaves, read, without
+from jaxspeed.config.tree import PARAMS, declared, given_leaves, read, without
 from jaxspeed.config.verdicts import judge, shown
-from jaxspeed.config.vocabulary import entry_for
-
-ALIASES = {"bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A config as written, its settings, and all its problems."""
+    """A config as data: as written, its settings, all its problems, and what was read into it.
+
+    `problems` is empty for a config that loads. `given` is the config as written, with overrides;
+    `tree` has the schema's names and no "auto". By path: `filled` has the values that replaced
+    "auto", `ignored` the unknown keys that DeepSpeed ignores too, `notes` what was read otherwise
+    than it is written. `advice` has the lines to add for "auto" keys that are open.
+    """
 
     given: dict[str, Any]
+    tree: dict[str, Any]
     settings: Settings
     problems: tuple[Problem, ...]
-    autos: dict[str, Any]
     origin: str
+    filled: dict[str, Filled] = field(default_factory=dict)
+    ignored: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    advice: str = ""
 
 
-def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
-    """Read and validate; invalid values are removed from the settings and listed as problems."""
+def examine(
+    source: Any,
+    overrides: Iterable[str] = (),
+    *,
+    auto: AutoValues = None,
+    strict: bool = False,
+    platform: str | None = None,
+) -> Examined:
+    """Read and validate a config without raising: its settings and all its problems as data.
+
+    Invalid values are removed from the settings.
+
+    Args:
+      source: a dict, or the path of a .json, .yaml or .yml file.
+      overrides: each `section.key=value`, with the value as in YAML.
+      auto: values for "auto" keys, or the preset "hf": see `auto.read_auto`.
+      strict: whether unknown keys are problems that DeepSpeed ignores.
+      platform: cpu, gpu or tpu, by which the preset chooses the precision.
+    """
     given, problems, origin = read_source(source)
     if isinstance(overrides, str):
         overrides = [overrides]
     problems += filter(None, [apply_override(given, override) for override in overrides])
 
-    tree = _canonical(_without_comments(given), problems)
-    tree, wrong, autos = resolve_autos(tree)
-    problems += wrong
+    plain = _without_comments(given)
+    forms = rewrite(plain, strict or plain.get("strict") is True)
+    problems += forms.problems
+    autos = fill_autos(forms.tree, auto, platform)
+    tree = autos.tree
+    problems += autos.problems
     settings, wrong = _validated(tree)
     problems += wrong
-    settings, wrong = complete(settings)
+    settings, wrong, notes = complete(settings)
     problems += wrong
     problems += _refused(tree, settings)
     mesh, wrong = mesh_from_keys(settings)
@@ -54,7 +82,17 @@ def examine(source: Any, overrides: Iterable[str] = ()) -> Examined:
     settings = with_one_offload(with_one_recompute(settings))
     problems += layer_specs_from_keys(settings)[1]
     problems += _no_echoes([*wrong, *check(settings)], problems)
-    return Examined(given, settings, tuple(_once_each(problems)), autos, origin)
+    return Examined(
+        given=given,
+        tree=tree,
+        settings=settings,
+        problems=tuple(_once_each(problems)),
+        origin=origin,
+        filled=autos.filled,
+        ignored=forms.ignored,
+        notes=forms.notes | notes,
+        advice=autos.advice,
+    )
 
 
 def _without_comments(node: Any) -> Any:
@@ -66,16 +104,6 @@ def _without_comments(node: Any) -> Any:
     if isinstance(node, list):
         return [_without_comments(item) for item in node]
     return node
-
-
-def _canonical(tree: dict[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Replace the old names of keys that DeepSpeed renamed."""
-    for old, new in ALIASES.items():
-        if old in tree and new in tree:
-            works = "Both are the same section: keep one."
-            problems.append(Problem(old, f"both it and {new}", works))
-            del tree[old]
-    return {ALIASES.get(key, key): value for key, value in tree.items()}
 
 
 def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
@@ -92,7 +120,7 @@ def _validated(tree: dict[str, Any]) -> tuple[Settings, list[Problem]]:
         except ValidationError as error:
             removed: set[tuple[Any, ...]] = set()
             for item in error.errors():
-                problems.append(from_pydantic(item))
+                problems.append(from_pydantic(item, tree=tree))
                 where = item["loc"][:-1] if item["type"] == "missing" else item["loc"]
                 removed.add(_up_to_list(where))
             for where in sorted(removed, key=len, reverse=True):
@@ -113,14 +141,14 @@ def _up_to_list(where: tuple[Any, ...]) -> tuple[Any, ...]:
 def _refused(tree: dict[str, Any], settings: Settings) -> list[Problem]:
     """Problems of keys whose value is refused."""
     found: dict[str, Problem] = {}
-    for path, _ in given_leaves(tree):
-        entry = entry_for(path)
-        if entry is None or entry.path in found or entry.path.rpartition(".")[0] in PARAMS:
+    for given, _ in given_leaves(tree):
+        path, key = declared(given) or ("", None)
+        if key is None or path in found or path.rpartition(".")[0] in PARAMS:
             continue
-        value = read(settings, entry.path)
-        verdict, sentence = judge(entry, value, lambda key: read(settings, key))
-        if verdict == "refused" and entry.when is None:
-            found[entry.path] = Problem(entry.path, shown(value), f"Refused: {sentence}")
+        value = read(settings, path)
+        verdict, sentence = judge(key, value, lambda key: read(settings, key))
+        if verdict == "refused" and key.when is None:
+            found[path] = Problem(path, shown(value), f"Refused: {sentence}")
     return list(found.values())
 
 

@@ -7,15 +7,21 @@ from pydantic import ValidationError
 
 from jaxspeed.config.lr_schedules import ABSOLUTE_SCHEDULES, SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS, UNBUILT_OPTIMIZERS
-from jaxspeed.config.problems import Problem, did_you_mean, from_pydantic
+from jaxspeed.config.problems import Problem, from_pydantic
 from jaxspeed.config.schema import Settings
+from jaxspeed.config.suggestions import REMOVE, Fix, did_you_mean
+from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.config.types import Section
 from jaxspeed.config.verdicts import judge, shown
-from jaxspeed.config.vocabulary import VOCABULARY
 
 
-def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
-    """Fill in `optimizer` and `scheduler`, so that they can be built as they are."""
+def complete(settings: Settings) -> tuple[Settings, list[Problem], dict[str, str]]:
+    """Fill in `optimizer` and `scheduler`, so that they can be built as they are.
+
+    Returns:
+      The settings, problems, and notes by path on defaults that surprise.
+    """
+    notes: dict[str, str] = {}
     problems: list[Problem] = []
     update: dict[str, Any] = {}
     for key, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
@@ -26,17 +32,16 @@ def complete(settings: Settings) -> tuple[Settings, list[Problem]]:
         if name is None:
             problems.append(_unknown_type(key, section.type, table))
             continue
-        params, wrong = _checked(key, table[name], section.params)
+        params, wrong = _checked(key, table[name], section)
         problems += wrong
         update[key] = section.model_copy(update={"type": name, "params": params})
     given = settings.optimizer.params if settings.optimizer else {}
     settings = settings.model_copy(update=update)
     if "optimizer" in update:
-        settings, wrong = _base_rates(settings, given)
-        problems += wrong
+        settings, notes = _base_rates(settings, given)
     if "scheduler" in update:
         problems += _peak_rate(settings)
-    return settings, problems
+    return settings, problems, notes
 
 
 def canonical_name(name: str, table: Iterable[str]) -> str | None:
@@ -53,11 +58,9 @@ def _unknown_type(key: str, name: str, table: Mapping[str, Any]) -> Problem:
     return Problem(f"{key}.type", shown(name), works)
 
 
-def _checked(
-    key: str, model: type[Section], params: dict[str, Any]
-) -> tuple[dict[str, Any], list[Problem]]:
+def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, Any], list[Problem]]:
     """Validate parameters: the honoured ones with defaults, and problems."""
-    prefix = f"{key}.params."
+    prefix, params, tree = f"{key}.params.", section.params, {key: {"type": section.type}}
     problems: list[Problem] = []
     for _ in range(2):
         try:
@@ -65,16 +68,19 @@ def _checked(
             break
         except ValidationError as error:
             siblings = list(model.model_fields)
-            problems += [from_pydantic(item, prefix, siblings) for item in error.errors()]
+            problems += [from_pydantic(item, prefix, siblings, tree) for item in error.errors()]
             wrong = {item["loc"][0] for item in error.errors()}
             params = {name: value for name, value in params.items() if name not in wrong}
     else:  # only required parameters are missing
         checked = model.model_construct(**params)
     filled = checked.model_dump(warnings=False)
     for name in params:
-        entry = VOCABULARY[prefix + name]
-        if judge(entry, filled[name], lambda path: None)[0] == "refused":
-            problems.append(Problem(entry.path, shown(filled[name]), f"Refused: {entry.sentence}"))
+        declared = VOCABULARY[prefix + name]
+        if judge(declared, filled[name], lambda path: None)[0] == "refused":
+            works = f"Refused: {declared.sentence}"
+            fix: Fix = {"gradient_clipping": params[name]} if name == "max_grad_norm" else {}
+            fix = fix and {prefix + name: REMOVE} | fix
+            problems.append(Problem(prefix + name, shown(filled[name]), works, fix=fix))
     honoured = {
         name: value
         for name, value in filled.items()
@@ -94,15 +100,12 @@ def rate_is_the_schedules(settings: Settings) -> bool:
     return name in ABSOLUTE_SCHEDULES
 
 
-def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Fill in the optimizer's learning rates; a missing rate is a problem.
-
-    DeepSpeed would silently train at a default rate.
-    """
+def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, dict[str, str]]:
+    """Fill in the optimizer's learning rates, as DeepSpeed does, with a note on a missing one."""
     optimizer = settings.optimizer
     assert optimizer is not None
-    params, defaults = dict(optimizer.params), {"lr": 1e-3}
-    missing = "lr" not in given
+    params = dict(optimizer.params)
+    defaults, missing = {"lr": params["lr"]}, "lr" not in given
     if optimizer.type == "Muon":
         defaults = {"muon_lr": 0.02, "adam_lr": 3e-4}
         missing = any(params[key] is None for key in defaults) and params["lr"] is None
@@ -111,11 +114,11 @@ def _base_rates(settings: Settings, given: dict[str, Any]) -> tuple[Settings, li
                 params[key] = default if params["lr"] is None else params["lr"]
         params["lr"] = params["muon_lr"] if params["lr"] is None else params["lr"]
     filled = optimizer.model_copy(update={"params": params})
+    notes = {}
     if missing and not rate_is_the_schedules(settings):
-        silent = " and ".join(f"{key} {value}" for key, value in defaults.items())
-        works = f"Needs a learning rate; DeepSpeed would silently use {silent}."
-        return settings, [Problem("optimizer.params.lr", "nothing", works)]
-    return settings.model_copy(update={"optimizer": filled}), []
+        taken = " and ".join(f"{key} {value:g}" for key, value in defaults.items())
+        notes["optimizer.params.lr"] = f"Not set: DeepSpeed's default, {taken}, is taken."
+    return settings.model_copy(update={"optimizer": filled}), notes
 
 
 def _peak_rate(settings: Settings) -> list[Problem]:

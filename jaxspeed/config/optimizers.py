@@ -12,6 +12,7 @@ from jaxspeed.config.types import (
     Beta,
     Betas,
     Flag,
+    Lenient,
     NonNegative,
     Opaque,
     Pattern,
@@ -20,86 +21,105 @@ from jaxspeed.config.types import (
     Text,
     lower,
 )
+from jaxspeed.config.verdicts import harmless, honoured, refused
+
+_TORCH_KERNELS = "A switch of torch's kernels; XLA fuses the update."
+_RATE = "The learning rate."
+_BETAS = "Decay rates of the moments."
+_EPS = "Added to the denominator."
+_DECAY = "Weight decay."
+_BIAS = "Corrects the bias of moments that start at zero."
+_MOMENTUM = "The momentum's decay rate."
 
 
 class TorchOnly(Section):
     """Options of torch's kernels, and variants that no optimizer here has."""
 
-    fused: Flag | None = None
-    foreach: Flag | None = None
-    capturable: Flag = False
-    differentiable: Flag = False
-    torch_adam: Flag = False
-    set_grad_none: Flag = True
-    fp32_optimizer_states: Flag = True
-    amsgrad: Flag = False
-    maximize: Flag = False
-    max_grad_norm: NonNegative = 0.0
+    fused: Flag | None = harmless(None, _TORCH_KERNELS)
+    foreach: Flag | None = harmless(None, _TORCH_KERNELS)
+    capturable: Flag = harmless(False, _TORCH_KERNELS)
+    differentiable: Flag = harmless(False, _TORCH_KERNELS)
+    torch_adam: Flag = harmless(False, _TORCH_KERNELS)
+    set_grad_none: Flag = harmless(True, _TORCH_KERNELS)
+    fp32_optimizer_states: Flag = harmless(True, _TORCH_KERNELS)
+    amsgrad: Flag = refused(False, "DeepSpeed's fused optimizers have no AMSGrad.")
+    maximize: Flag = refused(False, "Return the negative loss from loss_fn.")
+    max_grad_norm: NonNegative = refused(0.0, "Write gradient_clipping at the top level.")
 
 
 class AdamParams(TorchOnly):
     """Adam and AdamW: decoupled decay unless `adam_w_mode` is false."""
 
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    bias_correction: Flag = True
-    adam_w_mode: Flag = True
+    lr: NonNegative = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), _BETAS)
+    eps: NonNegative = honoured(1e-8, _EPS)
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
+    bias_correction: Flag = honoured(True, _BIAS)
+    adam_w_mode: Flag = honoured(
+        True, "False couples the decay to the gradient, as plain Adam does."
+    )
 
 
 class SgdParams(TorchOnly):
     """Stochastic gradient descent as torch defines it."""
 
-    lr: NonNegative = 1e-3
-    momentum: Beta = 0.0
-    dampening: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    nesterov: Flag = False
+    lr: NonNegative = honoured(1e-3, _RATE)
+    momentum: Beta = honoured(0.0, _MOMENTUM)
+    dampening: NonNegative = honoured(
+        0.0, "The share of the gradient that the momentum leaves out."
+    )
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
+    nesterov: Flag = honoured(False, "Nesterov's momentum.")
 
 
 class AdagradParams(TorchOnly):
     """Adagrad as torch defines it."""
 
-    lr: NonNegative = 1e-2
-    lr_decay: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    initial_accumulator_value: NonNegative = 0.0
-    eps: NonNegative = 1e-10
+    lr: NonNegative = honoured(1e-2, _RATE)
+    lr_decay: NonNegative = honoured(0.0, "The rate falls with 1 / (1 + (step - 1) lr_decay).")
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
+    initial_accumulator_value: NonNegative = honoured(
+        0.0, "Initial value of Adagrad's sum of squares."
+    )
+    eps: NonNegative = honoured(1e-10, _EPS)
 
 
 class LambParams(TorchOnly):
     """LAMB, its trust ratio clipped between `min_coeff` and `max_coeff`."""
 
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    eps_inside_sqrt: Flag = False
-    weight_decay: NonNegative = 0.0
-    bias_correction: Flag = True
-    max_coeff: Positive = 10.0
-    min_coeff: NonNegative = 0.01
+    lr: NonNegative = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), _BETAS)
+    eps: NonNegative = honoured(1e-8, _EPS)
+    eps_inside_sqrt: Flag = honoured(False, "Adds eps under the square root.")
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
+    bias_correction: Flag = honoured(True, _BIAS)
+    max_coeff: Positive = honoured(10.0, "The largest trust ratio.")
+    min_coeff: NonNegative = honoured(0.01, "The smallest trust ratio.")
 
 
 class LionParams(TorchOnly):
     """Lion: the sign of an interpolated momentum."""
 
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    weight_decay: NonNegative = 0.0
+    lr: NonNegative = honoured(1e-3, _RATE)
+    betas: Betas = honoured((0.9, 0.999), _BETAS)
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
 
 
 class MuonParams(TorchOnly):
     """Muon for matrices (`muon_lr`), AdamW for the rest (`adam_lr`); both fall back on `lr`."""
 
-    lr: NonNegative | None = None
-    muon_lr: NonNegative | None = None
-    adam_lr: NonNegative | None = None
-    momentum: Beta = 0.95
-    weight_decay: NonNegative = 0.0
-    ns_method: Annotated[Literal["gram", "standard"], BeforeValidator(lower)] = "gram"
-    betas: Betas = (0.9, 0.95)
-    eps: NonNegative = 1e-10
+    lr: NonNegative | None = honoured(None, _RATE)
+    muon_lr: NonNegative | None = honoured(None, "Learning rate of matrices; by default lr.")
+    adam_lr: NonNegative | None = honoured(
+        None, "Learning rate of other parameters; by default lr."
+    )
+    momentum: Beta = honoured(0.95, _MOMENTUM)
+    weight_decay: NonNegative = honoured(0.0, _DECAY)
+    ns_method: Annotated[Literal["gram", "standard"], BeforeValidator(lower)] = honoured(
+        "gram", "The form of the Newton-Schulz iteration."
+    )
+    betas: Betas = honoured((0.9, 0.95), _BETAS)
+    eps: NonNegative = honoured(1e-10, _EPS)
 
 
 OPTIMIZERS: dict[str, type[Section]] = {
@@ -126,18 +146,26 @@ UNBUILT_OPTIMIZERS = {
 class Group(Section):
     """Parameter group, selected by a path pattern; the first match applies."""
 
-    pattern: Pattern
-    lr_factor: NonNegative = 1.0
-    weight_decay: NonNegative | None = None
-    frozen: Flag = False
+    pattern: Pattern = honoured(..., "The parameters of this group, as a path pattern.")
+    lr_factor: NonNegative = honoured(1.0, "Multiplies the learning rate of the group.")
+    weight_decay: NonNegative | None = honoured(None, "The weight decay of the group.")
+    frozen: Flag = honoured(False, "The group is not trained.")
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Lenient):
     """Optimizer: DeepSpeed's `type` and `params`, and jaxspeed's additional keys."""
 
-    type: Text
+    type: Text = honoured(
+        ...,
+        "The optimizer, built with Optax; Adam decouples its weight decay unless adam_w_mode is "
+        "false.",
+    )
     params: Opaque = Field(default_factory=dict)
     groups: list[Group] = Field(default_factory=list)
-    exclude_norms_and_biases: Flag = False
-    ema_decay: Annotated[Beta, Field(gt=0)] | None = None
-    legacy_fusion: Flag = False
+    exclude_norms_and_biases: Flag = honoured(
+        False, "Excludes norms and biases from the weight decay."
+    )
+    ema_decay: Annotated[Beta, Field(gt=0)] | None = honoured(
+        None, "Maintains an exponential moving average of the weights."
+    )
+    legacy_fusion: Flag = harmless(False, "XLA fuses the update.")

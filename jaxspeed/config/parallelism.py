@@ -10,6 +10,7 @@ from jaxspeed.config.types import (
     LARGEST,
     Count,
     Flag,
+    Lenient,
     Natural,
     Pattern,
     Positive,
@@ -18,6 +19,7 @@ from jaxspeed.config.types import (
     integral,
     lower,
 )
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
 
@@ -37,15 +39,37 @@ def _is_size(value: Any) -> bool:
 AxisSize = Annotated[int, BeforeValidator(_axis_size)]
 
 
+_UNBUILT_AXIS = "This axis is not built; leave it at 1 and put the devices on data or tensor."
+_PARTITIONED = (
+    "DeepSpeed partitions activations and gradients between stages over the model-parallel ranks, "
+    "and gathers them on arrival. Here they are sharded over tensor with "
+    "parallel.sequence_parallel_activations; otherwise XLA chooses."
+)
+_BUFFERS = "An option of DeepSpeed's runtime; XLA plans the buffers."
+NO_TENSOR = ("mesh.tensor", (1,))
+_RING = ("parallel.data_reduction", ("ring",))
+_NO_PIPELINE = ("mesh.pipe", (1,))
+_SYNCHRONOUS = ("parallel.max_staleness", (None,))
+_SERVER = ("parallel.data_reduction", ("parameter_server",))
+
+
 class Mesh(Section):
     """Number of devices of each axis; one may be -1, for the remaining devices."""
 
-    pipe: AxisSize = 1
-    replica: AxisSize = 1
-    data: AxisSize = -1
-    seq: AxisSize = 1
-    expert: AxisSize = 1
-    tensor: AxisSize = 1
+    pipe: AxisSize = honoured(
+        1, "Number of pipeline stages, over which the model's repeated blocks are partitioned."
+    )
+    replica: AxisSize = honoured(
+        1, "Replicas of the ZeRO-sharded state; a data axis for the batch."
+    )
+    data: AxisSize = honoured(-1, "The batch and ZeRO's state are sharded over it.")
+    seq: AxisSize = refused(1, _UNBUILT_AXIS)
+    expert: AxisSize = refused(1, _UNBUILT_AXIS)
+    tensor: AxisSize = honoured(
+        1,
+        "Weights are sharded over it: by layer_specs or a preset, by the model's logical axes, or "
+        "as inferred from the traced program.",
+    )
 
 
 Overlap = Annotated[Literal["auto", "none", "ring", "ring_both_ways"], BeforeValidator(lower)]
@@ -70,31 +94,140 @@ Bytes = Annotated[int, BeforeValidator(_bytes, json_schema_input_type=int | str)
 class Parallel(Section):
     """Keys of parallelism that DeepSpeed does not have."""
 
-    units: list[Pattern] = Field(default_factory=list)
-    full_precision: list[Pattern] = Field(default_factory=list)
-    state_collections: list[Text] | None = None
-    logical_axes: dict[Pattern, list[Text | None]] = Field(default_factory=dict)
-    axis_names: dict[Text, Literal["tensor", "data"] | None] = Field(default_factory=dict)
+    units: list[Pattern] = honoured(
+        [],
+        "The modules whose weights ZeRO 3 gathers one at a time and to which remat applies, as "
+        "class names or path patterns; by default the repeated modules.",
+    )
+    full_precision: list[Pattern] = honoured(
+        [], "Parameters that are never cast, as path patterns."
+    )
+    state_collections: list[Text] | None = honoured(
+        None,
+        "State carried between steps besides parameters: names of Linen collections or nnx "
+        "Variable types; by default all but sown and intermediate values.",
+    )
+    logical_axes: dict[Pattern, list[Text | None]] = honoured(
+        {},
+        'Dim names of parameters whose model has none, by path pattern: {"**/up/kernel": '
+        '["embed", "mlp"]}.',
+    )
+    axis_names: dict[Text, Literal["tensor", "data"] | None] = honoured(
+        {},
+        "Mesh axes by which a model annotates its parameters, and what they are here: "
+        '{"mp": "tensor", "fsdp": "data"}; tp, mp and model are tensor by default. What is "data" '
+        "or null is left to the config.",
+    )
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
-    ] = "auto"
-    data_reduction: Reduction = "xla"
-    ring_directions: Annotated[Literal["one", "both"], BeforeValidator(lower)] = "both"
-    ring_wire: Annotated[Literal["none", "bf16", "int8"], BeforeValidator(lower)] = "none"
-    ring_bucket_bytes: Bytes = 32 * 2**20
-    servers: Count = 1
-    max_staleness: Natural | None = None
-    on_stale: Annotated[Literal["drop", "wait"], BeforeValidator(lower)] = "wait"
-    staleness_decay: Decay = 1.0
-    worker_pace: list[Positive] = Field(default_factory=list)
-    sequence_parallel_activations: Flag = False
-    tensor_overlap: Overlap = "auto"
-    infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = "auto"
-    remat: Remat = "none"
-    pipeline_schedule: Schedule = "1f1b"
-    pipeline_chunks: Chunks = 2
-    pipeline_recompute: Recompute = "stage"
-    pipeline_gather: Annotated[Literal["tick", "step"], BeforeValidator(lower)] = "tick"
+    ] = honoured(
+        "auto",
+        'When gradients are reduced over data ranks: once a "step" (stages 0 and 1), every '
+        '"micro_batch", or "auto".',
+    )
+    data_reduction: Reduction = honoured(
+        "xla",
+        'How gradients are summed over data ranks: "xla" by its collectives, "ring" by ring '
+        'all-reduces with a documented order of summation, "parameter_server" by devices that own '
+        "the parameters.",
+    )
+    ring_directions: Annotated[Literal["one", "both"], BeforeValidator(lower)] = honoured(
+        "both",
+        '"both" sends half of each chunk in each direction, "one" all of it in one.',
+        when=_RING,
+    )
+    ring_wire: Annotated[Literal["none", "bf16", "int8"], BeforeValidator(lower)] = honoured(
+        "none",
+        'Format of ring messages: "none" (the gradients\' dtype), "bf16", or "int8" in blocks '
+        "with error feedback.",
+        when=_RING,
+    )
+    ring_bucket_bytes: Bytes = honoured(
+        32 * 2**20,
+        "Gradients are fused into buckets of about this many bytes, one ring each; text such as "
+        '"32 MiB" works too.',
+        when=_RING,
+    )
+    servers: Count = honoured(
+        1,
+        "Number of devices that own the parameters and the optimizer state; the others are "
+        "workers.",
+        when=_SERVER,
+    )
+    max_staleness: Natural | None = honoured(
+        None,
+        "Asynchronous workers; no gradient that is more than this many versions old is applied. "
+        "null: synchronous.",
+        when=_SERVER,
+    )
+    on_stale: Annotated[Literal["drop", "wait"], BeforeValidator(lower)] = honoured(
+        "wait",
+        'A push that would be too old is prevented ("wait": its worker waits before it pulls), or '
+        'dropped and counted ("drop").',
+        when=_SERVER,
+        unless=_SYNCHRONOUS,
+    )
+    staleness_decay: Decay = honoured(
+        1.0,
+        "A gradient of staleness t is scaled by this to the power t.",
+        when=_SERVER,
+        unless=_SYNCHRONOUS,
+    )
+    worker_pace: list[Positive] = honoured(
+        [], "Simulated compute time of each worker, for studies; by default 1.", when=_SERVER
+    )
+    sequence_parallel_activations: Flag = honoured(
+        False,
+        "Activations between sharded matmuls are sharded along the sequence over tensor.",
+        unless=NO_TENSOR,
+    )
+    tensor_overlap: Overlap = honoured(
+        "auto",
+        'Overlap of tensor-parallel collectives with matmuls: "ring" (a collective matmul), '
+        '"ring_both_ways" (in both directions), "none"; "auto" is the best for the platform.',
+        unless=NO_TENSOR,
+    )
+    infer_tensor_cuts: Annotated[Literal["auto", "never"], BeforeValidator(lower)] = honoured(
+        "auto",
+        '"auto" infers the tensor sharding from the traced program if neither model nor config '
+        'sets it; "never" leaves the weights replicated.',
+        unless=NO_TENSOR,
+    )
+    remat: Remat = honoured(
+        "none",
+        "Residuals that each unit (the repeated module) saves for its backward pass, which "
+        'recomputes the rest: "none" recomputes nothing, "full" all but its input, "dots" saves '
+        'matmuls with weights, "attention" the output of attention, so that its kernel runs '
+        'forward once; {"every_n": k} saves the input of every k-th unit, {"budget": bytes} what '
+        'is most expensive to recompute within so many bytes per device, and {"save": [...], '
+        '"offload": [...]} the activations of these names.',
+    )
+    pipeline_schedule: Schedule = honoured(
+        "1f1b",
+        'Order of micro-batches in the stages: "1f1b", one forward and one backward alternate; '
+        '"gpipe", all forwards first, which saves the inputs of every micro-batch; "interleaved", '
+        "1f1b with several chunks of the model per device, for a smaller bubble.",
+        unless=_NO_PIPELINE,
+    )
+    pipeline_chunks: Chunks = honoured(
+        2,
+        "Number of chunks of the model per device.",
+        when=("parallel.pipeline_schedule", ("interleaved",)),
+        unless=_NO_PIPELINE,
+    )
+    pipeline_recompute: Recompute = honoured(
+        "stage",
+        'What the backward pass of a stage recomputes: "stage" all but its input; "layers" the '
+        'same, one layer at a time, for less memory and one more forward; "save" nothing.',
+        unless=_NO_PIPELINE,
+    )
+    pipeline_gather: Annotated[Literal["tick", "step"], BeforeValidator(lower)] = honoured(
+        "tick",
+        'When ZeRO 3 gathers a stage\'s weights: one layer at a time in every "tick", or all of '
+        'them once per "step".',
+        when=("zero_optimization.stage", (3,)),
+        unless=_NO_PIPELINE,
+    )
 
 
 def _stages(value: Any) -> Any:
@@ -126,23 +259,44 @@ def _partition(value: Any) -> Any:
 Partition = Annotated[str, BeforeValidator(_partition)]
 
 
-class PipelineSection(Section):
+class PipelineSection(Lenient):
     """Pipeline parallelism."""
 
-    stages: Stages = "auto"
-    partition: Partition = "best"
-    seed_layers: Flag = False
-    activation_checkpoint_interval: Natural = 0
-    pipe_partitioned: Flag = True
-    grad_partitioned: Flag = True
+    stages: Stages = honoured("auto", 'The size of mesh.pipe; "auto" does not set it.')
+    partition: Partition = approximated(
+        "best",
+        "The blocks of a stack are equal, so that balancing layers, parameters or FLOPs gives the "
+        "same stages. Embedding and head need no balancing, since all stages share them.",
+        unless=_NO_PIPELINE,
+    )
+    seed_layers: Flag = harmless(
+        False, "Each layer has its own random stream, independent of its stage."
+    )
+    activation_checkpoint_interval: Natural = approximated(
+        0,
+        'Same as parallel.pipeline_recompute "layers": more than 1 counts as 1, since each layer '
+        "is one checkpoint; 0 does not set it.",
+        unless=_NO_PIPELINE,
+    )
+    pipe_partitioned: Flag = approximated(True, _PARTITIONED, unless=_NO_PIPELINE)
+    grad_partitioned: Flag = approximated(True, _PARTITIONED, unless=_NO_PIPELINE)
 
 
-class ActivationCheckpointing(Section):
+class ActivationCheckpointing(Lenient):
     """Recomputation in the backward pass."""
 
-    partition_activations: Flag = False
-    cpu_checkpointing: Flag = False
-    number_checkpoints: Count | None = None
-    contiguous_memory_optimization: Flag = False
-    synchronize_checkpoint_boundary: Flag = False
-    profile: Flag = False
+    partition_activations: Flag = honoured(
+        False,
+        "Saved residuals are sharded over tensor, and gathered in the backward pass.",
+        unless=NO_TENSOR,
+    )
+    cpu_checkpointing: Flag = honoured(
+        False,
+        'Saved residuals are offloaded to host memory; without parallel.remat those of "full".',
+    )
+    number_checkpoints: Count | None = honoured(
+        None, "Number of units that save their input: parallel.remat every_n, by count."
+    )
+    contiguous_memory_optimization: Flag = harmless(False, _BUFFERS)
+    synchronize_checkpoint_boundary: Flag = harmless(False, _BUFFERS)
+    profile: Flag = harmless(False, _BUFFERS)

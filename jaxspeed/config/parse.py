@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.config.problems import Problem, did_you_mean
+from jaxspeed.config.problems import Problem
+from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import shown
 
@@ -20,8 +21,7 @@ class _Pairs(list):
 def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     """Read a dict or a .json, .yaml or .yml file: (tree, problems, name)."""
     if isinstance(source, Mapping):
-        tree, problems = _folded(_as_plain(source))
-        return tree, problems, "the config"
+        return *as_tree(source), "the config"
     if not isinstance(source, str | Path):
         kind = f"a {type(source).__name__}"
         works = "Needs a dict, a jaxspeed.Config or the path of a .json, .yaml or .yml file."
@@ -36,6 +36,11 @@ def read_source(source: Any) -> tuple[dict[str, Any], list[Problem], str]:
     except RecursionError:
         return {}, [Problem(origin, "nesting too deep to read", "Needs fewer levels.")], origin
     return _mapping(tree, problems), problems, origin
+
+
+def as_tree(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Copy a user's mapping to plain dicts and lists, with problems of its keys."""
+    return _folded(_as_plain(source))
 
 
 def apply_override(tree: dict[str, Any], override: Any) -> Problem | None:
@@ -78,7 +83,7 @@ def _unreadable(path: Path, error: Exception) -> Problem:
         return Problem(name, "no such file", near or f"The folder is {path.parent.absolute()}.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        works = "Needs valid JSON: no comments, no comma after the last item, names in quotes."
+        works = "Needs JSON, in which comments and a comma after the last item may stand."
         return Problem(name, place, works)
     reason = re.sub(r"\s+", " ", str(error))
     return Problem(name, reason[:200], "Needs a readable .json, .yaml or .yml file.")
@@ -95,8 +100,25 @@ def _parsed(text: str, suffix: str) -> tuple[Any, list[Problem]]:
     if suffix in (".yaml", ".yml"):
         return _parsed_yaml(text)
     if suffix == ".json":
-        return _folded(json.loads(text, object_pairs_hook=_Pairs))
+        return _folded(json.loads(_plain_json(text), object_pairs_hook=_Pairs))
     raise ValueError(f'a file name that ends in "{suffix}"')
+
+
+_STRING = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT = re.compile(rf"({_STRING})|(?://|\#)[^\n]*|/\*.*?\*/", re.S)
+_LAST_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])")
+
+
+def _plain_json(text: str) -> str:
+    """Blank out comments and commas after a last item, which DeepSpeed's parser, hjson, accepts.
+
+    Each other character keeps its line and column, which errors name.
+    """
+
+    def blank(found: re.Match[str]) -> str:
+        return found[1] or re.sub(r"[^\n]", " ", found[0])
+
+    return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
 
 
 def _parsed_yaml(text: str) -> tuple[Any, list[Problem]]:

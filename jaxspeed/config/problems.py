@@ -1,12 +1,13 @@
 """Problems of a config, all in one ConfigError; unknown keys with the closest known name."""
 
-import difflib
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxspeed.config.tree import keys_in, schema_leaves
+from jaxspeed.config.suggestions import REMOVE, Fix, closest, did_you_mean, suggest
+from jaxspeed.config.tree import keys_in
 from jaxspeed.config.verdicts import printable, shown
 from jaxspeed.errors import ConfigError
 
@@ -16,45 +17,39 @@ class Problem:
     """One problem: the key's path, what was found, and what would work.
 
     `about` lists the other keys concerned: if one of those is invalid itself, this problem may
-    only follow from it and is omitted.
+    only follow from it and is omitted. `fix` removes it, where there is one answer.
     """
 
     path: str
     found: str
     works: str
     about: tuple[str, ...] = ()
+    fix: Fix = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         return printable(f"{self.path}: found {self.found}. {self.works}")
 
 
-def config_error(problems: Sequence[Problem], origin: str) -> ConfigError:
-    """Build one error for all problems."""
+def config_error(problems: Sequence[Problem], origin: str, advice: str = "") -> ConfigError:
+    """Build one error for all problems, with advice on all of them."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"{count} in {origin}:{lines}")
+    return ConfigError(f"{count} in {origin}:{lines}" + (f"\n{advice}" if advice else ""))
 
 
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """'Did you mean "x"?', or '' if no choice is near."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f'Did you mean "{by_lower[near[0]]}"?' if near else ""
-
-
-def unknown_key(path: str, value: Any, siblings: Sequence[str] | None = None) -> Problem:
-    """Problem of an unknown key, with the nearest known one here, or the same name elsewhere."""
+def unknown_key(
+    path: str, value: Any, siblings: Sequence[str] | None = None, tree: Any = None
+) -> Problem:
+    """Problem of an unknown key, with the key that is meant."""
     section, _, key = path.rpartition(".")
     siblings = keys_in(section) if siblings is None else siblings
-    hint = did_you_mean(key, siblings)
-    if not hint:
-        elsewhere = [leaf for leaf in schema_leaves() if leaf.rpartition(".")[2] == key]
-        if elsewhere:
-            hint = f'Did you mean "{elsewhere[0]}"?'
-        elif section:
-            hint = f"Keys of {section}: {', '.join(siblings)}."
+    meant = suggest(path, value, tree)
+    hint = meant.text if meant else did_you_mean(key, siblings)
+    if not hint and section:
+        hint = f"Keys of {section}: {', '.join(siblings)}."
     hint = hint or 'Remove it, or begin its name with "_" if it is a comment.'
-    return Problem(path, f"an unknown key, set to {shown(value)}", hint)
+    found = f"an unknown key, set to {shown(value)}"
+    return Problem(path, found, hint, fix=meant.fix if meant else {})
 
 
 _NEEDS = {
@@ -83,26 +78,32 @@ _BOUNDS = {
 KEY_ITSELF = "[key]"
 
 
-def from_pydantic(error: Any, prefix: str = "", siblings: Sequence[str] | None = None) -> Problem:
-    """Translate one of Pydantic's error records."""
+def from_pydantic(
+    error: Any, prefix: str = "", siblings: Sequence[str] | None = None, tree: Any = None
+) -> Problem:
+    """Translate one of Pydantic's error records about a config, `tree`."""
     path = prefix + ".".join(str(part) for part in error["loc"] if part != KEY_ITSELF)
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        return unknown_key(path, value, siblings)
+        return unknown_key(path, value, siblings, tree)
     if kind == "missing":
         return Problem(path, "nothing", f"Needs {_NEEDS[kind]}.")
     hint = ""
+    fix: list[Any] = []
     if kind in _BOUNDS:
         bound, relation = _BOUNDS[kind]
         needs = f"a number that is {relation} {context[bound]}"
     elif kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         needs = f"one of {', '.join(shown(choice) for choice in choices)}"
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        near = closest(value, choices) if isinstance(value, str) else None
+        hint, fix = (f'Did you mean "{near}"?', [near]) if near else ("", [])
     else:
         needs = context.get("needs") or _NEEDS.get(kind) or str(error["msg"])
-    hint = hint or _how_to_write(kind, value)
-    return Problem(path, described(value), f"Needs {needs}. {hint}".strip())
+    if not hint:
+        hint, fix = _how_to_write(kind, value)
+    fixes = {path: fix[0]} if fix else {}
+    return Problem(path, described(value), f"Needs {needs}. {hint}".strip(), fix=fixes)
 
 
 def described(value: Any) -> str:
@@ -116,25 +117,31 @@ def described(value: Any) -> str:
     return shown(value)
 
 
-def _how_to_write(kind: str, value: Any) -> str:
+def _how_to_write(kind: str, value: Any) -> tuple[str, list[Any]]:
+    """Text on how to write a value, and the new value, or none if there is not one answer."""
     if value is None:
-        return "Remove the key to take its default."
+        return "Remove the key to take its default.", [REMOVE]
     if kind in ("int_type", "float_type") and isinstance(value, str):
         try:
-            float(value)
+            number = float(value)
         except ValueError:
-            return ""
-        return f"Write {value.strip()} without quotes."
+            return "", []
+        if math.isfinite(number) and (kind == "float_type" or number.is_integer()):
+            new = int(number) if number.is_integer() else number
+            return f"Write {value.strip()} without quotes.", [new]
+        return "", []
     if kind == "int_type" and isinstance(value, float):
-        return f"Write {round(value)}." if abs(value) < 1e18 else ""
+        return (f"Write {round(value)}.", []) if abs(value) < 1e18 else ("", [])
     if kind == "bool_type" and value in (0, 1):
-        return f"Write {shown(bool(value))}."
+        return f"Write {shown(bool(value))}.", [bool(value)]
     if kind == "bool_type" and str(value).lower() in ("true", "false"):
-        return f"Write {str(value).lower()} without quotes."
+        text = str(value).lower()
+        return f"Write {text} without quotes.", [text == "true"]
     if kind == "string_type" and not isinstance(value, dict | list):
-        return f'Write "{value}" in quotes.' if len(shown(value)) < 40 else ""
+        return (f'Write "{value}" in quotes.', [str(value)]) if len(shown(value)) < 40 else ("", [])
     if kind == "list_type" and not isinstance(value, dict):
-        return f"Write [{shown(value)}]."
+        return f"Write [{shown(value)}].", [[value]]
     if kind == "model_type" and isinstance(value, bool):
-        return f'Write {{"enabled": {shown(value)}}}, or the section\'s own keys.'
-    return ""
+        written = f'Write {{"enabled": {shown(value)}}}, or the section\'s own keys.'
+        return written, [{"enabled": value}]
+    return "", []

@@ -6,9 +6,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.types import (
+    Coercing,
     Count,
     Flag,
     Int,
+    Lenient,
     Natural,
     NonNegative,
     Number,
@@ -19,35 +21,72 @@ from jaxspeed.config.types import (
     Text,
     lower,
 )
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
+
+_DATA_RANKS = "The table lists data-parallel sizes; the mesh has the other axes."
+_MONITOR = (
+    "Written by jaxspeed train, in addition to metrics.jsonl; with a loop of your own, "
+    "engine.add_hook gets the same numbers."
+)
+_UNBUILT = "Not built."
+_NO_TRIALS = "Candidates are estimated, not run: there is no profile and no experiment file."
+_FIXED_BATCH = (
+    "The search never changes train_batch_size; a value outside of these bounds is refused."
+)
+_PROFILING = ("flops_profiler.enabled", (True,))
+_TUNING = ("autotuning.enabled", (True,))
+_ELASTIC = ("elasticity.enabled", (True,))
+_LOGGING = ("comms_logger.enabled", (True,))
 
 
-class Elasticity(Section):
+class Elasticity(Lenient):
     """Elastic batch: one global batch for many device counts."""
 
-    enabled: Flag = False
-    max_train_batch_size: Count = 2000
-    micro_batch_sizes: list[Count] = Field(default_factory=lambda: [2, 4, 6], min_length=1)
-    min_gpus: Count = 1
-    max_gpus: Count = 10_000
-    prefer_larger_batch: Flag = True
-    ignore_non_elastic_batch_info: Flag = False
-    min_time: Natural = 0
-    version: Number = 0.2
-    model_parallel_size: Count = 1
-    num_gpus_per_node: Count = 1
+    enabled: Flag = honoured(
+        False, "The batch triple comes from DeepSpeed's table of compatible device counts."
+    )
+    max_train_batch_size: Count = honoured(
+        2000, "The global batch stays at or below this.", when=_ELASTIC
+    )
+    micro_batch_sizes: Annotated[list[Count], Field(min_length=1)] = honoured(
+        [2, 4, 6], "The micro-batches to choose from.", when=_ELASTIC
+    )
+    min_gpus: Count = honoured(1, "The smallest data-parallel size in the table.", when=_ELASTIC)
+    max_gpus: Count = honoured(
+        10_000, "The largest data-parallel size in the table.", when=_ELASTIC
+    )
+    prefer_larger_batch: Flag = honoured(
+        True, "Of two batches with equally many counts, use the larger.", when=_ELASTIC
+    )
+    ignore_non_elastic_batch_info: Flag = honoured(
+        False, "Allows batch sizes outside the section, and ignores them.", when=_ELASTIC
+    )
+    min_time: Natural = harmless(0, "A hint to DeepSpeed's cluster scheduler.")
+    version: Number = approximated(
+        0.2,
+        "0.1 and 0.2 give the same table; 0.2's fallback for a device count outside of it is not "
+        "built: such a count is an error that names the nearest ones.",
+        when=_ELASTIC,
+    )
+    model_parallel_size: Count = refused(1, _DATA_RANKS)
+    num_gpus_per_node: Count = refused(1, _DATA_RANKS)
 
 
 def _capital(value: Any) -> Any:
     return value.capitalize() if isinstance(value, str) else value
 
 
-class Checkpoint(Section):
+class Checkpoint(Lenient):
     """DeepSpeed's options of checkpoints."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = "Warn"
-    load_universal: Flag = False
-    use_node_local_storage: Flag = False
-    parallel_write: Opaque | None = None
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capital)] = (
+        harmless("Warn", "One program runs on all processes, so they agree on the tag.")
+    )
+    load_universal: Flag = harmless(False, "Always on: a checkpoint can be restored onto any mesh.")
+    use_node_local_storage: Flag = approximated(
+        False, "A checkpoint is one folder, which all processes share: put it on shared storage."
+    )
+    parallel_write: Opaque | None = harmless(None, "Always on: each process writes its own shards.")
 
 
 def _import_path(value: str) -> str:
@@ -61,10 +100,14 @@ def _import_path(value: str) -> str:
 class ModelSection(Section):
     """Model to build: a family's name, or the import path of a factory."""
 
-    family: Text | None = None
-    factory: Annotated[Text, AfterValidator(_import_path)] | None = None
-    preset: Text | None = None
-    config: Opaque = Field(default_factory=dict)
+    family: Text | None = honoured(
+        None, "The registered family to build, such as gpt2, llama, vit or mlp."
+    )
+    factory: Annotated[Text, AfterValidator(_import_path)] | None = honoured(
+        None, "The import path of a factory, package.module:name."
+    )
+    preset: Text | None = honoured(None, "The family's sizes by name; model.config overrides them.")
+    config: Opaque = honoured({}, "The family's or factory's own arguments.")
 
 
 def _flag_or_folder(value: Any) -> Any:
@@ -91,67 +134,100 @@ CacheFolder = Annotated[bool | str, BeforeValidator(_flag_or_folder)]
 class RunSection(Section):
     """One training run."""
 
-    devices: Devices | None = None
-    steps: Count | None = None
-    seed: Natural = 0
-    output: Text | None = None
-    checkpoints: Text | None = None
-    init_from: Text | None = None
-    compilation_cache: CacheFolder = True
-    executable: Text | None = None
-    eval_every: Count | None = None
-    eval_batches: Count | None = None
-    checkpoint_every: Count | None = None
-    keep: Count = 3
-    keep_every: Count | None = None
-    max_skipped: Count = 30
-    profile_step: Count | None = None
-    profile_steps: Count = 3
-    sample_tokens: Natural = 200
-    sample_prompt: Text = "def "
-    sample_temperature: NonNegative = 0.8
+    devices: Devices | None = honoured(
+        None,
+        "Platform: cpu, gpu or tpu, or simulated devices such as cpu:8; by default what JAX finds.",
+    )
+    steps: Count | None = honoured(None, "Total optimizer steps, also of a resumed run.")
+    seed: Natural = honoured(0, "Seed of the initial weights and of every random stream.")
+    output: Text | None = honoured(
+        None, "The folder of the run: its config, metrics, checkpoints and loss curve."
+    )
+    checkpoints: Text | None = honoured(
+        None,
+        "Location of checkpoints, a folder or a gs:// or s3:// URL; by default in the run's "
+        "folder.",
+    )
+    init_from: Text | None = honoured(
+        None,
+        "The folder of a run; weights are initialized from its newest checkpoint, optimizer and "
+        "step start anew.",
+    )
+    compilation_cache: CacheFolder = honoured(
+        True,
+        "Persistent cache of compiled programs: true in the user's cache folder, a path in the "
+        "folder of this path, false none.",
+    )
+    executable: Text | None = honoured(
+        None,
+        "A file of `jaxspeed plan --compile --keep`, from which the step starts without "
+        "compilation. Loading it executes its code: only from a trusted source.",
+    )
+    eval_every: Count | None = honoured(
+        None, "Steps between evaluations on held-out samples; always one at the end."
+    )
+    eval_batches: Count | None = honoured(None, "Batches per evaluation; by default all.")
+    checkpoint_every: Count | None = honoured(
+        None,
+        "Steps between checkpoints; a tenth of the run by default, at most 1000. There is always "
+        "one at the end.",
+    )
+    keep: Count = honoured(3, "Number of newest checkpoints retained.")
+    keep_every: Count | None = honoured(
+        None, "Checkpoints at multiples of this many steps are retained forever."
+    )
+    max_skipped: Count = honoured(
+        30, "Consecutive skipped steps after which the run stops with a diagnosis."
+    )
+    profile_step: Count | None = honoured(None, "First step of a trace for xprof.")
+    profile_steps: Count = honoured(3, "Number of steps in the trace.")
+    sample_tokens: Natural = honoured(
+        200, "Length of the sample that a language model generates at the end."
+    )
+    sample_prompt: Text = honoured("def ", "Prompt of the sample.")
+    sample_temperature: NonNegative = honoured(0.8, "Temperature of the sample; 0 is greedy.")
 
 
 # -- sections that report on a run: monitors, profilers, the communication log --------------------
 
 
-class FileMonitor(Section):
+class FileMonitor(Coercing):
     """TensorBoard or CSV files under `output_path`/`job_name`."""
 
-    enabled: Flag = False
-    output_path: Annotated[str, Strict()] = ""
-    job_name: Text = "DeepSpeedJobName"
+    enabled: Flag = honoured(False, _MONITOR)
+    output_path: Annotated[str, Strict()] = honoured("", _MONITOR)
+    job_name: Text = honoured("DeepSpeedJobName", _MONITOR)
 
 
-class Wandb(Section):
+class Wandb(Coercing):
     """Weights & Biases."""
 
-    enabled: Flag = False
-    group: Text | None = None
-    team: Text | None = None
-    project: Text = "deepspeed"
+    enabled: Flag = honoured(False, _MONITOR)
+    group: Text | None = honoured(None, _MONITOR)
+    team: Text | None = honoured(None, _MONITOR)
+    project: Text = honoured("deepspeed", _MONITOR)
 
 
-class FlopsProfiler(Section):
+class FlopsProfiler(Lenient):
     """FLOPs of a step."""
 
-    enabled: Flag = False
-    recompute_fwd_factor: NonNegative = 0.0
-    profile_step: Natural = 1
-    module_depth: Int = -1
-    top_modules: Natural = 1
-    detailed: Flag = True
-    output_file: Text | None = None
+    enabled: Flag = refused(False, "Not built; use engine.compiled(batch).flops.")
+    recompute_fwd_factor: NonNegative = refused(0.0, _UNBUILT, when=_PROFILING)
+    profile_step: Natural = refused(1, _UNBUILT, when=_PROFILING)
+    module_depth: Int = refused(-1, _UNBUILT, when=_PROFILING)
+    top_modules: Natural = refused(1, _UNBUILT, when=_PROFILING)
+    detailed: Flag = refused(True, _UNBUILT, when=_PROFILING)
+    output_file: Text | None = refused(None, _UNBUILT, when=_PROFILING)
 
 
-class CommsLogger(Section):
+class CommsLogger(Coercing):
     """Collectives of a step."""
 
-    enabled: Flag = False
-    verbose: Flag = False
-    prof_all: Flag = True
-    debug: Flag = False
-    prof_ops: list[Text] = Field(default_factory=list)
+    enabled: Flag = refused(False, "Not built; use engine.compiled(batch).collectives.")
+    verbose: Flag = refused(False, _UNBUILT, when=_LOGGING)
+    prof_all: Flag = refused(True, _UNBUILT, when=_LOGGING)
+    debug: Flag = refused(False, _UNBUILT, when=_LOGGING)
+    prof_ops: list[Text] = refused([], _UNBUILT, when=_LOGGING)
 
 
 # -- the `autotuning` section: bounds of `jaxspeed plan --search` ---------------------------------
@@ -160,30 +236,56 @@ Metric = Annotated[Literal["throughput", "latency", "flops"], BeforeValidator(lo
 Tuner = Annotated[Literal["gridsearch", "random", "model_based"], BeforeValidator(lower)]
 
 
-class Autotuning(Section):
+class Autotuning(Lenient):
     """DeepSpeed's bounds of a search, and its options of trial runs."""
 
-    enabled: Flag = False
-    fast: Flag = True
-    metric: Metric = "throughput"
-    metric_path: Text | None = None
-    mp_size: Count = 1
-    min_train_batch_size: Count = 1
-    max_train_batch_size: Count | None = None
-    min_train_micro_batch_size_per_gpu: Count = 1
-    max_train_micro_batch_size_per_gpu: Count = 1024
-    num_tuning_micro_batch_sizes: Count = 3
-    tuner_type: Tuner = "gridsearch"
-    tuner_early_stopping: Natural = 5
-    tuner_num_trials: Count = 50
-    results_dir: Text = "autotuning_results"
-    exps_dir: Text = "autotuning_exps"
-    overwrite: Flag = True
-    start_profile_step: Natural = 3
-    end_profile_step: Natural = 5
-    arg_mappings: Opaque | None = None
-    model_info: Opaque | None = None
-    model_info_path: Text | None = None
+    enabled: Flag = honoured(
+        False, "jaxspeed plan --search searches within this section; training ignores it."
+    )
+    fast: Flag = honoured(
+        True, "If set to true, only the stage and the micro-batch size are changed.", when=_TUNING
+    )
+    metric: Metric = harmless(
+        "throughput",
+        "train_batch_size is fixed, so throughput, latency and flops rank candidates equally.",
+        when=_TUNING,
+    )
+    metric_path: Text | None = harmless(None, _NO_TRIALS, when=_TUNING)
+    mp_size: Count = honoured(1, "The tensor axis of every candidate, if set.", when=_TUNING)
+    min_train_batch_size: Count = approximated(1, _FIXED_BATCH, when=_TUNING)
+    max_train_batch_size: Count | None = approximated(None, _FIXED_BATCH, when=_TUNING)
+    min_train_micro_batch_size_per_gpu: Count = honoured(
+        1, "The smallest micro-batch size that is tried.", when=_TUNING
+    )
+    max_train_micro_batch_size_per_gpu: Count = honoured(
+        1024, "The largest micro-batch size that is tried.", when=_TUNING
+    )
+    num_tuning_micro_batch_sizes: Count = harmless(
+        3, "Every size within the bounds is ranked by formula, which is cheap.", when=_TUNING
+    )
+    tuner_type: Tuner = harmless(
+        "gridsearch",
+        "Candidates are not run: all are ranked by formula, the best ones estimated from their "
+        "traced step.",
+        when=_TUNING,
+    )
+    tuner_early_stopping: Natural = harmless(
+        5, "The search ends when no change improves the best candidate.", when=_TUNING
+    )
+    tuner_num_trials: Count = honoured(
+        50,
+        "The most candidates that are estimated from their traced step; if not set, only time "
+        "bounds them.",
+        when=_TUNING,
+    )
+    results_dir: Text = harmless("autotuning_results", _NO_TRIALS, when=_TUNING)
+    exps_dir: Text = harmless("autotuning_exps", _NO_TRIALS, when=_TUNING)
+    overwrite: Flag = harmless(True, _NO_TRIALS, when=_TUNING)
+    start_profile_step: Natural = harmless(3, _NO_TRIALS, when=_TUNING)
+    end_profile_step: Natural = harmless(5, _NO_TRIALS, when=_TUNING)
+    arg_mappings: Opaque | None = harmless(None, _NO_TRIALS, when=_TUNING)
+    model_info: Opaque | None = harmless(None, _NO_TRIALS, when=_TUNING)
+    model_info_path: Text | None = harmless(None, _NO_TRIALS, when=_TUNING)
 
     def has(self, key: str) -> bool:
         """Whether the section is enabled and sets the key: its defaults are no bounds."""
@@ -196,29 +298,45 @@ class Autotuning(Section):
 class SourceSection(Section):
     """One source of samples."""
 
-    source: Text | None = None
-    path: Text | None = None
-    paths: list[Text] | None = None
-    text_field: Text = "text"
-    split: Text = "train"
-    samples: Count | None = None
+    source: Text | None = honoured(
+        None,
+        "stdlib (the default), text, jsonl, parquet, huggingface, tokens, images, synthetic, or "
+        "the import path of an iterable, package.module:name.",
+    )
+    path: Text | None = honoured(
+        None, "A file, a folder or a glob; the name of a data set on Hugging Face."
+    )
+    paths: list[Text] | None = honoured(None, "A list of such paths.")
+    text_field: Text = honoured("text", "The field of a record with its text.")
+    split: Text = honoured("train", "The split of a data set on Hugging Face.")
+    samples: Count | None = honoured(
+        None, "Number of samples of a synthetic source, or taken from an iterable."
+    )
 
 
 class MixtureSource(SourceSection):
     """One source of a mixture."""
 
-    weight: Positive = 1.0
+    weight: Positive = honoured(
+        1.0, "Weight of this source in the mixture, relative to the others."
+    )
 
 
 class Data(SourceSection):
     """Data sources, tokenizer and order of samples."""
 
     mixture: list[MixtureSource] = Field(default_factory=list)
-    tokenizer: Text = "bytes"
-    vocab_size: Count | None = None
-    seq_len: Count | None = None
-    document_masks: Flag = True
-    held_out: Share = 0.05
-    shuffle: Flag = True
-    seed: Natural | None = None
-    prefetch: Count = 2
+    tokenizer: Text = honoured(
+        "bytes",
+        "bytes, bpe (trained on the corpus and saved with the run), or the path of a "
+        "tokenizer.json.",
+    )
+    vocab_size: Count | None = honoured(None, "Vocabulary size of bpe; the model's by default.")
+    seq_len: Count | None = honoured(None, "Tokens per sample; the model's positions by default.")
+    document_masks: Flag = honoured(
+        True, "No attention and no prediction across documents in one sample."
+    )
+    held_out: Share = honoured(0.05, "The share of the samples held out for evaluation.")
+    shuffle: Flag = honoured(True, "A new order each epoch, a function of seed and step only.")
+    seed: Natural | None = honoured(None, "Seed of the order; run.seed by default.")
+    prefetch: Count = honoured(2, "Number of batches transferred to the devices ahead of the step.")

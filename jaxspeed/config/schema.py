@@ -1,5 +1,7 @@
 """Schema of all config keys, with DeepSpeed's defaults."""
 
+from typing import Any
+
 from jaxspeed.config.lr_schedules import Scheduler
 from jaxspeed.config.optimizers import OptimizerSection
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
@@ -17,35 +19,73 @@ from jaxspeed.config.run_sections import (
 )
 from jaxspeed.config.tensor_section import TensorParallel
 from jaxspeed.config.types import (
+    Coercing,
     Count,
     Dtype,
     Flag,
+    Lenient,
     Natural,
     NonNegative,
     Opaque,
     Positive,
+    PrintEvery,
     ReductionOp,
     ScalePower,
-    Section,
     Text,
+)
+from jaxspeed.config.verdicts import (
+    approximated,
+    harmless,
+    honoured,
+    ignored,
+    refused,
+    refused_section,
 )
 from jaxspeed.config.zero_section import Zero
 
 # -- dtypes of compute, accumulation and update ----------------------------------------------------
 
 
-class Fp16(Section):
+_STORED_DTYPES = (
+    "Parameters are stored as fp32 masters and buffers as the model initializes them; set bf16 or "
+    "fp16 for the compute dtype."
+)
+_DIVISION = "XLA chooses where to divide; the mean is the same."
+_ANY_OPTIMIZER = "Any optimizer works at any stage."
+_UNBUILT = "Not built; remove it."
+_COMPILED = "The step is always one program, compiled by XLA."
+_OFFLOADED = "Write zero_optimization.offload_optimizer or offload_param instead."
+_ON_BF16 = ("bf16.enabled", (True,))
+_ON_AUTOCAST = ("torch_autocast.enabled", (True,))
+_ON_FP16 = ("fp16.enabled", (True,))
+
+
+class Fp16(Coercing):
     """DeepSpeed's fp16 section, with loss scaling."""
 
-    enabled: Flag = False
-    loss_scale: NonNegative = 0.0
-    initial_scale_power: ScalePower = 16
-    loss_scale_window: Count = 1000
-    hysteresis: Count = 2
-    consecutive_hysteresis: Flag = False
-    min_loss_scale: Positive = 1.0
-    auto_cast: Flag = False
-    fp16_master_weights_and_grads: Flag = False
+    enabled: Flag = honoured(False, "Computes in fp16 from fp32 masters, with loss scaling.")
+    loss_scale: NonNegative = honoured(
+        0.0, "0 is the dynamic scale, any other number a fixed one.", when=_ON_FP16
+    )
+    initial_scale_power: ScalePower = honoured(
+        16, "The dynamic scale starts at 2 to this power.", when=_ON_FP16
+    )
+    loss_scale_window: Count = honoured(
+        1000, "The scale doubles after so many steps without overflow.", when=_ON_FP16
+    )
+    hysteresis: Count = honoured(
+        2, "Number of overflows before the scale is halved.", when=_ON_FP16
+    )
+    consecutive_hysteresis: Flag = honoured(
+        False, "A step without overflow restores the hysteresis.", when=_ON_FP16
+    )
+    min_loss_scale: NonNegative = honoured(1.0, "Lower bound of the scale.", when=_ON_FP16)
+    auto_cast: Flag = approximated(
+        False, "Floating inputs are cast to the compute dtype in any case.", when=_ON_FP16
+    )
+    fp16_master_weights_and_grads: Flag = honoured(
+        False, "Masters and gradients are in fp16 too.", when=_ON_FP16
+    )
 
     @property
     def dynamic(self) -> bool:
@@ -53,47 +93,116 @@ class Fp16(Section):
         return self.loss_scale == 0
 
 
-class Bf16(Section):
+class Bf16(Coercing):
     """DeepSpeed's bf16 section."""
 
-    enabled: Flag = False
-    check_grad_overflow: Flag = True
-    bf16_master_weights_and_grads: Flag = False
-    bf16_optimizer_states: Flag = False
-    immediate_grad_update: Flag = False
+    enabled: Flag = honoured(False, "Computes in bf16 from fp32 masters.")
+    check_grad_overflow: Flag = honoured(
+        True, "A step with a non-finite gradient is skipped and counted.", when=_ON_BF16
+    )
+    bf16_master_weights_and_grads: Flag = honoured(
+        False, "Masters and gradients are in bf16 too.", when=_ON_BF16
+    )
+    bf16_optimizer_states: Flag = honoured(
+        False, "The optimizer's moments are stored in bf16.", when=_ON_BF16
+    )
+    immediate_grad_update: Flag = harmless(False, "XLA orders the update.")
 
 
-class DataTypes(Section):
+class DataTypes(Lenient):
     """Dtypes apart from the compute dtype."""
 
-    grad_accum_dtype: Dtype | None = None
-    param_dtype: Dtype | None = None
-    buffer_dtype: Dtype | None = None
+    grad_accum_dtype: Dtype | None = honoured(None, "The dtype in which gradients accumulate.")
+    param_dtype: Dtype | None = refused(None, _STORED_DTYPES)
+    buffer_dtype: Dtype | None = refused(None, _STORED_DTYPES)
 
 
-class TorchAutocast(Section):
+class TorchAutocast(Lenient):
     """DeepSpeed's torch_autocast section; here it sets the compute dtype."""
 
-    enabled: Flag = False
-    dtype: Dtype | None = None
-    lower_precision_safe_modules: list[Text] | None = None
+    enabled: Flag = approximated(
+        False,
+        "Parameters and inputs are cast to torch_autocast.dtype, not operation by operation; "
+        "parallel.full_precision names what stays fp32.",
+    )
+    dtype: Dtype | None = approximated(None, "Used as the compute dtype.", when=_ON_AUTOCAST)
+    lower_precision_safe_modules: list[Text] | None = refused(
+        None, "Names modules of torch; list what must stay fp32 in parallel.full_precision.", []
+    )
 
 
-class Settings(Section):
+class Compile(Coercing):
+    """DeepSpeed's section for torch's compiler and DeepCompile."""
+
+    enabled: Flag = harmless(False, _COMPILED)
+    disable: Flag = harmless(False, _COMPILED)
+    backend: Any = harmless(None, _COMPILED)
+    kwargs: Any = harmless(None, _COMPILED)
+    deepcompile: Flag = harmless(False, _COMPILED)
+    passes: Any = harmless(None, _COMPILED)
+    free_activation: Any = harmless(None, _COMPILED)
+    free_activation_threshold: Any = harmless(None, _COMPILED)
+    offload_activation: Flag = refused(
+        False, "Write activation_checkpointing.cpu_checkpointing instead."
+    )
+    offload_activation_pin_memory: Any = harmless(None, _COMPILED)
+    offload_opt_states: Flag = refused(False, _OFFLOADED)
+    offload_parameters: Flag = refused(False, _OFFLOADED)
+    double_buffer: Any = harmless(None, _COMPILED)
+    symmetric_memory: Any = harmless(None, _COMPILED)
+    debug_log: Any = harmless(None, _COMPILED)
+    sync_before_reduce: Any = harmless(None, _COMPILED)
+    sync_after_reduce: Any = harmless(None, _COMPILED)
+    sync_before_allgather: Any = harmless(None, _COMPILED)
+    sync_after_allgather: Any = harmless(None, _COMPILED)
+    keep_int_input_tensors: Any = harmless(None, _COMPILED)
+    keep_all_input_tensors: Any = harmless(None, _COMPILED)
+
+
+class Settings(Lenient):
     """Fields of a config; `jaxspeed.Config` adds loading, validation and explanation."""
 
-    train_batch_size: Count | None = None
-    train_micro_batch_size_per_gpu: Count | None = None
-    gradient_accumulation_steps: Count | None = None
-    managed_gradient_accumulation: Flag = True
+    strict: Flag = honoured(
+        False, "Unknown keys are errors, also in sections in which DeepSpeed ignores them."
+    )
 
-    gradient_clipping: NonNegative = 1.0
-    gradient_allreduce_op: ReductionOp = "mean"
-    communication_data_type: Dtype | None = None
-    seq_parallel_communication_data_type: Dtype = "fp32"
-    prescale_gradients: Flag = False
-    gradient_predivide_factor: Positive = 1.0
-    sparse_gradients: Flag = False
+    train_batch_size: Count | None = honoured(
+        None,
+        "Samples per optimizer step, over all devices: micro-batch x accumulation x data-parallel "
+        "size.",
+    )
+    train_micro_batch_size_per_gpu: Count | None = honoured(
+        None, "Samples per micro-batch and data rank."
+    )
+    gradient_accumulation_steps: Count | None = honoured(
+        None, "Micro-batches per optimizer step, run by a scan inside the compiled step."
+    )
+    managed_gradient_accumulation: Flag = refused(
+        True,
+        "The step accumulates inside one program; pass engine.train_batch a complete global batch.",
+    )
+
+    gradient_clipping: NonNegative = honoured(
+        1.0,
+        "The gradient's global norm is clipped to this; 0 disables it. The norm before and after "
+        "is a metric.",
+    )
+    gradient_allreduce_op: ReductionOp = honoured(
+        "mean", '"mean" averages over N data ranks, "sum" is N times that.'
+    )
+    communication_data_type: Dtype | None = approximated(
+        None,
+        "Gradients are reduced in this dtype under stage 3 and where they are reduced once per "
+        "step; otherwise in the dtype that the backward pass computes.",
+    )
+    seq_parallel_communication_data_type: Dtype = harmless(
+        "fp32", "Only for the seq axis, which is not built and refused above 1."
+    )
+    prescale_gradients: Flag = harmless(False, _DIVISION)
+    gradient_predivide_factor: Positive = harmless(1.0, _DIVISION)
+    sparse_gradients: Flag = refused(
+        False, "Gradients are dense arrays in XLA; remove the key, embeddings train without it."
+    )
 
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
@@ -102,56 +211,68 @@ class Settings(Section):
     bf16: Bf16 = Bf16()
     data_types: DataTypes = DataTypes()
     torch_autocast: TorchAutocast = TorchAutocast()
-    amp: Opaque | None = None
+    amp: Opaque | None = refused_section(
+        'Apex is for torch; write "bf16": {"enabled": true} or fp16.'
+    )
 
     zero_optimization: Zero = Zero()
-    zero_allow_untested_optimizer: Flag = False
-    zero_force_ds_cpu_optimizer: Flag = True
-    disable_allgather: Flag = False
+    zero_allow_untested_optimizer: Flag = harmless(False, _ANY_OPTIMIZER)
+    zero_force_ds_cpu_optimizer: Flag = harmless(True, _ANY_OPTIMIZER)
+    disable_allgather: Flag = harmless(False, "XLA chooses the collectives.")
 
     mesh: Mesh = Mesh()
     parallel: Parallel = Parallel()
-    data_parallel_size: Count | None = None
-    sequence_parallel_size: Count | None = None
+    data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
+    sequence_parallel_size: Count | None = refused(
+        None, "The seq axis is not built; remove it or write 1.", 1
+    )
     tensor_parallel: TensorParallel = TensorParallel()
-    expert_parallel: Opaque | None = None
-    use_data_before_expert_parallelism: Flag = False
+    expert_parallel: Opaque | None = refused_section("The expert axis is not built; remove it.")
+    use_data_before_expert_parallelism: Flag = harmless(False, "The expert axis is always 1.")
     pipeline: PipelineSection = PipelineSection()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     elasticity: Elasticity = Elasticity()
     checkpoint: Checkpoint = Checkpoint()
 
-    steps_per_print: Count | None = None
-    wall_clock_breakdown: Flag = False
-    memory_breakdown: Flag = False
-    dump_state: Flag = False
-    log_level: Text | None = None
+    steps_per_print: PrintEvery = honoured(
+        None, "Number of steps between log lines of loss and learning rate."
+    )
+    wall_clock_breakdown: Flag = honoured(False, "Logs the time of each step, and waits for it.")
+    memory_breakdown: Flag = honoured(False, "Logs device memory after a step.")
+    dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")
+    log_level: Text | None = harmless(None, 'Set it on Python\'s logger "jaxspeed".')
     tensorboard: FileMonitor = FileMonitor()
     csv_monitor: FileMonitor = FileMonitor()
     wandb: Wandb = Wandb()
-    comet: Opaque | None = None
+    comet: Opaque | None = refused_section("Not built; engine.add_hook gets the numbers to log.")
     flops_profiler: FlopsProfiler = FlopsProfiler()
     comms_logger: CommsLogger = CommsLogger()
-    timers: Opaque | None = None
+    timers: Opaque | None = harmless(None, "wall_clock_breakdown times the steps.")
 
     model: ModelSection | None = None
     data: Data = Data()
     run: RunSection = RunSection()
-    vocabulary_size: Natural | None = None
-    dataloader_drop_last: Flag = False
+    vocabulary_size: Natural | None = harmless(
+        None, "Only for warnings in DeepSpeed; the model defines its vocabulary."
+    )
+    dataloader_drop_last: Flag = harmless(
+        False, "Only for DeepSpeed's data loader; engine.train_batch takes complete batches."
+    )
 
     autotuning: Autotuning = Autotuning()
-    aio: Opaque | None = None
-    compile: Opaque | None = None
-    hybrid_engine: Opaque | None = None
-    sparse_attention: Opaque | None = None
-    nebula: Opaque | None = None
-    datastates_ckpt: Opaque | None = None
-    graph_harvesting: Flag = False
-    progressive_layer_drop: Opaque | None = None
-    curriculum_learning: Opaque | None = None
-    data_efficiency: Opaque | None = None
-    compression_training: Opaque | None = None
-    quantize_training: Opaque | None = None
-    weight_quantization: Opaque | None = None
-    eigenvalue: Opaque | None = None
+    aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
+    compile: Compile = Compile()
+    hybrid_engine: Opaque | None = refused_section(_UNBUILT)
+    sparse_attention: Opaque | None = refused_section(
+        "Not built; a model calls its attention itself.", by_presence=True
+    )
+    nebula: Opaque | None = refused_section("Azure's checkpoint service is not built; remove it.")
+    datastates_ckpt: Opaque | None = refused_section(_UNBUILT)
+    graph_harvesting: Flag = refused(False, "XLA decides on CUDA graphs; remove it.")
+    progressive_layer_drop: Opaque | None = refused_section(_UNBUILT)
+    curriculum_learning: Opaque | None = refused_section(_UNBUILT)
+    data_efficiency: Opaque | None = refused_section(_UNBUILT)
+    compression_training: Opaque | None = refused_section(_UNBUILT)
+    quantize_training: Any = ignored(None, "DeepSpeed does not read it any more.")
+    weight_quantization: Opaque | None = refused_section(_UNBUILT, by_presence=True)
+    eigenvalue: Opaque | None = refused_section(_UNBUILT)

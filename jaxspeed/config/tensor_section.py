@@ -5,10 +5,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxspeed.config.types import Flag, Int, Natural, Section, Text, lower
+from jaxspeed.config.parallelism import NO_TENSOR
+from jaxspeed.config.types import Coercing, Flag, Int, Natural, Section, Text, lower
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 LayerType = Annotated[Literal["column", "row", "vocabulary", "replicated"], BeforeValidator(lower)]
 PartitionType = Annotated[Literal["column", "row", "skip"], BeforeValidator(lower)]
+
+
+_PARSER = "An option of DeepSpeed's parser of torch modules."
 
 
 class ShardedLayer(Section):
@@ -52,18 +57,59 @@ LayerSpecsValue = Annotated[
 class PartitionConfig(Section):
     """Sharding of weights by pattern."""
 
-    layer_specs: LayerSpecsValue = Field(default_factory=list)
-    use_default_specs: Flag = True
-    strict_mode: Flag = False
-    tp_size: Natural = 1
-    embedding_partition_dim: Natural = 1
-    lm_head_patterns: list[Text] = Field(default_factory=lambda: ["lm_head", "embed_out"])
+    layer_specs: LayerSpecsValue = honoured(
+        [],
+        "Tensor sharding of weights: a mapping from path patterns to column, row, vocabulary or "
+        "replicated, or DeepSpeed's list. The first that covers a weight applies, and overrides "
+        "the model's logical axes.",
+        unless=NO_TENSOR,
+    )
+    use_default_specs: Flag = honoured(
+        True, "The preset's specs follow layer_specs; false omits them.", unless=NO_TENSOR
+    )
+    strict_mode: Flag = refused(
+        False, "Not built: the placement table shows the replicated weights; remove it."
+    )
+    tp_size: Natural = harmless(
+        1, "DeepSpeed overwrites it with tensor_parallel.autotp_size, which applies here too."
+    )
+    embedding_partition_dim: Natural = harmless(
+        1, "DeepSpeed does not read it; vocabulary in layer_specs shards an embedding."
+    )
+    lm_head_patterns: list[Text] = harmless(
+        ["lm_head", "embed_out"],
+        "Arrays are global: a head needs no special layer. vocabulary in layer_specs shards it.",
+    )
 
 
-class TensorParallel(Section):
+class TensorParallelGroup(Coercing):
+    """DeepSpeed's `tp`: options of its parser, for inference."""
+
+    tp_size: Natural = harmless(1, "DeepSpeed trains with tensor_parallel.autotp_size.")
+    tp_grain_size: Natural = harmless(1, _PARSER)
+    mpu: Any = harmless(None, _PARSER)
+    tp_group: Any = harmless(None, _PARSER)
+
+
+class TensorParallel(Coercing):
     """DeepSpeed's AutoTP."""
 
-    autotp_size: Natural = 0
-    preset_model: Text | None = None
+    autotp_size: Natural = honoured(0, "The size of mesh.tensor; 0 does not set it.")
+    preset_model: Text | None = honoured(
+        None,
+        "Shards the modules of a family by their usual names: gpt2, llama or vit.",
+        when=("tensor_parallel.partition_config.use_default_specs", (True, None)),
+        unless=NO_TENSOR,
+    )
     partition_config: PartitionConfig | None = None
-    tp_overlap_comm: Flag = False
+    tp_overlap_comm: Flag = approximated(
+        False,
+        'With parallel.sequence_parallel_activations the same as parallel.tensor_overlap "ring"; '
+        "otherwise no effect: XLA overlaps what it can.",
+        unless=NO_TENSOR,
+    )
+    dtype: Any = harmless(None, "The precision sections set the compute dtype.")
+    tp: TensorParallelGroup = TensorParallelGroup()
+    injection_policy_tuple: Any = harmless(None, _PARSER)
+    keep_module_on_host: Flag = harmless(False, _PARSER)
+    replace_with_kernel_inject: Flag = harmless(False, _PARSER)

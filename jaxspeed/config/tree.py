@@ -1,4 +1,4 @@
-"""Paths into nested configs, and the schema seen as a tree of keys."""
+"""Paths into nested configs, and the schema as a vocabulary of keys."""
 
 import typing
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from jaxspeed.config.lr_schedules import SCHEDULERS
 from jaxspeed.config.optimizers import OPTIMIZERS
 from jaxspeed.config.schema import Settings
 from jaxspeed.config.types import Section
+from jaxspeed.config.verdicts import Key
 
 PARAMS = {"optimizer.params": OPTIMIZERS, "scheduler.params": SCHEDULERS}
 
@@ -56,30 +57,59 @@ def section_in(annotation: Any) -> type[Section] | None:
     return next(filter(None, map(section_in, typing.get_args(annotation))), None)
 
 
-def schema_leaves(section: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
-    """Yield the path of every key that is not itself a section, each once."""
-    seen = set()
+def schema_keys(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """Yield path and declaration of every key that is not itself a section.
+
+    Parameters that several optimizers or schedules have are yielded once for each.
+    """
     for name, field in section.model_fields.items():
         path = prefix + name
+        if isinstance(field.json_schema_extra, Key):
+            yield path, field.json_schema_extra
+            continue
         inner = section_in(field.annotation)
-        if inner is not None:
-            yield from schema_leaves(inner, f"{path}.")
-        elif path in PARAMS:
-            for params in PARAMS[path].values():
-                for leaf in schema_leaves(params, f"{path}."):
-                    if leaf not in seen:
-                        seen.add(leaf)
-                        yield leaf
-        else:
-            yield path
+        for each in [inner] if inner else dict.fromkeys(PARAMS[path].values()):
+            yield from schema_keys(each, f"{path}.")
 
 
-def keys_in(path: str) -> list[str]:
-    """Keys of the section at `path` in the schema; those of the top level for ""."""
+VOCABULARY: dict[str, Key] = dict(schema_keys())
+"""All config keys by path."""
+
+
+def declared(path: str) -> tuple[str, Key] | None:
+    """Find a key, or the nearest free-form section around it: (its path, its declaration).
+
+    List items are declared by their list: `optimizer.groups.0.frozen` by `optimizer.groups.frozen`.
+    """
+    parts = [part for part in path.split(".") if not part.isdigit()]
+    while parts:
+        found = ".".join(parts)
+        if key := VOCABULARY.get(found):
+            return found, key
+        parts.pop()
+    return None
+
+
+def section_at(path: str) -> type[Section] | None:
+    """Section of the schema at a path; Settings for ""."""
     section: type[Section] | None = Settings
     for part in path.split(".") if path else ():
         if part.isdigit():
             continue
         field = section.model_fields.get(part) if section else None
         section = section_in(field.annotation) if field else None
+    return section
+
+
+def section_paths(section: type[Section] = Settings, prefix: str = "") -> Iterator[str]:
+    """Yield the path of every section below."""
+    for name, field in section.model_fields.items():
+        if inner := section_in(field.annotation):
+            yield prefix + name
+            yield from section_paths(inner, f"{prefix}{name}.")
+
+
+def keys_in(path: str) -> list[str]:
+    """Keys of the section at `path` in the schema; those of the top level for ""."""
+    section = section_at(path)
     return list(section.model_fields) if section else []

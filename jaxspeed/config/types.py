@@ -1,7 +1,7 @@
-"""Leaf types of the schema: strict where DeepSpeed guesses, lenient where its files need it.
+"""Leaf types of the schema: strict, but for what DeepSpeed's files need.
 
-The text "8" is not a number and 1 is not true; but 5e8 is an integer, because DeepSpeed's examples
-write bucket sizes so.
+5e8 is an integer, because DeepSpeed's examples write bucket sizes so. The text "8" is a number and
+1 is true only in the sections in which DeepSpeed reads them so.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,8 +18,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Lenient(Section):
+    """A section in which DeepSpeed ignores unknown keys."""
+
+
+class Coercing(Section):
+    """A section in which DeepSpeed reads numbers and flags from text, and "auto" as the default."""
+
+
 def integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _unless_infinite(value: Any) -> Any:
+    return None if str(value).lower() in ("inf", "infinity") else value
 
 
 def lower(value: Any) -> Any:
@@ -56,6 +68,8 @@ Text = Annotated[str, Strict(), Field(min_length=1)]
 LARGEST = 2**63 - 1
 Int = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST), BeforeValidator(integral)]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST), BeforeValidator(integral)]
+# Infinity, as Accelerate writes it, is never.
+PrintEvery = Annotated[Count | None, BeforeValidator(_unless_infinite)]
 Natural = Annotated[int, Strict(), Field(ge=0, le=LARGEST), BeforeValidator(integral)]
 # 2 ** 127 is the largest power of two that fp32, in which the loss is scaled, holds.
 ScalePower = Annotated[int, Strict(), Field(ge=0, le=127), BeforeValidator(integral)]

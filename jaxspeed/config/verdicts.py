@@ -1,35 +1,87 @@
-"""Verdict of a config key: honoured, harmless, approximated or refused, and how it is chosen."""
+"""A config key's verdict and sentence, declared with its default in the field of its section.
 
-from collections.abc import Callable, Iterable, Iterator
+    loss_scale: NonNegative = honoured(0.0, "0 is the dynamic scale, any other number a fixed one.")
+
+The JSON Schema, the table in docs/config.md and `explain_config` are generated from these.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-Verdict = Literal["honoured", "harmless", "approximated", "refused"]
+from pydantic import Field
+
+Verdict = Literal["honoured", "approximated", "harmless", "ignored", "refused"]
+Switch = tuple[str, tuple[Any, ...]]  # the path of a key, and some of its values
 
 
 @dataclass(frozen=True)
-class Entry:
+class Key:
     """Verdict and sentence of one config key.
 
-    A refused key with a value in `off` is a no-op, and accepted. `when` names another key and
+    A refused key is accepted with a value that `is_off` calls a no-op. `when` names another key and
     its values for which this key has an effect, `unless` one and its values for which it has none.
     """
 
-    path: str
     verdict: Verdict
     sentence: str
-    off: tuple[Any, ...] = ()
-    when: tuple[str, tuple[Any, ...]] | None = None
-    off_if: Callable[[Any], bool] | None = None
-    unless: tuple[str, tuple[Any, ...]] | None = None
+    is_off: Callable[[Any], bool]
+    when: Switch | None = None
+    unless: Switch | None = None
 
-    def is_off(self, value: Any) -> bool:
-        """Whether this value is a no-op."""
-        if self.off_if is not None:
-            return self.off_if(value)
+    def __call__(self, schema: dict[str, Any]) -> None:
+        """Describe the key in its JSON Schema, where Pydantic calls it."""
+        schema["description"] = f"{self.verdict}: {self.sentence}"
+
+
+def _declared(
+    verdict: Verdict,
+    default: Any,
+    sentence: str,
+    *off: Any,
+    when: Switch | None = None,
+    unless: Switch | None = None,
+    is_off: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Field with this default and verdict; a refused key is off at its default and at `off`."""
+
+    def is_no_op(value: Any) -> bool:
         return any(
-            value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.off
+            value == item and isinstance(value, bool) == isinstance(item, bool)
+            for item in (default, *off)
         )
+
+    key: Any = Key(verdict, sentence, is_off or is_no_op, when, unless)
+    return Field(default, json_schema_extra=key)
+
+
+honoured = partial(_declared, "honoured")
+approximated = partial(_declared, "approximated")
+harmless = partial(_declared, "harmless")
+ignored = partial(_declared, "ignored")
+refused = partial(_declared, "refused")
+
+
+def refused_section(sentence: str, *, by_presence: bool = False) -> Any:
+    """Field of a free-form section that is refused if it is enabled: by presence, or by a switch.
+
+    A switch is an `enabled` of its own, or else anywhere in it, and false if it is missing.
+    """
+    return refused(None, sentence, is_off=_is_absent if by_presence else is_switched_off)
+
+
+def is_switched_off(section: Any) -> bool:
+    """Whether no `enabled` of a free-form section is true; its own overrides those below."""
+    if not isinstance(section, dict):
+        return True
+    if "enabled" in section:
+        return section["enabled"] in (False, "auto", None)
+    return all(is_switched_off(value) for value in section.values())
+
+
+def _is_absent(section: Any) -> bool:
+    return not section or (isinstance(section, dict) and section.get("enabled") is False)
 
 
 class ExplainedKey(NamedTuple):
@@ -41,75 +93,23 @@ class ExplainedKey(NamedTuple):
     sentence: str
 
 
-def rows(
-    section: str,
-    verdict: Verdict,
-    sentences: dict[str, str],
-    *,
-    when: tuple[str, tuple[Any, ...]] | None = None,
-    unless: tuple[str, tuple[Any, ...]] | None = None,
-) -> Iterable[Entry]:
-    """Entries of one section with the same verdict, one sentence each."""
-    prefix = f"{section}." if section else ""
-    return [
-        Entry(prefix + key, verdict, text, when=when, unless=unless)
-        for key, text in sentences.items()
-    ]
-
-
-def alike(
-    section: str,
-    verdict: Verdict,
-    sentence: str,
-    keys: str,
-    *,
-    when: tuple[str, tuple[Any, ...]] | None = None,
-) -> Iterable[Entry]:
-    """Entries of one section with the same verdict and sentence; `keys` are separated by spaces."""
-    return rows(section, verdict, dict.fromkeys(keys.split(), sentence), when=when)
-
-
-def refused(path: str, sentence: str, *off: Any) -> Entry:
-    """Entry of a key that is refused unless its value is in `off`."""
-    return Entry(path, "refused", sentence, off=off)
-
-
-def refused_section(path: str, sentence: str) -> Entry:
-    """Entry of a free-form section that is refused if it is enabled."""
-    return Entry(path, "refused", sentence, off_if=is_switched_off)
-
-
-def is_switched_off(section: Any) -> bool:
-    """Whether a free-form section is disabled.
-
-    By its own `enabled`; without one, every `enabled` below must be false, and a section without
-    any is enabled if it is present.
-    """
-    if not isinstance(section, dict) or not section:
-        return True
-    if "enabled" in section:
-        return section["enabled"] is False
-    below = [value for value in section.values() if isinstance(value, dict)]
-    return len(below) == len(section) and all(is_switched_off(value) for value in below)
-
-
-def judge(entry: Entry, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, str]:
+def judge(key: Key, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, str]:
     """Choose the verdict on a key with this value; `read` returns other keys' values by path."""
-    for switch, is_idle in _switches(entry):
+    for switch, is_idle in _switches(key):
         if is_idle(read(switch)):
             return "harmless", f"Ignored while {switch} is {shown(read(switch))}."
-    if entry.verdict == "refused" and entry.is_off(value):
-        return "harmless", f"A no-op at this value; others are refused: {entry.sentence}"
-    return entry.verdict, entry.sentence
+    if key.verdict == "refused" and key.is_off(value):
+        return "harmless", f"A no-op at this value; others are refused: {key.sentence}"
+    return key.verdict, key.sentence
 
 
-def _switches(entry: Entry) -> Iterator[tuple[str, Callable[[Any], bool]]]:
+def _switches(key: Key) -> Iterator[tuple[str, Callable[[Any], bool]]]:
     """Yield the keys on which this one depends, each with a test for when it has no effect."""
-    if entry.when is not None:
-        switch, needed = entry.when
+    if key.when is not None:
+        switch, needed = key.when
         yield switch, lambda value: value not in needed
-    if entry.unless is not None:
-        switch, idle = entry.unless
+    if key.unless is not None:
+        switch, idle = key.unless
         yield switch, lambda value: value in idle
 
 

@@ -5,86 +5,159 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from jaxspeed.config.parallelism import AxisSize
-from jaxspeed.config.types import Flag, Natural, Opaque, Section, Share, Text, integral, lower
+from jaxspeed.config.types import (
+    Coercing,
+    Flag,
+    Natural,
+    Opaque,
+    Share,
+    Text,
+    integral,
+    lower,
+)
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused, refused_section
 
 Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(integral)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lower)]
 Where = Annotated[Literal["device", "host"], BeforeValidator(lower)]
 
 
-class OffloadParam(Section):
+_NVME = "An option of DeepSpeed's runtime for NVMe; XLA schedules host transfers."
+_PINNED = "Always on: host transfers inside of the step need pinned memory."
+_TRANSFERS = "An option of DeepSpeed's runtime; XLA schedules host transfers."
+_SCHEDULED = "An option of DeepSpeed's runtime; XLA schedules collectives and buffers."
+_NO_GATHERING = "Arrays are global: a save needs no gathering in advance."
+_OFFLOADED_PARAM = ("zero_optimization.offload_param.device", ("cpu",))
+_OFFLOADED_OPTIMIZER = ("zero_optimization.offload_optimizer.device", ("cpu",))
+
+
+class OffloadParam(Coercing):
     """Parameters in host memory."""
 
-    device: Device = "none"
-    nvme_path: Text | None = None
-    pin_memory: Flag = True
-    buffer_count: Natural = 5
-    buffer_size: Natural = 100_000_000
-    max_in_cpu: Natural = 1_000_000_000
+    device: Device = honoured(
+        "none",
+        "cpu: parameters are offloaded to pinned host memory, at any stage, and streamed unit by "
+        "unit to the device for both passes; gradients are offloaded as they are computed. none: "
+        "all stay on the device.",
+    )
+    nvme_path: Text | None = harmless(None, _NVME, when=_OFFLOADED_PARAM)
+    pin_memory: Flag = approximated(True, _PINNED, when=_OFFLOADED_PARAM)
+    buffer_count: Natural = harmless(5, _NVME, when=_OFFLOADED_PARAM)
+    buffer_size: Natural = harmless(100_000_000, _NVME, when=_OFFLOADED_PARAM)
+    max_in_cpu: Natural = harmless(1_000_000_000, _NVME, when=_OFFLOADED_PARAM)
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(Coercing):
     """Optimizer state in host memory."""
 
-    device: Device = "none"
-    nvme_path: Text | None = None
-    pin_memory: Flag = True
-    ratio: Share = 1.0
-    where: Where = "device"
-    buffer_count: Natural = 4
-    pipeline_read: Flag = False
-    pipeline_write: Flag = False
-    pipeline: Flag = False
-    fast_init: Flag = False
-    super_offload: Flag = False
-    cpuadam_cores_perc: Share = 0.8
+    device: Device = honoured(
+        "none",
+        "cpu: masters, moments and the moving average are offloaded to pinned host memory, and "
+        "streamed through the device by the update. none: they stay on the device.",
+    )
+    nvme_path: Text | None = harmless(
+        None, "Only for device nvme, which is refused.", when=_OFFLOADED_OPTIMIZER
+    )
+    pin_memory: Flag = approximated(True, _PINNED, when=_OFFLOADED_OPTIMIZER)
+    ratio: Share = honoured(
+        1.0,
+        "The share of the parameters, in bytes and the largest first, whose masters and moments "
+        "are offloaded.",
+        when=_OFFLOADED_OPTIMIZER,
+    )
+    where: Where = honoured(
+        "device",
+        "Where offloaded state is updated: on the device, through which it is streamed, or on the "
+        "host's cores, as in DeepSpeed: gradients are transferred there, and only parameters back.",
+        when=_OFFLOADED_OPTIMIZER,
+    )
+    buffer_count: Natural = harmless(4, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    pipeline_read: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    pipeline_write: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    pipeline: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    fast_init: Flag = harmless(False, _TRANSFERS, when=_OFFLOADED_OPTIMIZER)
+    super_offload: Flag = refused(
+        False, "SuperOffload is not built; device cpu streams the update through the device."
+    )
+    cpuadam_cores_perc: Share = harmless(
+        0.8,
+        "XLA chooses the number of host cores for an update (where).",
+        when=_OFFLOADED_OPTIMIZER,
+    )
 
 
-class Zero(Section):
+class Zero(Coercing):
     """ZeRO stage and offload, and runtime options of DeepSpeed's implementation."""
 
-    stage: Stage = 0
-    stage3_param_persistence_threshold: Natural = 100_000
-    mics_shard_size: AxisSize = -1
-    mics_hierarchical_params_gather: Flag = False
-    zero_hpz_partition_size: Natural = 1
-    zero_quantized_weights: Flag = False
-    zero_quantized_nontrainable_weights: Flag = False
-    zero_quantized_gradients: Flag = False
-    zeropp_loco_param: Opaque | None = None
-    zenflow: Opaque | None = None
+    stage: Stage = honoured(
+        0, "State sharded over data: 1 masters and moments, 2 also gradients, 3 also parameters."
+    )
+    stage3_param_persistence_threshold: Natural = honoured(
+        100_000,
+        "Under stage 3, parameters with fewer elements than this stay replicated; with "
+        "offload_param, parameters with fewer per layer stay on the device.",
+    )
+    mics_shard_size: AxisSize = honoured(
+        -1,
+        "Sets mesh.data to this and mesh.replica to the rest, so that each group of so many "
+        "devices holds one copy.",
+    )
+    mics_hierarchical_params_gather: Flag = harmless(False, _SCHEDULED)
+    zero_hpz_partition_size: Natural = refused(
+        1,
+        "A secondary partition of the weights is not built; mesh.replica x mesh.data keeps all of "
+        "ZeRO's communication inside a group.",
+        0,
+    )
+    zero_quantized_weights: Flag = refused(False, "Quantised gathers are not built; remove it.")
+    zero_quantized_nontrainable_weights: Flag = refused(
+        False, "Quantised weights are not built; remove it."
+    )
+    zero_quantized_gradients: Flag = refused(
+        False, "Quantised reductions are not built; remove it."
+    )
+    zeropp_loco_param: Opaque | None = refused(None, "Quantised reductions are not built.", {})
+    zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.", by_presence=True)
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    cpu_offload: Flag | None = None
-    cpu_offload_param: Flag | None = None
-    cpu_offload_use_pin_memory: Flag | None = None
-    stage3_gather_16bit_weights_on_model_save: Flag = False
-    stage3_gather_fp16_weights_on_model_save: Flag = False
+    cpu_offload: Flag | None = honoured(
+        None, "DeepSpeed's old key for offload_optimizer.device: true is cpu."
+    )
+    cpu_offload_param: Flag | None = honoured(
+        None, "DeepSpeed's old key for offload_param.device: true is cpu."
+    )
+    cpu_offload_use_pin_memory: Flag | None = harmless(None, "Host memory is pinned in any case.")
+    stage3_gather_16bit_weights_on_model_save: Flag = harmless(False, _NO_GATHERING)
+    stage3_gather_fp16_weights_on_model_save: Flag = harmless(False, _NO_GATHERING)
 
-    reduce_bucket_size: Natural = 500_000_000
-    allgather_bucket_size: Natural = 500_000_000
-    overlap_comm: Flag | None = None
-    contiguous_gradients: Flag = True
-    reduce_scatter: Flag = True
-    allgather_partitions: Flag = True
-    use_multi_rank_bucket_allreduce: Flag = True
-    round_robin_gradients: Flag = False
-    stage3_prefetch_bucket_size: Natural = 50_000_000
-    stage3_max_live_parameters: Natural = 1_000_000_000
-    stage3_max_reuse_distance: Natural = 1_000_000_000
-    stage3_model_persistence_threshold: Natural = 2**63 - 1
-    stage3_module_granularity_threshold: Natural = 0
-    stage3_use_all_reduce_for_fetch_params: Flag = False
-    stage3_allgather_sequential: Flag = False
-    sub_group_size: Natural = 1_000_000_000
-    ignore_unused_parameters: Flag = True
-    elastic_checkpoint: Flag = False
-    load_from_fp32_weights: Flag = True
-    legacy_stage1: Flag = False
-    memory_efficient_linear: Flag = True
-    pipeline_loading_checkpoint: Flag = False
-    override_module_apply: Flag = True
-    log_trace_cache_warnings: Flag = False
-    enable_sanity_checks: Flag = False
-    save_muon_momentum_buffer_in_memory: Flag = False
-    leaf_module: Opaque | None = None
+    reduce_bucket_size: Natural = harmless(500_000_000, _SCHEDULED)
+    allgather_bucket_size: Natural = harmless(500_000_000, _SCHEDULED)
+    overlap_comm: Flag | None = harmless(None, _SCHEDULED)
+    contiguous_gradients: Flag = harmless(True, _SCHEDULED)
+    reduce_scatter: Flag = harmless(True, _SCHEDULED)
+    allgather_partitions: Flag = harmless(True, _SCHEDULED)
+    use_multi_rank_bucket_allreduce: Flag = harmless(True, _SCHEDULED)
+    round_robin_gradients: Flag = harmless(False, _SCHEDULED)
+    stage3_prefetch_bucket_size: Natural = harmless(50_000_000, _SCHEDULED)
+    stage3_max_live_parameters: Natural = harmless(1_000_000_000, _SCHEDULED)
+    stage3_max_reuse_distance: Natural = harmless(1_000_000_000, _SCHEDULED)
+    stage3_model_persistence_threshold: Natural = harmless(2**63 - 1, _SCHEDULED)
+    stage3_module_granularity_threshold: Natural = harmless(0, _SCHEDULED)
+    stage3_use_all_reduce_for_fetch_params: Flag = harmless(False, _SCHEDULED)
+    stage3_allgather_sequential: Flag = harmless(False, _SCHEDULED)
+    sub_group_size: Natural = harmless(1_000_000_000, _SCHEDULED)
+    ignore_unused_parameters: Flag = harmless(
+        True, "An unused parameter has a gradient of zero here."
+    )
+    elastic_checkpoint: Flag = harmless(
+        False, "Arrays are global, independent of the number of devices."
+    )
+    load_from_fp32_weights: Flag = harmless(True, "The fp32 masters are the stored weights.")
+    legacy_stage1: Flag = harmless(False, _SCHEDULED)
+    memory_efficient_linear: Flag = harmless(True, _SCHEDULED)
+    pipeline_loading_checkpoint: Flag = harmless(False, _SCHEDULED)
+    override_module_apply: Flag = harmless(True, _SCHEDULED)
+    log_trace_cache_warnings: Flag = harmless(False, _SCHEDULED)
+    enable_sanity_checks: Flag = harmless(False, _SCHEDULED)
+    save_muon_momentum_buffer_in_memory: Flag = harmless(False, _SCHEDULED)
+    leaf_module: Opaque | None = harmless(None, "Units are found or named by parallel.units.")

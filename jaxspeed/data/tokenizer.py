@@ -5,23 +5,21 @@ can read it.
 """
 
 import functools
-import importlib
 import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import tokenizers
 
-from jaxspeed.data import bpe
 from jaxspeed.data.files import read_bytes
 from jaxspeed.errors import DataError
 
 # A byte that no text contains ends a document: 256 ids are enough for bytes.
 END = 0
-CACHED_WORDS = 1 << 20
 TRAINED_ON = 32 << 20
 
 
@@ -53,84 +51,13 @@ class ByteTokenizer:
         return _join(bytes([i]) for i in ids if END < i < 256)
 
     def to_bytes(self) -> bytes:
-        return _tokenizer_json([])
-
-
-class BPETokenizer:
-    """Byte-pair encoding with these merges, in the order in which they were learned."""
-
-    end = END
-
-    def __init__(self, merges: Sequence[bpe.Pair]) -> None:
-        self.merges = [(int(a), int(b)) for a, b in merges]
-        self._spelled = [bytes([i]) for i in range(256)]
-        for first, second in self.merges:
-            self._spelled.append(self._spelled[first] + self._spelled[second])
-        self._words = _WordCache({pair: 256 + i for i, pair in enumerate(self.merges)})
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
-        """Learn the merges from the first 32 MB of text."""
-        if vocab_size < 256:
-            raise DataError(
-                f"data.vocab_size is {vocab_size}; bpe needs at least 256 (one id for each byte)"
-            )
-        words: Counter[str] = Counter()
-        left = TRAINED_ON
-        for text in texts:
-            words.update(bpe.find_words(text[:left]))
-            left -= len(text)
-            if left <= 0:
-                break
-        spelled = sorted((_utf8(word), count) for word, count in words.items())
-        merges, encoded = bpe.learn_merges(spelled, vocab_size - 256)
-        made = cls(merges)
-        made._words.update((w.decode(errors="surrogatepass"), ids) for w, ids in encoded.items())
-        return made
-
-    @property
-    def name(self) -> str:
-        return f"bpe, {self.vocab_size} ids"
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._spelled)
-
-    def encode(self, text: str) -> np.ndarray:
-        words = map(self._words.__getitem__, bpe.find_words(text))
-        return np.fromiter(itertools.chain.from_iterable(words), np.uint32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return _join(self._spelled[i] for i in ids if END < i < self.vocab_size)
-
-    def to_bytes(self) -> bytes:
-        return _tokenizer_json(self.merges)
-
-
-class _WordCache(dict[str, bpe.Word]):
-    """Cache of the ids of words; text repeats its words."""
-
-    def __init__(self, ranks: dict[bpe.Pair, int]) -> None:
-        super().__init__()
-        self._ranks = ranks
-
-    def __missing__(self, word: str) -> bpe.Word:
-        if len(self) >= CACHED_WORDS:
-            self.clear()
-        ids = self[word] = bpe.encode_word(_utf8(word), self._ranks)
-        return ids
+        return _tokenizer_json(_byte_ids(), [], OLD_WORDS)  # as in the fingerprint of old runs
 
 
 class LibraryTokenizer:
     """Any tokenizer.json, through the library `tokenizers`."""
 
     def __init__(self, content: bytes, name: str) -> None:
-        try:
-            tokenizers: Any = importlib.import_module("tokenizers")
-        except ImportError:
-            raise DataError(
-                f"data.tokenizer: {name!r} needs the library tokenizers; install jaxspeed[hf]"
-            ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exceptions
@@ -145,8 +72,8 @@ class LibraryTokenizer:
         self.end: int | None = next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, np.uint32)
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.asarray(encoded.ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(i) for i in ids if i < self.vocab_size]
@@ -154,6 +81,79 @@ class LibraryTokenizer:
 
     def to_bytes(self) -> bytes:
         return self._content
+
+
+class BPETokenizer(LibraryTokenizer):
+    """Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909) over bytes, as trained here.
+
+    `content` is what `to_bytes` returned, of this version or of one that split words by Python's
+    `re`: the ids are the same.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        words = {"pre_tokenizer": _pre_tokenizer(WORDS)}
+        super().__init__(json.dumps(json.loads(content) | words).encode(), "bpe")
+        self._content = content  # as saved: it is in the fingerprint of the run
+        self.name = f"bpe, {self.vocab_size} ids"
+        self.end = END
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
+        """Learn the merges from the first 32 MB of text: of the most frequent pair, 2 at least.
+
+        Ties go to the smaller pair of ids, so the result does not depend on the order of the texts.
+        """
+        if vocab_size < 256:
+            raise DataError(
+                f"data.vocab_size is {vocab_size}; bpe needs at least 256 (one id for each byte)"
+            )
+        learner = tokenizers.Tokenizer.from_str(_tokenizer_json(_byte_ids(), [], WORDS).decode())
+        # As "special tokens" the bytes get the ids 0 to 255 in their order.
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(_byte_ids()),
+            show_progress=False,
+        )
+        learner.train_from_iterator(_first(texts, TRAINED_ON), trainer)
+        model = json.loads(learner.to_str())["model"]
+        return cls(_tokenizer_json(model["vocab"], model["merges"], WORDS))
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([self._encode_part(part) for part in _parts(text)])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return super().decode(i for i in ids if i > END)
+
+    def _encode_part(self, text: str) -> np.ndarray:
+        if not _SURROGATE.search(text):
+            return super().encode(text)
+        # The library refuses the text: words are split in one without, and merged one by one.
+        words = self._tokenizer.pre_tokenizer[0].pre_tokenize_str(_SURROGATE.sub("\ufffd", text))
+        spelled = (map(_printable().__getitem__, _utf8(text[a:b])) for _, (a, b) in words)
+        tokens = (self._tokenizer.model.tokenize("".join(word)) for word in spelled)
+        return np.asarray([token.id for word in tokens for token in word], np.uint32)
+
+
+# Text is encoded in parts: the library takes about 120 bytes of memory for each character of one.
+PART = 1 << 18
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Split a text between words only: before whitespace that follows something else."""
+    start = 0
+    while found := _BEFORE_SPACE.search(text, start + PART):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield _SURROGATE.sub("\ufffd", text[:characters])
+        characters -= len(text)
+        if characters <= 0:
+            return
 
 
 # Names of end-of-text tokens, the most common first.
@@ -175,11 +175,9 @@ def load_tokenizer(content: bytes, name: str = "the tokenizer saved with the run
         model = read["model"]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"data.tokenizer: {name!r} is not a tokenizer.json") from None
-    if read.get("pre_tokenizer") != _PRE_TOKENIZER:
+    if read.get("pre_tokenizer") not in (_pre_tokenizer(WORDS), _pre_tokenizer(OLD_WORDS)):
         return LibraryTokenizer(content, name)
-    vocab = model["vocab"]
-    merges = [(vocab[first], vocab[second]) for first, second in model["merges"]]
-    return BPETokenizer(merges) if merges else ByteTokenizer()
+    return BPETokenizer(content) if model["merges"] else ByteTokenizer()
 
 
 def read_tokenizer(path: str) -> Tokenizer:
@@ -195,25 +193,28 @@ def read_tokenizer(path: str) -> Tokenizer:
 
 # -- in Hugging Face's format -------------------------------------------------------------------
 
+# Words as GPT-2 splits them: a space belongs to the word after it. Lengths are bounded, or a line
+# of a million dashes would be slow. Every character is in exactly one word. Letters, digits and
+# whitespace are those of Python's `re`, by which words were split before the library did it: other
+# than Oniguruma's \w, Python's has no marks, and its \s has the four separators of ASCII.
+_LETTER, _SPACE = r"\p{L}\p{Nl}\p{No}", r"\s\x1c-\x1f"
+WORDS = (
+    rf" ?[{_LETTER}]{{1,32}}| ?\p{{Nd}}{{1,3}}| ?[^{_LETTER}\p{{Nd}}{_SPACE}]{{1,32}}"
+    rf"|[{_SPACE}]{{1,64}}(?![^{_SPACE}])|[{_SPACE}]{{1,64}}"
+)
+OLD_WORDS = r" ?[^\W\d_]{1,32}| ?\d{1,3}| ?(?:[^\w\s]|_){1,32}|\s{1,64}(?!\S)|\s{1,64}"
+_BEFORE_SPACE = re.compile(r"(?<=\S)(?=\s)")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
 _BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-_PRE_TOKENIZER = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": bpe.WORDS},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {"type": "ByteLevel", **_BYTE_LEVEL},
-    ],
-}
 
 
-def _tokenizer_json(merges: Sequence[bpe.Pair]) -> bytes:
-    tokens = list(_printable())
-    for first, second in merges:
-        tokens.append(tokens[first] + tokens[second])
+def _pre_tokenizer(words: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", **_BYTE_LEVEL}]}
+
+
+def _tokenizer_json(vocab: dict[str, int], merges: Sequence[Sequence[str]], words: str) -> bytes:
     model = {
         "type": "BPE",
         "dropout": None,
@@ -223,8 +224,8 @@ def _tokenizer_json(merges: Sequence[bpe.Pair]) -> bytes:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": [[tokens[first], tokens[second]] for first, second in merges],
+        "vocab": vocab,
+        "merges": merges,
     }
     content: dict[str, Any] = {
         "version": "1.0",
@@ -232,7 +233,7 @@ def _tokenizer_json(merges: Sequence[bpe.Pair]) -> bytes:
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": _PRE_TOKENIZER,
+        "pre_tokenizer": _pre_tokenizer(words),
         "post_processor": None,
         "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
         "model": model,
@@ -246,6 +247,10 @@ def _printable() -> tuple[str, ...]:
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return tuple(chr(i) if i in seen else chr(next(others)) for i in range(256))
+
+
+def _byte_ids() -> dict[str, int]:
+    return {token: byte for byte, token in enumerate(_printable())}
 
 
 def _utf8(text: str) -> bytes:

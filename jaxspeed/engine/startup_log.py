@@ -27,6 +27,8 @@ def log_startup(program: Program) -> None:
     """Log what a user should know of a program before its first step."""
     if program.config.dump_state:
         log.info("config: %s\n%s", program.config.given, program.table)
+    for note in program.config.notes:
+        log.warning("%s", note)
     for note in program.model.notes(program.objective.compute_dtype):
         log.warning("%s", note)
     _log_own_axes(program)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jaxspeed.config.problems import did_you_mean
+from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.errors import ConfigError
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")

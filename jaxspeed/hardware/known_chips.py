@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.config.problems import did_you_mean
+from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.chip import Chip, read_chips
 

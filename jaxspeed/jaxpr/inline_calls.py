@@ -32,8 +32,8 @@ def inline_call(jaxpr: Any, at: int, call: Any) -> Any:
     fresh = jax.make_jaxpr(jex.jaxpr_as_fun(jex.ClosedJaxpr(inner, list(consts))))(*shapes)
     inner = fresh.jaxpr
     names = dict(zip(inner.invars, call.invars, strict=True))
-    constants = dict(zip(inner.constvars, fresh.consts, strict=True))
-    assert not constants, "constants of a call are its arguments"
+    constants = zip(inner.constvars, fresh.consts, strict=True)
+    names.update((v, jex.Literal(const, v.aval)) for v, const in constants)
     outer = call.source_info.name_stack
     eqns = [
         e.replace(

@@ -128,16 +128,25 @@ def sliceable_bodies(eqn: Any) -> list[Body]:
 def runs(eqn: Any, names: Container[str]) -> bool:
     """Whether an equation, or one nested in it at any depth, is of one of these primitives."""
     return eqn.primitive.name in names or any(
-        runs(e, names) for jaxpr in _all_programs(eqn) for e in jaxpr.eqns
+        runs(e, names) for jaxpr, _ in _all_programs(eqn) for e in jaxpr.eqns
     )
 
 
-def _all_programs(eqn: Any) -> Iterator[Any]:
-    """Every program among the parameters: also kernels, conditions and combiners."""
+def nested_constants(eqn: Any) -> Iterator[Any]:
+    """The constants of the programs nested in an equation, at any depth."""
+    for jaxpr, consts in _all_programs(eqn):
+        yield from consts
+        for inner in jaxpr.eqns:
+            yield from nested_constants(inner)
+
+
+def _all_programs(eqn: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Every (jaxpr, consts) among the parameters: also kernels, conditions and combiners."""
     for value in eqn.params.values():
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(jaxpr := open_jaxpr(each)[0], "eqns"):
-                yield jaxpr
+            jaxpr, consts = open_jaxpr(each)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr, consts
 
 
 def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ class NnxModel:
         return graphs[-1], shapes, reason
 
     def _build(self, seed: jax.Array | int) -> nnx.Module:
-        with foreign("the model factory, called as factory(rngs),"):
+        with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
             module = self._factory(nnx.Rngs(jax.random.key(seed)))
         if not isinstance(module, nnx.Module):
             raise ModelError(
@@ -295,3 +296,21 @@ def dim_names(variable: Any) -> tuple[str | None, ...]:
     names = next((metadata[key] for key in NAME_KEYS if metadata.get(key) is not None), ())
     names = getattr(names, "spec", names)
     return tuple(n if isinstance(n, str) else None for n in names)
+
+
+@contextlib.contextmanager
+def _quick_streams() -> Iterator[None]:
+    """Random streams that count up without a search of the entire trace.
+
+    flax 0.12 asks a counter under trace for its sharding, and JAX writes an error with the tracer's
+    origin for the answer "none": the time to trace a factory was quadratic in its layers.
+    """
+
+    def draw(stream: Any) -> jax.Array:
+        getattr(stream.count, "_check_can_update", lambda: None)()
+        count = stream.count[...]
+        stream.count.set_value(count + 1)
+        return jax.random.fold_in(stream.key[...], count)
+
+    with mock.patch.object(nnx.RngStream, "__call__", draw):
+        yield

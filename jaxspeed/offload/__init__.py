@@ -2,7 +2,6 @@
 
 from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
-from jaxspeed.offload.staged_init import init_in_groups
 from jaxspeed.offload.streaming import (
     StreamedArray,
     StreamPlan,
@@ -26,7 +25,6 @@ __all__ = [
     "StreamedArray",
     "UpdateDevice",
     "choose_stream_plan",
-    "init_in_groups",
     "mean_in_host",
     "pinned_limit",
     "separate",

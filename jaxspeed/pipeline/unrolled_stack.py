@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.slicing import free_variables, read_by, sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.pipeline.merge_blocks import Atoms, DifferentProgram, merge_programs
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
 from jaxspeed.zero3.find_units import traced_calls
 

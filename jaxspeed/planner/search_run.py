@@ -20,6 +20,7 @@ from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.compile.outcome import Outcome
+from jaxspeed.planner.compile.workers import Inline, Workers
 from jaxspeed.planner.memory import Memory, memory_in, read_step
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.search import (
@@ -41,7 +42,6 @@ from jaxspeed.planner.search.candidate import ACCUMULATION, MESH, MICRO, NONE
 from jaxspeed.planner.search.candidate_estimate import COMPUTE, MEMORY, PIPELINE
 from jaxspeed.planner.search.result import SearchResult, make_result, with_outcomes
 from jaxspeed.planner.search.space import divisors
-from jaxspeed.planner.search.workers import Inline, Workers
 from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.torus import can_hold
 from jaxspeed.run.start import Source

@@ -24,7 +24,6 @@ from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_bat
 from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
-from jaxspeed.offload import init_in_groups
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
@@ -36,6 +35,7 @@ from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
+from jaxspeed.train.staged_init import staged_init
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -267,8 +267,8 @@ class Program:
     def init(self) -> Callable[[int], TrainState]:
         """A fresh state, each array created as its shards.
 
-        In two programs, so that the memory of random initialization is free before the moments are
-        allocated.
+        The model before the rest, so that the memory of random initialization is free before the
+        moments are allocated.
         """
         at = self.shardings
 
@@ -277,7 +277,8 @@ class Program:
                 params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
             else:
                 places = (at.params, at.master, at.variables)
-                params, master, variables = self._jit_sharded(self._fresh_model, places)(seed)
+                fresh = self.in_mesh(self._fresh_model)
+                params, master, variables = staged_init(fresh, places, seed)
             rest = self.rest(params, master)
             return TrainState(params=params, master=master, variables=variables, **rest)
 
@@ -306,10 +307,10 @@ class Program:
         )
 
     def _jit_sharded(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """Compile with output shardings, in groups of outputs if some are in host memory."""
+        """Compile with output shardings, in small programs if some are in host memory."""
         in_mesh = self.in_mesh(function)
         if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(init_in_groups, in_mesh, shardings)
+            return functools.partial(staged_init, in_mesh, shardings)
         return jax.jit(in_mesh, out_shardings=shardings)
 
     # -- steps ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_a_yaml_merge_is_not_a_key_that_stands_twice(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
-        ("ds.json", '{"a": 1,}', "line 1, column"),
+        ("ds.json", '{"a": 1,,}', "line 1, column"),
         ("ds.json", "", "line 1, column 1"),
         ("ds.yaml", "a: [1, 2", "line 1"),
         ("ds.json", "[1, 2]", "Needs a mapping of keys"),

@@ -1,6 +1,8 @@
-"""A run in a process of its own: its losses to the last bit, and what XLA compiled for them.
+"""Runs in a process of their own: their losses to the last bit, and what XLA compiled for them.
 
-python -m tests.engine.starting CONFIG STEPS [EXECUTABLE]
+python -m tests.engine.starting CONFIG STEPS EXECUTABLE...
+
+One run for each executable; an empty name is for a run that compiles its step.
 """
 
 import json
@@ -14,7 +16,7 @@ import numpy as np
 import jaxspeed
 
 
-def main(config: str, steps: str, executable: str | None = None) -> None:
+def main(config: str, steps: str, *executables: str) -> None:
     compiled: list[str] = []
     warned: list[str] = []
 
@@ -29,13 +31,16 @@ def main(config: str, steps: str, executable: str | None = None) -> None:
     logging.getLogger("jaxspeed").addHandler(Warned(logging.WARNING))
     jaxspeed.simulate(8)
     jax.monitoring.register_event_duration_secs_listener(heard)
-    engine = jaxspeed.initialize(config=json.loads(config), executable=executable)
-    rng, losses = np.random.default_rng(0), []
-    for _ in range(int(steps)):
-        samples = engine.program.batch.train
-        tokens = rng.integers(0, 64, (samples, 33)).astype(np.int32)
-        losses.append(float(engine.train_batch({"tokens": tokens})["loss"]).hex())
-    print(json.dumps({"losses": losses, "compiled": compiled, "warned": warned}))
+    for executable in executables:
+        compiled.clear()
+        warned.clear()
+        engine = jaxspeed.initialize(config=json.loads(config), executable=executable or None)
+        rng, losses = np.random.default_rng(0), []
+        for _ in range(int(steps)):
+            samples = engine.program.batch.train
+            tokens = rng.integers(0, 64, (samples, 33)).astype(np.int32)
+            losses.append(float(engine.train_batch({"tokens": tokens})["loss"]).hex())
+        print(json.dumps({"losses": losses, "compiled": compiled, "warned": warned}))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from jaxspeed.planner.compile.in_child import compile_for, refuse_missing
 from jaxspeed.train.aot_step import MAGIC, Identity, identity_of, read_identity
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
+from tests.cli.planning import plan
 from tests.planner import jobs
 from tests.planner.test_compiling import needs_libtpu
 
@@ -55,9 +56,11 @@ def process(*words, **more):
     return done.stdout
 
 
-def started(config=CONFIG, *words, **more):
-    words = ("-m", "tests.engine.starting", json.dumps(config), "4", *map(str, words))
-    return json.loads(process(*words, **more).splitlines()[-1])
+def started(config, *executables, **more):
+    """What each of the runs came to; an empty name is for one that compiles as always."""
+    words = ("-m", "tests.engine.starting", json.dumps(config), "4", *map(str, executables))
+    lines = process(*words, **more).splitlines()
+    return [json.loads(line) for line in lines[-len(executables) :]]
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +68,17 @@ def kept(tmp_path_factory):
     """A file that the command line wrote, for 8 devices."""
     folder = tmp_path_factory.mktemp("kept")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    words = ("plan", folder / "config.json", "--target", "cpu:8", "--compile", "--json")
+    words = (folder / "config.json", "--target", "cpu:8", "--compile", "--json")
     path = folder / "step.exe"
-    told = json.loads(process("-m", "jaxspeed", *map(str, (*words, "--keep", path))))
+    told = json.loads(plan(*words, "--keep", path).stdout)
     compiled, outcome = told["compiled"], told["outcome"]
     assert outcome["kept"] == str(path) and outcome["fits"] and outcome["refused"] is None
     assert outcome["seconds"] > compiled["compile_seconds"] > 0
     return path
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """The run that compiles as always."""
-    return started()
-
-
-def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept, compiled):
-    from_file = started(CONFIG, kept)
+def test_the_losses_are_the_same_bit_for_bit_and_no_step_is_compiled(kept):
+    from_file, compiled = started(CONFIG, kept, "")
     assert from_file["losses"] == compiled["losses"] and len(set(compiled["losses"])) == 4
     assert "jit(step)" in compiled["compiled"] or "step" in compiled["compiled"]
     assert not [name for name in from_file["compiled"] if "step" in name]
@@ -132,7 +129,7 @@ def test_another_step_is_known_to_be_another(kept, name):
 def test_for_another_step_the_differences_are_logged_and_it_is_compiled(
     kept, differs, config, more
 ):
-    found = started(config, kept, **more)
+    (found,) = started(config, kept, **more)
     (said,) = found["warned"]
     assert f"which is compiled now: {differs} (" in said
     assert [each for each in found["compiled"] if "step" in each]

@@ -87,6 +87,25 @@ class RecomputedClass(Net):
     block = RecomputedBlock
 
 
+class ScaledBlock(Block):
+    """Reads constants of its own inside of a jit: its program's text is every other block's."""
+
+    def __init__(self, rngs, scale):
+        super().__init__(rngs)
+        self.scale = scale
+
+    def __call__(self, x):
+        scale = np.full(2 * WIDTH, self.scale, np.float32)
+        h = self.up(self.norm(x))
+        return x + self.down(jax.jit(lambda h: jnp.tanh(h * scale))(h))
+
+
+class OwnConstants(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.blocks = nnx.List([ScaledBlock(rngs, 1.0 + i / 4) for i in range(LAYERS)])
+
+
 class BiasedBlock(nnx.Module):
     """Reads a table of the whole model, as T5's blocks read relative positions."""
 
@@ -366,6 +385,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "a list that drops": (regression(Dropping, weighted_error), {}),
     "recomputed calls": (regression(Recomputed, weighted_error), {}),
     "recomputed class": (regression(RecomputedClass, weighted_error), {}),
+    "constants of its own": (regression(OwnConstants, squared_error), {}),
     "a table that all read": (regression(SharedTable, weighted_error), {}),
     "a table that all and the head read": (regression(SharedTableAndHead, squared_error), {}),
     "a price that travels": (regression(Priced, priced_error), {}),

@@ -3,6 +3,14 @@
 import copy
 from typing import Any
 
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.pipeline.schedule import Schedule, schedule
+from jaxspeed.planner.time.torus import layout_of
+
+AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
+HOSTILE = "</script><script>window.ran = 1</script><img src=x onerror='window.ran=1'>\"&"
+SCHEDULES = [("1f1b", 4, 8, 1), ("gpipe", 3, 5, 1), ("interleaved", 4, 8, 3)]
+
 GIB = 2**30
 
 
@@ -36,7 +44,7 @@ def candidate(i: int, name: str, size: float, seconds: float, fits: str, lost: s
         "mfu": 0.9 / seconds,
         "fits": fits,
         "lost": lost,
-        "compiled": {"device_bytes": int(size * 1.03e9), "fits": fits} if i < 2 else None,
+        "compiled": {"device_bytes": int(size * 1.03e9), "fits": i == 1} if i < 2 else None,
     }
 
 
@@ -162,3 +170,41 @@ def named(name: str) -> dict[str, Any]:
     found["advice"]["single"]["text"] = found["time"]["formula"] = name
     found["advice"]["single"]["set"] = {name: name}
     return found
+
+
+def on_tpu(target: str = "v5p:16x16x16", **mesh: int) -> dict[str, Any]:
+    """Figures of a plan for a torus."""
+    found, where = gpus(), target_of(target)
+    sizes = {**dict.fromkeys(AXES, 1), **mesh}
+    found["mesh"] = sizes
+    found["target"] |= {
+        "name": target,
+        "count": where.count,
+        "topology": list(where.topology),
+        "slices": where.slices,
+        "wraps": list(where.wraps),
+        "layout": layout_of(where, sizes),
+    }
+    found["devices"] |= {"count": where.count, "platform": "tpu"}
+    return found
+
+
+def piped(
+    name: str = "1f1b", stages: int = 4, micro: int = 8, chunks: int = 1
+) -> tuple[dict[str, Any], Schedule]:
+    """Figures of a pipeline, and its schedule."""
+    found, table = gpus(), schedule(name, stages, micro, chunks)
+    names = ("live_bytes", "forward_bytes", "backward_bytes", "message_bytes", "shared_bytes")
+    found["pipeline"] = {
+        "schedule": name,
+        "stages": stages,
+        "chunks": chunks,
+        "micro_batches": micro,
+        "ticks": table.ticks,
+        "bubble": table.bubble,
+        "live_inputs": table.live_inputs,
+        "layers_of_a_chunk": 2,
+        **{key: 1000 * i for i, key in enumerate(names, start=1)},
+        "work": table.runs(),
+    }
+    return found, table

@@ -1,6 +1,8 @@
 """Runs with a parameter server, from the command line: progress, checkpoints, going on."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,13 +32,30 @@ def trained(config: Path) -> str:
     return told.stdout
 
 
+IN_TURN = """
+import sys
+from jaxspeed.cli.main import main
+for config in sys.argv[1:]:
+    print("--", flush=True)
+    assert main(["train", config]) == 0
+"""
+
+
+def trained_in_turn(*configs: Path) -> list[str]:
+    """What each run prints, one after the other in one process of its own."""
+    command = [sys.executable, "-c", IN_TURN, *map(str, configs)]
+    told = subprocess.run(command, capture_output=True, text=True, env=small.environment())
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout.split("--\n")[1:]
+
+
 def test_a_run_is_reported_and_resumed(tmp_path):
     few = {"devices": "cpu:3", "sample_tokens": 2}
-    shown = trained(written(tmp_path, 4, few, servers=1))
+    four = written(tmp_path, 4, few, servers=1).rename(tmp_path / "four.json")
+    shown, more = trained_in_turn(four, written(tmp_path, 6, few, servers=1))
     assert "1 server, 2 workers in step; each worker pulls" in shown
     assert "step 4/4" in shown and "held-out" in shown and "a sample" in shown
-    shown = trained(written(tmp_path, 6, few, servers=1))
-    assert "resumed after step 4 of 6" in shown and "step 6/6" in shown
+    assert "resumed after step 4 of 6" in more and "step 6/6" in more
     made = [r for r in records(tmp_path) if "loss" in r]
     assert [r["step"] for r in made] == [r["version"] for r in made] == [1, 2, 3, 4, 5, 6]
 

@@ -20,13 +20,13 @@ def config(tmp_path, **changes):
 
 
 def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
-    given = config(tmp_path)
+    given = config(tmp_path, run={"steps": 8})
     whole = given | {"run": given["run"] | {"output": str(tmp_path / "whole")}}
     train(whole)
-    half = given | {"run": given["run"] | {"steps": 9}}  # no multiple of checkpoint_every
+    half = given | {"run": given["run"] | {"steps": 5}}  # no multiple of checkpoint_every
     train(half)
     trainer = open_run(source_of(given))
-    assert trainer.reached.step == 9
+    assert trainer.reached.step == 5
     trainer.run()
     path = tmp_path / "config.json"
     small.assert_bitwise_equal(
@@ -34,8 +34,15 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
     )
 
 
-def test_every_step_has_a_record_with_stable_names(tmp_path):
-    trainer = train(config(tmp_path, run={"eval_every": 5}))
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory):
+    """A run of twenty steps, evaluated now and then, of which some checkpoints are retained."""
+    changes = {"eval_every": 5, "checkpoint_every": 2, "keep": 2, "keep_every": 6}
+    return train(config(tmp_path_factory.mktemp("twenty"), run=changes))
+
+
+def test_every_step_has_a_record_with_stable_names(twenty):
+    trainer = twenty
     records = read_records(trainer.folder.metrics)
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 21))
     assert [r["step"] for r in records if "eval_loss" in r] == [5, 10, 15, 20]
@@ -51,8 +58,8 @@ def test_every_step_has_a_record_with_stable_names(tmp_path):
     assert sum(ledger.values()) == pytest.approx(total)
 
 
-def test_the_held_out_loss_is_the_mean_over_all_targets(tmp_path):
-    trainer = train(config(tmp_path))
+def test_the_held_out_loss_is_the_mean_over_all_targets(twenty):
+    trainer = twenty
     held_out, model = trainer.corpus.held_out, trainer.engine.module
     forward = jax.jit(lambda tokens, segments: model(tokens, segment_ids=segments))
     total = weight = 0.0
@@ -117,9 +124,8 @@ def test_a_run_without_a_number_of_steps_is_refused(tmp_path):
         open_run(source_of(given))
 
 
-def test_the_newest_checkpoints_and_the_multiples_are_kept(tmp_path):
-    trainer = train(config(tmp_path, run={"checkpoint_every": 2, "keep": 2, "keep_every": 6}))
-    steps = [info.step for info in trainer.checkpointer.list()]
+def test_the_newest_checkpoints_and_the_multiples_are_kept(twenty):
+    steps = [info.step for info in twenty.checkpointer.list()]
     assert steps == [6, 12, 18, 20]
 
 
@@ -134,12 +140,12 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path):
 
 
 def test_a_trace_is_written_of_the_steps_that_were_asked_for(tmp_path):
-    trainer = train(config(tmp_path, run={"steps": 6, "profile_step": 5, "profile_steps": 9}))
+    trainer = train(config(tmp_path, run={"steps": 3, "profile_step": 2, "profile_steps": 9}))
     assert list(trainer.folder.profile.rglob("*.xplane.pb"))
 
 
 def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
-    given = config(tmp_path, run={"steps": 4})
+    given = config(tmp_path, run={"steps": 2})
     first = train(given)
     kept = {path: np.asarray(x) for path, x in first.engine.parameters.items()}
     first.folder.close()

@@ -86,7 +86,14 @@ class Browser:
         one, self._rest = self._rest.split(b"\0", 1)
         return json.loads(one)
 
-    def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> "Page":
+    def open(
+        self,
+        path: Path,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        scripts: bool = True,
+    ) -> "Page":
         """A file, once it is loaded."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -95,6 +102,7 @@ class Browser:
             page.ask(f"{domain}.enable")
         page.size(width, height)
         page.prefer("dark" if dark else "light")
+        page.ask("Emulation.setScriptExecutionDisabled", value=not scripts)
         page.ask("Page.navigate", url=path.resolve().as_uri())
         page.wait_for("Page.loadEventFired")
         return page

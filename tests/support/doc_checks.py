@@ -24,7 +24,7 @@ import yaml
 
 import jaxspeed
 from jaxspeed.cli.main import parser
-from jaxspeed.config.vocabulary import VOCABULARY
+from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware import read_chips
 from jaxspeed.hardware.targets import target_of

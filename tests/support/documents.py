@@ -1,7 +1,7 @@
 """README and docs as data: fenced blocks, code spans, and what commands and programs print.
 
 `python -m tests.support.documents [FILE ...]` runs the command of each output block (`<!-- output
-of: COMMAND -->`) and rewrites the block.
+of: COMMAND -->`) and rewrites the block, and each table of keys (`<!-- keys of: SECTION -->`).
 """
 
 import os
@@ -12,10 +12,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxspeed.config import Config
+from jaxspeed.config.tree import VOCABULARY, read
+from jaxspeed.config.verdicts import shown
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^(<!-- [^\n]* -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 OUTPUT = re.compile(r"<!-- output of: (.*) -->")
+KEYS = re.compile(r"<!-- keys of: (\w+) -->\n((?:\|.*\n)+)")
 README_EXAMPLE = "the example of README.md with the line above"
 
 
@@ -83,6 +88,18 @@ def shown_outputs(page: Path) -> list[Shown]:
     return found
 
 
+def key_table(section: str) -> str:
+    """The table of a section's keys, from their declarations."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for path, key in VOCABULARY.items():
+        if path.startswith(f"{section}."):
+            default = shown(read(Config(), path)).replace("'", '"')
+            verdict = "" if key.verdict == "honoured" else f"{key.verdict}: "
+            meaning = (verdict + key.sentence).replace("*", "\\*")
+            lines.append(f"| `{path.removeprefix(f'{section}.')}` | `{default}` | {meaning} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def prepare(folder: Path) -> Path:
     """A folder with the configs of this repository, and with a config of the reader's own."""
     if not (folder / "configs").exists():
@@ -120,15 +137,17 @@ def masked(output: str) -> list[str]:
 
 
 def main(pages: list[Path]) -> None:
-    """Rewrite the output blocks of the pages."""
+    """Rewrite the tables of keys and the output blocks of the pages."""
     for page in pages:
-        for shown in shown_outputs(page):
-            print(page.name, shown.command or "a Python program", flush=True)
+        text = KEYS.sub(lambda m: m[0].replace(m[2], key_table(m[1])), page.read_text())
+        page.write_text(text)
+        for block in shown_outputs(page):
+            print(page.name, block.command or "a Python program", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                new = printed(shown.command, shown.program, Path(folder))
+                new = printed(block.command, block.program, Path(folder))
             text = page.read_text()
-            assert new and text.count(f"\n{shown.output}```") == 1, f"printed: {new!r}"
-            page.write_text(text.replace(f"\n{shown.output}```", f"\n{new}```"))
+            assert new and text.count(f"\n{block.output}```") == 1, f"printed: {new!r}"
+            page.write_text(text.replace(f"\n{block.output}```", f"\n{new}```"))
 
 
 if __name__ == "__main__":

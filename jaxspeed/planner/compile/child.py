@@ -1,4 +1,4 @@
-"""Child process that compiles a step for absent devices, and ends with its parent.
+"""The compile of a step for absent devices, in a child process.
 
 The target's compiler needs a separate process: libtpu prints warnings into CPU runs and holds a
 lock, and the CUDA plugin conflicts with it in one environment.
@@ -6,11 +6,8 @@ lock, and the CUDA plugin conflicts with it in one environment.
 
 import os
 import pickle
-import shutil
-import signal
-import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +19,7 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.planner.compile import deviceless_cuda
-from jaxspeed.planner.compile.outcome import (
-    EXECUTABLE,
-    PRINTED,
-    Failure,
-    Outcome,
-    Request,
-    out_of_memory,
-)
+from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from jaxspeed.train.aot_step import identity_of, write
 from jaxspeed.train.program import Program
 
@@ -37,30 +27,43 @@ from jaxspeed.train.program import Program
 Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
 
 
-def main() -> None:
-    """Read a request from stdin, and write its outcome to the request's file."""
-    request: Request = pickle.load(sys.stdin.buffer)
-    folder = Path(request.answer).parent
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    executable = folder / EXECUTABLE if request.keep else None
-    outcome = run(pickle.loads(request.job), request.target, folder / PRINTED, executable)
-    # Renamed, so that an existing file is complete.
-    part = Path(f"{request.answer}.part")
-    part.write_bytes(pickle.dumps(outcome))
-    part.replace(request.answer)
+PRINTED = "printed"  # XLA's dump folder, in the job's folder
+EXECUTABLE = "executable"  # the executable's file there
 
 
-def _end_with_parent(folder: Path) -> None:
-    """Wait for the end of stdin, which the parent keeps open, and kill this process group."""
-    while os.read(0, 1):  # not sys.stdin, whose lock this would hold when Python ends
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # with the compiler's own processes
+@dataclass(frozen=True)
+class Compile:
+    """The job of a compiling process: its one request is answered with an Outcome.
+
+    Attributes:
+      job: builds the program; pickled, since it is loaded after JAX is initialized.
+      folder: for XLA's dump and the executable.
+      keep: whether to write the executable.
+    """
+
+    job: bytes
+    target: Target
+    folder: str
+    keep: bool
+
+    def __call__(self) -> Callable[[None], Outcome]:
+        return self._answer
+
+    def _answer(self, _: None) -> Outcome:
+        folder = Path(self.folder)
+        executable = folder / EXECUTABLE if self.keep else None
+        try:
+            return run(pickle.loads(self.job), self.target, folder / PRINTED, executable)
+        except JaxspeedError:
+            raise
+        except Exception:  # the process ends, and its traceback is in the parent's error
+            traceback.print_exc()
+            os._exit(1)
 
 
 def run(
     job: Job, target: Target, dump_folder: Path | None = None, executable: Path | None = None
-) -> Outcome | Failure:
+) -> Outcome:
     """Build, lower and compile the training step.
 
     Args:
@@ -83,8 +86,6 @@ def run(
         seconds = time.perf_counter() - started - lowering
         if executable:
             write(executable, compiled, identity_of(lowered, program.devices, program.mesh))
-    except JaxspeedError as error:
-        return Failure(error)
     except jax.errors.JaxRuntimeError as error:
         refused = out_of_memory(str(error))
         if refused is None:
@@ -154,7 +155,3 @@ def devices_of(target: Target) -> Sequence[Any]:
     if target.slices > 1:
         options["num_slices"] = target.slices
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-
-
-if __name__ == "__main__":
-    main()

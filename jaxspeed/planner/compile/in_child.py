@@ -1,14 +1,8 @@
 """`compile_for`: compile a step for absent devices in a child process, and wait for its outcome."""
 
-import contextlib
 import importlib.util
-import os
 import pickle
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +11,11 @@ from typing import Any
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.compile import deviceless_cuda
-from jaxspeed.planner.compile.outcome import EXECUTABLE, PRINTED, Failure, Outcome, Request
+from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, Compile
+from jaxspeed.planner.compile.outcome import Outcome
+from jaxspeed.planner.compile.workers import Workers
 
 PATIENCE = 1800.0  # seconds; ten times the longest compile that was measured
-_LAST_LINES = 12  # of a failed process's output
 
 
 def compile_for(
@@ -44,18 +39,18 @@ def compile_for(
     refuse_missing(target, keep is not None)
     job_bytes = _pickled(job)
     with tempfile.TemporaryDirectory(prefix="jaxspeed-plan-") as folder:
-        answer, log = Path(folder) / "answer", Path(folder) / "log"
-        with log.open("wb") as output:
-            request = Request(job_bytes, target, str(answer), keep is not None)
-            code = _run(target, request, output, patience)
-        if not answer.exists():
-            raise RunError(_failure_text(target, code, log.read_text("utf-8", "replace")))
-        found = pickle.loads(answer.read_bytes())
-        if keep is not None and isinstance(found, Outcome) and found.report:
+        compiling = pickle.dumps(Compile(job_bytes, target, folder, keep is not None))
+        failing, environment = f"target {target}: the compile failed", _environment(target, folder)
+        with Workers(compiling, 1, environment, failing, folder) as worker:
+            try:
+                found: Outcome = worker.submit(None).result(patience)
+            except TimeoutError:
+                raise RunError(
+                    f"target {target}: the compile timed out after {patience:g} s"
+                ) from None
+        if keep is not None and found.report:
             shutil.move(Path(folder) / EXECUTABLE, keep)
             found = replace(found, kept=str(keep))
-    if isinstance(found, Failure):
-        raise found.error
     return found
 
 
@@ -108,66 +103,18 @@ def _pickled(job: Any) -> bytes:
     return data
 
 
-def _environment(target: Target, folder: Path) -> dict[str, str]:
-    """The child's environment: platform and flags of the target, and this process's modules."""
-    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+def _environment(target: Target, folder: str) -> dict[str, str]:
+    """The child's environment: platform and flags of the target."""
     own = {"JAX_PLATFORMS": "cpu"}
     if target.chip.platform == "tpu":
         # Do not search for a TPU, and let several processes load the compiler.
         own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         # Dump the step's text once: no pass has an empty name.
         own["XLA_FLAGS"] = (
-            f"--xla_dump_to={folder / PRINTED} --xla_dump_hlo_as_text "
+            f"--xla_dump_to={folder}/{PRINTED} --xla_dump_hlo_as_text "
             "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
         )
     if target.chip.platform == "cuda":
         own = deviceless_cuda.environment()
-    return {
-        **inherited,
-        **own,
-        # A program for absent devices cannot be loaded back from the compilation cache.
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path),
-    }
-
-
-def _run(target: Target, request: Request, output: Any, patience: float) -> int:
-    """Run the child process; its exit code. It ends before this function does, in any case."""
-    command = [sys.executable, "-P", "-m", "jaxspeed.planner.compile.child"]
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=_environment(target, Path(request.answer).parent),
-        start_new_session=True,  # Ctrl-C is handled by the parent
-    )
-    assert child.stdin is not None
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it has failed already, and its log says why
-            child.stdin.write(pickle.dumps(request))
-            child.stdin.flush()  # kept open: the child ends when it closes
-        return child.wait(patience)
-    except subprocess.TimeoutExpired:
-        raise RunError(f"target {target}: the compile timed out after {patience:g} s") from None
-    finally:
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-
-
-def _failure_text(target: Target, code: int, log: str) -> str:
-    """Why a process ended without an answer."""
-    lines = log.strip().splitlines()
-    checks = [line for line in lines if re.match(r"F\d{4} ", line)]  # XLA's fatal log lines
-    last = "\n".join(checks or lines[-_LAST_LINES:])
-    if code == -signal.SIGKILL:
-        return (
-            f"target {target}: the compiling process was killed, probably because this machine ran "
-            f"out of memory\n{last}".rstrip()
-        )
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"target {target}: the compile failed ({how}):\n{last}"
+    # A program for absent devices cannot be loaded back from the compilation cache.
+    return {**own, "JAX_ENABLE_COMPILATION_CACHE": "false"}

@@ -1,16 +1,13 @@
-"""`Request` to the compiling process, and its `Outcome`: report, out-of-memory refusal or error."""
+"""`Outcome` of a compile: its report, or a refusal because of memory."""
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.placement.show import bytes_text
 
-PRINTED = "printed"  # XLA's dump folder, in the answer's folder
-EXECUTABLE = "executable"  # the executable's file there
 _AMOUNT = r"([\d.]+)([KMGT]?)i?B?"
 # Messages of current and earlier libtpu versions.
 _NEEDED = (
@@ -19,16 +16,6 @@ _NEEDED = (
     re.compile(rf"allocate {_AMOUNT}"),
 )
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
-@dataclass(frozen=True)
-class Request:
-    """A job to compile for a target; pickled, since it is loaded after JAX is initialized."""
-
-    job: bytes
-    target: Target
-    answer: str  # path of the file for the outcome
-    keep: bool = False  # write the executable to a file in the answer's folder
 
 
 @dataclass(frozen=True)
@@ -83,13 +70,6 @@ class Outcome:
             "seconds": self.seconds,
             "kept": self.kept,
         }
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error in the compiling process, raised again in the parent."""
-
-    error: JaxspeedError
 
 
 def out_of_memory(message: str) -> Refusal | None:

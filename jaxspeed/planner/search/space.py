@@ -211,18 +211,11 @@ class Space:
         yield from dict.fromkeys(at for at in choices if at == self.normal(at))
 
     def near(self, choice: Choice) -> list[Choice]:
-        """Choices that are one change away, or two changes of a related pair of fields.
-
-        Recompute and the micro-batch are related: one frees memory that the other uses. So are the
-        mesh and the micro-batch, the mesh and the stage, and `stage_saves` and recompute.
-        """
-        found: dict[Choice, None] = {}
-        for once in self._single(choice):
-            found[once] = None
+        """Choices that are one change away, or two changes of a related pair of fields."""
+        found = dict.fromkeys(self.single(choice))
         for first, second in _PAIRS:
             for once in self._single(choice, first):
-                for twice in self._single(once, second):
-                    found[twice] = None
+                found.update(dict.fromkeys(self._single(once, second)))
         found.pop(choice, None)
         return [each for each in found if self.is_in(each)]
 
@@ -258,14 +251,11 @@ class Space:
         return self.normal(choice)
 
 
+# Of any change and the micro-batch, one frees memory that the other uses.
 _PAIRS = (
-    ("recompute", "micro"),
-    ("mesh", "micro"),
+    *((name, "micro") for name in ("mesh", *_ORDER[:-1])),
     ("mesh", "stage"),
     ("mesh", "recompute"),
     ("stage_saves", "recompute"),
-    ("stage_saves", "micro"),
     ("stage", "recompute"),
-    ("stage", "micro"),
-    ("schedule", "micro"),
 )

@@ -1,4 +1,4 @@
-"""Merging of the jaxprs of equal blocks into one, with inputs for what differs between them.
+"""Merging of equal jaxprs into one, with inputs for what differs between them.
 
 Equations are compared position by position. A variable that a jaxpr computes itself must be
 computed at the same place in the others; what it reads from outside becomes an input of the merged
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspeed.jaxpr.inline_calls import inline_call, renamed
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
-from jaxspeed.jaxpr.traverse import called, is_var, open_jaxpr, with_jaxpr
+from jaxspeed.jaxpr.traverse import called, is_var, nested_constants, open_jaxpr, with_jaxpr
 
 Atoms = tuple[Any, ...]  # a variable or a literal of each jaxpr, at one position
 
@@ -142,7 +142,9 @@ def _shapes(atoms: Iterable[Any]) -> list[Any]:
 def _text(eqn: Any, but: str = "") -> str:
     """An equation's parameters as text, equal for equal computations."""
     text = str([(name, str(value)) for name, value in eqn.params.items() if name != but])
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    # The text of a program names its constants without their values.
+    values = [np.asarray(const).tobytes() for const in nested_constants(eqn)]
+    return re.sub(r" at 0x[0-9a-f]+", "", text) + str(values)
 
 
 def _variable(aval: Any) -> Any:

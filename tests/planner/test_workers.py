@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxspeed.errors import RunError
-from jaxspeed.planner.search.workers import Inline, Workers
+from jaxspeed.planner.compile.workers import Inline, Workers
 from tests.planner.answers import Doubling
 
 
@@ -64,7 +64,7 @@ def test_one_that_works_is_ended_too():
 
 ASKS = """
 import pickle, sys, time
-from jaxspeed.planner.search.workers import Workers
+from jaxspeed.planner.compile.workers import Workers
 from tests.planner.answers import Doubling
 workers = Workers(pickle.dumps(Doubling()), 2, {})
 pids = {workers.submit(n).result(60)[1] for n in range(8)}

@@ -1,0 +1,176 @@
+"""Suggestions for unknown keys: the known key that an unknown one resembles.
+
+A key resembles another if a few letters differ, if it begins another's name, or if it is another
+key's name in the wrong section. Only keys are suggested that would be accepted with its value.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspeed.config.tree import PARAMS, VOCABULARY, keys_in, section_paths
+from jaxspeed.config.verdicts import shown
+
+# Sections that DeepSpeed does not have.
+OWN_SECTIONS = ("mesh", "parallel", "model", "data", "run")
+
+REMOVE = object()
+"""Value of a key that is removed."""
+
+Fix = dict[str, Any]
+"""Paths with new values, which fix a problem."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Text on what to write instead of a key, with the change that does it."""
+
+    text: str
+    fix: Fix
+
+
+# Names by which people know other keys; by the full path first, then by the last name.
+_MEANT = {
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+    "bfp16": "bf16",
+}
+_SCALE = "fp16 alone scales the loss, since bf16 has the range of fp32: remove the key."
+_REMOVED = {
+    "flash_attention": "The model calls its attention itself: remove the key.",
+    "bf16.auto_cast": _SCALE,
+    "bf16.loss_scale": _SCALE,
+    "bf16.dynamic_loss_scale": _SCALE,
+    "bf16.loss_scale_window": _SCALE,
+    "bf16.initial_scale_power": _SCALE,
+    "bf16.hysteresis": _SCALE,
+    "bf16.min_loss_scale": _SCALE,
+}
+
+# Names of keys in section-less files of which no other is meant, though some resemble one.
+_ANNOTATIONS = ("comment", "comments", "description", "name", "notes", "version")
+
+
+def suggest(path: str, value: Any, tree: Any = None) -> Suggestion | None:
+    """Suggest what an unknown key means; None if it resembles no known key.
+
+    Args:
+      path: the unknown key.
+      value: its value.
+      tree: the config, whose optimizer and schedule decide which parameters exist.
+    """
+    section, _, name = path.rpartition(".")
+    if path in _REMOVED:
+        return Suggestion(_REMOVED[path], {path: REMOVE})
+    if path == "fp16.dynamic_loss_scale":
+        fix = {path: REMOVE} | ({"fp16.loss_scale": 0} if value else {})
+        return Suggestion("A loss_scale of 0 is dynamic: write that instead.", fix)
+    known = _known_by(section, name, value, tree)
+    if known is None:
+        return None
+    name = known.removeprefix(f"{section}.")
+    return Suggestion(
+        f'Did you mean "{known if "." in name else name}"?', {path: REMOVE, known: value}
+    )
+
+
+def _known_by(section: str, name: str, value: Any, tree: Any) -> str | None:
+    """Path of the known key that is meant by a name in a section."""
+    lower = name.lower()
+    if lower in _MEANT:
+        return _MEANT[lower]
+    if not section and lower in _ANNOTATIONS:
+        return None
+    here = _siblings(section, tree)
+    for test in (lambda known: known.lower() == lower, lambda known: is_near(lower, known.lower())):
+        found = next((k for k in here if test(k) and _takes(f"{section}.{k}", value)), None)
+        if found is not None:
+            return f"{section}.{found}".removeprefix(".")
+    elsewhere = _elsewhere(lower, section, tree)
+    return elsewhere if elsewhere and _takes(elsewhere, value) else None
+
+
+def _siblings(section: str, tree: Any) -> list[str]:
+    if section not in PARAMS:
+        return keys_in(section)
+    params = _params_of(section, tree)
+    return list(params.model_fields) if params else []
+
+
+def _params_of(section: str, tree: Any) -> Any:
+    """Parameters of the config's own optimizer or schedule."""
+    kind = tree.get(section.partition(".")[0]) if isinstance(tree, dict) else None
+    name = kind.get("type") if isinstance(kind, dict) else None
+    table = {known.lower(): params for known, params in PARAMS[section].items()}
+    return table.get(name.lower()) if isinstance(name, str) else None
+
+
+def _elsewhere(name: str, section: str, tree: Any) -> str | None:
+    """Path of the one key that has this name in a section around this one or below.
+
+    Names of one word, such as `name` or `seed`, say too little, but for `lr` and its like.
+    """
+    own = section.partition(".")[0] in OWN_SECTIONS
+    found = []
+    for path in (*VOCABULARY, *section_paths()):
+        head, _, last = path.rpartition(".")
+        if last != name or (head.partition(".")[0] in OWN_SECTIONS) != own:
+            continue
+        nested = f"{head}.".startswith(f"{section}." if section else "")
+        around = f"{section}.".startswith(f"{head}." if head else "")
+        if not (nested or around) or head in ("optimizer.groups", "data.mixture"):
+            continue
+        params = _params_of(head, tree) if head in PARAMS else None
+        if head not in PARAMS or (params and name in params.model_fields):
+            found.append(path)
+    specific = (
+        "_" in name or name == "stage" or any(path.startswith("optimizer.") for path in found)
+    )
+    return found[0] if len(found) == 1 and specific else None
+
+
+def _takes(path: str, value: Any) -> bool:
+    """Whether the key, or the section, may have this value."""
+    key = VOCABULARY.get(path.removeprefix("."))
+    return isinstance(value, dict) if key is None else key.verdict != "refused" or key.is_off(value)
+
+
+def is_near(word: str, known: str) -> bool:
+    """Whether a word is a known one with about a sixth of its letters wrong, or its beginning."""
+    begins = "_" in word and known.startswith(f"{word}_")
+    return begins or _edits(word, known) <= max(1, len(word) // 6)
+
+
+def _edits(a: str, b: str) -> int:
+    """Number of letters to insert, delete, replace or swap with the next."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        last, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and (a[i - 2], letter) == (other, b[j - 2]):
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """'Did you mean "x"?', or '' if no choice is near."""
+    near = closest(word, choices)
+    return f'Did you mean "{near}"?' if near else ""
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """Find the choice that is nearest to a word; None if none is near."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[near[0]] if near else None
+
+
+def own_key(path: str) -> str:
+    """Sentence that names jaxspeed's own key of the same name, or ''."""
+    name = path.rpartition(".")[2]
+    found = [p for p in VOCABULARY if p.rpartition(".")[2] == name and p.startswith(OWN_SECTIONS)]
+    return f" jaxspeed's key is {shown(found[0])}." if found else ""

@@ -1,0 +1,136 @@
+"""Initialization of arrays in small programs: equal ones are compiled once.
+
+The initialization of a model, traced once, is sliced into one program for each group of results
+that share computation, mostly a single parameter. Of a hundred layers, the programs of one weight
+are equal but for the numbers that are folded into their random keys, which become arguments. It
+also bounds the memory of a device where the arrays are in host memory: one program for all of them
+may compute them all before it copies any, at its scheduler's choice.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.jaxpr.inline_calls import renamed
+from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
+from jaxspeed.jaxpr.slicing import slice_of
+from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.placement.memory_kinds import in_host
+
+_SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
+_REPEATED = 4  # slices may have this many times the equations of the one program
+_HOST_BYTES = 256 << 20  # per device, on their way to host memory
+
+
+def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Evaluate `function(*args)` into these shardings."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr = _with_integers_folded(closed.jaxpr)
+    places = jax.tree.leaves(shardings)
+    sources = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(sources, [*closed.consts, *jax.tree.leaves(args)], strict=True))
+    results: list[Any] = [None] * len(jaxpr.outvars)
+    waiting = 0
+    for merged, atoms, members in _programs(jaxpr, sources, places):
+        run = jax.jit(as_function(merged), out_shardings=[places[i] for i in members[0]])
+        for number, outputs in enumerate(members):
+            inputs = (group[number] for group in atoms)
+            made = run(*(values[v] if is_var(v) else v.val for v in inputs))
+            for i, result in zip(outputs, made, strict=True):
+                results[i] = result
+                waiting += _device_bytes(result, places[i]) if in_host(places[i]) else 0
+            if waiting > _HOST_BYTES:
+                waiting = 0
+                jax.block_until_ready(made)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _programs(
+    jaxpr: Any, sources: Sequence[Any], places: Sequence[Any]
+) -> Iterator[tuple[Any, list[Atoms], list[list[int]]]]:
+    """(a program, its inputs' atoms per member, the numbers of each member's results)."""
+    groups = _groups(jaxpr)
+    parts = [slice_of(jaxpr, jaxpr.eqns, sources, [jaxpr.outvars[i] for i in g]) for g in groups]
+    if sum(len(part.eqns) for part in parts) > _REPEATED * len(jaxpr.eqns):
+        # A chain through all of them, as of keys that are split one after another.
+        groups, parts = [list(range(len(places)))], [jaxpr.replace(constvars=[], invars=sources)]
+    alike = defaultdict(list)
+    for group, part in zip(groups, parts, strict=True):
+        made = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
+        out = tuple((str(v.aval), places[i]) for v, i in zip(part.outvars, group, strict=True))
+        alike[made, out].append((group, part))
+    for members in alike.values():
+        while members:
+            others = []
+            while True:
+                try:
+                    merged, atoms = merge_programs([part for _, part in members])
+                    break
+                except DifferentProgram as different:
+                    others.append(members.pop(different.number))
+            yield merged, atoms, [group for group, _ in members]
+            members = others
+
+
+def _groups(jaxpr: Any) -> list[list[int]]:
+    """The numbers of the results, grouped where they share the computation of a large array."""
+    joined: dict[Any, Any] = {}
+
+    def root(variable: Any) -> Any:
+        while variable in joined:
+            variable = joined[variable]
+        return variable
+
+    computed: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        read = [v for v in eqn.invars if is_var(v) and v in computed and _size(v) > _SMALL]
+        if read or any(_size(v) > _SMALL for v in eqn.outvars):
+            first, *others = dict.fromkeys(map(root, [*read, *eqn.outvars]))
+            joined.update(dict.fromkeys(others, first))
+        computed.update(eqn.outvars)
+    found = defaultdict(list)
+    for i, v in enumerate(jaxpr.outvars):
+        found[root(v) if is_var(v) else i].append(i)
+    return list(found.values())
+
+
+def _with_integers_folded(jaxpr: Any) -> Any:
+    """The jaxpr with its small integers evaluated that depend on no input: counters of keys.
+
+    Only integers: a float may be rounded otherwise on the device.
+    """
+    known: dict[Any, Any] = {}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=renamed(eqn.invars, known))
+        constant = bool(eqn.invars) and not any(map(is_var, eqn.invars)) and not eqn.effects
+        if constant and all(_is_small_integer(v) for v in eqn.outvars):
+            with jax.ensure_compile_time_eval():
+                inner = jaxpr.replace(
+                    constvars=[], invars=[], outvars=eqn.outvars, eqns=[eqn], effects=set()
+                )
+                values = jax.core.eval_jaxpr(inner, [])
+            pairs = zip(eqn.outvars, values, strict=True)
+            known.update((v, jex.Literal(np.asarray(x), v.aval)) for v, x in pairs)
+        else:
+            eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, known))
+
+
+def _is_small_integer(variable: Any) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.integer)) and _size(variable) <= _SMALL
+
+
+def _size(variable: Any) -> int:
+    return math.prod(variable.aval.shape)
+
+
+def _device_bytes(array: Any, place: Any) -> int:
+    return math.prod(place.shard_shape(array.shape)) * int(array.dtype.itemsize)

@@ -1,0 +1,85 @@
+"""Errors with one answer are fixed; the fixed config has none of them."""
+
+import json
+
+import pytest
+
+from jaxspeed.cli.main import main
+from jaxspeed.config import examine, fix_config
+
+pytestmark = pytest.mark.fast
+
+FIXED = {
+    "a misspelt key": ({"train_batch_sise": 8}, {"train_batch_size": 8}),
+    "a section": (
+        {"offload_optimizer": {"device": "cpu"}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    ),
+    "a parameter": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}, "weight_decay": 0.1}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}},
+    ),
+    "a norm": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "max_grad_norm": 0.5}}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 0.5},
+    ),
+    "a number as text": ({"train_batch_size": "8"}, {"train_batch_size": 8}),
+    "a rate as text": (
+        {"optimizer": {"type": "Adam", "params": {"lr": "1e-5"}}},
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-5}}},
+    ),
+    "a scale of bf16": ({"bf16": {"enabled": True, "loss_scale": 0}}, {"bf16": {"enabled": True}}),
+    "a scale under an old name": (
+        {"bfloat16": {"enabled": True, "loss_scale": 0}},
+        {"bfloat16": {"enabled": True}},
+    ),
+    "a dynamic scale": (
+        {"fp16": {"enabled": True, "dynamic_loss_scale": True}},
+        {"fp16": {"enabled": True, "loss_scale": 0}},
+    ),
+    "bfp16": ({"bfp16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+    "null": ({"gradient_clipping": None}, {}),
+    "a flag for a section": ({"fp16": True}, {"fp16": {"enabled": True}}),
+    "a key in two steps": ({"gradient_cliping": "0.5"}, {"gradient_clipping": 0.5}),
+    "a choice": ({"gradient_allreduce_op": "maen"}, {"gradient_allreduce_op": "mean"}),
+    "a comment stays": ({"_why": 1, "train_batch_sise": 8}, {"_why": 1, "train_batch_size": 8}),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_has_one_answer_is_fixed(name):
+    tree, expected = FIXED[name]
+    before = json.dumps(tree)
+    fixed, problems = fix_config(tree)
+    assert fixed == expected
+    assert problems
+    assert not examine(fixed).problems
+    assert json.dumps(tree) == before
+
+
+def test_what_has_no_answer_or_would_overwrite_a_key_stays():
+    for tree in (
+        {"sparse_gradients": True},
+        {"train_batch_sise": 8, "train_batch_size": 4},
+        {"max_grad_norm": 0.5, "gradient_clipping": 1.0},
+    ):
+        assert fix_config(tree) == (tree, [])
+
+
+def test_the_command_writes_a_fixed_config(tmp_path, capsys):
+    bad, good = tmp_path / "bad.json", tmp_path / "good.json"
+    bad.write_text('{"train_batch_sise": 8, "gradient_clipping": "auto", "mine": 1, /* , */}')
+    assert main(["config", str(bad)]) == 2
+    printed = capsys.readouterr().out
+    assert "Add --auto hf to the command" in printed
+    assert main(["config", str(bad), "--auto", "hf", "--fix", str(good)]) == 0
+    printed = capsys.readouterr().out
+    assert "1 ignored" in printed
+    assert "gradient_clipping: 1.0, from Hugging Face's default" in printed
+    assert 'Did you mean "train_batch_size"?' in printed
+    assert json.loads(good.read_text())["train_batch_size"] == 8
+    assert main(["config", str(good), "--auto", "hf"]) == 0
+    assert main(["config", str(good), "--auto", "hf", "--strict"]) == 2
+    verdicts = [line.split() for line in printed.splitlines()]
+    order = [v for line in verdicts for v in line[2:3] if v in ("ignored", "honoured", "harmless")]
+    assert order == sorted(order, key=["ignored", "honoured", "harmless"].index)
