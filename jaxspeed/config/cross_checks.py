@@ -44,10 +44,13 @@ def _precision(settings: Settings) -> Iterator[Problem]:
         works = 'Needs "bfloat16" or "float16": torch\'s own default depends on the device.'
         yield Problem("torch_autocast.dtype", "nothing", works)
     for name, section in (("fp16", fp16), ("bf16", bf16)):
-        if autocast.enabled and section.enabled and autocast.dtype not in (None, name):
-            found = f"{autocast.dtype}, while {name}.enabled is true"
-            works = "Both set the compute dtype: make them equal, or remove one."
-            yield Problem("torch_autocast.dtype", found, works, (f"{name}.enabled",))
+        if autocast.enabled and section.enabled:
+            found = f"true, while {name}.enabled is true"
+            works = (
+                f"{name} casts parameters and inputs, torch_autocast the operands of matmuls and "
+                "convolutions: disable one of the two."
+            )
+            yield Problem("torch_autocast.enabled", found, works, (f"{name}.enabled",))
     if fp16.enabled and fp16.dynamic and fp16.min_loss_scale == 0:
         works = "Needs more than 0: it bounds the dynamic scale from below."
         yield Problem("fp16.min_loss_scale", "0", works, ("fp16.loss_scale",))
@@ -82,6 +85,9 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         found = f"{', '.join(outside)} set in addition to elasticity"
         works = "Remove them, or set elasticity.ignore_non_elastic_batch_info."
         yield Problem(outside[0], found, works)
+    if elasticity.version not in (0.1, 0.2):
+        works = "Needs 0.1 or 0.2."
+        yield Problem("elasticity.version", f"{elasticity.version:g}", works)
     most, largest = elasticity.max_train_batch_size, max(elasticity.micro_batch_sizes)
     if largest > most:
         found = f"{largest}, above max_train_batch_size {most}"

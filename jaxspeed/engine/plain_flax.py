@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspeed.objective import Model
+from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.objective.own_axes import with_own_axes
@@ -42,6 +43,7 @@ def plain_gradients(
     step: Any,
     collections: Sequence[str] | None,
     adds: Callable[[str, Any], bool],
+    autocast: Autocast | None = None,
 ) -> PlainGradients:
     """The gradients of micro-batches [micro-batches, ...] from these values of a model.
 
@@ -82,11 +84,13 @@ def plain_gradients(
     def loss(*args: Any) -> Any:
         return with_own_axes(loss_of)(*args)[0]
 
+    loss_now = autocast_function(loss, autocast) if autocast else loss
+
     def one_more(carry: Any, xs: Any) -> Any:
         values, grads, total, weight = carry
         number, batch = xs
         active = {path: values[path] for path in moving}
-        new, (t, w, after) = jax.grad(loss, has_aux=True)(active, values, batch, number)
+        new, (t, w, after) = jax.grad(loss_now, has_aux=True)(active, values, batch, number)
         grads = {
             p: g + jnp.conj(new[p]).astype(g.dtype) * w.astype(g.dtype) for p, g in grads.items()
         }

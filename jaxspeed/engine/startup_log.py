@@ -77,8 +77,9 @@ def _log_clipping(program: Program) -> None:
     """Log the clipping norm if the config leaves it at the default."""
     if clips_by_default(program):
         log.info(
-            "gradient_clipping: gradients are clipped to a global norm of %g, DeepSpeed's default; "
-            "set gradient_clipping to another norm, or to 0 for none",
+            "gradient_clipping: gradients are clipped to a global norm of %g, the default of "
+            "DeepSpeed 0.19.6 (before mid 2026 it was 0, no clipping); set gradient_clipping to "
+            "another norm, or to 0 for none",
             program.optimizer.clipping,
         )
 

@@ -18,6 +18,7 @@ CONTROL = (*LOOPS, "cond")
 KERNELS = ("pallas_call", "tpu_custom_call")
 CUDNN_ATTENTION = "dot_product_attention"  # prefix of the names of its passes
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+RAGGED_PRODUCTS = frozenset({"ragged_dot", "ragged_dot_general"})
 REDUCTIONS = frozenset(
     {
         "reduce", "reduce_sum", "reduce_prod", "reduce_max", "reduce_min",

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
+from jaxspeed.objective.autocast import Autocast
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
@@ -50,6 +51,7 @@ class Objective:
     style: ActivationLayout = REPLICATED  # of activations and collectives over the tensor axis
     recompute: Recompute = NO_RECOMPUTE  # residual policy of units
     exchange: GatherScatter | None = None  # of units, where the data axes are manual
+    autocast: Autocast | None = None  # of the traced loss, operation by operation
 
     def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
         """Copy with another exchange, and the same traces."""
@@ -63,7 +65,9 @@ class Objective:
         params = {
             row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in self.table
         }
-        return LossTraces(self.model, self.loss_fn, params, tuple(self.unit_patterns))
+        patterns = tuple(self.unit_patterns)
+        casts = self.autocast, self.compute_dtype
+        return LossTraces(self.model, self.loss_fn, params, patterns, *casts)
 
     def __call__(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
@@ -86,7 +90,7 @@ class Objective:
             jaxpr = with_draws_sharded(program.closed.jaxpr, sizes, self.table.mesh)
             return as_function(jaxpr, program.closed.consts)(*args)
         storage = {
-            var: self.stored(row)
+            var: replace(self.stored(row), dtype=var.aval.dtype)
             for var, row in zip(program.parameters, self.table, strict=True)
             if row.gathered
         }

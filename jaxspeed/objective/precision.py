@@ -4,15 +4,49 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.config import Config
+from jaxspeed.config import Config, match
+from jaxspeed.jaxpr.module_scopes import Call
+from jaxspeed.objective.autocast import Autocast
 from jaxspeed.placement.rows import Precision
+from jaxspeed.placement.table import PlacementTable
 
 DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 
 
 def compute_dtype(config: Config) -> Any:
     """Dtype to which floating parameters and inputs are cast; None: no cast."""
-    return None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype]
+    no_cast = config.compute_dtype == "fp32" or config.torch_autocast.enabled
+    return None if no_cast else DTYPES[config.compute_dtype]
+
+
+def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
+    """Automatic mixed precision of a model with these parameters; None where it is disabled."""
+    if not config.torch_autocast.enabled:
+        return None
+    full = frozenset(row.path for row in table if row.leaf.full_precision)
+    gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
+    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
+    safe = config.torch_autocast.lower_precision_safe_modules
+
+    def is_safe(call: Call) -> bool:
+        return safe is None or any(_is_of(call, module) for module in safe)
+
+    return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)
+
+
+# Flax's classes for those of torch.
+_FLAX = {
+    "Linear": ("Linear", "LinearGeneral", "Einsum", "Dense", "DenseGeneral"),
+    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), ("Conv",)),
+    **dict.fromkeys(("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"), ("ConvTranspose",)),
+    "Embedding": ("Embed",),
+}
+
+
+def _is_of(call: Call, module: str) -> bool:
+    """Whether a call is of a module: a class, by its name in Flax or torch, or a path pattern."""
+    name = module.rpartition(".")[2]
+    return call.kind in _FLAX.get(name, (name,)) or match(module, call.path)
 
 
 def precision_of(config: Config) -> Precision:

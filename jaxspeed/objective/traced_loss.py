@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import match
+from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import forwarded, runs
+from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
@@ -26,6 +28,7 @@ from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import cudnn
+from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
 from jaxspeed.zero3 import Units, choose_units
 
@@ -62,6 +65,13 @@ class Traced:
         return frozenset(after)
 
 
+USE_AUTOCAST = (
+    "in float32 the same loss works: parts of the model have a dtype of their own. Instead of "
+    'casting parameters and inputs (bf16 or fp16), use "torch_autocast": {{"enabled": true, '
+    '"dtype": "{}"}}, which casts the operands of matmuls and convolutions'
+)
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Static:
@@ -88,9 +98,12 @@ class LossTraces:
         loss_fn: Callable[[Any, Any], Any],
         params: Mapping[str, jax.ShapeDtypeStruct],
         unit_patterns: Sequence[str],
+        autocast: Autocast | None = None,
+        cast_to: Any = None,  # the dtype to which parameters and inputs are cast
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._params, self._unit_patterns = params, unit_patterns
+        self._autocast, self._cast_to = autocast, cast_to
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
 
@@ -100,7 +113,14 @@ class LossTraces:
         given = (list(self._params.values()), variables, batch, index, index)
         key = (train, cudnn.is_assumed(), *(getattr(jax.config, name) for name in SETTINGS))
         function = self._functions.setdefault(key, self._function(train))
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+        try:
+            closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+        except ModelError as error:
+            if self._works_in_fp32(function, given):
+                raise ModelError(
+                    f"{error}; {USE_AUTOCAST.format(jnp.dtype(self._cast_to))}"
+                ) from error
+            raise
         if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
             # The loss reads a value of an outer trace, which does not exist for the next call.
             del self._functions[key]
@@ -109,16 +129,33 @@ class LossTraces:
             self._programs[closed] = self._program(closed, shape, variables, batch)
         return self._programs[closed]
 
+    def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:
+        """Whether a loss that fails with 16-bit parameters and inputs can be traced in fp32."""
+
+        def wide(x: Any) -> Any:
+            is_low = x.dtype == self._cast_to
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32) if is_low else x
+
+        if self._cast_to is None:
+            return False
+        try:
+            jax.make_jaxpr(function)(*jax.tree.map(wide, given))
+        except ModelError:
+            return False
+        return True
+
     def _function(self, train: bool) -> Callable[..., tuple[Loss, Arrays, _Form]]:
         """(parameters, variables, batch, step, micro) -> (loss, written, form of the loss)."""
         model, loss_fn, paths = self._model, self._loss_fn, list(self._params)
+        autocast = self._autocast
 
         def loss(
             values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
         ) -> tuple[Loss, Arrays, _Static]:
             params = dict(zip(paths, values, strict=True))
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
-            with model.naming(bound), foreign("loss_fn(model, batch)", batch):
+            cast = autocast_to(autocast.dtype if autocast else None)
+            with model.naming(bound), cast, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
             after = model.mutated(bound, params) if train else {}
@@ -135,6 +172,9 @@ class LossTraces:
     def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> Traced:
         loss, written, form = shape
         _note_ignored(form.own_axes.constraints)
+        if self._autocast:
+            paths = dict(zip(closed.jaxpr.invars, self._params, strict=False))
+            closed = with_autocast(closed, self._autocast, paths)
         closed, out_tree = _without_unwritten(closed, (loss, written), self._params, variables)
         parameters = closed.jaxpr.invars[: len(self._params)]
         # After them come (variables, batch, step, micro), each with its leaves.

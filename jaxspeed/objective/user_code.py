@@ -40,7 +40,7 @@ def foreign(call: str, batch: Any = None) -> Iterator[None]:
         ) from error
 
 
-# Lines of JAX's and Flax's messages that are the same for every mistake.
+# Boilerplate lines of the messages of JAX and Flax.
 NOISE = re.compile(r"^(-{4,}|See https?://|For simplicity, JAX has removed|Found at:? *$)")
 LINES, CHARACTERS = 12, 1200
 
@@ -50,8 +50,8 @@ def reason_of(error: Exception) -> str:
     lines = [line.rstrip() for line in str(error).strip().splitlines()]
     kept = [line for line in lines if line and not NOISE.match(line.strip())]
     text = "\n".join(kept[:LINES])
-    shortened = len(kept) > LINES or len(text) > CHARACTERS
-    return (text[:CHARACTERS] + (" ..." if shortened else "")) or "(no message)"
+    is_long = len(kept) > LINES or len(text) > CHARACTERS
+    return (text[:CHARACTERS] + (" ..." if is_long else "")) or "(no message)"
 
 
 # (what a message has, what helps)

@@ -17,10 +17,12 @@ A tensor axis of the mesh that divides the query heads shards them, whatever the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -37,7 +39,20 @@ from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes
 
 KERNELS = {"splash": splash, "cudnn": cudnn}
+# The dtype of fp32 operands under automatic mixed precision: a kernel, which has to be chosen when
+# the loss is traced, cannot be cast later.
+_autocast: ContextVar[Any] = ContextVar("autocast", default=None)
 Implementation = Literal["plain", "splash", "cudnn"]
+
+
+@contextlib.contextmanager
+def autocast_to(dtype: Any) -> Iterator[None]:
+    """Context in which attention of fp32 arrays takes operands of this dtype; None: as they are."""
+    token = _autocast.set(dtype)
+    try:
+        yield
+    finally:
+        _autocast.reset(token)
 
 
 def attention(
@@ -71,6 +86,17 @@ def attention(
         rematerialization policies.
     """
     _check(q, k, v, window, segment_ids, kv_segment_ids)
+    if (low := _autocast.get()) is not None and q.dtype == jnp.float32:
+        out = attention(
+            *(x.astype(low) for x in (q, k, v)),
+            causal=causal,
+            window=window,
+            segment_ids=segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            scale=scale,
+            implementation=implementation,
+        )
+        return out.astype(jnp.float32)
     mask = Mask(causal, window)
     segments: Segments | None = None
     if segment_ids is not None:

@@ -12,7 +12,7 @@ from jaxspeed.config import Batch, Config, match
 from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.precision import DTYPES, compute_dtype, precision_of
+from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
 from jaxspeed.objective.train_state import OptLayout, native_tree
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
@@ -87,6 +87,7 @@ def build_program(
         DTYPES[wire] if wire else None,
         _style_of(config, mesh),
         config.recompute,
+        autocast=autocast_of(config, table),
     )
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)

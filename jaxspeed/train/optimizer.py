@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxspeed.config import Config
+from jaxspeed.config.schema import Fp16
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.user_code import foreign
@@ -102,9 +103,9 @@ def _with_context(own: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _rule(config: Config) -> loss_scale.Rule:
-    fp16 = config.fp16
-    if not fp16.enabled:
+    if config.compute_dtype != "fp16":
         return loss_scale.StaticRule()
+    fp16 = config.fp16 if config.fp16.enabled else Fp16()
     return loss_scale.make_rule(
         loss_scale=fp16.loss_scale,
         initial_scale_power=fp16.initial_scale_power,

@@ -58,6 +58,7 @@ class ServerTraffic:
     """The servers of a program, and what a worker exchanges with them."""
 
     servers: int
+    workers: int
     pace: str  # how the workers are synchronized, as text
     pull: Communication  # per worker and version: each trained parameter as layers read it
     push: Communication  # per worker and part: each gradient in the dtype in which it is sent
@@ -128,9 +129,12 @@ class Program:
         return True
 
     @property
-    def ranks_draw_apart(self) -> bool:
-        """Whether random numbers differ by data rank: each rank numbers its micro-batches."""
-        return self.update.ring is not None
+    def numbered_micro_batches(self) -> int:
+        """The micro-batches of a step with random numbers of their own.
+
+        With rings each rank numbers its own: `ranks` times as many.
+        """
+        return self.batch.accumulation * (self.ranks if self.update.ring else 1)
 
     def given_for_one_mesh(self) -> dict[str, Any]:
         """The config as it was given, without the keys that need more than one mesh."""
@@ -241,7 +245,7 @@ class Program:
 
     def _state_of(self, values: Arrays, variables: Arrays) -> TrainState:
         params, master, variables = self._as_stored(values, variables)
-        rest = self.rest(params, master)
+        rest = self.in_mesh(self.fresh_rest)(params, master)
         return TrainState(params=params, master=master, variables=variables, **rest)
 
     @functools.cached_property

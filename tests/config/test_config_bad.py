@@ -244,10 +244,10 @@ BAD = {
         "fp16.enabled",
         "bf16.enabled is true",
     ),
-    "bf16 and autocast to fp16": (
-        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "torch_autocast.dtype",
-        "make them equal",
+    "bf16 and autocast": (
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "torch_autocast.enabled",
+        "disable one of the two",
     ),
     "autocast to what": ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype", "bfloat16"),
     "loss scale above its start": (
@@ -566,7 +566,6 @@ BAD = {
         "parallel.pipeline_recompute",
         "make them equal",
     ),
-    "profiler": ({"comms_logger": {"enabled": True}}, "comms_logger.enabled", "engine.compiled"),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning", "Not built"),
     "sparse attention by presence": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention",

@@ -4,6 +4,10 @@ from typing import Any
 
 import jax
 
+from jaxspeed.config import Config
+from jaxspeed.hlo.parser import parse
+from jaxspeed.train import build_program
+from tests.support.strict_models import CASES
 from tests.system.measured import (
     compile_gradients,
     compile_step,
@@ -22,8 +26,8 @@ FEW_ROWS = {"rows": 512, "micro": 16}  # a table smaller than what is looked up 
 EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
 
 
-def volumes(devices: list[jax.Device]) -> dict[str, Any]:
-    """`stacks` under every stage, with one micro-batch and with four."""
+def volumes(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
+    """`stacks` under every stage, with one micro-batch and with four; those of these names."""
     cases: dict[str, dict[str, Any]] = {
         f"stage {stage}, {accumulation}": {"stage": stage, "accumulation": accumulation}
         for stage in (0, 1, 2, 3)
@@ -43,11 +47,11 @@ def volumes(devices: list[jax.Device]) -> dict[str, Any]:
             "parallel": EACH_MICRO_BATCH,
         },
     }
-    return measure_stacks(devices, cases)
+    return measure_stacks(devices, {name: cases[name] for name in names})
 
 
-def depths(devices: list[jax.Device], form: str) -> dict[str, Any]:
-    """16 and 32 layers, scanned or not, wide enough for their weights to weigh."""
+def depths(devices: list[jax.Device], form: str, few: int) -> dict[str, Any]:
+    """Few layers and twice as many, scanned or not, wide enough for their weights to weigh."""
     cases = {
         f"{form}, {layers}": {
             "stage": 3,
@@ -56,7 +60,7 @@ def depths(devices: list[jax.Device], form: str) -> dict[str, Any]:
             "width": DEEP_WIDTH,
             "micro": DEEP_BATCH,
         }
-        for layers in (16, 32)
+        for layers in (few, 2 * few)
     }
     return measure_stacks(devices, cases)
 
@@ -106,3 +110,25 @@ def dropped(devices: list[jax.Device]) -> dict[str, Any]:
 def rings(devices: list[jax.Device], **case: Any) -> dict[str, Any]:
     """A program of `stacks` whose ranks add up around rings."""
     return measure(*stack_program(devices, parallel={"data_reduction": "ring"}, **case))
+
+
+def autocast(devices: list[jax.Device], name: str) -> list[tuple[str, ...]]:
+    """The dtypes of the operands of each matmul and convolution of a step under autocast."""
+    case = CASES[name]
+    config = Config(
+        train_batch_size=8,
+        optimizer={"type": "Adam", "params": {"lr": 1e-2}},
+        torch_autocast={"enabled": True, "dtype": "bfloat16"},
+    )
+    program = build_program(
+        config, case.model, case.loss, devices=devices[:1], example_batch=case.batch
+    )
+    lowered = program.step.lower(program.state, program.abstract_batch(case.batch))
+    module = parse(lowered.compile().as_text())
+    found = set()
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode in ("dot", "convolution"):
+                shapes = [computation.instructions[name].shape for name in instruction.operands]
+                found.add(tuple(shape.dtype for shape in shapes))
+    return sorted(found)
