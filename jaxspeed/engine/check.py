@@ -1,11 +1,12 @@
 """`engine.check`: compare the sharded step with the same step on one device and with plain Flax."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Group
 from rich.table import Table
@@ -15,7 +16,8 @@ from jaxspeed.config import match
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
-from jaxspeed.objective.accumulate import Sums, micro_batches
+from jaxspeed.jaxpr.traverse import bodies
+from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
 from jaxspeed.objective.batches import EXTRA, WithExtra, with_extra
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.objective.rng import is_key
@@ -30,6 +32,7 @@ from jaxspeed.objective.train_state import (
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.memory_kinds import on_device
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.show import as_text, bytes_text
 from jaxspeed.train.program import Program
 
@@ -40,6 +43,10 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
 # Tolerance for ring messages, rounded N - 1 times: bf16 as above; int8 by up to 1/254 of a block's
 # largest number, so a small leaf in the same block has few significant digits.
 OF_WIRE = {"none": 0.0, "bf16": 5e-2, "int8": 0.5}
+NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+# A value is rounding noise up to this many times what it moves by when each parameter moves by one
+# unit in its last place: the bias before a batch normalization, whose gradient is 0 but for that.
+NOISE = 4.0
 SHOWN = 12
 
 
@@ -47,8 +54,9 @@ SHOWN = 12
 class LeafDifference:
     """Relative differences of one parameter, ||sharded - plain|| / ||plain||.
 
-    A leaf with less than 1/1000 of the global gradient norm is measured against that 1/1000: a
-    gradient of pure rounding noise has no meaningful relative difference.
+    A leaf with less than 1/1000 of the global gradient norm is measured against that 1/1000, and
+    one that is rounding noise (`NOISE`) against that: pure noise has no meaningful relative
+    difference.
     """
 
     path: str
@@ -66,6 +74,7 @@ class CheckReport:
     devices: int
     # Parameters and state that are not trained or carried as by plain JAX and Flax.
     faults: tuple[str, ...] = ()
+    lower: str = ""  # the 16-bit dtype in which the model computes by itself
 
     @property
     def gradient(self) -> float:
@@ -86,7 +95,8 @@ class CheckReport:
         verdict = "agrees with" if self.ok else "DIFFERS from"
         title = (
             f"the step on {self.devices} devices {verdict} the step on one device "
-            f"(tolerance {self.tolerance:g})"
+            f"(tolerance {self.tolerance:g}"
+            + (f": the model computes in {self.lower})" if self.lower else ")")
         )
         table = Table(box=None)
         for name in ("relative difference of", "gradient", "update"):
@@ -97,7 +107,14 @@ class CheckReport:
             table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
         if len(worst) > SHOWN:
             table.add_row(f"{len(worst) - SHOWN} others, all smaller", "", "")
-        return Group(Text(title), table, *map(Text, self.faults))
+        notes = self.faults
+        apart = [leaf.path for leaf in worst if leaf.update > self.tolerance]
+        if self.ok and apart:
+            notes = (
+                f"updates of {listed(apart)} differ although the gradients agree: an optimizer "
+                "that divides by a gradient's size (Adam) makes full steps of rounding noise",
+            )
+        return Group(Text(title), table, *map(Text, notes))
 
     def __str__(self) -> str:
         return as_text(self, width=100)
@@ -129,8 +146,11 @@ def check(
     order = _as_one_rank(program, batch)
     order = jax.device_put(order, plain.batch_shardings(order))
     theirs = _probe(plain, reduced_by_one(plain))(single, order)
-    by_flax = _by_flax(plain)(single, order)
-    return _compare(program, *jax.device_get((ours, theirs, by_flax)))
+    flax_step = _by_flax(plain)
+    lower = _lowest_dtype(plain, order)
+    nudged = flax_step(_nudged(plain, lower)(single), order)
+    found = jax.device_get((ours, theirs, flax_step(single, order), nudged))
+    return _compare(program, lower, *found)
 
 
 def _as_one_rank(program: Program, batch: Any) -> Any:
@@ -224,6 +244,40 @@ def _by_flax(program: Program) -> Any:
         return found._replace(values=values)
 
     return jax.jit(program.in_mesh(gradients))
+
+
+def _nudged(program: Program, lower: str) -> Callable[[TrainState], TrainState]:
+    """The state with each parameter moved by one unit in its last place, up or down."""
+
+    def moved(path: str, x: Any) -> Any:
+        step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)
+        sign = jax.random.rademacher(jax.random.key(0), x.shape, x.real.dtype)
+        return (x * (1 + step * sign)).astype(x.dtype)
+
+    def nudge(state: TrainState) -> TrainState:
+        params = {path: moved(path, x) for path, x in state.params.items()}
+        master = {path: moved(path, x) for path, x in state.master.items()}
+        return replace(state, params=params, master=master)
+
+    return jax.jit(nudge)
+
+
+def _lowest_dtype(program: Program, batch: Any) -> str:
+    """The 16-bit dtype of a step's values, if the config does not set it; "" for none."""
+    if program.config.compute_dtype != "fp32":
+        return ""
+    variables, batch = with_extra(program.model.variables, batch)
+    one = micro_batch_shapes(batch, program.batch.accumulation)
+    index = jnp.zeros((), jnp.int32)
+    trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=True))
+    found = _dtypes(trace(variables, one, index, index).closed.jaxpr)
+    return next((name for name in NAMES if name in found), "")
+
+
+def _dtypes(jaxpr: Any) -> set[str]:
+    """The dtypes of the values in a traced program."""
+    own = {str(v.aval.dtype) for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    return own.union(*(_dtypes(body.jaxpr) for eqn in jaxpr.eqns for body in bodies(eqn)))
 
 
 def reduced_by_one(program: Program) -> Reduced:
@@ -324,13 +378,29 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
 
 
 def _compare(
-    program: Program, ours: StepValues, theirs: StepValues, by_flax: PlainGradients
+    program: Program,
+    lower: str,
+    ours: StepValues,
+    theirs: StepValues,
+    by_flax: PlainGradients,
+    nudged: PlainGradients,
 ) -> CheckReport:
+    tolerance = TOLERANCE[NAMES.get(lower, program.config.compute_dtype)]
+    if program.update.ring:
+        tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
+
+    def noise(of: Any, nudged: Any) -> float:
+        """The size up to which a value is noise, over the tolerance."""
+        return NOISE * _norm(_wide(of) - _wide(nudged)) / tolerance
+
     floor = 1e-3 * math.sqrt(sum(_norm(g) ** 2 for g in theirs.grads.values()))
 
     def gradient(path: str) -> float:
         sides = [theirs.grads[path], by_flax.grads.get(path, theirs.grads[path])]
-        return max(_difference(ours.grads[path], side, floor) for side in sides)
+        least = floor
+        if path in by_flax.grads:
+            least = max(floor, noise(by_flax.grads[path], nudged.grads[path]))
+        return max(_difference(ours.grads[path], side, least) for side in sides)
 
     leaves = tuple(
         LeafDifference(
@@ -340,18 +410,26 @@ def _compare(
         )
         for path in ours.grads
     )
-    tolerance = TOLERANCE[program.config.compute_dtype]
-    if program.update.ring:
-        tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
-    loss = max(_difference(ours.loss, side) for side in (theirs.loss, by_flax.loss))
-    faults = _faults(program, ours, by_flax, tolerance)
-    return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults))
+    least = noise(by_flax.loss, nudged.loss)
+    loss = max(_difference(ours.loss, side, least) for side in (theirs.loss, by_flax.loss))
+    kept = {
+        path: max(tolerance, noise(x, nudged.values[path])) for path, x in by_flax.values.items()
+    }
+    faults = _faults(program, ours, by_flax, tolerance, kept)
+    return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
 
 
 def _faults(
-    program: Program, ours: StepValues, by_flax: PlainGradients, tolerance: float
+    program: Program,
+    ours: StepValues,
+    by_flax: PlainGradients,
+    tolerance: float,
+    floors: Mapping[str, float],
 ) -> Iterator[str]:
-    """Parameters and state that are not trained or carried as by plain JAX and Flax."""
+    """Parameters and state that are not trained or carried as by plain JAX and Flax.
+
+    `floors` are the sizes against which carried values are measured at least.
+    """
     for path, grad in by_flax.grads.items():
         if path not in ours.grads and _norm(grad) > 0 and not _frozen_by_user(program, path):
             yield f"{path} is not trained: its jax.grad has norm {_norm(grad):.3g}"
@@ -361,7 +439,7 @@ def _faults(
     carried = {path: x for path, x in ours.new.items() if path not in ours.grads} | ours.variables
     for path, value in carried.items():
         wanted = by_flax.values.get(path)
-        off = 0.0 if wanted is None else _difference(value, wanted, tolerance)
+        off = 0.0 if wanted is None else _difference(value, wanted, floors[path])
         if not off <= tolerance:  # a NaN must fail
             yield f"{path} is carried to the next step with a relative difference of {off:.2e}"
 

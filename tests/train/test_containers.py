@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.train.flax_loop import SETTINGS, assert_alike, train_jaxspeed, train_nnx
+from tests.train.flax_loop import SHARDED, assert_alike, settings, train_jaxspeed, train_nnx
 
 WIDTH = 8
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -55,7 +55,7 @@ def batches():
     ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 @pytest.mark.parametrize("model", [Tables, Normalized])
 def test_arrays_in_containers_are_state_as_for_plain_flax(model, setting):
     plain = train_nnx(model, loss, batches(), SGD, setting)

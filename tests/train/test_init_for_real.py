@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxspeed import ModelError
 from tests.engine import tiny
-from tests.train.flax_loop import SETTINGS, assert_alike, train_jaxspeed, train_nnx
+from tests.train.flax_loop import SHARDED, assert_alike, settings, train_jaxspeed, train_nnx
 
 WIDTH = 8
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -51,7 +51,7 @@ def batches():
     ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_a_factory_that_needs_values_is_built_for_real(setting, caplog):
     plain = train_nnx(Sized, loss, batches(), SGD, setting)
     assert_alike(train_jaxspeed(Sized, loss, batches(), SGD, setting), plain)

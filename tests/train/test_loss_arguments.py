@@ -12,7 +12,15 @@ import jaxspeed
 from jaxspeed import ModelError
 from jaxspeed.objective.rng import LOSS, batch_key
 from tests.engine import tiny
-from tests.train.flax_loop import SEED, SETTINGS, Setting, assert_alike, train_jaxspeed, train_nnx
+from tests.train.flax_loop import (
+    SEED,
+    SHARDED,
+    Setting,
+    assert_alike,
+    settings,
+    train_jaxspeed,
+    train_nnx,
+)
 
 WIDTH, SAMPLES = 8, 32
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -74,7 +82,7 @@ def plain_run(batches, setting, keys_of):
     return train_nnx(Net, loss, batches, SGD, Keyed(*setting))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_a_loss_draws_from_its_key_of_each_micro_batch(setting):
     batches = [samples(i) for i in range(3)]
     ours = train_jaxspeed(Net, of_rng, batches, SGD, setting)
@@ -84,7 +92,7 @@ def test_a_loss_draws_from_its_key_of_each_micro_batch(setting):
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_a_key_in_the_batch_differs_by_micro_batch(setting, raw):
     make = jax.random.PRNGKey if raw else jax.random.key
     batches = [{**samples(i), "rng": make(i)} for i in range(3)]

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed import ModelError
 from tests.engine import tiny
 from tests.train.flax_loop import (
-    SETTINGS,
+    REPLICATED,
+    SHARDED,
     Setting,
     assert_alike,
+    settings,
     train_jaxspeed,
     train_linen,
     train_nnx,
@@ -90,13 +92,13 @@ def batches():
     ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_statistics_over_an_axis_are_those_of_the_micro_batch(setting):
     plain = train_nnx(lambda rngs: Net(rngs, None), plain_loss, batches(), SGD, setting)
     assert_alike(train_jaxspeed(Net, reduced_loss, batches(), SGD, setting), plain)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_statistics_of_a_linen_module_over_an_axis(setting):
     plain = train_linen(
         LinenNet(None), lambda out, after, b: squared(out, b), batches(), SGD, setting, train=True
@@ -165,7 +167,7 @@ class LinenAnnotated(nn.Module):
         return nn.Dense(1)(jnp.tanh(h))[:, 0]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_annotations_of_a_model_are_mapped_or_ignored(setting, caplog):
     caplog.set_level(logging.INFO, "jaxspeed")
     with nnx.use_eager_sharding(False):
