@@ -14,6 +14,7 @@ from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
+from jaxspeed.metrics import Sink, monitors_of, require_monitors
 from jaxspeed.objective.batches import WithExtra
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import build
@@ -73,28 +74,75 @@ def initialize(
         platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
     loaded = load_config(source, over, auto=auto, platform=platform)
-    model, loss_fn = resolve_model(loaded, model, loss_fn)
-    enable_compilation_cache(loaded)
+    monitored = require_monitors(loaded)
     if example_extra is not None:
         example_batch = WithExtra(example_batch, example_extra)
-    program = build(
+    engine = engine_of(
         loaded,
         model,
         loss_fn,
-        optimizer=optimizer,
+        optimizer,
         devices=devices,
         example_batch=example_batch,
         trainable=trainable,
         init_with=init_with,
     )
-    if loaded.run.executable is not None:
-        read_identity(loaded.run.executable)  # reports a bad file before anything is allocated
+    if monitored:
+        write_monitors(engine)
+    return engine
+
+
+def engine_of(
+    config: Config,
+    model: Any,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: optax.GradientTransformation | None,
+    *,
+    example_batch: Any = None,
+    **options: Any,
+) -> Engine:
+    """An engine that writes to no monitor, for a run that writes records of its own.
+
+    Arguments are those of `initialize`.
+    """
+    model, loss_fn = resolve_model(config, model, loss_fn)
+    enable_compilation_cache(config)
+    program = build(
+        config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+    )
+    if config.run.executable is not None:
+        read_identity(config.run.executable)  # reports a bad file before anything is allocated
     warn_of_room(program, example_batch)
     try:
-        state = program.init(loaded.run.seed)
+        state = program.init(config.run.seed)
     except Exception as error:
         if is_out_of_memory(error):
             raise explain_out_of_memory(program, error) from error
         raise
     log_startup(program)
     return open_engine(program, state)
+
+
+def write_monitors(engine: Engine) -> None:
+    """Write each step's metrics to the monitors that the config enables, until the engine closes.
+
+    Those without an `output_path` write into `run.output`, or else into the current folder. As in
+    `jaxspeed train`, steps that are trained again replace what was written of them.
+    """
+    if jax.process_index() != 0:
+        return
+    sinks: list[Sink] = []
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        if not sinks:
+            sinks.extend(monitors_of(engine.config, engine.config.run.output or ".", step))
+        for sink in sinks:
+            sink.write({"step": step, **metrics})
+
+    engine.add_hook(write)
+
+    def close() -> None:
+        for sink in sinks:
+            sink.close()
+
+    engine.on_close(close)

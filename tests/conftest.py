@@ -1,5 +1,6 @@
 """Eight simulated devices and a compilation cache, asked for before anything imports JAX."""
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -39,6 +40,12 @@ settings.register_profile(
 settings.load_profile("jaxspeed")
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage less often: traces hold millions of objects, which all would be visited."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
 # -- tests marked `fast` compile nothing -----------------------------------------------------------
 
 _COMPILED: list[str] = []  # what JAX compiled, or read from its cache, in the test that runs
@@ -49,9 +56,12 @@ def _on_event(event: str, _: float, **about: Any) -> None:
         _COMPILED.append(str(about.get("fun_name", "a program")))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     from jax import monitoring
 
+    from tests.support import covering
+
+    covering.is_full = "full" in config.option.markexpr.replace("not full", "")
     monitoring.register_event_duration_secs_listener(_on_event)
 
 

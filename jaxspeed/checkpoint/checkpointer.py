@@ -1,4 +1,7 @@
-"""`Checkpointer`: asynchronous saving, retention and restoring of the checkpoints of one folder."""
+"""`Checkpointer`: asynchronous saving, retention and restoring of the checkpoints of one folder.
+
+docs/verification.md has the reasons why this is not Orbax's `CheckpointManager`.
+"""
 
 import logging
 import threading

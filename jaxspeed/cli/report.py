@@ -25,7 +25,7 @@ EXTRAS = {
     "tensorboard": ("tensorboardX",),
     "wandb": ("wandb",),
     "ray": ("ray",),
-    "bench": ("matplotlib",),
+    "plot": ("matplotlib",),
 }
 
 

@@ -85,6 +85,9 @@ def _elasticity(settings: Settings) -> Iterator[Problem]:
         found = f"{', '.join(outside)} set in addition to elasticity"
         works = "Remove them, or set elasticity.ignore_non_elastic_batch_info."
         yield Problem(outside[0], found, works)
+    if elasticity.version not in (0.1, 0.2):
+        works = "Needs 0.1 or 0.2."
+        yield Problem("elasticity.version", f"{elasticity.version:g}", works)
     most, largest = elasticity.max_train_batch_size, max(elasticity.micro_batch_sizes)
     if largest > most:
         found = f"{largest}, above max_train_batch_size {most}"

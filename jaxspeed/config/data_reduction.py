@@ -89,7 +89,7 @@ def _server(settings: Settings) -> Iterator[Problem]:
     parallel = settings.parallel
     yield from _no_pipeline(
         settings,
-        "Each worker computes complete gradients of the model, and servers run no layers",
+        "Servers shard each parameter by itself, and stages store stacks of layers",
     )
     yield from _workers(settings)
     paces, ranks = len(parallel.worker_pace), settings.mesh.data
@@ -106,28 +106,26 @@ def _server(settings: Settings) -> Iterator[Problem]:
 
 
 def _workers(settings: Settings) -> Iterator[Problem]:
-    """Yield keys that a worker, one device with full parameters, does not support."""
+    """Yield keys that servers do not support, or workers with the parameters of one version."""
     with_servers = f'with {_KEY} "parameter_server"'
     mesh, zero = settings.mesh, settings.zero_optimization
     for axis in ("replica", "tensor"):
-        size = getattr(mesh, axis)
-        if size != 1:
-            works = f'Each worker is one device: write 1, or {_KEY} "xla".'
-            yield Problem(f"mesh.{axis}", f"{size} {with_servers}", works, (_KEY,))
+        if getattr(mesh, axis) == -1:
+            works = "It sets the devices of each worker: write their number; mesh.data may be -1."
+            yield Problem(f"mesh.{axis}", f"-1 {with_servers}", works, (_KEY,))
     if zero.stage:
         works = (
             "Servers already shard parameters, gradients and moments, and workers hold only "
             f'parameters: write 0, or {_KEY} "xla".'
         )
         yield Problem("zero_optimization.stage", f"{zero.stage} {with_servers}", works, (_KEY,))
-    for key in ("offload_optimizer", "offload_param"):
-        if getattr(zero, key).device == "cpu":
-            works = (
-                "Servers store and update their shards on their devices: "
-                f'remove it and use more parallel.servers, or write {_KEY} "xla".'
-            )
-            path = f"zero_optimization.{key}.device"
-            yield Problem(path, f'"cpu" {with_servers}', works, (_KEY,))
+    if zero.offload_param.device == "cpu":
+        works = (
+            "Each version arrives on the devices of the workers, so that a copy in host memory "
+            f'would save none of theirs: shard it by mesh.tensor, or write {_KEY} "xla".'
+        )
+        path = "zero_optimization.offload_param.device"
+        yield Problem(path, f'"cpu" {with_servers}', works, (_KEY,))
     if settings.parallel.gradient_reduction != "auto":
         found = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
         works = "Workers push once for all their micro-batches: remove it."

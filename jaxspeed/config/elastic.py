@@ -4,6 +4,9 @@ Candidates are each micro-batch size, and their least common multiple, times the
 composite number that keeps the product at or below `max_train_batch_size`. For a batch B the
 compatible data-parallel sizes are the divisors of B / m, for each micro-batch size m that divides
 B, between `min_gpus` and `max_gpus`. The candidate with the most of them is taken.
+
+Version 0.2, the default, has a batch for other sizes R too: the largest (or smallest) of the
+products k m R, over the micro-batch sizes m, with the largest k each.
 """
 
 import math
@@ -16,6 +19,7 @@ from jaxspeed.config.run_sections import Elasticity
 
 # DeepSpeed's list of highly composite numbers ends here.
 _LARGEST_FACTOR = 720_720
+FOR_ANY_COUNT = 0.2  # the version that has a batch for each device count
 _PRIMES = (2, 3, 5, 7, 11, 13, 17)
 
 
@@ -45,6 +49,8 @@ def elastic_table(elasticity: Elasticity) -> ElasticTable:
 def solve_elastic(elasticity: Elasticity, ranks: int, stages: Stages) -> Batch | Problem:
     """Solve for the triple with the largest micro-batch size that fills the stages."""
     table = elastic_table(elasticity)
+    if ranks not in table.counts and elasticity.version == FOR_ANY_COUNT:
+        table = _table_for(elasticity, ranks) or table
     if ranks not in table.counts:
         below = [count for count in table.counts if count < ranks][-1:]
         above = [count for count in table.counts if count > ranks][:1]
@@ -66,6 +72,14 @@ def solve_elastic(elasticity: Elasticity, ranks: int, stages: Stages) -> Batch |
         )
     micro = max(filling)
     return Batch(table.train, micro, per_rank // micro)
+
+
+def _table_for(elasticity: Elasticity, ranks: int) -> ElasticTable | None:
+    """Batch for a count that is not in the table, as of version 0.2; None if each is too large."""
+    most = elasticity.max_train_batch_size
+    sizes = [most // (micro * ranks) * micro * ranks for micro in elasticity.micro_batch_sizes]
+    train = max(sizes) if elasticity.prefer_larger_batch else min(sizes)
+    return ElasticTable(train, (ranks,)) if train else None
 
 
 def largest_highly_composite(limit: int) -> int:

@@ -81,6 +81,9 @@ def _row(path: str, value: Any, examined: Examined, problems: dict[str, Problem]
     for key in examined.ignored:
         if _is_or_is_in(known, key):
             return ExplainedKey(path, value, "ignored", f"DeepSpeed ignores it too.{own_key(key)}")
+    of = known.partition(".")[0]
+    if known.startswith(f"{of}.params") and f"{of}.type" in problems:
+        return ExplainedKey(path, value, "refused", f"{of}.type is refused, which it belongs to.")
     found = declared(known)
     if found is None:  # an empty section
         return ExplainedKey(path, value, "harmless", "Empty: every key has its default.")

@@ -74,6 +74,8 @@ def _checked(key: str, model: type[Section], section: Any) -> tuple[dict[str, An
     else:  # only required parameters are missing
         checked = model.model_construct(**params)
     filled = checked.model_dump(warnings=False)
+    if filled.get("torch_adam") and filled.get("adam_w_mode") and "weight_decay" not in params:
+        filled["weight_decay"] = 0.01  # of torch.optim.AdamW; DeepSpeed's own Adam has 0
     for name in params:
         declared = VOCABULARY[prefix + name]
         if judge(declared, filled[name], lambda path: None)[0] == "refused":

@@ -21,7 +21,7 @@ from jaxspeed.config.types import (
     Text,
     lower,
 )
-from jaxspeed.config.verdicts import harmless, honoured, refused
+from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 _TORCH_KERNELS = "A switch of torch's kernels; XLA fuses the update."
 _RATE = "The learning rate."
@@ -39,7 +39,10 @@ class TorchOnly(Section):
     foreach: Flag | None = harmless(None, _TORCH_KERNELS)
     capturable: Flag = harmless(False, _TORCH_KERNELS)
     differentiable: Flag = harmless(False, _TORCH_KERNELS)
-    torch_adam: Flag = harmless(False, _TORCH_KERNELS)
+    torch_adam: Flag = approximated(
+        False,
+        "Optax computes the update. The weight decay is 0.01 by default, as in torch's AdamW.",
+    )
     set_grad_none: Flag = harmless(True, _TORCH_KERNELS)
     fp32_optimizer_states: Flag = harmless(True, _TORCH_KERNELS)
     amsgrad: Flag = refused(False, "DeepSpeed's fused optimizers have no AMSGrad.")

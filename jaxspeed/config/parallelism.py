@@ -45,6 +45,9 @@ _PARTITIONED = (
     "and gathers them on arrival. Here they are sharded over tensor with "
     "parallel.sequence_parallel_activations; otherwise XLA chooses."
 )
+_SWITCHES_ON = (
+    "It switches recomputation on; in DeepSpeed only where the model calls its checkpointing."
+)
 _BUFFERS = "An option of DeepSpeed's runtime; XLA plans the buffers."
 NO_TENSOR = ("mesh.tensor", (1,))
 _RING = ("parallel.data_reduction", ("ring",))
@@ -111,6 +114,12 @@ class Parallel(Section):
         {},
         'Dim names of parameters whose model has none, by path pattern: {"**/up/kernel": '
         '["embed", "mlp"]}; one "..." stands for any number of dims without a name.',
+    )
+    axis_names: dict[Text, Literal["tensor", "data"] | None] = honoured(
+        {},
+        "Mesh axes by which a model annotates its parameters, and what they are here: "
+        '{"mp": "tensor", "fsdp": "data"}; tp, mp and model are tensor by default. What is "data" '
+        "or null is left to the config.",
     )
     gradient_reduction: Annotated[
         Literal["auto", "step", "micro_batch"], BeforeValidator(lower)
@@ -279,17 +288,21 @@ class PipelineSection(Lenient):
 class ActivationCheckpointing(Lenient):
     """Recomputation in the backward pass."""
 
-    partition_activations: Flag = honoured(
+    partition_activations: Flag = approximated(
         False,
-        "Saved residuals are sharded over tensor, and gathered in the backward pass.",
+        "Saved residuals are sharded over tensor, and gathered in the backward pass. "
+        + _SWITCHES_ON,
         unless=NO_TENSOR,
     )
-    cpu_checkpointing: Flag = honoured(
+    cpu_checkpointing: Flag = approximated(
         False,
-        'Saved residuals are offloaded to host memory; without parallel.remat those of "full".',
+        'Saved residuals are offloaded to host memory; without parallel.remat those of "full". '
+        + _SWITCHES_ON,
     )
-    number_checkpoints: Count | None = honoured(
-        None, "Number of units that save their input: parallel.remat every_n, by count."
+    number_checkpoints: Count | None = approximated(
+        None,
+        "Number of units that save their input: parallel.remat every_n, by count. In DeepSpeed it "
+        "is the number of contiguous buffers, and changes nothing that is saved.",
     )
     contiguous_memory_optimization: Flag = harmless(False, _BUFFERS)
     synchronize_checkpoint_boundary: Flag = harmless(False, _BUFFERS)

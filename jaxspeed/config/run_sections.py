@@ -25,10 +25,13 @@ from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 _DATA_RANKS = "The table lists data-parallel sizes; the mesh has the other axes."
 _MONITOR = (
-    "Written by jaxspeed train, in addition to metrics.jsonl; with a loop of your own, "
-    "engine.add_hook gets the same numbers."
+    "Written each step, by jaxspeed train and under initialize; without an output_path into the "
+    "run's folder, or the current one."
 )
-_UNBUILT = "Not built."
+_OF_MODULES = (
+    "Of modules the parameters are reported, at each depth; FLOPs and latency of the step alone."
+)
+_ALL_LOGGED = ("comms_logger.prof_all", (True,))
 _NO_TRIALS = "Candidates are estimated, not run: there is no profile and no experiment file."
 _FIXED_BATCH = (
     "The search never changes train_batch_size; a value outside of these bounds is refused."
@@ -62,10 +65,10 @@ class Elasticity(Lenient):
         False, "Allows batch sizes outside the section, and ignores them.", when=_ELASTIC
     )
     min_time: Natural = harmless(0, "A hint to DeepSpeed's cluster scheduler.")
-    version: Number = approximated(
+    version: Number = honoured(
         0.2,
-        "0.1 and 0.2 give the same table; 0.2's fallback for a device count outside of it is not "
-        "built: such a count is an error that names the nearest ones.",
+        "0.2 has a batch for each device count: outside of the table, the largest for this count. "
+        "0.1 has only the table, and another count is an error that names the nearest ones.",
         when=_ELASTIC,
     )
     model_parallel_size: Count = refused(1, _DATA_RANKS)
@@ -211,23 +214,38 @@ class Wandb(Coercing):
 class FlopsProfiler(Lenient):
     """FLOPs of a step."""
 
-    enabled: Flag = refused(False, "Not built; use engine.compiled(batch).flops.")
-    recompute_fwd_factor: NonNegative = refused(0.0, _UNBUILT, when=_PROFILING)
-    profile_step: Natural = refused(1, _UNBUILT, when=_PROFILING)
-    module_depth: Int = refused(-1, _UNBUILT, when=_PROFILING)
-    top_modules: Natural = refused(1, _UNBUILT, when=_PROFILING)
-    detailed: Flag = refused(True, _UNBUILT, when=_PROFILING)
-    output_file: Text | None = refused(None, _UNBUILT, when=_PROFILING)
+    enabled: Flag = honoured(
+        False,
+        "Reports FLOPs, parameters, latency and throughput of one step, of the compiled step.",
+    )
+    recompute_fwd_factor: NonNegative = harmless(
+        0.0, "The compiled program has what is recomputed.", when=_PROFILING
+    )
+    profile_step: Natural = honoured(1, "The step that is reported.", when=_PROFILING)
+    module_depth: Int = approximated(-1, _OF_MODULES, when=_PROFILING)
+    top_modules: Natural = approximated(1, _OF_MODULES, when=_PROFILING)
+    detailed: Flag = approximated(True, _OF_MODULES, when=_PROFILING)
+    output_file: Text | None = honoured(
+        None, "The file of the report, instead of the log.", when=_PROFILING
+    )
 
 
 class CommsLogger(Coercing):
     """Collectives of a step."""
 
-    enabled: Flag = refused(False, "Not built; use engine.compiled(batch).collectives.")
-    verbose: Flag = refused(False, _UNBUILT, when=_LOGGING)
-    prof_all: Flag = refused(True, _UNBUILT, when=_LOGGING)
-    debug: Flag = refused(False, _UNBUILT, when=_LOGGING)
-    prof_ops: list[Text] = refused([], _UNBUILT, when=_LOGGING)
+    enabled: Flag = honoured(
+        False,
+        "Logs the collectives of the compiled step, by kind and size with their number, at the "
+        "first step. They overlap, so that none has a latency of its own.",
+    )
+    verbose: Flag = honoured(False, "Logs each collective too.", when=_LOGGING)
+    prof_all: Flag = honoured(True, "Whether all are logged, or those of prof_ops.", when=_LOGGING)
+    debug: Flag = honoured(
+        False, "With verbose, logs where each comes from in the model.", when=_LOGGING
+    )
+    prof_ops: list[Text] = honoured(
+        [], "The operations to log, such as all_gather.", when=_LOGGING, unless=_ALL_LOGGED
+    )
 
 
 # -- the `autotuning` section: bounds of `jaxspeed plan --search` ---------------------------------

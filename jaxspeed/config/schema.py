@@ -50,7 +50,10 @@ _STORED_DTYPES = (
     "Parameters are stored as fp32 masters and buffers as the model initializes them; set bf16 or "
     "fp16 for the compute dtype."
 )
-_DIVISION = "XLA chooses where to divide; the mean is the same."
+_DIVISION = (
+    "The loss is divided before the backward pass, not the gradients before their reduction; the "
+    "mean is the same, but for what overflows or underflows in 16 bits."
+)
 _ANY_OPTIMIZER = "Any optimizer works at any stage."
 _UNBUILT = "Not built; remove it."
 _COMPILED = "The step is always one program, compiled by XLA."
@@ -137,7 +140,7 @@ class TorchAutocast(Lenient):
     )
 
 
-class Compile(Coercing):
+class CompileSection(Coercing):
     """DeepSpeed's section for torch's compiler and DeepCompile."""
 
     enabled: Flag = harmless(False, _COMPILED)
@@ -204,8 +207,8 @@ class Settings(Lenient):
     seq_parallel_communication_data_type: Dtype = harmless(
         "fp32", "Only for the seq axis, which is not built and refused above 1."
     )
-    prescale_gradients: Flag = harmless(False, _DIVISION)
-    gradient_predivide_factor: Positive = harmless(1.0, _DIVISION)
+    prescale_gradients: Flag = approximated(False, _DIVISION)
+    gradient_predivide_factor: Positive = approximated(1.0, _DIVISION)
     sparse_gradients: Flag = refused(
         False, "Gradients are dense arrays in XLA; remove the key, embeddings train without it."
     )
@@ -243,8 +246,10 @@ class Settings(Lenient):
     steps_per_print: PrintEvery = honoured(
         None, "Number of steps between log lines of loss and learning rate."
     )
-    wall_clock_breakdown: Flag = honoured(False, "Logs the time of each step, and waits for it.")
-    memory_breakdown: Flag = honoured(False, "Logs device memory after a step.")
+    wall_clock_breakdown: Flag = honoured(
+        False, "Logs the time of a step every steps_per_print steps, and waits for every step."
+    )
+    memory_breakdown: Flag = honoured(False, "Logs device memory every steps_per_print steps.")
     dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")
     log_level: Text | None = harmless(None, 'Set it on Python\'s logger "jaxspeed".')
     tensorboard: FileMonitor = FileMonitor()
@@ -267,7 +272,7 @@ class Settings(Lenient):
 
     autotuning: Autotuning = Autotuning()
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
-    compile: Compile = Compile()
+    compile: CompileSection = CompileSection()
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
     sparse_attention: Opaque | None = refused_section(
         "Not built; a model calls its attention itself.", by_presence=True

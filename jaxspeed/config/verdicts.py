@@ -22,6 +22,7 @@ class Key:
 
     A refused key is accepted with a value that `is_off` calls a no-op. `when` names another key and
     its values for which this key has an effect, `unless` one and its values for which it has none.
+    While another key has the values of `differs`, the key is approximated, for the reason there.
     """
 
     verdict: Verdict
@@ -29,6 +30,7 @@ class Key:
     is_off: Callable[[Any], bool]
     when: Switch | None = None
     unless: Switch | None = None
+    differs: tuple[Switch, str] | None = None
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Describe the key in its JSON Schema, where Pydantic calls it."""
@@ -43,6 +45,7 @@ def _declared(
     when: Switch | None = None,
     unless: Switch | None = None,
     is_off: Callable[[Any], bool] | None = None,
+    differs: tuple[Switch, str] | None = None,
 ) -> Any:
     """Field with this default and verdict; a refused key is off at its default and at `off`."""
 
@@ -52,7 +55,7 @@ def _declared(
             for item in (default, *off)
         )
 
-    key: Any = Key(verdict, sentence, is_off or is_no_op, when, unless)
+    key: Any = Key(verdict, sentence, is_off or is_no_op, when, unless, differs)
     return Field(default, json_schema_extra=key)
 
 
@@ -100,6 +103,10 @@ def judge(key: Key, value: Any, read: Callable[[str], Any]) -> tuple[Verdict, st
             return "harmless", f"Ignored while {switch} is {shown(read(switch))}."
     if key.verdict == "refused" and key.is_off(value):
         return "harmless", f"A no-op at this value; others are refused: {key.sentence}"
+    if key.differs is not None and not key.is_off(value):
+        (switch, values), reason = key.differs
+        if read(switch) in values:
+            return "approximated", f"{key.sentence} {reason}"
     return key.verdict, key.sentence
 
 

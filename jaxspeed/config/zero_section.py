@@ -39,6 +39,10 @@ class OffloadParam(Coercing):
         "cpu: parameters are offloaded to pinned host memory, at any stage, and streamed unit by "
         "unit to the device for both passes; gradients are offloaded as they are computed. none: "
         "all stay on the device.",
+        differs=(
+            ("zero_optimization.stage", (0, 1, 2)),
+            "DeepSpeed offloads parameters at stage 3 only.",
+        ),
     )
     nvme_path: Text | None = harmless(None, _NVME, when=_OFFLOADED_PARAM)
     pin_memory: Flag = approximated(True, _PINNED, when=_OFFLOADED_PARAM)

@@ -64,6 +64,9 @@ class Feeder:
 
     `place(read)` puts a batch on the devices; `read(rows)` reads those rows of it. An exception in
     the thread is raised by the `next` that would have returned that batch.
+
+    Not Grain's `ThreadPrefetchIterDataset` (0.2.18): its `close` waits for a read that never ends,
+    a consumer that waits is not woken by it, and hangs if the thread ends by a BaseException.
     """
 
     def __init__(

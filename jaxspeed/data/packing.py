@@ -1,4 +1,7 @@
-"""Packing: documents concatenated and split into windows of equal length, with random access."""
+"""Packing: documents concatenated and split into windows of equal length, with random access.
+
+Grain's packing has none: samples could neither be shuffled globally nor continue at a step.
+"""
 
 from dataclasses import dataclass
 

@@ -159,7 +159,7 @@ def _plain(program: Program) -> Program:
     for key in ("data_parallel_size", "tensor_parallel", "elasticity"):
         given.pop(key, None)
     zero = {"stage": 0}
-    accumulation = _micro_batches_on_one(program)
+    accumulation = program.numbered_micro_batches
     given |= {
         "mesh": {},
         "zero_optimization": zero,
@@ -175,11 +175,6 @@ def _plain(program: Program) -> Program:
     config = type(program.config).load(given)
     device = next(d for d in program.mesh.devices.flat if d.process_index == jax.process_index())
     return program.rebuilt(config, [device])
-
-
-def _micro_batches_on_one(program: Program) -> int:
-    """Micro-batches on one device: each rank's number, or, if ranks draw separately, the total."""
-    return program.batch.accumulation * (program.ranks if program.ranks_draw_apart else 1)
 
 
 def _fits(plain: Program) -> None:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
+from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
@@ -46,6 +48,8 @@ class Engine:
         self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = False
+        self._profile = StepProfile(program)
+        self._closing: list[Callable[[], None]] = []
 
     @property
     def state(self) -> TrainState:
@@ -79,10 +83,13 @@ class Engine:
             if asks(self.program):
                 check_moves(self.program, placed)
             self._moves_checked = True
+        self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
         self._state, metrics = self._run(self.step, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, placed, self._state)
         return metrics
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
@@ -114,9 +121,15 @@ class Engine:
         self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and stop saving in the background."""
+        """Wait, stop saving in the background, and close what writes metrics."""
         self.wait()
         self._saver.close()
+        while self._closing:
+            self._closing.pop()()
+
+    def on_close(self, fn: Callable[[], None]) -> None:
+        """Call `fn` in `close`, after the last hooks."""
+        self._closing.append(fn)
 
     def _run(self, function: Any, batch: Any) -> Any:
         return self._explained(function, self.state, batch)

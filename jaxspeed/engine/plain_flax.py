@@ -19,6 +19,7 @@ from jaxspeed.objective import Model
 from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.objective.batches import call_loss
 from jaxspeed.objective.loss import parse_loss
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.placement.paths import flat_with_paths
 
 Arrays = dict[str, Any]
@@ -60,7 +61,9 @@ def plain_gradients(
     sown = set[tuple[str, ...]]()
     one = jax.tree.map(lambda x: x[0], micro)
     values = {**params, **variables}
-    jax.eval_shape(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown), values)
+    jax.eval_shape(
+        with_own_axes(lambda v: _recorded(loss_fn, bound(v, 0), (one, v, step, 0), sown)), values
+    )
     sown = {place for place in sown if collections is None or place[0] not in collections}
     roles: dict[str, Role] = {}
     jax.eval_shape(lambda v: _note_roles(bound(v, 0), collections, adds, roles), values)
@@ -78,7 +81,10 @@ def plain_gradients(
         mean = jnp.where(weight > 0, loss.total / jnp.where(weight > 0, weight, 1), 0)
         return mean, (loss.total, weight, after)
 
-    loss_now = autocast_function(loss_of, autocast) if autocast else loss_of
+    def loss(*args: Any) -> Any:
+        return with_own_axes(loss_of)(*args)[0]
+
+    loss_now = autocast_function(loss, autocast) if autocast else loss
 
     def one_more(carry: Any, xs: Any) -> Any:
         values, grads, total, weight = carry
@@ -94,7 +100,7 @@ def plain_gradients(
         return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
     count = jax.tree.leaves(micro)[0].shape[0]
-    shapes = jax.eval_shape(lambda v: loss_of({}, v, one, 0)[1][:2], values)
+    shapes = jax.eval_shape(lambda v: loss({}, v, one, 0)[1][:2], values)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
     start: Any = (values, {path: wide(values[path]) for path in moving}, *zeros)
     (values, grads, total, weight), _ = jax.lax.scan(one_more, start, (jnp.arange(count), micro))

@@ -37,6 +37,11 @@ class Reporter:
         self._hooks: list[tuple[Hook, int]] = []
         self._clips_by_default = clips_by_default(program)
 
+    @property
+    def step(self) -> int:
+        """Number of steps so far."""
+        return self._step
+
     def add_hook(self, hook: Hook, every: int) -> None:
         """Call the hook with the metrics of every `every`-th step."""
         if every < 1:

@@ -10,6 +10,7 @@ import jax
 
 from jaxspeed.offload import GPU_LIMIT, pinned_limit
 from jaxspeed.placement.rows import Row
+from jaxspeed.placement.rules import DATA_NAMES
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.stacks import Stack
@@ -30,6 +31,7 @@ def log_startup(program: Program) -> None:
         log.warning("%s", note)
     for note in program.model.notes(program.objective.compute_dtype):
         log.warning("%s", note)
+    _log_own_axes(program)
     _log_clipping(program)
     if program.proposal is not None:
         log.info("mesh.tensor: the sharding was inferred from the loss\n%s", program.proposal)
@@ -57,12 +59,27 @@ def log_startup(program: Program) -> None:
             )
 
 
+def _log_own_axes(program: Program) -> None:
+    """Note the model's own annotations of parameters that the config replaces."""
+    mapping = program.config.parallel.axis_names
+    names = {name for leaf in program.model.leaves for name in leaf.names if name}
+    ignored = {n for n in names if mapping.get(n, n if n not in DATA_NAMES else "data") == "data"}
+    if ignored:
+        log.info(
+            "the model's own sharding of parameters over %s is ignored: "
+            "zero_optimization.stage %d shards them",
+            ", ".join(sorted(ignored)),
+            program.config.zero_optimization.stage,
+        )
+
+
 def _log_clipping(program: Program) -> None:
     """Log the clipping norm if the config leaves it at the default."""
     if clips_by_default(program):
         log.info(
-            "gradient_clipping: gradients are clipped to a global norm of %g, DeepSpeed's default; "
-            "set gradient_clipping to another norm, or to 0 for none",
+            "gradient_clipping: gradients are clipped to a global norm of %g, the default of "
+            "DeepSpeed 0.19.6 (before mid 2026 it was 0, no clipping); set gradient_clipping to "
+            "another norm, or to 0 for none",
             program.optimizer.clipping,
         )
 

@@ -7,7 +7,13 @@ from jaxspeed.metrics.format import sparkline
 from jaxspeed.metrics.ledger import PHASES, TimeLedger
 from jaxspeed.metrics.loss_curve import draw_loss
 from jaxspeed.metrics.metric_names import NAMES
-from jaxspeed.metrics.mfu import ModelFlops, language_flops, traced_flops, utilisation
+from jaxspeed.metrics.mfu import (
+    ModelFlops,
+    language_flops,
+    program_model_flops,
+    traced_flops,
+    utilisation,
+)
 from jaxspeed.metrics.progress import Progress
 from jaxspeed.metrics.records import from_json, read_records
 from jaxspeed.metrics.sinks import (
@@ -17,6 +23,8 @@ from jaxspeed.metrics.sinks import (
     Sink,
     TensorBoardSink,
     WandbSink,
+    monitors_of,
+    require_monitors,
     sinks_of,
 )
 
@@ -35,7 +43,10 @@ __all__ = [
     "draw_loss",
     "from_json",
     "language_flops",
+    "monitors_of",
+    "program_model_flops",
     "read_records",
+    "require_monitors",
     "sinks_of",
     "sparkline",
     "traced_flops",

@@ -1,28 +1,23 @@
-"""Draw the loss curve of a run: `loss.png`."""
+"""Draw the loss curve of a run: as SVG by a template, as PNG by matplotlib."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import numpy as np
 
-from jaxspeed.metrics.canvas import Canvas, Color
 from jaxspeed.metrics.format import loss_text
-from jaxspeed.metrics.stroke_font import text_width
 
 Losses = Sequence[tuple[int, float]]  # (step, loss)
 
 _SIZE = (1280, 720)
 _LEFT, _TOP, _RIGHT, _BOTTOM = 104, 104, 1236, 640  # the plot within the picture
-_INK, _GREY, _GRID = (38, 42, 48), (110, 116, 124), (231, 233, 236)
-_TRAIN, _TRAIN_EACH, _HELD_OUT, _LEVEL = (
-    (31, 92, 168),
-    (168, 200, 235),
-    (217, 95, 20),
-    (90, 98, 108),
-)
+_TRAIN, _TRAIN_EACH, _HELD_OUT, _LEVEL = "#1f5ca8", "#a8c8eb", "#d95f14", "#5a626c"
 _SMOOTHED_FROM = 60  # number of steps from which a moving mean is drawn too
+_TITLE_CHARACTERS = 64
 
 
 def draw_loss(
@@ -34,28 +29,61 @@ def draw_loss(
     loss_name: str = "loss",
     levels: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw training and held-out loss by step as a PNG.
+    """Draw training and held-out loss by step as an .svg, or as a .png, which needs matplotlib.
 
     A long training curve is drawn twice: each step's loss, pale, and its moving mean over 2% of the
     run. Losses that are not finite leave a gap. The scale covers the usual range, so a spike may
     leave the picture.
 
     Args:
-      path: the PNG file.
+      path: the file; its suffix is the format.
       train: (step, loss) in the order of steps.
       held_out: (step, loss) of evaluations.
       title: above the plot.
       loss_name: title of the vertical axis, for example "loss, nats per token".
       levels: losses to compare with, drawn as dashed lines with their names.
     """
-    levels = dict(levels or {})
-    picture = Canvas(*_SIZE)
+    path = Path(path)
+    levels = {name: loss for name, loss in (levels or {}).items() if math.isfinite(loss)}
     scale = _scale(train, held_out, levels)
-    _axes(picture, scale, title, loss_name)
-    legend = _draw_levels(picture, scale, levels)
-    legend = _draw_train(picture, scale, train) + _draw_held_out(picture, scale, held_out) + legend
-    _legend(picture, legend)
-    picture.write_png(path)
+    curves = _curves(train, held_out)
+    title = title if len(title) <= _TITLE_CHARACTERS else title[:_TITLE_CHARACTERS] + "…"
+    temporary = path.with_name(path.name + ".partial")
+    if path.suffix == ".png":
+        _write_png(temporary, scale, curves, levels, title, loss_name)
+    else:
+        temporary.write_text(_svg(scale, curves, levels, title, loss_name), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One line of the picture; its parts are separated by losses that are not finite."""
+
+    kind: str
+    color: str
+    width: float
+    parts: list[np.ndarray]  # [points, 2] of (step, loss)
+    name: str = ""  # in the legend
+    dots: bool = False
+
+
+def _curves(train: Losses, held_out: Losses) -> list[_Curve]:
+    curves = []
+    if parts := _finite_parts(train):
+        count = sum(map(len, parts))
+        smooth = count >= _SMOOTHED_FROM
+        if smooth:
+            each = [_per_column(part) for part in parts]
+            curves.append(_Curve("each", _TRAIN_EACH, 1.4, each))
+            parts = [_smoothed(part, count // 50, part is parts[0]) for part in parts]
+        name = f"training {loss_text(parts[-1][-1, 1])}"
+        curves.append(_Curve("train", _TRAIN, 2.5, [_per_column(part) for part in parts], name))
+    if parts := _finite_parts(held_out):
+        name = f"held out {loss_text(parts[-1][-1, 1])}"
+        few = sum(map(len, parts)) <= _SMOOTHED_FROM
+        curves.append(_Curve("held-out", _HELD_OUT, 2.5, parts, name, dots=few))
+    return curves
 
 
 @dataclass(frozen=True)
@@ -93,24 +121,6 @@ def _scale(train: Losses, held_out: Losses, levels: Mapping[str, float]) -> _Sca
     return _Scale((first, last if last > first else first + 1.0), (low - margin, high + margin))
 
 
-# -- axes and legend ----------------------------------------------------------------------------
-
-
-def _axes(picture: Canvas, scale: _Scale, title: str, loss_name: str) -> None:
-    picture.text(_LEFT - 60, 46, _fitted(title, 20, _RIGHT - _LEFT + 60), _INK, 20, bold=True)
-    picture.text(_LEFT - 60, 82, loss_name, _GREY, 14)
-    picture.text(_RIGHT, _BOTTOM + 60, "step", _GREY, 14, align=1.0)
-    for value, label in _ticks(*scale.losses, most=7, integer=False):
-        y = round(float(scale.y(value))) + 0.5
-        picture.stroke([_line(_LEFT, y, _RIGHT, y)], _GRID)
-        picture.text(_LEFT - 14, y + 7, label, _GREY, 14, align=1.0)
-    for value, label in _ticks(*scale.steps, most=8, integer=True):
-        x = round(float(scale.x(value))) + 0.5
-        picture.stroke([_line(x, _BOTTOM, x, _BOTTOM + 6)], _GREY)
-        picture.text(x, _BOTTOM + 28, label, _GREY, 14, align=0.5)
-    picture.stroke([_line(_LEFT, _BOTTOM + 0.5, _RIGHT, _BOTTOM + 0.5)], _GREY)
-
-
 def _ticks(low: float, high: float, most: int, integer: bool) -> list[tuple[float, str]]:
     """Round values between low and high, with their labels."""
     rough = (high - low) / most
@@ -132,91 +142,6 @@ def _step_text(value: float, step: float) -> str:
         if step >= size / 10 and value >= size:
             return f"{value / size:g}{suffix}"
     return f"{value:.0f}"
-
-
-def _fitted(text: str, size: float, width: float) -> str:
-    """The text, truncated to the width."""
-    if text_width(text, size) <= width:
-        return text
-    while text and text_width(text + "…", size) > width:
-        text = text[:-1]
-    return text.rstrip() + "…"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A line of the legend."""
-
-    text: str
-    color: Color
-    dashed: bool = False
-    marker: bool = False
-
-
-def _legend(picture: Canvas, entries: list[_Entry]) -> None:
-    """Draw the legend in the upper right corner, on white: a loss falls to the lower right."""
-    size, row, sample = 14.0, 30, 40
-    width = max((text_width(entry.text, size) for entry in entries), default=0.0)
-    left = _RIGHT - width - sample - 14
-    if entries:
-        middle = _TOP + 10 + row * len(entries) / 2
-        area = [_line(left - 8, middle, _RIGHT - 4, middle)]
-        clip = (left - 14, _TOP + 6, _RIGHT, _TOP + 14 + row * len(entries))
-        picture.stroke(area, (255, 255, 255), row * len(entries) + 40, 0.88, clip)
-    for number, entry in enumerate(entries):
-        y = _TOP + 10 + row * (number + 0.5)
-        if entry.dashed:
-            picture.stroke(_dashes(left, y, left + sample - 10), entry.color, 2)
-        else:
-            picture.stroke([_line(left, y, left + sample - 10, y)], entry.color, 3)
-        if entry.marker:
-            picture.stroke([np.array([[left + sample / 2 - 5, y]])], entry.color, 9)
-        picture.text(left + sample, y + 7, entry.text, _INK, size)
-
-
-# -- the curves ---------------------------------------------------------------------------------
-
-_PLOT = (_LEFT, _TOP - 8, _RIGHT + 8, _BOTTOM + 1)
-
-
-def _draw_train(picture: Canvas, scale: _Scale, train: Losses) -> list[_Entry]:
-    parts = _finite_parts(train)
-    if not parts:
-        return []
-    count = sum(map(len, parts))
-    smooth = count >= _SMOOTHED_FROM
-    each = [scale.points(_per_column(part)) for part in parts]
-    picture.stroke(each, _TRAIN_EACH if smooth else _TRAIN, 1.4 if smooth else 2.5, clip=_PLOT)
-    last = parts[-1][-1, 1]
-    if smooth:
-        means = [_smoothed(part, count // 50, part is parts[0]) for part in parts]
-        curves = [scale.points(_per_column(part)) for part in means]
-        picture.stroke(curves, _TRAIN, 2.5, clip=_PLOT)
-        last = means[-1][-1, 1]
-    return [_Entry(f"training {loss_text(last)}", _TRAIN)]
-
-
-def _draw_held_out(picture: Canvas, scale: _Scale, held_out: Losses) -> list[_Entry]:
-    parts = _finite_parts(held_out)
-    if not parts:
-        return []
-    curves = [scale.points(part) for part in parts]
-    picture.stroke(curves, _HELD_OUT, 2.5, clip=_PLOT)
-    if sum(map(len, parts)) <= _SMOOTHED_FROM:
-        dots = [point[None] for curve in curves for point in curve]
-        picture.stroke(dots, (255, 255, 255), 12, clip=_PLOT)
-        picture.stroke(dots, _HELD_OUT, 9, clip=_PLOT)
-    return [_Entry(f"held out {loss_text(parts[-1][-1, 1])}", _HELD_OUT, marker=True)]
-
-
-def _draw_levels(picture: Canvas, scale: _Scale, levels: Mapping[str, float]) -> list[_Entry]:
-    entries = []
-    for name, loss in levels.items():
-        if math.isfinite(loss):
-            y = round(float(scale.y(loss))) + 0.5
-            picture.stroke(_dashes(_LEFT, y, _RIGHT), _LEVEL, 1.6)
-            entries.append(_Entry(f"{name} {loss_text(loss)}", _LEVEL, dashed=True))
-    return entries
 
 
 def _finite_parts(losses: Losses) -> list[np.ndarray]:
@@ -254,9 +179,123 @@ def _per_column(part: np.ndarray) -> np.ndarray:
     return np.array(drawn)
 
 
-def _line(x0: float, y0: float, x1: float, y1: float) -> np.ndarray:
-    return np.array([[x0, y0], [x1, y1]])
+# -- SVG ------------------------------------------------------------------------------------------
+
+_SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="20"
+  font-family="system-ui, sans-serif" fill="none" stroke-linejoin="round" stroke-linecap="round">
+<rect width="100%" height="100%" fill="#fff"/>
+<clipPath id="plot"><rect x="{left}" y="{above}" width="{across}" height="{down}"/></clipPath>
+<text x="44" y="46" font-size="28" font-weight="600" fill="#262a30">{title}</text>
+<g fill="#6e747c">
+<text x="44" y="82">{loss_name}</text>
+<text x="{right}" y="{under}" text-anchor="end">step</text>
+{labels}
+</g>
+<path stroke="#e7e9ec" d="{grid}"/>
+<path stroke="#6e747c" d="{axis}"/>
+<g clip-path="url(#plot)">
+{lines}
+</g>
+<g fill="#262a30" text-anchor="end" stroke="#fff" stroke-width="5" paint-order="stroke">
+{names}
+</g>
+<g>
+{samples}
+</g>
+</svg>
+"""
 
 
-def _dashes(left: float, y: float, right: float) -> list[np.ndarray]:
-    return [_line(x, y, min(x + 7, right), y) for x in np.arange(left, right, 13)]
+def _svg(
+    scale: _Scale, curves: list[_Curve], levels: Mapping[str, float], title: str, loss_name: str
+) -> str:
+    labels, grid = [], []
+    axis = [f"M{_LEFT} {_BOTTOM + 0.5}H{_RIGHT}"]
+    for value, label in _ticks(*scale.losses, most=7, integer=False):
+        y = round(float(scale.y(value))) + 0.5
+        grid.append(f"M{_LEFT} {y}H{_RIGHT}")
+        labels.append(f'<text x="{_LEFT - 14}" y="{y + 7}" text-anchor="end">{label}</text>')
+    for value, label in _ticks(*scale.steps, most=8, integer=True):
+        x = round(float(scale.x(value))) + 0.5
+        axis.append(f"M{x} {_BOTTOM}v6")
+        labels.append(f'<text x="{x}" y="{_BOTTOM + 30}" text-anchor="middle">{label}</text>')
+    lines, names, samples = [], [], []
+    legend = [(curve.name, curve.color, 3.0, "", curve.dots) for curve in curves if curve.name]
+    for name, loss in levels.items():
+        y = round(float(scale.y(loss))) + 0.5
+        style = f'stroke="{_LEVEL}" stroke-width="1.6" stroke-dasharray="7 6"'
+        lines.append(f'<path class="level" {style} d="M{_LEFT} {y}H{_RIGHT}"/>')
+        legend.append((f"{name} {loss_text(loss)}", _LEVEL, 2.0, ' stroke-dasharray="7 6"', False))
+    for curve in curves:
+        style = f'class="{curve.kind}" stroke="{curve.color}" stroke-width="{curve.width}"'
+        for part in curve.parts:
+            places = scale.points(part).round(1).tolist()
+            # A line of one point has no length, and so no caps.
+            points = " ".join(f"{x},{y}" for x, y in places * (1 + (len(places) == 1)))
+            lines.append(f'<polyline {style} points="{points}"/>')
+            lines += [_dot(x, y, curve.color) for x, y in places] * curve.dots
+    # In the upper right corner: a loss falls to the lower right. Its text ends beside its sample.
+    for row, (name, color, width, dashes, dots) in enumerate(legend):
+        y = _TOP + 25 + 30 * row
+        names.append(f'<text x="{_RIGHT - 54}" y="{y + 7}">{_text(name)}</text>')
+        samples.append(f'<path stroke="{color}" stroke-width="{width}"{dashes} '
+                       f'd="M{_RIGHT - 42} {y}h34"/>')  # fmt: skip
+        samples += [_dot(_RIGHT - 25, y, color)] * dots
+    return _SVG.format(
+        width=_SIZE[0],
+        height=_SIZE[1],
+        left=_LEFT,
+        right=_RIGHT,
+        above=_TOP - 8,
+        under=_BOTTOM + 64,
+        across=_RIGHT - _LEFT + 8,
+        down=_BOTTOM - _TOP + 9,
+        title=_text(title),
+        loss_name=_text(loss_name),
+        grid="".join(grid),
+        axis="".join(axis),
+        labels="\n".join(labels),
+        lines="\n".join(lines),
+        names="\n".join(names),
+        samples="\n".join(samples),
+    )
+
+
+def _dot(x: float, y: float, color: str) -> str:
+    return f'<circle cx="{x}" cy="{y}" r="5.2" fill="{color}" stroke="#fff" stroke-width="1.6"/>'
+
+
+def _text(text: str) -> str:
+    """As XML can hold it: no control characters, nor halves of surrogate pairs."""
+    return escape("".join(c if c.isprintable() else "\ufffd" for c in text))
+
+
+# -- PNG ------------------------------------------------------------------------------------------
+
+
+def _write_png(
+    path: Path,
+    scale: _Scale,
+    curves: list[_Curve],
+    levels: Mapping[str, float],
+    title: str,
+    loss_name: str,
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.8, 7.2), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for name, loss in levels.items():
+        axes.axhline(loss, color=_LEVEL, dashes=(5, 4), label=f"{name} {loss_text(loss)}")
+    for curve in curves:
+        # NaN separates the parts.
+        points = np.concatenate([p for part in curve.parts for p in (part, [[np.nan] * 2])])
+        style = {"marker": "o"} if curve.dots else {"linewidth": curve.width}
+        axes.plot(*points.T, color=curve.color, label=curve.name or None, **style)
+    axes.set(xlim=scale.steps, ylim=scale.losses, xlabel="step", ylabel=loss_name)
+    axes.set_title(title, loc="left", parse_math=False)
+    axes.grid(axis="y", alpha=0.3)
+    if levels or curves:
+        axes.legend(loc="upper right")
+    figure.savefig(path, format="png")

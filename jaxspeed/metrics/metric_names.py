@@ -24,7 +24,7 @@ NAMES: dict[str, str] = {
     "samples": "samples trained on so far",
     "tokens_per_second": "training tokens per second of wall time since the previous record",
     "samples_per_second": "training samples per second of wall time since the previous record",
-    "step_seconds": "mean wall time per step since the previous record",
+    "step_seconds": "wall time of the step; the mean of steps that were done together",
     "data_seconds": "part of step_seconds spent waiting for a batch",
     "compile_seconds": "compile time so far",
     "model_flops_per_second": "model FLOPs per second (no recomputation, padding or replication)",

@@ -5,7 +5,7 @@ Model FLOPs are a property of the model, without recomputation, padding and repl
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,10 @@ import jax
 
 from jaxspeed.hardware.chip import peak_flops
 from jaxspeed.jaxpr.flops import count_products, program_flops
+from jaxspeed.objective.batches import call_loss
+from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.objective.own_axes import with_own_axes
+from jaxspeed.train.program import Program
 
 
 class Parameter(Protocol):
@@ -38,6 +42,34 @@ class ModelFlops:
     per_item: float
     item: str
     formula: str
+
+
+def program_model_flops(program: Program, batch: Mapping[str, Any]) -> ModelFlops:
+    """Model FLOPs per token of a language model with known sizes, otherwise per sample.
+
+    Args:
+      batch: arrays of an entire step, or their shapes.
+    """
+    sizes = family_sizes(program.config)
+    if sizes is not None and "tokens" in batch:
+        leaves = [row.leaf for row in program.table]
+        found = language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
+        if found is not None:
+            return found
+
+    def loss(sources: Any, variables: Any, batch: Any) -> Any:
+        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
+        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
+
+    parameters = {
+        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
+    }
+    samples = program.batch.micro
+    few = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((samples, *x.shape[1:]) if x.shape else (), x.dtype), batch
+    )
+    args = (parameters, program.model.variables, few)
+    return traced_flops(lambda *args: with_own_axes(loss)(*args)[0], *args, samples=samples)
 
 
 def language_flops(sizes: Any, parameters: Iterable[Parameter], seq_len: int) -> ModelFlops | None:

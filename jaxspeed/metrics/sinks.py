@@ -112,12 +112,26 @@ def sinks_of(config: Config, folder: str | Path, resume_from_step: int | None = 
       ConfigError: an extra is missing (raised before anything is written).
       RunError: a file cannot be written.
     """
-    folder = Path(folder)
+    require_monitors(config)
+    records = JsonlSink(Path(folder) / RECORDS, resume_from_step)
+    return [records, *monitors_of(config, folder, resume_from_step)]
+
+
+def require_monitors(config: Config) -> bool:
+    """Whether the config enables a monitor. ConfigError if its extra is missing."""
     if config.tensorboard.enabled:
         _need("tensorboardX", "tensorboard")
     if config.wandb.enabled:
         _need("wandb", "wandb")
-    sinks: list[Sink] = [JsonlSink(folder / RECORDS, resume_from_step)]
+    return config.tensorboard.enabled or config.wandb.enabled or config.csv_monitor.enabled
+
+
+def monitors_of(
+    config: Config, folder: str | Path, resume_from_step: int | None = None
+) -> list[Sink]:
+    """The sinks of `tensorboard`, `csv_monitor` and `wandb`; arguments as of `sinks_of`."""
+    folder = Path(folder)
+    sinks: list[Sink] = []
     if config.csv_monitor.enabled:
         sinks.append(CsvSink(_place(config.csv_monitor, folder / "csv"), resume_from_step))
     if config.tensorboard.enabled:

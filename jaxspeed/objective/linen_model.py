@@ -20,6 +20,7 @@ from flax.core.scope import DenyList, in_filter, union_filters
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
@@ -42,6 +43,8 @@ _lock = RLock()
 
 class LinenModel:
     """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
+
+    needs_values = None  # Flax traces initializers in each call too, so that none can need values
 
     def __init__(
         self,
@@ -120,24 +123,28 @@ class LinenModel:
             return path != SEED
         return path.split("/")[0] in self._state_collections
 
-    def _create(self, key: jax.Array) -> Any:
-        bound = _Creating(self._module, key)
-        given, batch = with_extra({SEED: key}, zeros_of(self._example))
-        with foreign(f"{self._init_name}(model, example_batch)", self._example):
-            call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
-        if not bound.created:
-            raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-        if any(_traced_within(x, key) for x in jax.tree.leaves(bound.created)):
-            raise ModelError(
-                f"{self._init_name} makes the model's first call inside a function that is traced "
-                "by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters cannot be "
-                "created; pass initialize(..., init_with=lambda model, batch: model(...))"
-            )
-        return bound.created
+    def _create(self, key: jax.Array, boxed: bool = True) -> Any:
+        def created(key: jax.Array) -> Any:
+            bound = _Creating(self._module, key)
+            given, batch = with_extra({SEED: key}, zeros_of(self._example))
+            with foreign(f"{self._init_name}(model, example_batch)", self._example):
+                call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
+            if not bound.created:
+                raise ModelError("loss_fn never called the model: model(...) makes its parameters")
+            if any(_traced_within(x, key) for x in jax.tree.leaves(bound.created)):
+                raise ModelError(
+                    f"{self._init_name} makes the model's first call inside a function that is "
+                    "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "
+                    "cannot be created; pass initialize(..., init_with=lambda model, batch: "
+                    "model(...))"
+                )
+            return bound.created if boxed else meta.unbox(bound.created)
+
+        return with_own_axes(created)(key)[0]
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        made = self._without_fresh(meta.unbox(self._create(key)))
+        made = self._without_fresh(self._create(key, boxed=False))
         values = _flat(made) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}

@@ -13,6 +13,7 @@ from flax.nnx.variablelib import VariableTypeCache
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
+from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.protocol import (
     EDITED,
     EVALUATION,
@@ -48,7 +49,7 @@ class NnxModel:
         seeded: bool = False,
     ) -> None:
         self._factory = factory
-        self._graph, state = self._abstract()
+        self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
@@ -84,8 +85,8 @@ class NnxModel:
             key = jax.eval_shape(lambda: jax.random.key(0))
             self.variables[SEED] = jax.ShapeDtypeStruct((), key.dtype)
 
-    def _abstract(self) -> tuple[Any, nnx.State]:
-        """(structure, state) with shapes in place of arrays.
+    def _abstract(self) -> tuple[Any, nnx.State, str | None]:
+        """(structure, state with shapes in place of arrays, why it was built for real).
 
         Split within the trace: outside of it Flax takes the shapes that a list, a dict or a tuple
         holds for part of the structure (0.12.8).
@@ -98,8 +99,8 @@ class NnxModel:
             return state
 
         with nnx.use_eager_sharding(False):
-            shapes: nnx.State = jax.eval_shape(state)
-        return graphs[-1], shapes
+            shapes, reason = shapes_of(state)
+        return graphs[-1], shapes, reason
 
     def _build(self, seed: jax.Array | int) -> nnx.Module:
         with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
@@ -115,7 +116,7 @@ class NnxModel:
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         with nnx.use_eager_sharding(False):
-            state = nnx.split(self._build(seed))[1]
+            state = init_values(self.needs_values, lambda s: nnx.split(self._build(s))[1], seed)
         values = {_path(keys): value_of(v) for keys, v in nnx.to_flat_state(state)}
         values[SEED] = jax.random.key(seed)
         own = [leaf.path for leaf in self.leaves]
@@ -185,7 +186,7 @@ class NnxModel:
             for name, value in mode.items()
             if value == EVALUATION[name] and path not in frozen
         ]
-        found = frozen_statistics_note(frozen)
+        found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
             found.append(
                 "modules that the model's factory set to evaluation mode stay in it during "

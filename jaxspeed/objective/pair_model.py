@@ -15,6 +15,7 @@ import jax
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,
@@ -49,7 +50,7 @@ class PairModel:
                     "shapes are used"
                 )
             self._example = example_shapes(example_batch)
-        abstract = jax.eval_shape(self._create, jax.random.key(0))
+        abstract, self.needs_values = shapes_of(self._create, jax.random.key(0))
         self._tree = jax.tree.structure(abstract)
         flat = flat_with_paths(abstract)
         self._paths = list(flat)
@@ -81,7 +82,8 @@ class PairModel:
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        values = flat_with_paths(self._create(key)) | {SEED: key}
+        made = init_values(self.needs_values, lambda s: self._create(jax.random.key(s)), seed)
+        values = flat_with_paths(made) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -106,7 +108,7 @@ class PairModel:
         """Leave the user's own containers as they are."""
 
     def notes(self, compute_dtype: Any) -> list[str]:
-        return []
+        return note_of(self.needs_values, self.leaves)
 
     def native(self, flat: Mapping[str, Any], absent: Any) -> Any:
         return jax.tree.unflatten(self._tree, [flat.get(path, absent) for path in self._paths])

@@ -41,6 +41,10 @@ class Model(Protocol):
         """Parameters: real and complex floating-point arrays."""
 
     @property
+    def needs_values(self) -> str | None:
+        """Why `init` cannot be traced, and runs in host memory; None: it is traced."""
+
+    @property
     def variables(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """All other state: statistics, keys, buffers."""
 

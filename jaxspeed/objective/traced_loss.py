@@ -6,6 +6,7 @@ to a trace. This module passes it the same function again, and keys it by what e
 on.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +23,16 @@ from jaxspeed.jaxpr.traverse import forwarded, runs
 from jaxspeed.objective.autocast import Autocast, with_autocast
 from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
+from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import cudnn
 from jaxspeed.ops.attention import autocast_to
+from jaxspeed.placement.paths import listed
 from jaxspeed.zero3 import Units, choose_units
+
+log = logging.getLogger("jaxspeed")
 
 # They change the random keys in a loss, but are missing in JAX's cache key (0.10.2 to 0.12.0).
 SETTINGS = ("jax_default_prng_impl", "jax_enable_custom_prng")
@@ -43,6 +48,7 @@ class Traced:
     out_tree: Any
     unit_patterns: Sequence[str]
     is_sum: bool  # the loss function returned (sum, weight)
+    own_axes: OwnAxes  # axis names of the model
 
     @cached_property
     def units(self) -> Units:
@@ -68,10 +74,19 @@ USE_AUTOCAST = (
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
+class _Static:
+    """A value as a tree without leaves."""
+
+    value: bool
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
 class _Form:
     """Return form of a loss function: a tree without leaves, so that JAX caches it."""
 
     is_sum: bool
+    own_axes: OwnAxes
 
 
 class LossTraces:
@@ -136,7 +151,7 @@ class LossTraces:
 
         def loss(
             values: list[Any], variables: Arrays, batch: Any, step: Any, micro: Any
-        ) -> tuple[Loss, Arrays, _Form]:
+        ) -> tuple[Loss, Arrays, _Static]:
             params = dict(zip(paths, values, strict=True))
             bound = model.bind(params, variables, train=train, step=step, micro=micro)
             cast = autocast_to(autocast.dtype if autocast else None)
@@ -146,12 +161,17 @@ class LossTraces:
             after = model.mutated(bound, params) if train else {}
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
-            return found, written, _Form(is_sum)
+            return found, written, _Static(is_sum)
 
-        return loss
+        def traced(*args: Any) -> tuple[Loss, Arrays, _Form]:
+            (found, written, is_sum), axes = with_own_axes(loss)(*args)
+            return found, written, _Form(is_sum.value, axes)
+
+        return traced
 
     def _program(self, closed: Any, shape: Any, variables: Any, batch: Any) -> Traced:
         loss, written, form = shape
+        _note_ignored(form.own_axes.constraints)
         if self._autocast:
             paths = dict(zip(closed.jaxpr.invars, self._params, strict=False))
             closed = with_autocast(closed, self._autocast, paths)
@@ -160,7 +180,24 @@ class LossTraces:
         # After them come (variables, batch, step, micro), each with its leaves.
         first = len(parameters) + len(jax.tree.leaves(variables))
         of_batch = closed.jaxpr.invars[first : first + len(jax.tree.leaves(batch))]
-        return Traced(closed, parameters, of_batch, out_tree, self._unit_patterns, form.is_sum)
+        return Traced(
+            closed,
+            parameters,
+            of_batch,
+            out_tree,
+            self._unit_patterns,
+            form.is_sum,
+            form.own_axes,
+        )
+
+
+def _note_ignored(constraints: tuple[str, ...]) -> None:
+    if constraints:
+        log.info(
+            "the model's own sharding constraints are ignored: the config shards activations, and "
+            "the numbers are the same (%s)",
+            listed(constraints),
+        )
 
 
 def _without_unwritten(

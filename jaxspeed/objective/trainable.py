@@ -1,6 +1,7 @@
 """The `trainable` argument: path patterns, functions of the path, and filters of nnx."""
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from jaxspeed.config import match
 from jaxspeed.errors import ModelError
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rules import nearest
+
+log = logging.getLogger("jaxspeed")
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,17 @@ class Selection:
         return isinstance(leaf, self.types) and self.chosen(path, leaf)
 
     def check(self, paths: Sequence[str]) -> None:
-        """Raise ModelError for a pattern that covers no parameter."""
-        for pattern in self.patterns:
-            if not any(match(pattern, path) for path in paths):
-                raise ModelError(
-                    f"trainable: {pattern!r} covers no parameter of this model; nearest: "
-                    + listed(nearest(pattern, paths))
-                )
+        """Name the patterns that cover no parameter; ModelError if none of them does."""
+        idle = [p for p in self.patterns if not any(match(p, path) for path in paths)]
+        notes = [
+            f"trainable: {pattern!r} covers no parameter of this model; nearest: "
+            + listed(nearest(pattern, paths))
+            for pattern in idle
+        ]
+        if notes and len(idle) == len(self.patterns) and not self.by_leaf:
+            raise ModelError("; ".join(notes))
+        for note in notes:
+            log.warning("%s", note)
 
 
 def read_trainable(wanted: Any) -> Selection:

@@ -5,6 +5,7 @@ of a ModelError that states which function was called, with what, and the line t
 """
 
 import contextlib
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -33,10 +34,43 @@ def foreign(call: str, batch: Any = None) -> Iterator[None]:
         raise
     except Exception as error:
         given = "" if batch is None else f"; its micro-batch: {shapes_text(batch)}"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "(no message)"
         raise ModelError(
-            f"{call} raised {type(error).__name__}{_where(error)}: {reason}{given}"
+            f"{call} raised {type(error).__name__}{_where(error)}: {reason_of(error)}{given}"
+            f"{_advice(error)}"
         ) from error
+
+
+# Boilerplate lines of the messages of JAX and Flax.
+NOISE = re.compile(r"^(-{4,}|See https?://|For simplicity, JAX has removed|Found at:? *$)")
+LINES, CHARACTERS = 12, 1200
+
+
+def reason_of(error: Exception) -> str:
+    """An exception's message without its boilerplate: all lines that matter, up to a limit."""
+    lines = [line.rstrip() for line in str(error).strip().splitlines()]
+    kept = [line for line in lines if line and not NOISE.match(line.strip())]
+    text = "\n".join(kept[:LINES])
+    is_long = len(kept) > LINES or len(text) > CHARACTERS
+    return (text[:CHARACTERS] + (" ..." if is_long else "")) or "(no message)"
+
+
+# (what a message has, what helps)
+ADVICE = (
+    (
+        re.compile(r"should match the mesh passed to shard_map|[Ss]et_mesh.* can only be used"),
+        "the model brings a mesh of its own: remove its jax.shard_map, jax.set_mesh and mesh= "
+        "arguments. The config's mesh shards parameters and activations",
+    ),
+    (
+        re.compile(r"Resource axis: \w+ of .* is not found in mesh"),
+        "the model constrains a sharding over a mesh of its own: call it as "
+        "jax.lax.with_sharding_constraint, which is then ignored, or remove it",
+    ),
+)
+
+
+def _advice(error: Exception) -> str:
+    return "".join(f"; {help}" for found, help in ADVICE if found.search(str(error)))
 
 
 def _where(error: Exception) -> str:

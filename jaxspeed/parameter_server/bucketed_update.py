@@ -25,14 +25,30 @@ from jaxspeed.train.program import Metrics, Program
 COUNT = 4  # buckets: all pulls but those of the last overlap with pushes
 
 
-def buckets_of(program: Program) -> "UpdateBuckets | None":
-    """The buckets of an update; None where it depends on all gradients."""
+def bucket_paths(program: Program) -> tuple[tuple[str, ...], ...]:
+    """Paths by bucket, of about equal bytes; () where the update depends on all gradients.
+
+    Last layers come first, as gradients are produced.
+    """
     update, optimizer = program.update, program.optimizer
     if update.skip_non_finite or optimizer.clipping or optimizer.rule != StaticRule():
-        return None
-    parts = (program.table, program.model, program.layout, optimizer.transform)
-    streamed = StreamedUpdate(*parts, by_layer=False, ema_decay=optimizer.ema_decay)
-    return None if streamed.full_update.mixed() else UpdateBuckets(program, streamed)
+        return ()
+    if update.streamed or separated_update(program).full_update.mixed():
+        return ()
+    rows = [row for row in program.table if row.leaf.trainable][::-1]
+    sizes = [math.prod(row.leaf.shape) for row in rows]
+    found: list[list[str]] = [[] for _ in range(COUNT)]
+    before = 0
+    for row, size in zip(rows, sizes, strict=True):
+        found[before * COUNT // sum(sizes)].append(row.path)
+        before += size
+    return tuple(tuple(paths) for paths in found if paths)
+
+
+def separated_update(program: Program) -> StreamedUpdate:
+    """The optimizer's update, separated per parameter."""
+    parts = (program.table, program.model, program.layout, program.optimizer.transform)
+    return StreamedUpdate(*parts, by_layer=False, ema_decay=program.optimizer.ema_decay)
 
 
 @dataclass(frozen=True)
@@ -40,19 +56,11 @@ class UpdateBuckets:
     """An update partitioned into buckets, with its compiled programs on the servers."""
 
     program: Program
-    streamed: StreamedUpdate
+    paths: Sequence[Sequence[str]]  # by bucket; of a server, those that it owns
 
     @cached_property
-    def paths(self) -> tuple[tuple[str, ...], ...]:
-        """Paths by bucket, of about equal bytes; last layers first, as gradients are produced."""
-        rows = [row for row in self.program.table if row.leaf.trainable][::-1]
-        sizes = [math.prod(row.leaf.shape) for row in rows]
-        found: list[list[str]] = [[] for _ in range(COUNT)]
-        before = 0
-        for row, size in zip(rows, sizes, strict=True):
-            found[before * COUNT // sum(sizes)].append(row.path)
-            before += size
-        return tuple(tuple(paths) for paths in found if paths)
+    def streamed(self) -> StreamedUpdate:
+        return separated_update(self.program)
 
     @cached_property
     def update(self) -> Any:
@@ -74,7 +82,7 @@ class UpdateBuckets:
             after[path] = self.streamed.update_one(
                 row, {GRAD: grad, **arrays[path]}, values, multiplier
             )
-            if row.source.dtype != row.read.dtype:
+            if row.updated.dtype != row.read.dtype:
                 published[path] = after[path][UPDATED].astype(row.read.dtype)
             wide = grad.astype(wide_dtype(row)) * factor
             squares = squares + jnp.sum(jnp.square(wide))
@@ -102,6 +110,7 @@ class BucketedUpdate:
         self._old = state
         self._opt = flat_with_paths(state.opt)
         self._after: dict[str, Arrays] = {}
+        self._read: Arrays = {}  # as layers read them, where that is another dtype
         self._squares: list[jax.Array] = []
         owner = buckets.streamed.owner
         self._shared = {path: x for path, x in self._opt.items() if owner(path) is None}
@@ -111,19 +120,34 @@ class BucketedUpdate:
         arrays = {path: self._arrays(path) for path in grads}
         made, published, squares = self.buckets.update(arrays, self._shared, grads)
         self._after |= made
+        self._read |= published
         self._squares.append(squares)
         return {path: published.get(path, made[path][UPDATED]) for path in grads}
 
-    def finish(self, sums: Sums) -> tuple[TrainState, Metrics]:
-        """The state after all buckets, and metrics; `sums` without gradients."""
+    @property
+    def squares(self) -> jax.Array:
+        """The sum of squares of the last bucket's gradients."""
+        return self._squares[-1]
+
+    def finish(
+        self, sums: Sums, squares: Sequence[Any] | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """The state after all buckets, and metrics; `sums` without gradients.
+
+        `squares` are those of all servers, where these have only some of the parameters.
+        """
         old = self._old
         empty = replace(old, params={}, master={}, opt=(), ema={})
-        rest, shared, metrics = self.buckets.settle(empty, self._shared, sums, self._squares)
+        rest, shared, metrics = self.buckets.settle(
+            empty, self._shared, sums, self._squares if squares is None else squares
+        )
         params, master, average = dict(old.params), dict(old.master), dict(old.ema)
         opt = {**self._opt, **shared}
         for path, arrays in self._after.items():
             row = self._row(path)
             (master if row.master else params)[path] = arrays[UPDATED]
+            if row.master and row.param:
+                params[path] = self._read[path]
             opt |= {n.removeprefix(OPT): x for n, x in arrays.items() if n.startswith(OPT)}
             if EMA in arrays:
                 average[path] = arrays[EMA]

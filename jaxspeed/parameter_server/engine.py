@@ -1,14 +1,13 @@
-"""Engine of a parameter server: the Engine API on two meshes, with several programs per step.
+"""Engine of a parameter server: the Engine API, with several programs per step.
 
 With synchronous workers (or `max_staleness: 0`) all compute on one version, and the servers make
 the next from the mean of their pushes. Otherwise workers run asynchronously with bounded staleness.
-
-Nothing blocks on a device: a worker's program depends on the arrays that it pulls, a server's on
-the arrays that are pushed. The order of arrival is that of the seeded virtual clock.
 """
 
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,12 +18,16 @@ from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.engine import Batch, Engine
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.train_state import TrainState
-from jaxspeed.parameter_server.asynchronous import AsynchronousSchedule
-from jaxspeed.parameter_server.programs import ServedProgram
-from jaxspeed.parameter_server.server import ParameterServer
-from jaxspeed.parameter_server.synchronous import SynchronousSchedule
-from jaxspeed.parameter_server.traffic import Traffic
-from jaxspeed.parameter_server.worker_step import host_parts
+from jaxspeed.parameter_server.local import LocalServers, LocalWorkers, Traffic
+from jaxspeed.parameter_server.programs import LocalProgram, ServedProgram
+from jaxspeed.parameter_server.schedules import (
+    AsynchronousSchedule,
+    SynchronousSchedule,
+    evaluated,
+    run_all,
+)
+from jaxspeed.parameter_server.staleness import Rule
+from jaxspeed.parameter_server.worker import host_parts
 from jaxspeed.train.program import Metrics, Program
 
 
@@ -33,17 +36,15 @@ class ServedEngine(Engine):
 
     program: ServedProgram
 
-    def __init__(self, program: ServedProgram, state: TrainState) -> None:
-        self._server = ParameterServer(program, state)
-        super().__init__(program, state)
-        del self._state  # the server has it, and the next one
-        self._schedule = self._new_schedule()
+    def __init__(self, program: ServedProgram, workers: Any, store: Any) -> None:
+        self._workers, self._store = workers, store
+        self._open(program, store.version)
+        self._schedule = self._new_schedule(program.rule)
 
-    def _new_schedule(self) -> SynchronousSchedule | AsynchronousSchedule:
-        synchronous = self.program.rule.synchronous
-        return (
-            SynchronousSchedule(self._server) if synchronous else AsynchronousSchedule(self._server)
-        )
+    def _new_schedule(self, rule: Rule) -> SynchronousSchedule | AsynchronousSchedule:
+        if rule.synchronous:
+            return SynchronousSchedule(self._workers, self._store)
+        return AsynchronousSchedule(self._workers, self._store, rule)
 
     # -- the state --------------------------------------------------------------------------------
 
@@ -53,19 +54,32 @@ class ServedEngine(Engine):
 
         Assign to replace it; its step counts on.
         """
-        self._schedule.drain()
-        return self._server.state
+        self._drain()
+        state: TrainState = self._store.state
+        return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._reporter.begin_at(int(state.step))
-        self._server.begin_at(state)
-        self._schedule = self._new_schedule()
+        self._workers.discard()
+        self._store.state = state
+        self._begin()
 
     @property
-    def traffic(self) -> Traffic:
-        """Bytes between workers and servers so far."""
-        return self._server.workers.traffic
+    def held(self) -> TrainState | None:
+        self._drain()
+        held: TrainState | None = self._store.held
+        return held
+
+    def reset(self) -> None:
+        """Replace the state by a freshly initialized one, where it is stored."""
+        self._workers.discard()
+        self._store.reset(self.config.run.seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reporter.begin_at(self._store.version)
+        self._workers.begin()
+        self._schedule = self._new_schedule(self.program.rule)
 
     @property
     def staleness(self) -> Counter[int]:
@@ -80,20 +94,86 @@ class ServedEngine(Engine):
         Synchronous workers make one update. Otherwise the call returns once all parts are assigned
         and a push was accepted; others are still in flight, and their losses are in a later call's
         metrics.
+
+        Raises:
+          StateLostError: on Ray, a server died. Assigning `state`, or `load_checkpoint`, starts
+            another.
         """
-        placed = self._place(batch, "train_batch", self.program.batch.train, extra)
+        parts = self._parts(batch, "train_batch", self.program.batch.train, extra)
         start = time.perf_counter()
-        self.traffic.begin_step()
-        metrics: Metrics = self._explained(self._schedule.train, self.program.parts(placed))
+        metrics = self._as_arrays(self._aborting(self._schedule.train, parts))
         self._reporter.stepped(metrics, start)
         return metrics
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode, once every push in flight has arrived."""
-        parts = self.program.parts(self._place(batch, "eval_batch", None, extra))
-        self._schedule.drain()
-        metrics: Metrics = self._explained(self._server.evaluate, parts)
-        self._server.pace.sent(metrics["loss"])
+        parts = self._parts(batch, "eval_batch", None, extra)
+        self._drain()
+        return self._as_arrays(self._aborting(evaluated, self._workers, self._store, parts))
+
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
+        """The workers' parts of a batch, by worker."""
+        return host_parts(self.program.read_batch(batch, size, extra), self.program.workers)
+
+    def _drain(self) -> None:
+        self._aborting(self._schedule.drain)
+
+    def _aborting(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the schedule; discard what is in flight where it fails."""
+        try:
+            return self._explained(function, *args)
+        except BaseException:
+            self._schedule.abort()
+            raise
+
+    def _as_arrays(self, metrics: Mapping[str, Any]) -> Metrics:
+        """Metrics that this process knows, as arrays like the others."""
+        device = self.program.mesh.devices.flat[0]
+
+        def array(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array):
+                return x
+            return jax.device_put(np.float32(x) if isinstance(x, int | float) else x, device)
+
+        return {name: array(x) for name, x in metrics.items()}
+
+    def wait(self) -> None:
+        """Wait until everything in flight has arrived, and checkpoints are saved."""
+        self._drain()
+        self._reporter.flush()
+        self._store.wait()
+        self._saver.wait()
+
+
+class LocalServedEngine(ServedEngine):
+    """A parameter server on the devices of this process."""
+
+    program: LocalProgram
+
+    def __init__(self, program: LocalProgram, state: TrainState) -> None:
+        super().__init__(program, *_opened(program, state))
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes between workers and servers so far."""
+        traffic: Traffic = self._workers.traffic
+        return traffic
+
+    def train_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        self._profile.begin(self._reporter.step + 1, self._store.state)
+        metrics = super().train_batch(batch, extra)
+        compiled = partial(self.compiled, batch, extra)
+        self._profile.end(self._reporter.step, metrics, compiled, batch, self._store.state)
+        return metrics
+
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
+        placed = self._place(batch, what, size, extra)
+        self.traffic.order.clear()
+        return self.program.parts(placed)
+
+    def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
+        metrics = super().eval_batch(batch, extra)
+        self._store.pace.sent(metrics["loss"])
         return metrics
 
     # -- inspection -------------------------------------------------------------------------------
@@ -101,25 +181,27 @@ class ServedEngine(Engine):
     @property
     def runnable(self) -> tuple[Program, TrainState]:
         """The first worker's program, and the state that it reads."""
-        state = self.state
-        self._server.pull(0)
-        return self.program.worker_program, self._server.workers.state_of_first(state)
+        self._drain()
+        return self.program.worker(0).program, self._workers.state_of_first(self._store.publish())
 
     @property
     def module(self) -> Any:
         """The live model on the first worker, with a copy of the current parameters."""
         own, state = self.runnable
-        host = {path: np.asarray(x) for path, x in self.parameters.items()}
-        here = jax.device_put(host, own.mesh.devices.flat[0])
-        return self._bound(own, here, state.variables)
+        device = own.mesh.devices.flat[0]
+        params = {path: np.asarray(x) for path, x in self.parameters.items()}
+        variables = jax.tree.map(lambda x: x.addressable_shards[0].data, state.variables)
+        here = jax.device_put((params, variables), device)
+        return self._bound(own, *here)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The gradients of one synchronous step of such a program."""
-        assert isinstance(program, ServedProgram)
+        assert isinstance(program, LocalProgram)
 
         def reduced(state: TrainState, batch: Any) -> tuple[Sums, Any]:
-            rounds = SynchronousSchedule(ParameterServer(program, state))
-            return rounds.summed(program.parts(batch)), state.variables
+            workers, store = _opened(program, state)
+            done = run_all(workers, store, program.parts(batch))
+            return store.reduce([(one, store.losses(one)) for one in done]).sums, state.variables
 
         return reduced
 
@@ -128,7 +210,7 @@ class ServedEngine(Engine):
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
         own, state = self.runnable
         found = None
-        for part in host_parts(batch, self.program.ranks):
+        for part in host_parts(batch, self.program.workers):
             found = diagnosing.diagnose(own, state, jax.device_put(part, own.batch_shardings(part)))
             if not found.finite:
                 break
@@ -136,8 +218,13 @@ class ServedEngine(Engine):
         return found
 
 
+def _opened(program: LocalProgram, state: TrainState) -> tuple[LocalWorkers, LocalServers]:
+    traffic = Traffic()
+    return LocalWorkers(program, traffic), LocalServers(program, state, traffic)
+
+
 def open_engine(program: Program, state: TrainState) -> Engine:
     """The engine of any program."""
-    if isinstance(program, ServedProgram):
-        return ServedEngine(program, state)
+    if isinstance(program, LocalProgram):
+        return LocalServedEngine(program, state)
     return Engine(program, state)

@@ -1,7 +1,8 @@
-"""Programs of a run with a parameter server: two meshes, and several compiled programs.
+"""Programs of a run with a parameter server: of its servers, of its workers, and their configs.
 
-A ServedProgram is the servers' Program: their table, state and update are those of ZeRO 3 over the
-servers. Workers compute the gradients, and a batch is sharded over them.
+The servers' is a Program whose table, state and update are those of ZeRO 3 over the servers.
+Workers compute the gradients, each on `replica` x `tensor` devices, and a batch is sharded over
+them.
 """
 
 import math
@@ -16,53 +17,60 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import PULL, PUSH, Communication
-from jaxspeed.config import Config
+from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, JaxspeedError, PlacementError
-from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
 from jaxspeed.objective.batches import WithExtra
-from jaxspeed.objective.train_state import Arrays, TrainState
-from jaxspeed.parameter_server.bucketed_update import UpdateBuckets, buckets_of
+from jaxspeed.parameter_server.bucketed_update import bucket_paths
+from jaxspeed.parameter_server.param_split import split_evenly
+from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
-from jaxspeed.parameter_server.worker_step import WorkerStep, server_shards, wire_of
-from jaxspeed.placement.mesh import apart, build_mesh
+from jaxspeed.parameter_server.worker import WorkerStep, wire_of
+from jaxspeed.placement.mesh import AXES, apart
 from jaxspeed.placement.rows import Row, reduction_dtype
-from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
-from jaxspeed.train.program import Metrics, Program, ServerTraffic
+from jaxspeed.train.program import Program, ServerTraffic
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedProgram(Program):
-    """`fold(sums, sums)`, `apply(state, sums, factor)` and `publish(state)` run on the servers."""
+    """The program of the servers' state, whose steps are several programs."""
 
-    worker_program: Program  # of one worker, on the first worker's device
+    workers: int
+    servers: int
     rule: Rule
-    paces: tuple[float, ...]  # simulated seconds of a worker's compute
-    worker_devices: tuple[jax.Device, ...]
 
     @property
     def ranks(self) -> int:
-        return len(self.worker_devices)
+        return self.workers * self.config.mesh.replica
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
-        return (*self.worker_devices, *self.mesh.devices.flat)
+    def numbered_micro_batches(self) -> int:
+        return self.batch.accumulation * self.workers
 
-    @cached_property
-    def worker(self) -> WorkerStep:
-        """The programs that each worker runs."""
-        return WorkerStep(self.worker_program, server_shards(self.table))
+    @property
+    def serving(self) -> ServerTraffic:
+        """What a worker pulls and pushes: trained parameters as layers read them, and gradients."""
+        trained = [row for row in self.table if row.leaf.trainable]
+        wire = wire_of(self.config)
 
-    @cached_property
-    def batch_mesh(self) -> Mesh:
-        """The mesh of all workers, over which a batch is sharded."""
-        return build_mesh({}, self.worker_devices)
+        def sent(row: Row) -> Any:
+            assert row.grad is not None
+            made = row.grad.dtype if self.batch.accumulation > 1 else row.read.dtype
+            return jnp.dtype(reduction_dtype(made, wire))
 
-    def batch_shardings(self, batch: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.batch_mesh, spec), batch_specs(batch))
+        def of(kind: str, purpose: str, dtype: Callable[[Row], Any]) -> Communication:
+            arrays = [(self._sent_elements(row), dtype(row)) for row in trained]
+            return Communication.of_arrays(kind, (), arrays, 1, source="formula", purpose=purpose)
+
+        pull = of(PULL, "parameters", lambda row: row.read.dtype)
+        push = of(PUSH, "gradients", sent)
+        return ServerTraffic(self.servers, self.workers, self.rule.pace, pull, push)
+
+    def _sent_elements(self, row: Row) -> int:
+        return math.prod(row.leaf.shape)
 
     def read_batch(
         self, batch: Any, size: int | None, extra: Any = None, abstract: bool = False
@@ -75,97 +83,16 @@ class ServedProgram(Program):
             )
         return read
 
-    def parts(self, placed: Any) -> list[Any]:
-        """The workers' parts of a sharded batch, by worker."""
-
-        def parts(x: jax.Array) -> list[jax.Array]:
-            by_device = {shard.device: shard.data for shard in x.addressable_shards}
-            return [by_device[device] for device in self.worker_devices]
-
-        leaves, tree = jax.tree.flatten(placed)
-        return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
-
-    # -- programs of the servers------------------------------------------------------------------
-
-    @cached_property
-    def fold(self) -> Callable[[Sums, Sums], Sums]:
-        """The weighted mean of two workers' sums; donates the first one's gradients."""
-
-        def fold(grads: Arrays, seen: Sums, new: Sums) -> Sums:
-            return folded(seen._replace(grads=grads), new)
-
-        compiled = jax.jit(self.in_mesh(fold), donate_argnums=0)
-        return lambda seen, new: compiled(seen.grads, seen._replace(grads={}), new)
-
-    @cached_property
-    def apply(self) -> Any:
-        """`(state, sums, factor) -> (state, metrics)`: one update; donates the state."""
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(
-            self.in_mesh(self.applied),
-            donate_argnums=0,
-            out_shardings=(self.shardings, replicated),
-        )
-
-    def applied(self, state: TrainState, sums: Sums, factor: Any) -> tuple[TrainState, Metrics]:
-        """Update with gradients times `factor`, which is 1 except for damped stale ones."""
-        damped = {path: grad * factor.astype(grad.dtype) for path, grad in sums.grads.items()}
-        return self.update(state, sums._replace(grads=damped), state.variables)
-
-    @cached_property
-    def mean_loss(self) -> Callable[[Sums], Metrics]:
-        """Loss, weight and metrics of sums without gradients."""
-
-        def mean(sums: Sums) -> Metrics:
-            loss = per_weight(sums.total, sums.weight)
-            return {**sums.metrics, "loss": loss, "weight": sums.weight}
-
-        return jax.jit(mean)
-
-    @cached_property
-    def buckets(self) -> UpdateBuckets | None:
-        """The buckets of a synchronous update; None where it depends on all gradients."""
-        return buckets_of(self)
-
-    @cached_property
-    def publish(self) -> Callable[[TrainState], Arrays]:
-        """The parameters that workers pull: sharded over servers, in the dtype that layers read."""
-        rows = [row for row in self.table if row.source.dtype != row.read.dtype]
-        at = {row.path: self.table.sharding(row.source) for row in rows}
-
-        def cast(masters: Arrays) -> Arrays:
-            return {row.path: masters[row.path].astype(row.read.dtype) for row in rows}
-
-        compiled = jax.jit(cast, out_shardings=at)
-
-        def publish(state: TrainState) -> Arrays:
-            sources = state.sources(self.table)
-            return {**sources, **compiled({row.path: sources[row.path] for row in rows})}
-
-        return publish
-
-    @property
-    def serving(self) -> ServerTraffic:
-        def stored(row: Row) -> int:
-            return math.prod(row.shape(row.source))
-
-        sends = pull_and_push(self, self.worker_program.table, stored)
-        return ServerTraffic(self.mesh.size, self.rule.pace, *sends)
-
-    @property
-    def ranks_draw_apart(self) -> bool:
-        return True
-
     def given_for_one_mesh(self) -> dict[str, Any]:
         return without_servers(self.config.given)
 
-    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
-        """One worker's computation: the step without the update."""
-        worker = self.worker
-        return worker.gradients.trace(*worker.abstract(batch, self.ranks)), self.worker_program.mesh
-
     def as_one_rank(self, x: np.ndarray) -> np.ndarray:
-        return x  # each worker's part is contiguous in the batch
+        """Each worker's part is contiguous in the batch; within it, each replica's."""
+        if not x.shape:
+            return x
+        replicas, count = self.config.mesh.replica, self.batch.accumulation
+        parts = x.reshape(self.workers, replicas, count, -1, *x.shape[1:])
+        return np.swapaxes(parts, 1, 2).reshape(x.shape)
 
     @property
     def step(self) -> Any:
@@ -175,35 +102,75 @@ class ServedProgram(Program):
         )
 
 
-def pull_and_push(
-    program: Program, worker_program: PlacementTable, elements: Callable[[Row], int]
-) -> tuple[Communication, Communication]:
-    """What a worker pulls of each version and pushes of each part.
+@dataclass(frozen=True, kw_only=True)
+class LocalProgram(ServedProgram):
+    """A parameter server on the devices of this process."""
 
-    Each trained parameter as layers read it; each gradient in the dtype in which it is sent.
-    """
-    trained = [row for row in program.table if row.leaf.trainable]
-    wire = wire_of(program.config)
+    worker_programs: tuple[Program, ...]  # of the first worker, or of each where they have meshes
+    paces: tuple[float, ...]  # simulated seconds of a worker's compute
+    worker_meshes: tuple[Mesh, ...]
 
-    def sent(row: Row) -> Any:
-        grad = worker_program[row.path].grad
-        assert grad is not None
-        made = grad.dtype if program.batch.accumulation > 1 else row.read.dtype
-        return jnp.dtype(reduction_dtype(made, wire))
+    @property
+    def worker_devices(self) -> tuple[jax.Device, ...]:
+        return tuple(device for mesh in self.worker_meshes for device in mesh.devices.flat)
 
-    def of(kind: str, purpose: str, dtype: Callable[[Row], Any]) -> Communication:
-        arrays = [(elements(row), dtype(row)) for row in trained]
-        return Communication.of_arrays(kind, (), arrays, 1, source="formula", purpose=purpose)
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return (*self.worker_devices, *self.mesh.devices.flat)
 
-    pull = of(PULL, "parameters", lambda row: row.read.dtype)
-    return pull, of(PUSH, "gradients", sent)
+    @cached_property
+    def server(self) -> ServerStep:
+        """The programs that the servers run together."""
+        return ServerStep(self, bucket_paths(self))
 
+    @cached_property
+    def worker_steps(self) -> tuple[WorkerStep, ...]:
+        splits = split_evenly(self.table)
+        return tuple(WorkerStep(program, splits) for program in self.worker_programs)
 
-def folded(seen: Sums, new: Sums) -> Sums:
-    """The weighted mean of two workers' sums, as micro-batches accumulate."""
-    sums, share = accumulate(seen, new)
-    grads = {path: running_mean(x, new.grads[path], share) for path, x in seen.grads.items()}
-    return sums._replace(grads=grads)
+    def worker(self, number: int) -> WorkerStep:
+        """The programs of one worker."""
+        return self.worker_steps[number if len(self.worker_steps) > 1 else 0]
+
+    @cached_property
+    def batch_mesh(self) -> Mesh:
+        """The mesh of all workers, over which a batch is sharded; each has consecutive rows."""
+        tensor = self.config.mesh.tensor
+        devices = np.array(self.worker_devices).reshape(-1, tensor)
+        return Mesh(devices, ("data", "tensor"))
+
+    def batch_shardings(self, batch: Any) -> Any:
+        def at(spec: PartitionSpec) -> NamedSharding:
+            return NamedSharding(self.batch_mesh, PartitionSpec(*["data"] * len(spec)))
+
+        return jax.tree.map(at, batch_specs(batch))
+
+    def parts(self, placed: Any) -> list[Any]:
+        """The workers' parts of a sharded batch, by worker."""
+
+        def parts(x: jax.Array) -> list[jax.Array]:
+            by_device = {shard.device: shard.data for shard in x.addressable_shards}
+            return [self._part(x, by_device, worker) for worker in range(self.workers)]
+
+        leaves, tree = jax.tree.flatten(placed)
+        return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
+
+    def _part(self, x: jax.Array, by_device: dict[Any, jax.Array], worker: int) -> jax.Array:
+        mesh = self.worker_meshes[worker]
+        own = [by_device[device] for device in mesh.devices.flat]
+        if len(own) == 1:
+            return own[0]
+        shape = (x.shape[0] // self.workers, *x.shape[1:]) if x.shape else ()
+        at = self.worker(worker).program.batch_shardings(jax.ShapeDtypeStruct(shape, x.dtype))
+        return jax.make_array_from_single_device_arrays(shape, at, own)
+
+    def _sent_elements(self, row: Row) -> int:
+        return math.prod(row.shape(row.source))
+
+    def traced_step(self, batch: Any) -> tuple[Any, Mesh]:
+        """One worker's computation: the step without the update."""
+        worker = self.worker(0)
+        return worker.gradients.trace(*worker.abstract(batch, self.workers)), worker.program.mesh
 
 
 def build(
@@ -230,61 +197,90 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     Raises:
       ConfigError, PlacementError: the config does not fit these devices.
     """
-    parallel = config.parallel
+    parallel, mesh = config.parallel, config.mesh
     if jax.process_count() > 1:
         raise ConfigError(
             f'parallel.data_reduction: "parameter_server" in {jax.process_count()} processes. Here '
             "one process drives all devices; across machines it runs on Ray: "
             "jaxspeed train CONFIG --engine ray"
         )
-    workers, servers = apart(devices, parallel.servers)
-    ranks = len(workers)
-    if config.mesh.data not in (-1, ranks):
+    on_workers, on_servers = apart(devices, parallel.servers)
+    each = mesh.replica * mesh.tensor  # devices of a worker
+    workers, rest = divmod(len(on_workers), each)
+    there = f"{len(on_workers) + len(on_servers)} devices without {len(on_servers)} servers"
+    if rest:
         raise PlacementError(
-            f"mesh.data is {config.mesh.data}, and {ranks + len(servers)} devices without "
-            f"{len(servers)} servers leave {ranks} workers: write {ranks}, or leave it out"
+            f"mesh.replica x mesh.tensor is {each}, the devices of each worker, and {there} leave "
+            f"{len(on_workers)}: leave a multiple of {each}"
         )
-    batch = config.batch(ranks, 1)
-    paces = tuple(parallel.worker_pace) or (1.0,) * ranks
-    if len(paces) != ranks:
+    if mesh.data not in (-1, workers):
+        raise PlacementError(
+            f"mesh.data is {mesh.data}, and {there} leave {workers} workers: write {workers}, or "
+            "leave it out"
+        )
+    batch = config.batch(workers * mesh.replica, 1)
+    paces = tuple(parallel.worker_pace) or (1.0,) * workers
+    if len(paces) != workers:
         raise ConfigError(
-            f"parallel.worker_pace: {len(paces)} paces, and there are {ranks} workers "
-            f"({ranks + len(servers)} devices without {len(servers)} servers)"
+            f"parallel.worker_pace: {len(paces)} paces, and there are {workers} workers ({there})"
         )
-    rule = Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
-    owner = built(_server_config(config), servers)
-    worker_program = built(worker_config(config, batch.micro, batch.accumulation), workers[:1])
-    summed = config.gradient_allreduce_op == "sum" and rule.synchronous
-    parts = {name: getattr(owner, name) for name in ("objective", "gradients")}
-    return ServedProgram(
+    owner = built(server_config(config), on_servers)
+    groups = [on_workers[i * each : (i + 1) * each] for i in range(workers)]
+    own = worker_config(config, batch)
+    # Programs of one device run on any; those of a mesh only there.
+    programs = tuple(built(own, group) for group in (groups if each > 1 else groups[:1]))
+    alone = [Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), AXES) for g in groups]
+    factor = gradient_factor(config, workers)
+    return LocalProgram(
         config=config,
         batch=batch,
-        update=replace(owner.update, gradient_factor=ranks if summed else 1),
-        worker_program=worker_program,
-        rule=rule,
-        paces=paces,
-        worker_devices=tuple(workers),
+        objective=owner.objective,
+        gradients=owner.gradients,
+        update=replace(owner.update, gradient_factor=factor),
         source=replace(owner.source, build=build),
-        **parts,
+        workers=workers,
+        servers=len(on_servers),
+        rule=rule_of(config),
+        worker_programs=programs,
+        paces=paces,
+        worker_meshes=tuple(p.mesh for p in programs) if each > 1 else tuple(alone),
     )
 
 
-def _server_config(config: Config) -> Config:
+# -- configs ---------------------------------------------------------------------------------------
+
+
+def rule_of(config: Config) -> Rule:
+    parallel = config.parallel
+    return Rule(parallel.max_staleness, parallel.on_stale, parallel.staleness_decay)
+
+
+def gradient_factor(config: Config, workers: int) -> int:
+    """What multiplies the mean gradients: the data ranks, where synchronous ones are summed."""
+    summed = config.gradient_allreduce_op == "sum" and rule_of(config).synchronous
+    return workers * config.mesh.replica if summed else 1
+
+
+def server_config(config: Config) -> Config:
     """The config of the servers: masters and moments sharded over all of them, however small."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    return _on_one_mesh(config, zero, {"train_micro_batch_size_per_gpu": 1})
+    offload = config.zero_optimization.offload_optimizer.model_dump(exclude_unset=True)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload}
+    return _without_mesh(config, {"train_micro_batch_size_per_gpu": 1}, zero)
 
 
-def worker_config(config: Config, micro: int, accumulation: int) -> Config:
-    """The config of one worker alone."""
-    batch = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
+def worker_config(config: Config, batch: Batch, model_axes: bool = True) -> Config:
+    """The config of one worker alone; without the model axes, on one device."""
+    sizes = {
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
     }
-    return _on_one_mesh(config, {"stage": 0}, batch)
+    mesh = {"replica": config.mesh.replica, "data": 1, "tensor": config.mesh.tensor}
+    return _without_mesh(config, sizes, {"stage": 0}, mesh if model_axes else {})
 
 
-def _on_one_mesh(config: Config, zero: dict[str, Any], batch: dict[str, int]) -> Config:
+def _without_mesh(
+    config: Config, batch: dict[str, int], zero: dict[str, Any], mesh: dict[str, int] | None = None
+) -> Config:
     """A config for a part of the devices, without the keys of the global mesh and batch."""
     given = config.given
     for key in (
@@ -297,6 +293,10 @@ def _on_one_mesh(config: Config, zero: dict[str, Any], batch: dict[str, int]) ->
         "gradient_accumulation_steps",
     ):
         given.pop(key, None)
+    if not mesh or mesh["tensor"] == 1:
+        given.pop("tensor_parallel", None)
+    mesh = {axis: size for axis, size in (mesh or {}).items() if size > 1}
+    given |= {"mesh": {**mesh, "data": 1}} if mesh else {}
     return Config.load({**without_servers(given), "zero_optimization": zero, **batch})
 
 

@@ -1,91 +1,147 @@
-"""A running parameter server: the servers' state and version, and the workers' pulls and pushes."""
+"""A server's programs: the mean of pushes, the update, and what workers pull of it.
 
+They run on the mesh of all servers, or in the process of one server on its own pieces. There the
+global norm is not computed locally: `reduce` gives each server's sum of squares, and all servers
+receive all sums, so that either all of them apply a step, or none.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.objective.accumulate import Sums
-from jaxspeed.objective.train_state import Arrays, TrainState
-from jaxspeed.optim.loss_scale import StaticRule
-from jaxspeed.parameter_server.local_workers import LocalWorkers
-from jaxspeed.parameter_server.programs import ServedProgram
-from jaxspeed.train.dispatch_limit import DispatchLimit
-from jaxspeed.train.program import Metrics
-
-# Updates in flight on simulated servers: each is several programs.
-MAX_PENDING_UPDATES = 1
+from jaxspeed.objective.accumulate import Sums, accumulate, per_weight, running_mean
+from jaxspeed.objective.train_state import Arrays, TrainState, wide_dtype
+from jaxspeed.optim import global_norm
+from jaxspeed.parameter_server.bucketed_update import UpdateBuckets
+from jaxspeed.placement.memory_kinds import in_host, on_device
+from jaxspeed.train.program import Metrics, Program
 
 
-class ParameterServer:
-    """The state of the servers, with the workers that compute for them."""
+@dataclass(frozen=True)
+class ServerStep:
+    """The compiled functions of servers whose state is that of `program`. Holds no array."""
 
-    def __init__(self, program: ServedProgram, state: TrainState) -> None:
-        self.program = program
-        self.workers = LocalWorkers(program)
-        self.pace = DispatchLimit(program.mesh.devices.flat[0], MAX_PENDING_UPDATES)
-        self.state = state
-        self.version = int(state.step)  # of the parameters; each update makes one
-        self._published: Arrays | None = None
-        self._pulled: dict[int, int] = {}  # the version that each worker has
-        self._scales: dict[int, jax.Array] = {}  # ... and its loss scale, if dynamic
+    program: Program
+    bucket_paths: Sequence[Sequence[str]] = ()  # of an update in buckets
 
-    def begin_at(self, state: TrainState) -> None:
-        """Replace the state, and discard what workers pulled of the old one."""
-        self.workers.discard()
-        self._pulled.clear()
-        self.state, self.version, self._published = state, int(state.step), None
+    def mean(self, pushes: Iterable[Sums]) -> Sums:
+        """The weighted mean of pushes in this order, in the dtype of the updated arrays.
 
-    def pull(self, worker: int) -> None:
-        """Send a worker the current parameters, unless it has them."""
-        if self._pulled.get(worker) == self.version:
-            return
-        if self._published is None:
-            self._published = self.program.publish(self.state)
-        self.workers.pull(worker, self._published, self.state)
-        self._pulled[worker] = self.version
-        if self.program.optimizer.rule != StaticRule():
-            self._scales[worker] = jnp.copy(self.state.loss_scale.scale)
+        Each is taken when it is added, so that two are in memory at once.
+        """
+        one_by_one = iter(pushes)
+        found = next(one_by_one)
+        for number, push in enumerate(one_by_one):
+            if number == 0:
+                found = found._replace(grads=self._widen(found.grads))
+            found = self.fold(found, push)
+        return found
 
-    def scale_since(self, worker: int) -> jax.Array | float:
-        """The factor by which the loss scale has grown since a worker pulled."""
-        pulled = self._scales.get(worker)
-        return 1.0 if pulled is None else self.state.loss_scale.scale / pulled
+    @cached_property
+    def _widen(self) -> Any:
+        wide = {row.path: wide_dtype(row) for row in self.program.table if row.leaf.trainable}
 
-    def compute(self, worker: int, part: Any) -> None:
-        """Dispatch the gradients of a part, of the version that the worker has."""
-        self.workers.compute(worker, part, self._pulled[worker])
+        def widen(grads: Arrays) -> Arrays:
+            narrow = {path: x for path, x in grads.items() if x.dtype != wide[path]}
+            made = compiled(narrow) if narrow else {}
+            return {path: made.get(path, x) for path, x in grads.items()}
 
-    def apply(self, sums: Sums, factor: jax.Array | float = 1.0) -> Metrics:
-        """One update by what was pushed; gradients count times `factor`."""
-        given = np.float32(factor) if isinstance(factor, float) else factor
-        state, metrics = self.program.apply(self.state, sums, given)
-        self.advance(state)
-        self.pace.sent(metrics["loss"])
-        return metrics
+        compiled = jax.jit(lambda grads: {path: x.astype(wide[path]) for path, x in grads.items()})
+        return widen
 
-    def advance(self, state: TrainState) -> None:
-        """Take the state after an update as the next version."""
-        self._published = None
-        self.state = state
-        self.version += 1
+    @cached_property
+    def fold(self) -> Any:
+        """`(sums so far, a push) -> sums`; donates the gradients so far."""
 
-    def mark_pulled(self, worker: int) -> None:
-        """Record that a worker pulled the current version, bucket by bucket."""
-        self.workers.pull_scale(worker, self.state)
-        self._pulled[worker] = self.version
+        def fold(grads: Arrays, seen: Sums, new: Sums) -> Sums:
+            return folded(seen._replace(grads=grads), new)
 
-    def evaluate(self, parts: list[Any]) -> Metrics:
-        """The loss of the parts in evaluation mode, with the current parameters."""
-        sums: Sums | None = None
-        for worker, part in enumerate(parts):
-            self.pull(worker)
-            own = self.workers.loss(worker, part, self.version)
-            sums = own if sums is None else self.program.fold(sums, own)
-        assert sums is not None
-        return self.program.mean_loss(sums)
+        compiled = jax.jit(self.program.in_mesh(fold), donate_argnums=0)
+        return lambda seen, new: compiled(seen.grads, seen._replace(grads={}), new)
 
-    def number(self, value: float) -> jax.Array:
-        """A metric known to the controller, as an array like the others."""
-        return jax.device_put(np.float32(value), self.program.mesh.devices.flat[0])
+    @cached_property
+    def reduce(self) -> Any:
+        """`(pushes, factor) -> (their scaled mean, the sum of squares of its gradients)`."""
+
+        def reduce(pushes: Sequence[Sums], factor: Any) -> tuple[Sums, jax.Array]:
+            mean = self.mean(pushes)
+            sums = damped(mean._replace(grads=self._widen(mean.grads)), factor)
+            return sums, global_norm(sums.grads) ** 2
+
+        return jax.jit(reduce)
+
+    @cached_property
+    def apply(self) -> Any:
+        """`(state, sums, factor, norm) -> (state, metrics)`: one update; donates the state.
+
+        `factor` multiplies the gradients. `norm` is that over all servers; None: this program's.
+        """
+
+        def apply(
+            state: TrainState, sums: Sums, factor: Any, norm: Any
+        ) -> tuple[TrainState, Metrics]:
+            return self.program.update(state, damped(sums, factor), state.variables, norm)
+
+        replicated = NamedSharding(self.program.mesh, PartitionSpec())
+        return jax.jit(
+            self.program.in_mesh(apply),
+            donate_argnums=0,
+            out_shardings=(self.program.shardings, replicated),
+        )
+
+    @cached_property
+    def publish(self) -> Any:
+        """`(state) -> parameters` that workers pull: on the device, in the dtype of layers."""
+        table = self.program.table
+        rows = [r for r in table if r.source.dtype != r.read.dtype or in_host(r.source)]
+        at = {
+            row.path: table.sharding(row.source).with_memory_kind(row.read.memory_kind)
+            for row in rows
+        }
+
+        def cast(sources: Arrays) -> Arrays:
+            return {row.path: on_device(sources[row.path]).astype(row.read.dtype) for row in rows}
+
+        compiled = jax.jit(cast, out_shardings=at)
+
+        def publish(state: TrainState) -> Arrays:
+            sources = state.sources(table)
+            return {**sources, **compiled({row.path: sources[row.path] for row in rows})}
+
+        return publish
+
+    @cached_property
+    def buckets(self) -> UpdateBuckets | None:
+        """The update in buckets; None where it depends on all gradients."""
+        return UpdateBuckets(self.program, self.bucket_paths) if self.bucket_paths else None
+
+
+def damped(sums: Sums, factor: Any) -> Sums:
+    """Multiply gradients by `factor`: 1, except for stale ones and those of another loss scale."""
+    grads = {path: x * jnp.asarray(factor).astype(x.dtype) for path, x in sums.grads.items()}
+    return sums._replace(grads=grads)
+
+
+def folded(seen: Sums, new: Sums) -> Sums:
+    """The weighted mean of two workers' sums, as micro-batches accumulate."""
+    sums, share = accumulate(seen, new)
+    grads = {path: running_mean(x, new.grads[path], share) for path, x in seen.grads.items()}
+    return sums._replace(grads=grads)
+
+
+@jax.jit
+def folded_losses(seen: Sums, new: Sums) -> Sums:
+    """`folded`, compiled, of sums without gradients."""
+    return folded(seen, new)
+
+
+@jax.jit
+def mean_loss(sums: Sums) -> Metrics:
+    """Loss, weight and metrics of sums without gradients."""
+    loss = per_weight(sums.total, sums.weight)
+    return {**sums.metrics, "loss": loss, "weight": sums.weight}

@@ -26,6 +26,10 @@ LOGICAL_RULES: Mapping[str, str] = {
     "tensor": "tensor",  # models that name the mesh axis itself
 }
 
+# Usual names of mesh axes, by which models annotate their own parameters.
+TENSOR_NAMES = ("tp", "mp", "model")
+DATA_NAMES = ("fsdp", "dp", "data", "zero")
+
 # Dims sharded over pipe and their own axis: all stages share the embedding and the head.
 SHARED_BY_STAGES = ("vocab",)
 
@@ -159,6 +163,23 @@ def with_names(
     """
     check_patterns("parallel.logical_axes", patterns, [leaf.path for leaf in leaves])
     return tuple(_named(leaf, patterns) for leaf in leaves)
+
+
+def with_own_axis_names(
+    leaves: Sequence[Leaf], mapping: Mapping[str, str | None]
+) -> tuple[Leaf, ...]:
+    """Leaves whose dims a model annotates with its own mesh axes, with `tensor` where it means it.
+
+    Usual names are known, except in a model with logical names, where `model` may be a dim.
+    """
+    logical = any(name in LOGICAL_RULES for leaf in leaves for name in leaf.names)
+    known = {**({} if logical else dict.fromkeys(TENSOR_NAMES, "tensor")), **mapping}
+
+    def of_leaf(leaf: Leaf) -> Leaf:
+        names = tuple("tensor" if known.get(n or "") == "tensor" else n for n in leaf.names)
+        return leaf if names == leaf.names else replace(leaf, names=names)
+
+    return tuple(map(of_leaf, leaves))
 
 
 def check_patterns(key: str, patterns: Iterable[str], paths: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Make a plan: build the program, estimate, compile and search, for current or target devices."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
 from jaxspeed.planner.memory import memory_in, read_step
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.plan import Plan
-from jaxspeed.planner.search_run import Progress, advice_of, search_run
+from jaxspeed.planner.search_run import Job, Progress, advice_of, search_run
 from jaxspeed.planner.time import time_in
 from jaxspeed.planner.time.torus import refuse_torus
 from jaxspeed.run.start import Source
@@ -72,7 +70,7 @@ def plan_run(
             return _advised(replace(estimated, search=found), source, batch)
         if not compiling:
             return _advised(estimated, source, batch)
-        outcome = compile_for(target, _Job(source, batch), patience, keep)
+        outcome = compile_for(target, Job(source, batch), patience, keep)
         report, transfer = outcome.report, estimated.transfer
         if report and transfer:
             report = replace(report, transfer=transfer.counted(report.flops))
@@ -92,8 +90,7 @@ def _here(source: Source, compiling: bool) -> Plan:
 def _program(source: Source, config: Config) -> tuple[Program, Mapping[str, Any]]:
     """The program, and the shapes of a batch."""
     enable_compilation_cache(config)
-    model, loss_fn = resolve_model(config, source.model, source.loss_fn)
-    program = build(config, model, loss_fn, optimizer=source.optimizer)
+    program, _ = Job(replace(source, config=config))(None)
     batch = batch_shapes(source, program.batch.train)
     program.read_batch(batch, program.batch.train, abstract=True)
     return program, batch
@@ -133,21 +130,6 @@ def _advised(plan: Plan, source: Source, batch: Mapping[str, Any]) -> Plan:
         return plan
     needed = outcome.device_bytes if outcome else None
     return replace(plan, advice=advice_of(source, plan.program, batch, target, needed))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Builds the program on other devices, in another process."""
-
-    source: Source
-    batch: Mapping[str, jax.ShapeDtypeStruct]
-
-    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
-        config = self.source.config
-        model, loss_fn = resolve_model(config, self.source.model, self.source.loss_fn)
-        optimizer = self.source.optimizer
-        program = build(config, model, loss_fn, optimizer=optimizer, devices=devices)
-        return program, self.batch
 
 
 def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -212,7 +212,7 @@ def _server(program: Program) -> dict[str, Any] | None:
         return None
     return {
         "servers": program.serving.servers,
-        "workers": program.ranks,
+        "workers": program.serving.workers,
         "bytes_down": program.serving.pull.bytes,
         "bytes_up": program.serving.push.bytes,
     }

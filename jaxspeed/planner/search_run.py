@@ -15,6 +15,7 @@ from jaxspeed.errors import ConfigError, JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
+from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
@@ -45,7 +46,6 @@ from jaxspeed.planner.search.space import divisors
 from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.torus import can_hold
 from jaxspeed.run.start import Source
-from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 
 WORKERS = 2
@@ -53,6 +53,20 @@ MAX_COMPILED = 4  # candidates
 _MAX_REASON = 160  # characters of a refusal's reason
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Builds a run's program on given devices, in the process that compiles too."""
+
+    source: Source
+    batch: Mapping[str, jax.ShapeDtypeStruct] | None = None
+
+    def __call__(self, devices: Sequence[Any] | None) -> tuple[Program, Any]:
+        source = self.source
+        model, loss_fn = resolve_model(source.config, source.model, source.loss_fn)
+        program = build(source.config, model, loss_fn, optimizer=source.optimizer, devices=devices)
+        return program, self.batch
 
 
 @dataclass(frozen=True)
@@ -86,28 +100,12 @@ class SearchProblem:
         platform, devices = self.target.chip.platform, jax.devices("cpu")[: self.target.count]
         try:
             with as_on(platform):
-                program = self.program(with_overlap(self.config(choice), platform), devices)
+                config = with_overlap(self.config(choice), platform)
+                program, _ = Job(replace(self.source, config=config))(devices)
                 step = read_step(program, self.batch, platform)
                 return estimate_of(memory_in(step), time_in(step, self.target), self.target)
         except JaxspeedError as error:
             return Estimate(refused=_first_line(error))
-
-    def program(self, config: Config, devices: Sequence[Any]) -> Program:
-        source = self.source
-        model, loss_fn = resolve_model(config, source.model, source.loss_fn)
-        return build_program(config, model, loss_fn, optimizer=source.optimizer, devices=devices)
-
-
-@dataclass(frozen=True)
-class _CompileJob:
-    """Compile job of one choice, which builds its program in the compiling process."""
-
-    problem: SearchProblem
-    choice: Choice
-
-    def __call__(self, devices: Sequence[Any]) -> tuple[Program, Any]:
-        config = self.problem.config(self.choice)
-        return self.problem.program(config, devices), self.problem.batch
 
 
 def search_problem(
@@ -220,10 +218,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
     keys |= {f"mesh.{axis}": 1 for axis in AXES}
     keys |= {f"parallel.{key}": None for key in plain.get("parallel", {}) if _is_ring_key(key)}
     config = load_config(with_keys(plain, keys))
-    source = problem.source
-    model, loss_fn = resolve_model(config, source.model, source.loss_fn)
-    device = jax.devices("cpu")[:1]
-    program = build_program(config, model, loss_fn, optimizer=source.optimizer, devices=device)
+    program, _ = Job(replace(problem.source, config=config))(jax.devices("cpu")[:1])
     one = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
     flops = target.chip.flops
     return CostModel(
@@ -337,7 +332,7 @@ def _compile_best(
     for number in order[:MAX_COMPILED]:
         each = found.candidates[number]
         progress(f"compiling {each.name} for {found.target}")
-        job = _CompileJob(problem, each.choice)
+        job = Job(replace(problem.source, config=problem.config(each.choice)), problem.batch)
         outcomes.append((number, compile_for(found.target, job, patience)))
         if outcomes[-1][1].fits(found.target):
             break

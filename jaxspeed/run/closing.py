@@ -1,5 +1,6 @@
 """Summary at the end of a run: loss curve, text sample, wall time, paths, resume command."""
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ Curve = list[tuple[int, float]]
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:
-    """Print the summary, draw `loss.png`, and return the summary for JSON.
+    """Print the summary, draw the loss curve, and return the summary for JSON.
 
     `again` is the command that resumes the run. The run is saved, so failures here are warnings.
     """
@@ -87,7 +88,10 @@ def _drawn(trainer: Trainer, train: Curve, held_out: Curve) -> str | None:
     folder, entropy = trainer.folder, trainer.corpus.unigram_entropy
     levels = {"unigram entropy": entropy} if entropy else {}
     try:
-        draw_loss(folder.picture, train, held_out, f"{folder.path.name}: loss", levels=levels)
+        formats = [".svg", ".png"] if importlib.util.find_spec("matplotlib") else [".svg"]
+        for suffix in formats:
+            path, title = folder.picture.with_suffix(suffix), f"{folder.path.name}: loss"
+            draw_loss(path, train, held_out, title, levels=levels)
     except OSError as error:
         log.warning("%s cannot be written: %s", folder.picture, error.strerror or error)
         return None

@@ -22,7 +22,7 @@ class RunFolder:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.picture = self.path / "loss.png"
+        self.picture = self.path / "loss.svg"
         self.profile = self.path / "profile"
         self._lock: IO[str] | None = None
 

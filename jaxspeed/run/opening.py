@@ -41,7 +41,7 @@ def on_what(program: Program, target: Target | None = None) -> str:
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     on = f"[bold]{parameters} parameters on {count} devices[/] {where}{processes}"
     if program.serving and not program.in_this_process:
-        count = program.ranks + program.serving.servers
+        count = program.serving.workers + program.serving.servers
         on = f"[bold]{parameters} parameters in {count} processes[/] on Ray"
     return f"{on}, {program.config.compute_dtype}{_server(program)}"
 
@@ -54,7 +54,7 @@ def _server(program: Program) -> str:
     down, up = bytes_text(serving.pull.bytes), bytes_text(serving.push.bytes)
     servers = f"{serving.servers} server{'s' * (serving.servers > 1)}"
     return (
-        f"\n[bold]{servers}, {program.ranks} workers[/] {serving.pace}; each worker pulls {down} "
+        f"\n[bold]{servers}, {serving.workers} workers[/] {serving.pace}; each worker pulls {down} "
         f"and pushes {up} per version"
     )
 

@@ -20,7 +20,7 @@ from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
-from jaxspeed.initialization import initialize
+from jaxspeed.initialization import engine_of
 from jaxspeed.objective.config_model import family_sizes, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
@@ -62,7 +62,7 @@ class Source:
         start_devices(config.run.devices)
 
     def engine(self) -> Engine:
-        return initialize(self.model, self.loss_fn, self.config, self.optimizer)
+        return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
 
     def batch_size(self) -> int:
         return batch_of(self.config).train

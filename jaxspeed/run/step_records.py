@@ -2,9 +2,10 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import jax
 from rich.console import Console
@@ -17,14 +18,18 @@ from jaxspeed.metrics import (
     Progress,
     Sink,
     TimeLedger,
-    language_flops,
+    program_model_flops,
     sinks_of,
-    traced_flops,
     utilisation,
 )
-from jaxspeed.objective.batches import call_loss
-from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.run.folder import RunFolder
+
+
+class Instant(NamedTuple):
+    """A time, and the seconds waited for data until then."""
+
+    seconds: float
+    waited: float
 
 
 @dataclass
@@ -38,8 +43,12 @@ class Recorder:
     flops: ModelFlops | None
     opened: Callable[[int], list[Sink]]  # the sinks of a run that resumes after a step
     _compiled: bool = False
-    _since: float = 0.0  # time at which the previous steps were done
-    _waited: float = 0.0  # seconds waited for data until then
+    _compile_began: Instant | None = None  # of the first step, until that is sent
+    _since: Instant = field(
+        default_factory=lambda: Instant(0.0, 0.0)
+    )  # when the previous steps were done
+    _running: deque[Any] = field(default_factory=deque)  # an output of each step in flight
+    _done: deque[Instant] = field(default_factory=deque)  # the seconds of steps not yet recorded
 
     def __enter__(self) -> Self:
         self.progress.__enter__()
@@ -53,6 +62,8 @@ class Recorder:
 
     def back_to(self, step: int) -> None:
         """Drop the records after this step, which will be repeated."""
+        self._running.clear()
+        self._done.clear()
         for sink in self.sinks:
             sink.close()
         self.sinks = self.opened(step)
@@ -68,6 +79,7 @@ class Recorder:
         """Attribute the time of the `with` block to a phase; the first step's to compile."""
         if name == "compute" and not self._compiled:
             self._compiled, name = True, "compile"
+            self._compile_began = self._now()
         shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
         with self.ledger.phase(name):
             if shown is None:
@@ -79,16 +91,49 @@ class Recorder:
             self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._since, self._waited = time.perf_counter(), self.ledger.seconds()["data"]
+        self._since = self._now()
 
-    def arrived(self, count: int, tokens: int) -> dict[str, float]:
-        """The throughput of the last `count` steps of `tokens` each, which are now complete."""
-        since, waited = self._since, self._waited
-        self._restart_clock()
-        took = (self._since - since) / count
+    def _now(self) -> Instant:
+        return Instant(time.perf_counter(), self.ledger.seconds()["data"])
+
+    def sent(self, output: Any) -> None:
+        """Count a step that was dispatched, and is done once this output of it is ready.
+
+        Engines differ: some return once a step is dispatched, some once it is done. So what is
+        done is looked up here, and not when the metrics are read, some steps later.
+        """
+        self._running.append(output)
+        if self._compile_began and output.is_ready():  # it was done in the phase `compile`
+            self._since = self._compile_began
+        self._compile_began = None
+        self._note_done()
+
+    def _note_done(self) -> None:
+        """Share the time since the last steps were done among those that are done now."""
+        ready = 0
+        while self._running and self._running[0].is_ready():
+            self._running.popleft()
+            ready += 1
+        if ready:
+            now = self._now()
+            self._done += [
+                Instant(
+                    (now.seconds - self._since.seconds) / ready,
+                    (now.waited - self._since.waited) / ready,
+                )
+            ] * ready
+            self._since = now
+
+    def arrived(self, count: int, tokens: int) -> list[dict[str, float]]:
+        """The throughput of each of the next steps of `tokens` each, whose metrics were read."""
+        self._note_done()
+        return [self._pace(self._done.popleft(), tokens) for _ in range(count)]
+
+    def _pace(self, step: Instant, tokens: int) -> dict[str, float]:
+        took = max(step.seconds, 1e-9)
         pace = {
             "step_seconds": took,
-            "data_seconds": (self._waited - waited) / count,
+            "data_seconds": step.waited,
             "samples_per_second": self.engine.program.batch.train / took,
             "compile_seconds": self.ledger.seconds()["compile"],
         }
@@ -151,26 +196,6 @@ def recorder_of(
 
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
-    flops = _flops(engine, corpus)
-    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)
-
-
-def _flops(engine: Engine, corpus: Corpus) -> ModelFlops | None:
-    """Model FLOPs per token, or per sample if the model is not a language model."""
     program = engine.program
-    batch = corpus.train.batch(0, program.batch.train)
-    sizes = family_sizes(engine.config)
-    if "tokens" in batch and sizes is not None:
-        leaves = [row.leaf for row in engine.placements]
-        return language_flops(sizes, leaves, batch["tokens"].shape[1] - 1)
-
-    def loss(sources: Any, variables: Any, batch: Any) -> Any:
-        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
-
-    parameters = {
-        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
-    }
-    samples = program.batch.micro
-    few = {name: x[:samples] if x.shape else x for name, x in batch.items()}
-    return traced_flops(loss, parameters, program.model.variables, few, samples=samples)
+    flops = program_model_flops(program, corpus.train.batch(0, program.batch.train))
+    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)

@@ -151,6 +151,7 @@ class Trainer:
             jax.profiler.start_trace(str(self.folder.profile))
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
+        self.recorder.sent(metrics["loss"])
         self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
         self._pending.append(Pending(step, metrics, self.reached.tokens))
         if len(self._pending) > LAG:
@@ -173,8 +174,8 @@ class Trainer:
         steps = [self._pending.popleft() for _ in range(count)]
         with self.recorder.phase("compute"):
             values = jax.device_get([step.metrics for step in steps])
-        pace = self.recorder.arrived(count, self._tokens_a_step)
-        for (step, _, tokens), metrics in zip(steps, values, strict=True):
+        paces = self.recorder.arrived(count, self._tokens_a_step)
+        for (step, _, tokens), metrics, pace in zip(steps, values, paces, strict=True):
             numbers = {name: float(x) for name, x in metrics.items()}
             self.recorder.record(step, numbers, tokens, pace)
             self.reached.train_loss = numbers["loss"]

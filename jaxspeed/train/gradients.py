@@ -79,13 +79,15 @@ class Gradients:
     def of_part(
         self, sources: Arrays, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
     ) -> Sums:
-        """The sums of one worker's part of the batch, on one device.
+        """The sums of one worker's part of the batch, on its device or mesh.
 
         `first` is the number of its first micro-batch among those of all parts; random numbers
         derive from it.
         """
         if self.accumulation == 1:
             return self._micro(sources, variables, part, step, first, scale)[0]
+        if self.table.mesh.size > 1:
+            return self._looped(sources, variables, part, step, scale, first)[0]
         micro = micro_batches(part, self.accumulation, 1)
         found = self._accumulate(sources, variables, micro, step, scale, placed=False, first=first)
         return found[0]
@@ -101,14 +103,20 @@ class Gradients:
         return {row.path: (grads | zeros)[row.path] for row in rows}
 
     def _looped(
-        self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any
+        self,
+        sources: Arrays,
+        variables: Arrays,
+        batch: Any,
+        step: Any,
+        scale: Any,
+        first: Any = 0,
     ) -> tuple[Sums, Arrays]:
         """All micro-batches. With a pipeline, sources and gradients are laid out by stage."""
         if self.reduction(variables, batch, step)[0] == "step":
             return self._once_a_step(sources, variables, batch, step, scale), variables
         ranks = data_parallel_size(self.table.mesh)
         micro = micro_batches(batch, self.accumulation, ranks)
-        return self._accumulate(sources, variables, micro, step, scale, placed=True)
+        return self._accumulate(sources, variables, micro, step, scale, placed=True, first=first)
 
     def reduction(self, variables: Arrays, batch: Any, step: Any) -> tuple[Reduction, str]:
         """When gradients are reduced, and why."""
@@ -121,11 +129,14 @@ class Gradients:
             return "micro_batch", "gradients are offloaded to host memory as they are produced"
         if self.pipeline and STAGES_INSIDE_RANKS_ABORT:
             return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
-        if self.wanted_reduction != "auto":
-            return self.wanted_reduction, "parallel.gradient_reduction sets it"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
+        if program.own_axes.collective:
+            names = ", ".join(program.own_axes.collective)
+            return "micro_batch", f"the loss reduces over {names}: the entire micro-batch"
+        if self.wanted_reduction != "auto":
+            return self.wanted_reduction, "parallel.gradient_reduction sets it"
         if not program.is_sum:
             return "micro_batch", "the loss is not a (sum, weight), so it may mix samples"
         if program.draws_random_numbers:

@@ -58,6 +58,7 @@ class ServerTraffic:
     """The servers of a program, and what a worker exchanges with them."""
 
     servers: int
+    workers: int
     pace: str  # how the workers are synchronized, as text
     pull: Communication  # per worker and version: each trained parameter as layers read it
     push: Communication  # per worker and part: each gradient in the dtype in which it is sent
@@ -128,9 +129,12 @@ class Program:
         return True
 
     @property
-    def ranks_draw_apart(self) -> bool:
-        """Whether random numbers differ by data rank: each rank numbers its micro-batches."""
-        return self.update.ring is not None
+    def numbered_micro_batches(self) -> int:
+        """The micro-batches of a step with random numbers of their own.
+
+        With rings each rank numbers its own: `ranks` times as many.
+        """
+        return self.batch.accumulation * (self.ranks if self.update.ring else 1)
 
     def given_for_one_mesh(self) -> dict[str, Any]:
         """The config as it was given, without the keys that need more than one mesh."""
@@ -170,7 +174,9 @@ class Program:
 
     def _fresh_model(self, seed: jax.Array | int) -> tuple[Arrays, Arrays, Arrays]:
         """(params, masters, variables), in their stored shapes and dtypes."""
-        values, variables = self.model.init(seed)
+        return self._as_stored(*self.model.init(seed))
+
+    def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         params: Arrays = {}
         master: Arrays = {}
         for row in self.table:
@@ -225,12 +231,22 @@ class Program:
     @functools.cached_property
     def state(self) -> TrainState:
         """The state's shapes, dtypes and shardings, without arrays."""
-        shapes = jax.eval_shape(self.init, 0)
+        shapes = jax.eval_shape(self._state_of, *self._model_shapes)
         return jax.tree.map(
             lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
             shapes,
             self.shardings,
         )
+
+    @property
+    def _model_shapes(self) -> tuple[Arrays, Arrays]:
+        leaves = {r.path: jax.ShapeDtypeStruct(r.leaf.shape, r.leaf.dtype) for r in self.table}
+        return leaves, dict(self.model.variables)
+
+    def _state_of(self, values: Arrays, variables: Arrays) -> TrainState:
+        params, master, variables = self._as_stored(values, variables)
+        rest = self.in_mesh(self.fresh_rest)(params, master)
+        return TrainState(params=params, master=master, variables=variables, **rest)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
@@ -261,13 +277,30 @@ class Program:
         at = self.shardings
 
         def init(seed: int) -> TrainState:
-            places = (at.params, at.master, at.variables)
-            fresh = self.in_mesh(self._fresh_model)
-            params, master, variables = staged_init(fresh, places, seed)
+            if self.model.needs_values:
+                params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
+            else:
+                places = (at.params, at.master, at.variables)
+                fresh = self.in_mesh(self._fresh_model)
+                params, master, variables = staged_init(fresh, places, seed)
             rest = self.rest(params, master)
             return TrainState(params=params, master=master, variables=variables, **rest)
 
         return init
+
+    def _sharded_one_by_one(
+        self, values: Arrays, variables: Arrays
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """Values in host memory as stored, of which each is freed when it is sharded."""
+        params: Arrays = {}
+        master: Arrays = {}
+        for path in list(values):
+            param, wide = self.placed_parameters({path: values.pop(path)})
+            params |= param
+            master |= wide
+        copied = jax.jit(jnp.copy, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        placed = jax.device_put(variables, self.shardings.variables)
+        return params, master, {path: copied(x) for path, x in placed.items()}
 
     @functools.cached_property
     def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:

@@ -43,7 +43,14 @@ class RingGradients(Gradients):
     def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
-        if self.objective.trace(rest, train=True).written:
+        program = self.objective.trace(rest, train=True)
+        if program.own_axes.collective:
+            raise ModelError(
+                'parallel.data_reduction "ring": the loss reduces over the axis '
+                f"{program.own_axes.collective[0]!r}, which means the entire micro-batch, and each "
+                'rank sees only its own samples; use "xla"'
+            )
+        if program.written:
             raise ModelError(
                 'parallel.data_reduction "ring": the training pass changes variables of the model '
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "

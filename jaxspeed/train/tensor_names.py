@@ -23,7 +23,7 @@ from jaxspeed.objective.traced_loss import Traced
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.rules import LOGICAL_RULES, with_names
+from jaxspeed.placement.rules import LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.table import build_table
 from jaxspeed.tensor_parallel import (
@@ -75,8 +75,9 @@ def with_tensor_names(
 ) -> tuple[tuple[Leaf, ...], ShardingProposal | None]:
     """The model's leaves with names from the config or inference; the proposal, if inferred."""
     axes, num_shards = config.parallel.logical_axes, mesh.shape["tensor"]
+    leaves = with_own_axis_names(model.leaves, config.parallel.axis_names)
     if num_shards == 1:
-        return with_names(model.leaves, axes), None
+        return with_names(leaves, axes), None
 
     def traced() -> PropagatedDims:
         return _propagated(model, loss_fn, example_batch, mesh, compute_dtype(config))
@@ -84,9 +85,9 @@ def with_tensor_names(
     specs = config.layer_specs
     if specs:
         uses = None if example_batch is None else uses_of(traced())
-        leaves = named_by_specs(model.leaves, specs, uses, logical_axes=axes)
+        leaves = named_by_specs(leaves, specs, uses, logical_axes=axes)
         return with_names(leaves, axes), None
-    leaves = with_names(model.leaves, axes)
+    leaves = with_names(leaves, axes)
     if config.parallel.infer_tensor_cuts == "never" or any(map(_names_tensor_dim, leaves)):
         return leaves, None
     if example_batch is None:

@@ -35,7 +35,10 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Update:
-    """`__call__(state, sums, variables) -> (state, metrics)`."""
+    """`__call__(state, sums, variables, norm) -> (state, metrics)`.
+
+    `norm` is the global norm of the gradients, where this program has only some of them.
+    """
 
     table: PlacementTable
     model: Model
@@ -47,12 +50,12 @@ class Update:
     ring: Reduction | None = None  # where parameters are all-gathered by rings
 
     def __call__(
-        self, state: TrainState, sums: Sums, variables: Arrays
+        self, state: TrainState, sums: Sums, variables: Arrays, norm: Any = None
     ) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale
         unscale = self.gradient_factor / scale
         scaled = {path: self._reduced(path, grad) for path, grad in sums.grads.items()}
-        norm = self._norm(scaled) * unscale
+        norm = (self._norm(scaled) if norm is None else norm) * unscale
         finite = jnp.isfinite(norm) if self.skip_non_finite else jnp.asarray(True)
         factor = clip_factor(norm, self.optimizer.clipping)
         unscaled = self.gradient_factor == 1 and self.optimizer.rule == loss_scale.StaticRule()

@@ -1,4 +1,4 @@
-"""One of several processes: `python -m tests.checkpoint.processes MODE FOLDER PORT RANK COUNT`."""
+"""One of several processes: `python -m tests.checkpoint.processes FOLDER PORT RANK COUNT`."""
 
 import logging
 import sys
@@ -79,6 +79,7 @@ def damaged(folder: Path) -> None:
         assert "is damaged" in str(error)
     else:
         raise AssertionError("a damaged checkpoint was taken")
+    print("took the one before the damaged one")
 
 
 def disagree(folder: Path) -> None:
@@ -106,13 +107,10 @@ def disagree(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    mode, shared, port, rank, count = sys.argv[1:]
+    folder, port, rank, count = sys.argv[1:]
     logging.basicConfig()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", int(count), int(rank))
-    modes = {
-        "restore, train, save": restore_train_save,
-        "damaged": damaged,
-        "disagree": disagree,
-    }
-    modes[mode](Path(shared))
+    restore_train_save(Path(folder))
+    damaged(Path(f"{folder}-damaged"))
+    disagree(Path(f"{folder}-disagree"))

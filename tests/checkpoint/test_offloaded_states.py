@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import states
+from tests.support.covering import covering
 
-BF16 = {"bf16": {"enabled": True}}
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 def engine(stage, offloaded, **more):
@@ -20,9 +21,15 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
-@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("stage", "other"), [(3, 1), (0, 3), (1, 3)])
+@pytest.mark.parametrize(
+    ("stage", "other", "precision"),
+    covering(
+        [(*stages, each) for stages in ((3, 1), (0, 3), (1, 3)) for each in PRECISIONS],
+        [(3, 1, "fp32"), (0, 3, "bf16")],
+    ),
+)
 def test_offloaded_to_resident_and_back(tmp_path, stage, other, precision):
+    precision = PRECISIONS[precision]
     first = engine(stage, True, **precision)
     states.steps(first, 0, 2)
     first.save_checkpoint(tmp_path / "offloaded")

@@ -84,7 +84,7 @@ def test_a_step_uses_up_what_was_restored(saved):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt)))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_masters_of_a_bf16_run_are_the_parameters_of_an_fp32_run_and_back(tmp_path, stage):
     mixed = states.engine(stage=3, **BF16)
     states.steps(mixed, 0, 2)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.states import NAMES, assert_same, engine, held, steps
+from tests.support.covering import covering
 
 AROUND = {"logical_axes": NAMES, "data_reduction": "ring"}
 PACKED = {**AROUND, "ring_wire": "int8", "ring_bucket_bytes": 256}
@@ -22,7 +23,7 @@ def loaded(folder, **settings):
     return run
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
     first = engine(stage, parallel=PACKED)
     steps(first, 0, 2)
@@ -39,12 +40,19 @@ def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"stage": 0, "parallel": PACKED},
-        {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},
-        {"stage": 2, "parallel": {**PACKED, "ring_bucket_bytes": 64}},
-        {"stage": 2, "parallel": PACKED, "devices": 4},
+        pytest.param({"stage": 0, "parallel": PACKED}, id="stage"),
+        pytest.param({"stage": 2, "parallel": PACKED, "devices": 4}, id="devices"),
+        pytest.param(
+            {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},
+            id="replicas",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"stage": 2, "parallel": {**PACKED, "ring_bucket_bytes": 64}},
+            id="buckets",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["stage", "replicas", "buckets", "devices"],
 )
 def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, caplog):
     first = engine(2, parallel=PACKED)
@@ -60,7 +68,8 @@ def test_errors_of_another_layout_begin_anew_with_a_note(tmp_path, settings, cap
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(BY_XLA, PACKED), (PACKED, BY_XLA), (AROUND, BY_XLA)]
+    ("before", "after"),
+    covering([(BY_XLA, PACKED), (PACKED, BY_XLA), (AROUND, BY_XLA)], [(PACKED, BY_XLA)]),
 )
 def test_every_reduction_continues_from_every_other(tmp_path, before, after):
     first = engine(3 if before == AROUND else 1, parallel=before)

@@ -223,7 +223,7 @@ def test_a_mistake_is_one_message_and_no_traceback(config, name):
 
 
 def test_the_plan_of_a_target_has_its_devices_and_their_memory(config):
-    said = plan(config, "--target", "h100:8", "--json")
+    said = plan_once(config, "--target", "h100:8", "--json")
     assert said.returncode == 0, said.stderr
     found = json.loads(said.stdout)
     assert found["devices"] == {
@@ -234,7 +234,7 @@ def test_the_plan_of_a_target_has_its_devices_and_their_memory(config):
     }
     assert found["target"]["name"] == "h100:8" and found["target"]["memory"] == 84942979072
     assert found["compiled"] is None and found["outcome"] is None  # unless asked
-    text = plan(config, "--target", "h100:8").stdout
+    text = plan_once(config, "--target", "h100:8").stdout
     assert "(h100:8, NVIDIA H100 80GB HBM3)" in text and "available: 84.9 GB per device" in text
 
 
@@ -247,7 +247,7 @@ def test_the_plan_of_a_target_has_memory_by_component(config):
     names = {component["name"] for component in memory["components"]}
     assert {"optimizer", "gradients", "batch"} <= names
     for target in ("v5e:2x4", "h100:8"):
-        assert "expected to fit" in plan(config, "--target", target).stdout
+        assert "expected to fit" in plan_once(config, "--target", target).stdout
 
 
 def test_the_page_holds_what_json_prints(config, tmp_path):

@@ -9,7 +9,9 @@ import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.planner import search_run
 from jaxspeed.planner.compile.outcome import Outcome, Refusal
+from jaxspeed.planner.compile.workers import Inline
 from jaxspeed.planner.make_plan import plan_run
+from jaxspeed.planner.search import choice_of
 from jaxspeed.run import source_of
 from tests.cli.planning import plan
 from tests.engine.tiny import Listed, batch, squared_error
@@ -117,7 +119,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
     asked = []
 
     def compile_for(target, job, patience):
-        asked.append(job.choice)
+        asked.append(choice_of(job.source.config, 8))
         refused = Refusal(99 * 10**9, "RESOURCE_EXHAUSTED") if len(asked) == 1 else None
         return Outcome(None if refused else Report(), refused, 1.0)
 
@@ -126,6 +128,7 @@ def test_with_compile_the_first_that_the_compiler_takes_is_the_best(config, monk
         alias_bytes = host_bytes = 0
 
     monkeypatch.setattr(search_run, "compile_for", compile_for)
+    monkeypatch.setattr(search_run, "_pool", lambda problem: Inline(problem.estimate))
     words = ["run.devices=cpu:8", "autotuning.enabled=true", "autotuning.tuner_num_trials=4"]
     source = source_of(load_config(config, words), name="plan")
     target = jaxspeed.planner.api.target_of(TARGET)

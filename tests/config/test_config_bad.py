@@ -566,7 +566,6 @@ BAD = {
         "parallel.pipeline_recompute",
         "make them equal",
     ),
-    "profiler": ({"comms_logger": {"enabled": True}}, "comms_logger.enabled", "engine.compiled"),
     "Apex": ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", '"bf16": {"enabled": true}'),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, "curriculum_learning", "Not built"),
     "sparse attention by presence": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention",

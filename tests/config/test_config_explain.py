@@ -155,3 +155,20 @@ def test_a_config_is_explained_as_its_source_was():
     assert explain_config(config) == explain_config(
         {"train_batch_size": 8, "bf16": {"enabled": True}}
     )
+
+
+def test_parameters_of_a_refused_optimizer_are_refused():
+    params = {"lr": 1e-3, "freeze_step": 100, "fused": True}
+    rows = rows_of({"optimizer": {"type": "OneBitAdam", "params": params}})
+    assert {rows[f"optimizer.params.{name}"].verdict for name in params} == {"refused"}
+
+
+def test_offload_of_parameters_below_stage_3_is_approximated():
+    def verdict(stage, device="cpu"):
+        zero = {"stage": stage, "offload_param": {"device": device}}
+        return rows_of({"zero_optimization": zero})["zero_optimization.offload_param.device"]
+
+    assert verdict(3).verdict == "honoured"
+    assert verdict(3, "none").verdict == verdict(1, "none").verdict == "honoured"
+    assert verdict(2).verdict == "approximated"
+    assert "stage 3 only" in verdict(2).sentence

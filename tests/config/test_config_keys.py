@@ -163,9 +163,29 @@ def test_schedules_are_filled_with_deepspeeds_defaults(name):
 
 
 def test_torch_only_parameters_are_accepted_and_left_out():
-    params = {"lr": 0.1, "fused": True, "foreach": False, "torch_adam": True, "amsgrad": False}
+    params = {"lr": 0.1, "fused": True, "foreach": False, "amsgrad": False}
     config = load_config({"optimizer": {"type": "AdamW", "params": params}})
     assert config.optimizer.params == {"lr": 0.1} | DEFAULTS["AdamW"]
+
+
+@pytest.mark.parametrize(
+    ("params", "decay"),
+    [
+        ({"torch_adam": True}, 0.01),
+        ({"torch_adam": True, "weight_decay": 0.1}, 0.1),
+        ({"torch_adam": False}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_torchs_adamw_decays_by_default_and_deepspeeds_does_not(params, decay):
+    tree = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, **params}}}
+    filled = load_config(tree).optimizer.params
+    assert filled["weight_decay"] == decay
+    assert "torch_adam" not in filled
+    coupled = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False, **params}}
+    assert load_config({"optimizer": coupled}).optimizer.params["weight_decay"] == params.get(
+        "weight_decay", 0.0
+    )
 
 
 def test_muons_own_rates_override_lr():

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspeed.data.split import Split
 from tests.data.process import BATCH, START, STEPS, Remembering
+from tests.support.covering import covering
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +48,7 @@ def run(processes):
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("processes", covering([1, 2, 4], [2]))
 def test_processes_feed_the_same_batches_and_each_reads_its_own_rows(processes):
     split = Split([Remembering()], seed=0, shuffle=True)
     expected = [split.sample_ids(START + step, BATCH).tolist() for step in range(STEPS)]

@@ -211,7 +211,7 @@ def test_dropout_is_the_same_on_one_device_and_on_eight():
 
 # -- what is trained and carried, by plain Flax ---------------------------------------------------
 
-QUICK = {"OwnScan", "OwnVmap", "BatchStatistics"}
+QUICK = {"OwnScan", "BatchStatistics"}
 
 
 @pytest.mark.parametrize(

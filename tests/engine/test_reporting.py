@@ -206,7 +206,9 @@ def clipping_said(caplog, scale, **config):
 
 def test_clipping_that_nobody_asked_for_is_said_at_the_start_and_when_it_first_happens(caplog):
     (start, first), metrics = clipping_said(caplog, scale=10.0)
-    assert "clipped to a global norm of 1, DeepSpeed's default" in start and "0 for none" in start
+    assert (
+        "clipped to a global norm of 1, the default of DeepSpeed" in start and "0 for none" in start
+    )
     norm, clipped = (float(metrics[0][name]) for name in ("grad_norm", "grad_norm_clipped"))
     assert norm > 1 and clipped == pytest.approx(1, rel=1e-5)
     assert first.startswith(f"step 1: the gradient norm {norm:.4g} was clipped to {clipped:.4g}")

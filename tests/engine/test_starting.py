@@ -195,6 +195,7 @@ def test_simulate_gives_the_devices_before_jax_has_started():
     assert out.strip() == "6"
 
 
+@pytest.mark.full  # so it is after the start of these tests' own
 def test_simulate_after_the_start_of_jax_is_an_error():
     out = python(
         "import jaxspeed, jax\n"

@@ -68,7 +68,7 @@ def by_hand(model: foreign_models.Foreign) -> tuple[list[float], dict[str, Any]]
     [
         ("encoder and decoder", 4, 3, "sharded"),
         pytest.param("encoder and decoder", 2, 1, "ring", marks=pytest.mark.full),
-        ("convolutions and attention", 2, 2, "replicated"),
+        pytest.param("convolutions and attention", 2, 2, "replicated", marks=pytest.mark.full),
         pytest.param("convolutions and attention", 4, 0, "sharded", marks=pytest.mark.full),
         pytest.param("plain stack", 4, 3, "replicated", marks=pytest.mark.full),
         pytest.param("plain stack", 8, 0, "sharded", marks=pytest.mark.full),
@@ -91,7 +91,7 @@ def test_a_model_without_names_trains_as_on_one_device(name, tensor, stage, betw
 
 
 def test_the_logged_proposal_as_layer_specs_shards_the_same(caplog):
-    model = foreign_models.encoder_decoder(shared=False)
+    model = foreign_models.tower(24, 32, 16, 40, 8)
     sections = config(model.batch, 4)
     with caplog.at_level("INFO", "jaxspeed"):
         inferred = jaxspeed.initialize(model.model, model.loss, sections, example_batch=model.batch)
@@ -229,7 +229,7 @@ class OddHead(nnx.Module):
         return self.head(x + self.down(jnp.tanh(self.up(x))))
 
 
-@pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.full), "ring"])
 def test_a_head_whose_vocabulary_does_not_divide_is_no_part_of_a_ring(overlap):
     batch = {"tokens": foreign_models.tokens(9)}
     between = {"sequence_parallel_activations": True, "tensor_overlap": overlap}

@@ -1,9 +1,9 @@
 """The loss picture and the sparkline: what is drawn is where the numbers are."""
 
 import math
-import string
-import struct
-import zlib
+import re
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,101 +11,98 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.metrics import draw_loss, loss_curve, sparkline
-from jaxspeed.metrics.canvas import Canvas
 from jaxspeed.metrics.format import clock_text, count_text, duration_text, loss_text
-from jaxspeed.metrics.stroke_font import text_strokes, text_width
 
 pytestmark = pytest.mark.fast
+LEFT, TOP, RIGHT, BOTTOM = 104, 104, 1236, 640
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def pixels_of(path):
-    """A PNG taken apart by its specification: [height, width, 3]."""
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, chunks = 8, {}
-    while at < len(data):
-        (size,) = struct.unpack(">I", data[at : at + 4])
-        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
-        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size]) == (
-            zlib.crc32(kind + body),
-        )
-        chunks[kind] = body
-        at += 12 + size
-    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, *kind = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert kind == [8, 2, 0, 0, 0]
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert not rows[:, 0].any()  # no row is filtered
-    return rows[:, 1:].reshape(height, width, 3)
-
-
-def drawn(tmp_path, *args, **how):
-    draw_loss(tmp_path / "loss.png", *args, **how)
-    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
-    return pixels_of(tmp_path / "loss.png")
-
-
-def where(pixels, color):
-    """[n, 2] of (x, y) within the plot, the legend's corner left out."""
-    found = np.argwhere(np.abs(pixels.astype(int) - color).max(axis=-1) < 24)[:, ::-1]
-    x, y = found.T
-    inside = (x >= loss_curve._LEFT) & (x <= loss_curve._RIGHT) & (y > loss_curve._TOP - 9)
-    legend = (x > loss_curve._RIGHT - 330) & (y < loss_curve._TOP + 110)
-    return found[inside & (y < loss_curve._BOTTOM) & ~legend]
+def drawn(folder, *args, **how):
+    """The picture taken apart: lines by kind, each [[points, 2] a part]; dots; texts."""
+    draw_loss(folder / "loss.svg", *args, **how)
+    assert [p.name for p in folder.iterdir()] == ["loss.svg"]
+    root = ET.parse(folder / "loss.svg").getroot()
+    assert root.get("viewBox") == "0 0 1280 720"
+    lines = {}
+    for line in root.iter(SVG + "polyline"):
+        points = [[float(x) for x in point.split(",")] for point in line.get("points").split()]
+        lines.setdefault(line.get("class"), []).append(np.array(points))
+    return SimpleNamespace(
+        lines=lines,
+        dots=[(float(e.get("cx")), float(e.get("cy"))) for e in root.iter(SVG + "circle")],
+        levels=[e.get("d") for e in root.iter(SVG + "path") if e.get("class") == "level"],
+        texts=[e.text for e in root.iter(SVG + "text")],
+    )
 
 
 def test_a_straight_loss_is_a_straight_line_across_the_plot(tmp_path):
-    found = where(drawn(tmp_path, [(s, 4 - 3 * s / 40) for s in range(41)]), loss_curve._TRAIN)
-    x, y = found.T
-    slope, start = np.polyfit(x, y, 1)
-    assert np.abs(y - slope * x - start).max() < 2.5
-    assert x.min() <= loss_curve._LEFT + 1 and x.max() >= loss_curve._RIGHT - 2
+    found = drawn(tmp_path, [(s, 4 - 3 * s / 40) for s in range(41)], title="a <b> & \x00")
+    ((x, y),) = (part.T for part in found.lines["train"])
+    assert x == pytest.approx(np.linspace(LEFT, RIGHT, 41), abs=0.06)
     # y grows downwards: the loss fell by 92 % of the plot's height.
-    assert slope * (loss_curve._RIGHT - loss_curve._LEFT) == pytest.approx(536 / 1.08, rel=0.01)
+    assert y == pytest.approx(
+        TOP + (BOTTOM - TOP) * (0.04 + np.linspace(0, 1, 41)) / 1.08, abs=0.06
+    )
+    assert "a <b> & \ufffd" in found.texts and "training 1.000" in found.texts
+    assert not found.dots
 
 
 def test_held_out_losses_are_dots_at_their_step(tmp_path):
-    train = [(s, 3.0) for s in range(101)]
-    found = where(drawn(tmp_path, train, [(25, 2.0), (50, 4.0)]), loss_curve._HELD_OUT)
-    for step, loss in ((25, 2.0), (50, 4.0)):
-        x = loss_curve._LEFT + step / 100 * (loss_curve._RIGHT - loss_curve._LEFT)
-        y = loss_curve._BOTTOM - (loss - 1.92) / 2.16 * (loss_curve._BOTTOM - loss_curve._TOP)
-        assert (np.hypot(*(found - (x, y)).T) < 4).sum() > 20
+    found = drawn(tmp_path, [(s, 3.0) for s in range(101)], [(25, 2.0), (50, 4.0)])
+    for (step, loss), dot in zip(((25, 2.0), (50, 4.0)), found.dots):
+        x = LEFT + step / 100 * (RIGHT - LEFT)
+        y = BOTTOM - (loss - 1.92) / 2.16 * (BOTTOM - TOP)
+        assert dot == pytest.approx((x, y), abs=0.06)
+    assert len(found.lines["held-out"]) == 1 and "held out 4.000" in found.texts
 
 
 def test_a_gap_is_left_where_the_loss_is_not_finite(tmp_path):
     losses = [(s, math.nan if 40 <= s <= 60 else 2.0 + s / 100) for s in range(101)]
-    x, _ = where(drawn(tmp_path, losses), loss_curve._TRAIN).T
-    per_step = (loss_curve._RIGHT - loss_curve._LEFT) / 100
-    left, right = loss_curve._LEFT + 39 * per_step, loss_curve._LEFT + 61 * per_step
-    assert not ((x > left + 3) & (x < right - 3)).any()
-    assert (x < left).any() and (x > right).any()
+    before, after = drawn(tmp_path, losses).lines["train"]
+    per_step = (RIGHT - LEFT) / 100
+    assert before[-1, 0] == pytest.approx(LEFT + 39 * per_step, abs=0.06)
+    assert after[0, 0] == pytest.approx(LEFT + 61 * per_step, abs=0.06)
 
 
 def test_a_spike_does_not_flatten_the_curve(tmp_path):
     losses = [(s, 1e6 if s == 500 else 4 - 3 * s / 1000) for s in range(1001)]
-    _, y = where(drawn(tmp_path, losses), loss_curve._TRAIN).T
-    assert y.max() - y.min() > 0.5 * (loss_curve._BOTTOM - loss_curve._TOP)
+    ((_, y),) = (part.T for part in drawn(tmp_path, losses).lines["train"])
+    assert np.ptp(y) > 0.5 * (BOTTOM - TOP)
 
 
 def test_a_level_to_compare_with_is_a_dashed_line_in_sight(tmp_path):
-    pixels = drawn(tmp_path, [(s, 1.0) for s in range(50)], levels={"unigram entropy": 3.0})
-    found = where(pixels, loss_curve._LEVEL)
-    rows, counts = np.unique(found[:, 1], return_counts=True)
-    y = rows[counts.argmax()]
-    assert loss_curve._TOP < y < loss_curve._TOP + 40  # above the curve, within the plot
-    assert 0.3 < counts.max() / (loss_curve._RIGHT - loss_curve._LEFT) < 0.7
+    levels = {"unigram entropy": 3.0, "unknown": math.nan}
+    found = drawn(tmp_path, [(s, 1.0) for s in range(50)], levels=levels)
+    (path,) = found.levels
+    left, y, right = map(float, re.fullmatch(r"M(\S+) (\S+)H(\S+)", path).groups())
+    assert (left, right) == (LEFT, RIGHT)
+    assert TOP < y < TOP + 40  # above the curve, within the plot
+    assert "unigram entropy 3.000" in found.texts
 
 
 def test_a_long_run_is_drawn_as_its_envelope_and_its_mean(tmp_path):
     rng = np.random.default_rng(0)
     noise = rng.uniform(-1, 1, 100_000)
-    pixels = drawn(tmp_path, [(s, 5 + float(n)) for s, n in enumerate(noise)])
-    pale, mean = where(pixels, loss_curve._TRAIN_EACH), where(pixels, loss_curve._TRAIN)
-    height = loss_curve._BOTTOM - loss_curve._TOP
-    assert np.ptp(pale[:, 1]) > 0.85 * height
-    middle = mean[mean[:, 0] > loss_curve._LEFT + 100]
-    assert np.ptp(middle[:, 1]) < 0.1 * height
+    found = drawn(tmp_path, [(s, 5 + float(n)) for s, n in enumerate(noise)])
+    ((pale,), (mean,)) = found.lines["each"], found.lines["train"]
+    assert np.ptp(pale[:, 1]) > 0.85 * (BOTTOM - TOP)
+    middle = mean[mean[:, 0] > LEFT + 100]
+    assert np.ptp(middle[:, 1]) < 0.1 * (BOTTOM - TOP)
+    assert len(pale) <= 2 * (RIGHT - LEFT)
+
+
+def test_a_png_is_drawn_by_matplotlib(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    train = [(s, math.nan if s == 70 else 4 - 3 * s / 100) for s in range(101)]
+    how = {"title": "$a_", "levels": {"unigram entropy": 2.0}}
+    draw_loss(tmp_path / "loss.png", train, [(50, 2.0)], **how)
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+    picture = image.imread(tmp_path / "loss.png")
+    assert picture.shape[:2] == (720, 1280)
+    for color in (loss_curve._TRAIN, loss_curve._HELD_OUT, loss_curve._LEVEL):
+        rgb = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(picture[..., :3] - rgb).max(axis=-1) < 0.02).sum() > 50
 
 
 losses = st.lists(
@@ -113,12 +110,15 @@ losses = st.lists(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=60)
 @given(losses, losses)
 def test_any_losses_make_a_picture(tmp_path_factory, train, held_out):
-    path = tmp_path_factory.mktemp("picture") / "loss.png"
-    draw_loss(path, list(enumerate(train)), list(enumerate(held_out)), "any")
-    assert pixels_of(path).shape == (720, 1280, 3)
+    folder = tmp_path_factory.mktemp("picture")
+    found = drawn(folder, list(enumerate(train)), list(enumerate(held_out)), "any")
+    finite = any(map(math.isfinite, train)), any(map(math.isfinite, held_out))
+    assert ("train" in found.lines, "held-out" in found.lines) == finite
+    for parts in found.lines.values():
+        assert all(len(part) > 1 and np.isfinite(part).all() for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -144,28 +144,6 @@ def test_ticks_are_round_evenly_spaced_and_distinct(low, size):
     assert len({label for _, label in ticks}) == len(ticks)
     for value, label in ticks:
         assert float(label) == pytest.approx(value, abs=1e-6 * size)
-
-
-def test_every_printable_character_has_a_shape_of_its_own():
-    empty_box = text_strokes("漢", 0, 0, 20)
-    shapes = set()
-    for letter in string.printable[:94]:
-        strokes = text_strokes(letter, 0, 0, 20)
-        assert len(strokes) != len(empty_box) or not np.array_equal(strokes[0], empty_box[0])
-        shapes.add(b"|".join(stroke.round(3).tobytes() for stroke in strokes))
-        low = min(stroke[:, 0].min() for stroke in strokes)
-        high = max(stroke[:, 0].max() for stroke in strokes)
-        assert low > -2 and high <= text_width(letter, 20) + 0.5
-    assert len(shapes) == 94
-
-
-def test_a_stroke_covers_its_area_and_crossings_are_not_darker():
-    canvas = Canvas(40, 40)
-    across = np.array([[5.0, 20.0], [35.0, 20.0]])
-    canvas.stroke([across, across[:, ::-1]], (0, 0, 0), 4, opacity=0.5)
-    covered = (255 - canvas._pixels[..., 0]) / 255
-    assert covered.max() == pytest.approx(0.5)
-    assert covered.sum() == pytest.approx(0.5 * (2 * 30 * 4 - 16 + 2 * math.pi * 4), rel=0.02)
 
 
 # -- in one line of text ------------------------------------------------------------------------

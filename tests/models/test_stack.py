@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from jaxspeed import models
+from tests.support.covering import covering
 
 BATCHES = {
     "gpt2": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
@@ -123,7 +124,7 @@ def test_dropout_under_jit_returns_its_counters():
     assert float(step(model)) != float(step(model))
 
 
-@pytest.mark.parametrize("family", BATCHES)
+@pytest.mark.parametrize("family", covering(BATCHES, ["gpt2", "mlp"]))
 def test_a_mesh_in_the_context_changes_neither_weights_nor_metadata(family):
     """Logical names are not mesh axes: Flax must not try to place by them."""
     built = models.build(family, "tiny", {"dropout": 0.1})
@@ -149,7 +150,7 @@ def test_a_mesh_in_the_context_changes_neither_weights_nor_metadata(family):
 
 
 def test_initial_weights_follow_gpt_2s_recipe():
-    model = models.build("gpt2", "tiny", {"hidden_size": 256}).factory(nnx.Rngs(0))
+    model = nnx.jit(models.build("gpt2", "tiny", {"hidden_size": 256}).factory)(nnx.Rngs(0))
     spread = [
         (model.embed.table, 0.02),
         (model.blocks.attn.q_proj.kernel, 0.02),

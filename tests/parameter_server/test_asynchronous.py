@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspeed.parameter_server import ParameterServer, Rule, WorkerSchedule
+from jaxspeed.parameter_server import Rule, VirtualClock, WorkerSchedule
+from jaxspeed.parameter_server.schedules import Task
+from jaxspeed.parameter_server.server import mean_loss
 from tests.parameter_server import serving
 from tests.parameter_server.serving import (
     BF16,
@@ -45,13 +47,13 @@ def test_synchronous_steps_sum_in_worker_order_whatever_the_arrival(monkeypatch)
     """The last to arrive is the first in the sum."""
     engine = served(parallel={"max_staleness": 0, "worker_pace": [4.0, 3.0, 2.0, 1.0]})
     folded = []
-    fold = engine.program.fold
+    fold = engine.program.server.fold
 
     def seen(sums, new):
         folded.append(float(new.total))
         return fold(sums, new)
 
-    monkeypatch.setitem(engine.program.__dict__, "fold", seen)
+    monkeypatch.setitem(engine.program.server.__dict__, "fold", seen)
     batch = serving.batch(0)
     alone = []
     for worker in range(RANKS):
@@ -93,7 +95,8 @@ def test_it_is_plain_jax_with_each_gradient_of_the_version_that_was_pulled(rule)
         return jnp.square((x @ params["out"])[:, 0] - part["y"]).mean()
 
     gradient, plain = jax.jit(jax.grad(loss)), optax.sgd(0.05, momentum=0.5)
-    schedule, versions, state = WorkerSchedule(rule, SLOWED, seed=3), [start], plain.init(start)
+    schedule = WorkerSchedule(rule, VirtualClock(SLOWED, seed=3))
+    versions, state = [start], plain.init(start)
     in_flight = {}
     parts = [
         {name: x[MICRO * i : MICRO * (i + 1)] for name, x in serving.batch(step).items()}
@@ -103,12 +106,13 @@ def test_it_is_plain_jax_with_each_gradient_of_the_version_that_was_pulled(rule)
     while True:
         begun = schedule.begin() if parts else None
         if begun is not None:
-            in_flight[begun.worker] = gradient(versions[-1], parts.pop(0))
+            in_flight[begun] = gradient(versions[-1], parts.pop(0))
             continue
         arrival = schedule.arrive()
         if arrival is None:
             break
-        grads, push = in_flight.pop(arrival.worker), arrival.push
+        done, push = arrival
+        grads = in_flight.pop(done.worker)
         if push.accepted:
             grads = jax.tree.map(lambda g, by=push.factor: g * by, grads)
             updates, state = plain.update(grads, state)
@@ -211,17 +215,16 @@ def test_a_push_of_another_loss_scale_has_the_same_weight():
     def after_a_push(fall):
         sgd = {"type": "SGD", "params": {"lr": 0.1}}
         engine = served(parallel=WAIT, optimizer=sgd, **fp16)
-        program = engine.program
-        server = ParameterServer(program, engine.state)
+        program, workers, store = engine.program, engine._workers, engine._store
         data = serving.batch(0)
         (part, *_) = program.parts(jax.device_put(data, program.batch_shardings(data)))
-        server.pull(0)
-        server.compute(0, part)
-        scale = server.state.loss_scale
+        workers.start(0, Task(0, part, store.publish()))
+        done = workers.next()
+        scale = store.state.loss_scale
         fallen = scale._replace(scale=scale.scale / fall)
-        server.state = dataclasses.replace(server.state, loss_scale=fallen)
-        server.apply(server.workers.push(0), server.scale_since(0))
-        return {path: np.array(x) for path, x in server.state.master.items()}
+        store.state = dataclasses.replace(store.state, loss_scale=fallen)
+        store.apply(store.reduce([(done, store.losses(done))]))
+        return {path: np.array(x) for path, x in store.state.master.items()}
 
     one, two = after_a_push(1), after_a_push(4)
     for path, value in one.items():
@@ -234,8 +237,7 @@ def test_each_part_is_used_once():
     engine = served(parallel={**DROP, "worker_pace": SLOWED}, optimizer=still)
     told = train(engine, 6)
     engine.wait()
-    server = engine._schedule
-    rest = {k: float(x) for k, x in server.server.program.mean_loss(server._losses).items()}
+    rest = {k: float(x) for k, x in mean_loss(engine._schedule._losses).items()}
     found = sum(m["loss"] * m["weight"] for m in [*told, rest])
     wanted = 0.0
     for step in range(6):

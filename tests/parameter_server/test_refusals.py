@@ -13,9 +13,9 @@ SERVER = {"data_reduction": "parameter_server"}
 
 
 def test_all_problems_are_in_one_error():
-    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    offload = {"offload_param": {"device": "cpu"}}
     wrong = {
-        "mesh": {"pipe": 2, "tensor": 2, "replica": 2, "data": 3},
+        "mesh": {"pipe": 2, "tensor": 2, "replica": -1, "data": 3},
         "zero_optimization": {"stage": 3, **offload},
         "parallel": {
             **SERVER,
@@ -29,15 +29,13 @@ def test_all_problems_are_in_one_error():
         Config.load(tiny.config(**wrong))
     said = str(raised.value)
     for words in (
-        "servers run no layers",
-        "mesh.tensor: found 2",
-        "mesh.replica: found 2",
-        "Each worker is one device: write 1",
+        "stages store stacks of layers",
+        "mesh.replica: found -1",
+        "It sets the devices of each worker: write their number",
         "zero_optimization.stage: found 3",
         "Servers already shard parameters, gradients and moments",
-        "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_param.device",
-        "use more parallel.servers",
+        "Each version arrives on the devices of the workers",
         "Workers push once for all their micro-batches",
         'Only parallel.data_reduction "ring" uses it',
         "Without it training is synchronous",
@@ -53,10 +51,12 @@ def test_all_problems_are_in_one_error():
         (1, {}, "more devices would do"),
         (6, {"servers": 2, "data": 3}, "6 devices without 2 servers leave 4 workers: write 4"),
         (4, {"worker_pace": [1.0]}, "1 paces, and there are 3 workers"),
+        (6, {"tensor": 2}, "is 2, the devices of each worker, and 6 devices without 1 servers"),
+        (7, {"tensor": 2, "data": 2}, "leave 3 workers: write 3"),
     ],
 )
 def test_impossible_device_counts_are_refused_with_what_works(devices, more, says):
-    mesh = {"data": more.pop("data")} if "data" in more else {}
+    mesh = {axis: more.pop(axis) for axis in ("data", "tensor") if axis in more}
     with pytest.raises((PlacementError, ConfigError), match=says):
         tiny.engine(parallel={**SERVER, **more}, mesh=mesh, devices=jax.devices()[:devices])
 

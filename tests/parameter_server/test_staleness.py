@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.parameter_server import Ledger, Rule, VirtualClock, WorkerSchedule
-from jaxspeed.parameter_server.worker_schedule import synchronous_step_seconds
+from jaxspeed.parameter_server.virtual_clock import synchronous_step_seconds
 
 SLOWED = (1.0, 1.0, 1.0, 5.0)
 
@@ -26,27 +26,29 @@ def applied(schedule: WorkerSchedule, steps: int) -> list[int]:
     pulled: dict[int, int] = {}  # how many pushes had been applied at each worker's pull
     ages: list[int] = []
     for _ in range(steps):
-        start = schedule.begin()
-        if start is not None:
-            assert start.worker not in pulled
-            pulled[start.worker] = len(ages)
+        worker = schedule.begin()
+        if worker is not None:
+            assert worker not in pulled
+            pulled[worker] = len(ages)
             continue
         arrival = schedule.arrive()
         assert arrival is not None, "nobody may begin and nobody is in flight"
-        age = len(ages) - pulled.pop(arrival.worker)
-        assert age == arrival.push.staleness
-        if arrival.push.accepted:
+        done, push = arrival
+        age = len(ages) - pulled.pop(done.worker)
+        assert age == push.staleness
+        if push.accepted:
             ages.append(age)
     return ages
 
 
 def seconds_a_push(rule: Rule, paces: tuple[float, ...], pushes: int = 400) -> float:
     """Virtual seconds an accepted push, from first to last."""
-    schedule = WorkerSchedule(rule, paces, seed=0)
+    clock = VirtualClock(paces, seed=0)
+    schedule = WorkerSchedule(rule, clock)
     while schedule.ledger.accepted < pushes:
         if schedule.begin() is None:
             schedule.arrive()
-    return schedule.clock.now / pushes
+    return clock.now / pushes
 
 
 @settings(max_examples=12, deadline=None)
@@ -54,7 +56,7 @@ def seconds_a_push(rule: Rule, paces: tuple[float, ...], pushes: int = 400) -> f
 def test_no_gradient_older_than_the_bound_is_applied_in_ten_thousand_steps(
     rule: Rule, paces: list[float], seed: int
 ) -> None:
-    schedule = WorkerSchedule(rule, paces, seed)
+    schedule = WorkerSchedule(rule, VirtualClock(paces, seed))
     ages = applied(schedule, 10_000)
     assert rule.max_staleness is not None
     assert max(ages) <= rule.max_staleness
@@ -92,7 +94,7 @@ def test_the_bound_holds_in_any_order_of_arrival(rule: Rule, workers: int, data:
 def test_a_waiting_worker_may_pull_once_all_pushes_in_flight_arrived(
     rule: Rule, workers: int, seed: int
 ) -> None:
-    schedule = WorkerSchedule(rule, [1.0] * workers, seed)
+    schedule = WorkerSchedule(rule, VirtualClock([1.0] * workers, seed))
     applied(schedule, 100)
     while schedule.arrive() is not None:
         pass
@@ -101,13 +103,13 @@ def test_a_waiting_worker_may_pull_once_all_pushes_in_flight_arrived(
 
 def test_with_wait_the_slow_worker_sets_the_pace_after_s_versions() -> None:
     s = 4
-    schedule = WorkerSchedule(Rule(s, "wait"), SLOWED, seed=1)
+    schedule = WorkerSchedule(Rule(s, "wait"), VirtualClock(SLOWED, seed=1))
     slow, versions_at = 3, []
     while len(versions_at) < 50:
         if schedule.begin() is None:
             arrival = schedule.arrive()
             assert arrival is not None
-            if arrival.worker == slow:
+            if arrival[0].worker == slow:
                 versions_at.append(schedule.ledger.version)
     # While the slow worker computes, the others make s versions and then wait for it.
     assert set(np.diff(versions_at)) == {s + 1}
@@ -128,14 +130,14 @@ def test_with_drop_a_slow_worker_does_not_delay_the_others() -> None:
 
 def test_without_a_slow_worker_no_push_is_dropped_and_no_pull_waits() -> None:
     for on_stale in ("drop", "wait"):
-        schedule = WorkerSchedule(Rule(12, on_stale), [1.0] * 4, seed=0)
+        schedule = WorkerSchedule(Rule(12, on_stale), VirtualClock([1.0] * 4, seed=0))
         applied(schedule, 1000)
         assert (schedule.ledger.dropped, schedule.ledger.waited) == (0, 0)
         assert set(schedule.ledger.staleness) <= set(range(7))
 
 
 def test_wait_allows_at_most_s_plus_one_pushes_in_flight() -> None:
-    schedule = WorkerSchedule(Rule(2, "wait"), [1.0] * 6, seed=0)
+    schedule = WorkerSchedule(Rule(2, "wait"), VirtualClock([1.0] * 6, seed=0))
     starts = 0
     while schedule.begin() is not None:
         starts += 1
@@ -164,9 +166,15 @@ def test_a_push_is_damped_by_its_staleness() -> None:
 
 def test_the_seed_alone_decides_the_order() -> None:
     def order(seed: int) -> list[int]:
-        schedule = WorkerSchedule(Rule(3, "drop"), [1.0] * 4, seed)
-        events = (schedule.begin() or schedule.arrive() for _ in range(200))
-        return [event.worker for event in events if event is not None]
+        schedule = WorkerSchedule(Rule(3, "drop"), VirtualClock([1.0] * 4, seed))
+        workers = []
+        for _ in range(200):
+            if (worker := schedule.begin()) is None:
+                arrival = schedule.arrive()
+                assert arrival is not None
+                worker = arrival[0].worker
+            workers.append(worker)
+        return workers
 
     assert order(0) == order(0)
     assert order(0) != order(1)

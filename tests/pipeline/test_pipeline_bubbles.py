@@ -118,12 +118,8 @@ class Multiplying(types.SimpleNamespace):
         return a * mask.astype(jnp.result_type(a)) + b * (~mask).astype(jnp.result_type(a))
 
 
-IN_FULL = [
-    pytest.param(module, marks=pytest.mark.full) for module in (stage_program, stage_shard_map)
-]
-
-
-@pytest.mark.parametrize("module", [training, *IN_FULL])
+@pytest.mark.full
+@pytest.mark.parametrize("module", [training, stage_program, stage_shard_map])
 def test_a_mask_that_multiplies_lets_the_poison_through(module, monkeypatch):
     monkeypatch.setattr(module, "jnp", Multiplying())
     assert not differs("1f1b")
@@ -137,6 +133,7 @@ def test_a_mask_that_multiplies_lets_padded_layers_through(monkeypatch):
     assert differs("1f1b, padded")
 
 
+@pytest.mark.full
 def test_a_message_that_stays_where_it_is_is_missed(monkeypatch):
     monkeypatch.setattr(training, "send_to_stage", lambda values, stages, by: list(values))
     assert differs("1f1b")

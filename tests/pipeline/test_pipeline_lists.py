@@ -419,7 +419,7 @@ IN_FULL = {
     "a price that travels",
     "penalties that travel",
     "the other of two lists",
-    "linen",
+    "linen that drops",
     "linen that drops, recomputed",
     "a pair",
     "layers that take turns",

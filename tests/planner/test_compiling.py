@@ -22,6 +22,7 @@ from jaxspeed.planner.compile.deviceless_cuda import PLUGINS, target_config
 from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from tests.planner import jobs
+from tests.support.covering import covering
 from tests.support.topology import ROOT, run_on_topology
 
 GIB = 1024**3
@@ -32,6 +33,7 @@ needs_libtpu = pytest.mark.skipif(
 CPU = target_of("cpu:2")
 
 
+@pytest.mark.full  # test_executable.py runs a step that was compiled so
 def test_the_step_is_the_one_that_would_run_here():
     there = compile_for(target_of("cpu:8"), jobs.small).report
     program, batch = jobs.small(jax.devices())
@@ -97,7 +99,7 @@ def test_patience_ends_it():
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("SIGINT", 130), pytest.param("SIGTERM", -15, marks=pytest.mark.full), ("SIGKILL", -9)],
+    covering([("SIGINT", 130), ("SIGTERM", -15), ("SIGKILL", -9)], [("SIGKILL", -9)]),
 )
 def test_no_child_process_outlives_its_parent(tmp_path, name, code):
     told = tmp_path / "pid"

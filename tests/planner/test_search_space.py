@@ -11,6 +11,7 @@ from jaxspeed.config import Config
 from jaxspeed.planner.search.candidate import choice_of, keys_of, with_keys
 from jaxspeed.planner.search.space import FAST
 from tests.planner.choices import space_of
+from tests.support.covering import examples
 
 BATCHES = st.sampled_from(
     [
@@ -57,7 +58,7 @@ def is_valid(written):
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 @given(BATCHES, ALIASES, st.randoms(use_true_random=False))
 def test_every_choice_is_a_valid_config_with_the_same_batch(batch, words, chance):
     written = {**batch, **dict(words)}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.ring_reduction import BucketLeaf, buckets_of
+from tests.support.covering import examples
 
 
 @st.composite
@@ -32,7 +33,7 @@ def filled(found):
     return leaves
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(15, 60))
 @given(parts(), st.integers(1, 200))
 def test_leaves_round_trip_through_buckets(given_parts, nbytes):
     ranks, found = given_parts
@@ -48,7 +49,7 @@ def test_leaves_round_trip_through_buckets(given_parts, nbytes):
             np.testing.assert_array_equal(leaf, leaves[path])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(15, 60))
 @given(parts())
 def test_a_chunk_is_the_shard_that_a_rank_stores(given_parts):
     ranks, found = given_parts

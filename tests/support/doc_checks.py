@@ -28,7 +28,7 @@ from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware import read_chips
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.parameter_server.engine import ServedEngine
+from jaxspeed.parameter_server.engine import LocalServedEngine
 from tests.support.documents import ROOT, Block, prose
 
 CHIPS = "<!-- a file of chips -->"
@@ -252,7 +252,7 @@ def name_problems(span: str) -> Iterator[str]:
     found = re.match(r"(engine|jaxspeed)((?:\.\w+)+)", span)
     if not found:
         return
-    here: Any = ServedEngine if found[1] == "engine" else jaxspeed
+    here: Any = LocalServedEngine if found[1] == "engine" else jaxspeed
     path = found[1]
     for name in found[2].split(".")[1:]:
         path = f"{path}.{name}"

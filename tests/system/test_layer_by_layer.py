@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jaxspeed.communication import Communication
+from tests.support.covering import covering
 from tests.support.topology import run_on_topology
 from tests.system.measured import LAYERS, WIDTH, collectives_of
 from tests.system.stacks import FORMS
@@ -18,8 +19,12 @@ STATE_BYTES = (4 + 8) * MATRIX // DEVICES  # the shards of a layer's master and 
 GRAD_BYTES = 4 * MATRIX // DEVICES  # and of its gradient
 
 
-def deep(form: str) -> Any:
-    return run_on_topology("tests.system.tpu:depths", "v5e:2x4", form=form)
+# Of so many layers, and of twice as many.
+FEW = covering([8, 16], [8])
+
+
+def deep(form: str, few: int) -> Any:
+    return run_on_topology("tests.system.tpu:depths", "v5e:2x4", form=form, few=few)
 
 
 @pytest.fixture(scope="module")
@@ -31,34 +36,37 @@ def of_kind(found: dict[str, Any], kind: str, at_least: int) -> list[Communicati
     return [c for c in collectives_of(found) if c.kind == kind and c.elements >= at_least]
 
 
-@pytest.mark.parametrize("layers", [16, 32])
-def test_two_gathers_and_one_reduce_scatter_a_layer(layers):
-    found = deep("listed")[f"listed, {layers}"]
-    gathers = of_kind(found, "all-gather", MATRIX // DEVICES)
-    scatters = of_kind(found, "reduce-scatter", MATRIX // DEVICES)
-    assert [c.elements for c in gathers] == [MATRIX] * 2 * layers, "one layer at a time"
-    assert [c.elements for c in scatters] == [MATRIX] * layers
-    assert not of_kind(found, "all-reduce", MATRIX // DEVICES)
-    assert not of_kind(found, "all-to-all", 1), "weights move, activations do not"
+@pytest.mark.parametrize("few", FEW)
+def test_two_gathers_and_one_reduce_scatter_a_layer(few):
+    for layers in (few, 2 * few):
+        found = deep("listed", few)[f"listed, {layers}"]
+        gathers = of_kind(found, "all-gather", MATRIX // DEVICES)
+        scatters = of_kind(found, "reduce-scatter", MATRIX // DEVICES)
+        assert [c.elements for c in gathers] == [MATRIX] * 2 * layers, "one layer at a time"
+        assert [c.elements for c in scatters] == [MATRIX] * layers
+        assert not of_kind(found, "all-reduce", MATRIX // DEVICES)
+        assert not of_kind(found, "all-to-all", 1), "weights move, activations do not"
 
 
-def growth(form: str) -> dict[str, int]:
-    """What 16 layers more cost, in bytes a device."""
-    names, found = ("argument_bytes", "temp_bytes", "peak_bytes"), deep(form)
-    return {name: found[f"{form}, 32"][name] - found[f"{form}, 16"][name] for name in names}
+def growth(form: str, few: int) -> dict[str, int]:
+    """What as many layers more cost, in bytes a device."""
+    names, found = ("argument_bytes", "temp_bytes", "peak_bytes"), deep(form, few)
+    twice, once = (found[f"{form}, {layers}"] for layers in (2 * few, few))
+    return {name: twice[name] - once[name] for name in names}
 
 
-def test_a_layer_more_costs_its_shards_and_its_saved_input():
-    """Peak(32) - peak(16) is at most 16 x (shards + saved input) + one gathered layer.
+@pytest.mark.parametrize("few", FEW)
+def test_a_layer_more_costs_its_shards_and_its_saved_input(few):
+    """Peak(2 n) - peak(n) is at most n x (shards + saved input) + one gathered layer.
 
-    16 x (6.3 MB of master and moments + 2.1 MB of gradient + 2.1 MB saved) + 8.4 MB. What the
+    n x (6.3 MB of master and moments + 2.1 MB of gradient + 2.1 MB saved) + 8.4 MB. What the
     derivative of tanh needs is the layer's output, which is the next one's saved input. Were the
-    layers gathered together, or kept for the backward pass, 16 x 8.4 MB would come on top.
+    layers gathered together, or kept for the backward pass, n x 8.4 MB would come on top.
     """
-    more = growth("listed")
-    assert more["argument_bytes"] == pytest.approx(16 * STATE_BYTES, rel=1e-3)
-    assert more["peak_bytes"] <= 16 * (STATE_BYTES + GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
-    assert more["temp_bytes"] <= 16 * (GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
+    more = growth("listed", few)
+    assert more["argument_bytes"] == pytest.approx(few * STATE_BYTES, rel=1e-3)
+    assert more["peak_bytes"] <= few * (STATE_BYTES + GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
+    assert more["temp_bytes"] <= few * (GRAD_BYTES + SAVED_BYTES) + LAYER_BYTES
 
 
 @pytest.mark.full
@@ -67,7 +75,7 @@ def test_a_scanned_layer_more_costs_its_shards_and_what_the_scan_saves():
 
     XLA casts the shards of all layers to bf16 before the loop: 1 MB of shards a layer.
     """
-    more = growth("scanned")
+    more = growth("scanned", 16)
     saved = 2 * SAVED_BYTES
     shards = GRAD_BYTES + LAYER_BYTES // DEVICES
     assert more["argument_bytes"] == pytest.approx(16 * STATE_BYTES, rel=1e-3)

@@ -71,6 +71,7 @@ def test_the_forward_pass_has_no_more_collectives():
     assert forward_collectives(compiled(True)) == forward_collectives(compiled(False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("site", SITES)
 def test_a_dropped_constraint_is_missed(site):
     found = compiled(True, site)

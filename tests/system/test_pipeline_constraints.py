@@ -36,11 +36,13 @@ def gathered(found) -> int:
     return sum(c.bytes * c.runs for c in found.collectives if c.kind == "all-gather")
 
 
+@pytest.mark.full
 def test_a_stages_weights_are_gathered_once_a_step_only_where_it_says_so():
     kept, dropped = (compiled("pipeline.gather", d) for d in (False, True))
     assert gathered(dropped) > 4 * gathered(kept)
 
 
+@pytest.mark.full
 def test_without_samples_over_the_stages_each_computes_all_that_is_outside():
     kept, dropped = (compiled("pipeline.samples", d) for d in (False, True))
     assert dropped.flops > kept.flops

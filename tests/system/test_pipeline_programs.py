@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+from tests.support.covering import covering
 from tests.system.measured import collectives_of
 from tests.system.pipeline_programs import (
     EMBED,
@@ -66,8 +67,12 @@ def test_memory_does_not_grow_with_the_micro_batches(schedule):
 
 
 def test_gpipe_keeps_the_input_of_every_micro_batch():
-    assert slots("gpipe", K) == {K}
     assert slots("gpipe", 8 * K) == {8 * K}
+
+
+@pytest.mark.full
+def test_gpipes_memory_grows_with_the_micro_batches():
+    assert slots("gpipe", K) == {K}
     few, many = (compiled("gpipe", n * K)["temp_bytes"] for n in (1, 8))
     assert many >= few + 7 * K * MESSAGE
 
@@ -88,7 +93,7 @@ def test_a_steady_tick_of_1f1b_sends_one_message_each_way():
     [
         ("1f1b", 8 * K),
         ("gpipe", 8 * K),
-        ("interleaved", M),
+        pytest.param("interleaved", M, marks=pytest.mark.full),
         pytest.param("1f1b", M, marks=pytest.mark.full),
         pytest.param("gpipe", M, marks=pytest.mark.full),
         pytest.param("interleaved", 8 * K, marks=pytest.mark.full),
@@ -104,9 +109,7 @@ def test_the_loops_turn_as_often_as_the_schedule_has_ticks(schedule, micro_batch
     assert ticks == {1: 2 * (units - both), 2: both}
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", "interleaved", pytest.param("gpipe", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("schedule", covering(CHUNKS, ["1f1b"]))
 def test_what_stages_exchange_is_messages_and_what_embedding_and_head_share(schedule):
     """Of activations; a token's loss takes three numbers besides: the largest logit, a sum of
     exponentials, the label's logit."""
@@ -123,7 +126,6 @@ def test_what_stages_exchange_is_messages_and_what_embedding_and_head_share(sche
 
 # -- flops -----------------------------------------------------------------------------------------
 
-COVERING = [("gpt2", "interleaved", "layers"), ("vit", "gpipe", "save")]  # llama: see below
 POINTS = [
     (family, schedule, recompute)
     for family in ("gpt2", "llama", "vit")
@@ -154,10 +156,8 @@ def flops_over_ideal(
     return figures(*program)["flops"] / plain["flops"] / ideal
 
 
-@pytest.mark.parametrize(
-    ("family", "schedule", "recompute"),
-    [pytest.param(*p, marks=() if p in COVERING else pytest.mark.full) for p in POINTS],
-)
+@pytest.mark.full  # that of data and tensor, below, has the same claim
+@pytest.mark.parametrize(("family", "schedule", "recompute"), POINTS)
 def test_flops_are_the_models_and_the_bubbles(family, schedule, recompute):
     mesh = {"pipe": K, "data": 2}
     assert flops_over_ideal(family, schedule, recompute, mesh, stage=0) <= 1.03

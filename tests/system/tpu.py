@@ -26,8 +26,8 @@ FEW_ROWS = {"rows": 512, "micro": 16}  # a table smaller than what is looked up 
 EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
 
 
-def volumes(devices: list[jax.Device]) -> dict[str, Any]:
-    """`stacks` under every stage, with one micro-batch and with four."""
+def volumes(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
+    """`stacks` under every stage, with one micro-batch and with four; those of these names."""
     cases: dict[str, dict[str, Any]] = {
         f"stage {stage}, {accumulation}": {"stage": stage, "accumulation": accumulation}
         for stage in (0, 1, 2, 3)
@@ -47,11 +47,11 @@ def volumes(devices: list[jax.Device]) -> dict[str, Any]:
             "parallel": EACH_MICRO_BATCH,
         },
     }
-    return measure_stacks(devices, cases)
+    return measure_stacks(devices, {name: cases[name] for name in names})
 
 
-def depths(devices: list[jax.Device], form: str) -> dict[str, Any]:
-    """16 and 32 layers, scanned or not, wide enough for their weights to weigh."""
+def depths(devices: list[jax.Device], form: str, few: int) -> dict[str, Any]:
+    """Few layers and twice as many, scanned or not, wide enough for their weights to weigh."""
     cases = {
         f"{form}, {layers}": {
             "stage": 3,
@@ -60,7 +60,7 @@ def depths(devices: list[jax.Device], form: str) -> dict[str, Any]:
             "width": DEEP_WIDTH,
             "micro": DEEP_BATCH,
         }
-        for layers in (16, 32)
+        for layers in (few, 2 * few)
     }
     return measure_stacks(devices, cases)
 

@@ -125,7 +125,7 @@ FULL = pytest.mark.full
     ("data", "tensor", "bidirectional"),
     [
         (2, 4, False),
-        (1, 8, True),
+        pytest.param(1, 8, True, marks=FULL),
         pytest.param(4, 2, True, marks=FULL),
         pytest.param(4, 2, False, marks=FULL),
         pytest.param(2, 4, True, marks=FULL),
@@ -170,7 +170,7 @@ ANY_SHAPE = given(
 )
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @ANY_SHAPE
 def test_any_shape_equals_einsum(**shape):
     check_shape(**shape)
@@ -206,10 +206,8 @@ def check_shape(tensor, batch, chunk, embed, free, bidirectional, seq_first):
     assert_equal_trees(found, jax.value_and_grad(plain, (0, 1, 2))(x, w, u))
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "bidirectional"),
-    [pytest.param(False, False, marks=FULL), (True, True)],
-)
+@pytest.mark.full  # as the engine calls it, test_parity_tensor.py has it
+@pytest.mark.parametrize(("checkpoint", "bidirectional"), [(False, False), (True, True)])
 def test_inside_a_scan_over_layers_and_a_checkpoint(checkpoint, bidirectional):
     weights, x = example(layers=3)
 

@@ -48,15 +48,24 @@ class Setting(NamedTuple):
         ]
 
 
-# The two that `make test` runs have each setting.
-SETTINGS = [
-    pytest.param(
-        Setting(*s),
-        id="stage{}-x{}-tensor{}".format(*s),
-        marks=() if s in ((3, 4, 1), (0, 1, 2)) else pytest.mark.full,
+# Two of them have each setting. `make test` runs one for each test: of what nnx and Linen share,
+# nnx is run at the first and Linen at the second.
+SHARDED, REPLICATED = (3, 4, 1), (0, 1, 2)
+
+
+def settings(default: tuple[int, int, int]) -> Any:
+    """All settings as parameters of a test; those that are not the default are marked `full`."""
+    return pytest.mark.parametrize(
+        "setting",
+        [
+            pytest.param(
+                Setting(*s),
+                id="stage{}-x{}-tensor{}".format(*s),
+                marks=() if s == default else pytest.mark.full,
+            )
+            for s in ((0, 4, 1), SHARDED, REPLICATED, (3, 4, 2))
+        ],
     )
-    for s in ((0, 4, 1), (3, 4, 1), (0, 1, 2), (3, 4, 2))
-]
 
 
 class Ended(NamedTuple):

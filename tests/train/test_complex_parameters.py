@@ -13,9 +13,11 @@ from jaxspeed.objective import linen_model, nnx_model, pair_model
 from jaxspeed.train import gradients
 from tests.support.covering import covering
 from tests.train.flax_loop import (
-    SETTINGS,
+    REPLICATED,
+    SHARDED,
     Setting,
     assert_alike,
+    settings,
     train_jaxspeed,
     train_linen,
     train_nnx,
@@ -68,14 +70,14 @@ def batches(steps=4, samples=64):
     ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 @pytest.mark.parametrize("name", ["sgd", pytest.param("adam", marks=pytest.mark.full)])
 def test_an_nnx_module_trains_as_in_plain_flax(setting, name):
     args = (squared_error, batches(), OPTIMIZERS[name], setting)
     assert_alike(train_jaxspeed(Spectral, *args), train_nnx(Spectral, *args))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_a_linen_module_trains_as_in_plain_flax(setting):
     def plain(out, after, batch):
         return jnp.mean((out - batch["y"]) ** 2)

@@ -6,14 +6,15 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import jaxspeed
 from tests.train.flax_loop import (
-    SETTINGS,
+    REPLICATED,
+    SHARDED,
     Setting,
     assert_alike,
+    settings,
     train_jaxspeed,
     train_linen,
     train_nnx,
@@ -76,7 +77,7 @@ def moved(ours):
     }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_a_mode_that_the_factory_set_stays(setting):
     """On running averages and without dropout in the trunk, in training, as the factory says."""
 
@@ -89,7 +90,7 @@ def test_a_mode_that_the_factory_set_stays(setting):
     assert moved(ours) == {"norm/mean", "norm/var"}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_so_does_what_eval_set(setting):
     def factory(rngs):
         model = Model(rngs)
@@ -117,7 +118,7 @@ def test_a_mode_that_the_factory_left_open_follows_training():
     assert np.any(np.array(engine.state.variables["trunk/bare/mean"]) != 0)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_the_statistics_of_a_frozen_trunk_stay(setting):
     """As where a user calls trunk.eval(): the factory says nothing, `trainable` does."""
 
@@ -158,7 +159,7 @@ class LinenModel(nn.Module):
         return self.head(h)[:, 0]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_a_linen_modules_own_setting_stays(setting):
     ours = train_jaxspeed(LinenModel(averages=True), loss, batches(), SGD, setting)
 
@@ -171,7 +172,7 @@ def test_a_linen_modules_own_setting_stays(setting):
     assert {path for path in moved(ours) if "trunk/BatchNorm_0" in path} == set()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_the_statistics_of_a_frozen_linen_trunk_stay(setting):
     class Frozen(LinenModel):
         """What a user writes in plain Flax: the trunk is told that it is not training."""

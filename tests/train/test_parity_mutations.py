@@ -20,14 +20,8 @@ def differs(name: str, stage: int) -> bool:
     return max(leaf_differences(case, ours, reference).values()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        pytest.param("gpt2", 0, marks=pytest.mark.full),
-        pytest.param("dropout", 2, marks=pytest.mark.full),
-        ("batch statistics", 3),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "stage"), [("gpt2", 0), ("dropout", 2), ("batch statistics", 3)])
 def test_nothing_differs_as_it_is(name, stage):
     assert not differs(name, stage)
 
@@ -67,6 +61,7 @@ def test_the_keys_of_micro_batches_differ(monkeypatch):
     assert differs("dropout", 2)
 
 
+@pytest.mark.full
 def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
     """Not of the global batch, one after the other: other samples would share statistics."""
 
@@ -77,6 +72,7 @@ def test_a_micro_batch_is_a_slice_of_each_ranks_part(monkeypatch):
     assert differs("batch statistics", 3)
 
 
+@pytest.mark.full
 def test_the_gradient_of_a_unit_is_needed(monkeypatch):
     """ZeRO 3's gather is differentiated by hand: leave one scatter's result out."""
     real = objective.ShardedParam.scatter

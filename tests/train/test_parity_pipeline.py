@@ -122,7 +122,7 @@ RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
 DEPTH = {2: 5, 4: 6, 8: 9}
 
 
-ALWAYS = {COVERING[i] for i in (7, 20, 25)}
+ALWAYS = {COVERING[i] for i in (2, 15, 22)}
 
 
 def grid():
@@ -203,7 +203,7 @@ def mean_loss(model, batch):
 
 
 LOSSES = {
-    "nothing counts in some": replace(case_of("gpt2", 5), sample=masked),
+    "nothing counts in some": replace(case_of("llama", 5), sample=masked),
     "a mean": replace(case_of("gpt2", 5), loss=mean_loss),
 }
 
@@ -219,7 +219,7 @@ LOSSES = {
 )
 def test_micro_batches_weigh_what_the_loss_says(name, schedule):
     case = LOSSES[name]
-    point = Point("gpt2", 5, schedule, 4, 2, 4)
+    point = Point("", 5, schedule, 4, 2, 4)
     ours = run(case, point.stage, point.micro, "sgd", steps=4, **point.sections)
     reference = plain(case, point.micro, "sgd", ranks=point.ranks, steps=4)
     assert_losses_equal(ours, reference, 1e-5)
@@ -227,7 +227,8 @@ def test_micro_batches_weigh_what_the_loss_says(name, schedule):
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@pytest.mark.full  # test_pipeline_engine.py has a step in each precision
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits_a_step_agrees_with_the_step_on_one_device(precision):
     point = Point("llama", 6, "1f1b", 4, 3, 4, tensor=2, cut=True)
     case = case_of(point.model, point.layers)

@@ -12,9 +12,11 @@ import jaxspeed
 from jaxspeed import ModelError
 from jaxspeed.objective import linen_model, nnx_model, objective
 from tests.train.flax_loop import (
-    SETTINGS,
+    REPLICATED,
+    SHARDED,
     Setting,
     assert_alike,
+    settings,
     train_jaxspeed,
     train_linen,
     train_nnx,
@@ -88,7 +90,7 @@ def linen_loss(model, batch):
     return squared(out, batch) + sown["losses"]["added"] + 0.1 * sum(sown["metrics"]["each"])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_sown_losses_in_linen_are_those_of_plain_flax(setting):
     def plain(out, after, batch):
         return squared(out, batch) + after["losses"]["added"] + 0.1 * sum(after["metrics"]["each"])
@@ -99,7 +101,7 @@ def test_sown_losses_in_linen_are_those_of_plain_flax(setting):
     assert int(ours.values["counters/calls"]) == 4 * setting.accumulation
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_sown_losses_in_nnx_are_those_of_plain_flax(setting):
     class Plain(NnxSower):
         """What a call in the factory sowed is popped, as it is after each step of the loop."""
@@ -227,7 +229,7 @@ def distilled(model, batch):
     return squared(out, batch) + jnp.mean((out - target) ** 2)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(SHARDED)
 def test_a_moving_average_teacher_moves_as_in_plain_flax(setting):
     args = (distilled, batches(), SGD, setting)
     ours = train_jaxspeed(WithTeacher, *args, trainable="student/**")
@@ -256,7 +258,7 @@ def test_between_micro_batches_a_written_parameter_stays_sharded():
     assert loop.count("f32[64,512]") + loop.count("f32[512,64]") >= 3
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@settings(REPLICATED)
 def test_a_trained_parameter_that_the_loss_writes_is_updated_from_there(setting):
     """As flax's own WeightNorm does: the kernel that is used is the kernel that is stored."""
 

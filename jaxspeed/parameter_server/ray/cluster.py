@@ -100,28 +100,35 @@ class Cluster:
 
     Args:
       processes: how many.
-      accelerated: how many of them, the first ones, use an accelerator of the platform.
+      accelerated: how many of them, the first ones, use accelerators of the platform.
+      devices: the accelerators of each of those.
     """
 
-    def __init__(self, processes: int, accelerated: int = 0, platform: str | None = None) -> None:
+    def __init__(
+        self,
+        processes: int,
+        accelerated: int = 0,
+        platform: str | None = None,
+        devices: int = 1,
+    ) -> None:
         self._ray = ray_module()
-        self._reserved = self._reserve(processes, accelerated, platform)
+        self._reserved = self._reserve(processes, accelerated, platform, devices)
         self._actors: dict[int, Any] = {}
 
     # -- resources ------------------------------------------------------------------------------
 
-    def _reserve(self, processes: int, accelerated: int, platform: str | None) -> Any:
+    def _reserve(self, processes: int, accelerated: int, platform: str | None, devices: int) -> Any:
         group = importlib.import_module("ray.util.placement_group")
         has = self._ray.cluster_resources()
         # The cores of a single machine are shared evenly, however few.
-        process_config = len(self._ray.nodes()) == 1
-        cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if process_config else 1.0
+        alone = len(self._ray.nodes()) == 1
+        cores = min(1.0, int(1e4 * has.get("CPU", 0) / processes) / 1e4) if alone else 1.0
         kind = _ACCELERATORS.get(platform or "")
         bundles = [
-            {"CPU": cores} | ({kind: 1} if kind and i < accelerated else {})
+            {"CPU": cores} | ({kind: devices} if kind and i < accelerated else {})
             for i in range(processes)
         ]
-        wanted = {"CPU": cores * processes} | ({kind: accelerated} if kind else {})
+        wanted = {"CPU": cores * processes} | ({kind: accelerated * devices} if kind else {})
         lacking = {name: need for name, need in wanted.items() if need > has.get(name, 0)}
         if lacking:
             raise RunError(_lacks(processes, lacking, has, "has"))

@@ -5,10 +5,6 @@ from typing import Any
 from jaxspeed.errors import JaxspeedError, RunError
 
 
-class PushLostError(Exception):
-    """A computed gradient did not reach the servers, whose state is unchanged."""
-
-
 def died(ray: Any, error: BaseException) -> str | None:
     """Why a process died; None where the error is another."""
     kinds = ray.exceptions

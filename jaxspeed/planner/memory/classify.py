@@ -12,9 +12,8 @@
 from collections.abc import Callable, Iterable
 
 from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
-from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.liveness import LiveArray
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
@@ -87,16 +86,14 @@ def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
             if rule(op):
                 found.update(op.outs)
             continue
+        around = [wires(op, body) for body in op.bodies]
         for _ in range(2):  # twice, for loop carries
-            for body in op.bodies:
-                given = op.ins[len(op.ins) - len(body.ins) :]
-                found |= {b for v, b in zip(given, body.ins, strict=True) if v in found}
-                found |= {
-                    b for v, b in zip(body.outs, _carried(op, body), strict=False) if v in found
-                }
+            for body, (given, _outs, carried) in zip(op.bodies, around, strict=True):
+                found |= {b for v, b in given if v in found}
+                found |= {b for v, b in carried if v in found}
                 _reach(body, found, rule)
-        for body in op.bodies:
-            found |= {o for v, o in zip(body.outs, op.outs, strict=True) if v in found}
+        for _given, outs, _carried in around:
+            found |= {o for v, o in outs if v in found}
 
 
 def _reach_back(scope: Scope, found: set[Value]) -> None:
@@ -105,22 +102,14 @@ def _reach_back(scope: Scope, found: set[Value]) -> None:
         if not op.bodies:
             found.update(v for out in op.outs if out in found for v in _sources(op, out))
             continue
+        around = [wires(op, body) for body in op.bodies]
         for _ in range(2):
-            for body in op.bodies:
-                found |= {v for v, o in zip(body.outs, op.outs, strict=True) if o in found and v}
-                carried = zip(body.outs, _carried(op, body), strict=False)
+            for body, (_given, outs, carried) in zip(op.bodies, around, strict=True):
+                found |= {v for v, o in outs if o in found and v}
                 found |= {v for v, b in carried if b in found and v}
                 _reach_back(body, found)
-        for body in op.bodies:
-            given = op.ins[len(op.ins) - len(body.ins) :]
-            found |= {v for v, b in zip(given, body.ins, strict=True) if b in found and v}
-
-
-def _carried(op: Op, body: Scope) -> list[Value]:
-    if op.name == "scan":
-        consts, carry = consts_and_carry(op)
-        return body.ins[consts : consts + carry]
-    return body.ins[op.params["body_nconsts"] :] if op.name == "while" else []
+        for given, _outs, _carried in around:
+            found |= {v for v, b in given if b in found and v}
 
 
 def _sources(op: Op, out: Value) -> list[Value]:

@@ -96,7 +96,7 @@ def ties_of(op: Op) -> Iterator[Tie]:
         return
     if op.name == "pallas_call":  # a kernel may mix along any dim
         return
-    known = _relations(op)
+    known = relations_of(op)
     for out, factors in zip(op.outs, known.results, strict=True):
         at = {factor: e for e, factor in enumerate(factors) if factor is not None}
         for v, given in zip(op.ins, known.operands, strict=True):
@@ -104,7 +104,8 @@ def ties_of(op: Op) -> Iterator[Tie]:
                 yield from ((v, d, out, at[f]) for d, f in enumerate(given) if f in at)
 
 
-def _relations(op: Op) -> DimRelations:
+def relations_of(op: Op) -> DimRelations:
+    """The relations of an operation's dims; guessed from their positions if it has no rule."""
     given = [v.shape if v is not None else () for v in op.ins]
     made = [out.shape for out in op.outs]
     if op.name in PAIRWISE:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL
+from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 
 PLATFORM = "platform_index"
@@ -201,6 +201,21 @@ def all_ops(scope: Scope) -> Iterator[Op]:
         yield op
         for body in op.bodies:
             yield from all_ops(body)
+
+
+Wires = list[tuple[Value | None, Value]]
+
+
+def wires(op: Op, body: Scope) -> tuple[Wires, Wires, Wires]:
+    """What becomes what around a body of a loop or cond: (inputs, outputs, carries of a loop).
+
+    As pairs of an operand and the body's input, of the body's output and the result, and of the
+    body's output and its input in the next trip.
+    """
+    consts, carry = consts_and_carry(op) if op.name in LOOPS else (0, 0)
+    given = zip(op.ins[len(op.ins) - len(body.ins) :], body.ins, strict=True)
+    carried = zip(body.outs, body.ins[consts : consts + carry], strict=False)
+    return [*given], [*zip(body.outs, op.outs, strict=True)], [*carried]
 
 
 def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:

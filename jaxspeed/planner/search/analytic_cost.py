@@ -5,7 +5,6 @@ It only orders the estimates of a search and excludes what certainly does not fi
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxspeed.hardware.targets import Target
@@ -64,7 +63,11 @@ class CostModel:
             param = 0.0  # gathered from the masters
         state = s.state_bytes / (shard if at.stage >= 1 else 1)
         grad = s.grad_bytes / (shard if at.stage >= 2 else 1)
-        placed = list(self._offloaded(at, param, state, grad))
+        placed = (
+            (param, at.offload_parameters),
+            (state, at.offload_optimizer),
+            (grad, at.offload_parameters),
+        )
         device = [x for x, offloaded in placed if not offloaded]
         host = [x for x, offloaded in placed if offloaded]
         unit = s.in_units / max(s.units, 1) / at.tensor
@@ -77,14 +80,6 @@ class CostModel:
         elif at.accumulation(self.samples) > 1 and at.stage < 3:  # one micro-batch's gradients
             working += each * s.compute_bytes
         return each * sum(device) + working, each * sum(host)
-
-    @staticmethod
-    def _offloaded(
-        at: Choice, param: float, state: float, grad: float
-    ) -> Iterator[tuple[float, bool]]:
-        yield param, at.offload_parameters
-        yield state, at.offload_optimizer
-        yield grad, at.offload_parameters
 
     def _activations(self, at: Choice) -> tuple[float, float]:
         """Activations saved from forward to backward: bytes (on device, in host memory)."""

@@ -183,43 +183,38 @@ def make_result(
         return bool(found.refused), found.seconds, len(keys), choice != best
 
     rows = sorted(estimated, key=order)
-    top = estimated[best][0] if best else None
-    candidates = []
-    for choice in rows:
-        found, keys = estimated[choice]
-        if choice == best:
-            lost = None
-        elif top:
-            lost = why_lost(found, top)
-        else:
-            lost = why_lost(found, found)
-        candidates.append(Candidate(choice, choice.name(samples), keys, found, lost))
     where = rows.index(best) if best else None
-    tried = len(able)
-    return SearchResult(target, samples, unit, considered, tried, seconds, tuple(candidates), where)
+    made = (Candidate(c, c.name(samples), estimated[c][1], estimated[c][0], None) for c in rows)
+    candidates = _with_reasons(tuple(made), target, where, where)
+    return SearchResult(target, samples, unit, considered, len(able), seconds, candidates, where)
 
 
 def with_outcomes(found: SearchResult, outcomes: Sequence[tuple[int, Outcome]]) -> SearchResult:
     """The result with compile outcomes; the best is then the first that fits when compiled."""
-    candidates = list(found.candidates)
-    best = found.best
-    compiled = dict(outcomes)
-    for number, outcome in compiled.items():
+    candidates, best = list(found.candidates), found.best
+    for number, outcome in outcomes:
         candidates[number] = replace(candidates[number], outcome=outcome)
-    fitting = [n for n, outcome in compiled.items() if outcome.fits(found.target)]
-    if compiled:
-        best = fitting[0] if fitting else None
-    top = candidates[best].estimate if best is not None else None
-    for number, each in enumerate(candidates):
-        lost = each.lost
+    if outcomes:
+        best = next((n for n, outcome in outcomes if outcome.fits(found.target)), None)
+    than = found.best if best is None else best
+    explained = _with_reasons(tuple(candidates), found.target, best, than)
+    return replace(found, candidates=explained, best=best)
+
+
+def _with_reasons(
+    candidates: tuple[Candidate, ...], target: Target, best: int | None, than: int | None
+) -> tuple[Candidate, ...]:
+    """The candidates, each but the best with the reason why it lost to `than`."""
+
+    def reason(number: int, each: Candidate) -> str | None:
         if number == best:
-            lost = None
-        elif each.outcome and not each.outcome.fits(found.target):
-            lost = _refused(each.outcome, found.target)
-        elif top and best != found.best:
-            lost = why_lost(each.estimate, top)
-        candidates[number] = replace(each, lost=lost)
-    return replace(found, candidates=tuple(candidates), best=best)
+            return None
+        if each.outcome and not each.outcome.fits(target):
+            return _refused(each.outcome, target)
+        top = each if than is None else candidates[than]
+        return why_lost(each.estimate, top.estimate)
+
+    return tuple(replace(each, lost=reason(n, each)) for n, each in enumerate(candidates))
 
 
 def _refused(outcome: Outcome, target: Target) -> str:

@@ -7,6 +7,7 @@ the argument's kind. Arrays on which the host's cores compute are not transferre
 the device and outputs to it are `HOST_UPDATE`.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 import jax
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
-from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
@@ -25,7 +25,7 @@ from jaxspeed.offload.transfer_report import (
     HostTransfers,
 )
 from jaxspeed.planner.memory.tiles import local_shape
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
 from jaxspeed.planner.memory.traced_step import Step
 from jaxspeed.planner.time.infer_collectives import CollectiveOp
 
@@ -124,20 +124,10 @@ class _TransferCounter:
         for body in op.bodies:
             self.moves = []
             self.run(body, runs * max(op.trips, 1))
-            self._through(op, body)
+            for pair in itertools.chain(*wires(op, body)):
+                self.join(pair)
             best = max(best, self.moves, key=lambda moves: sum(map(self._bytes, moves)))
         self.moves = before + best
-
-    def _through(self, op: Op, body: Scope) -> None:
-        """Join the operands and results of a loop or branch with its body's, and a loop's carry."""
-        first = len(op.ins) - len(body.ins)
-        pairs = [*zip(op.ins[first:], body.ins, strict=True)]
-        pairs += zip(body.outs, op.outs, strict=True)
-        if op.name != "cond":
-            consts, carry = consts_and_carry(op)
-            pairs += zip(body.outs, body.ins[consts : consts + carry], strict=False)
-        for pair in pairs:
-            self.join(pair)
 
     def _bytes(self, move: _Transfer) -> int:
         return move.runs * self.sizes.plain(move.sent)

@@ -19,7 +19,7 @@ from jaxspeed.communication import Communication, dtypes_text
 from jaxspeed.jaxpr.primitives import REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.partitioning import CONSTRAINT, ties_of
+from jaxspeed.planner.memory.partitioning import CONSTRAINT, relations_of, ties_of
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import (
     ENTER,
@@ -39,6 +39,7 @@ _EXPLICIT = {  # primitives of manual regions, and their collectives
     "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter",
     "all_to_all": "all-to-all", "ppermute": "collective-permute", "pbroadcast": "all-reduce",
 }  # fmt: skip
+_PARTIAL = {"dot_general", "gather", *REDUCTIONS, *SCATTERS}  # give partial sums of sharded dims
 _FREE = {"pvary", "pcast", "axis_index", ENTER, LEAVE}
 
 
@@ -139,46 +140,28 @@ class _Inference:
 
     def _summed(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
         """Sharded dims over which the result is a partial sum: (operand, dim, axes)."""
-        if op.name == "dot_general":
-            yield from self._contracted(op)
-        elif op.name in REDUCTIONS:
-            for v in op.values:
-                for d in op.params.get("axes", op.params.get("dimensions", ())):
-                    yield v, int(d), set(v.spec[int(d)])
-        elif op.name == "gather" and op.ins[0] is not None:
-            table, sizes = op.ins[0], op.params["slice_sizes"]
-            batching = getattr(op.params["dimension_numbers"], "operand_batching_dims", ())
-            for d, size in enumerate(sizes):
-                if size != table.shape[d] and d not in batching:
-                    yield table, d, set(table.spec[d])
-        elif op.name in SCATTERS:
-            yield from self._scattered(op)
-
-    def _contracted(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
-        (lhs, rhs), _ = op.params["dimension_numbers"]
-        left, right = op.ins[0], op.ins[1]
-        for d, e in zip(map(int, lhs), map(int, rhs), strict=True):
-            for v, at, other, there in ((left, d, right, e), (right, e, left, d)):
-                if v is None:
-                    continue
-                elsewhere = (
-                    {a for k, spec in enumerate(other.spec) if k != there for a in spec}
-                    if other is not None
-                    else set()
-                )
-                yield v, at, set(v.spec[at]) - elsewhere
-
-    def _scattered(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
-        """Each device adds its updates, and skips indices outside of its shard of the table."""
-        into, updates = op.ins[0], op.ins[2] if len(op.ins) > 2 else None
-        numbers = op.params["dimension_numbers"]
-        batching = getattr(numbers, "scatter_indices_batching_dims", ())
-        if updates is None:
+        if op.name not in _PARTIAL or (op.name in SCATTERS and any(_batching(op))):
             return
-        held = {a for spec in op.outs[0].spec for a in spec} if into is not None else set()
-        for d, spec in enumerate(updates.spec):
-            if d not in numbers.update_window_dims and not batching:
-                yield updates, d, set(spec) if op.name == "scatter-add" else set(spec) - held
+        known, out = relations_of(op), op.outs[0]
+        made = {f for factors in known.results for f in factors}
+        for i, (v, factors) in enumerate(zip(op.ins, known.operands, strict=True)):
+            for d, factor in enumerate(factors if v is not None else ()):
+                if v is None or (factor is not None and factor in made):
+                    continue
+                axes = set(v.spec[d])
+                if op.name == "dot_general":
+                    other, there = op.ins[1 - i], known.operands[1 - i].index(factor)
+                    if other is not None:
+                        axes -= {a for k, e in enumerate(other.spec) if k != there for a in e}
+                elif op.name == "gather" and i > 0:
+                    continue
+                elif op.name in SCATTERS:
+                    # Each device adds its updates, and skips indices outside of its shard.
+                    if i < 2 or factor is None:
+                        continue
+                    if op.name != "scatter-add" and op.ins[0] is not None:
+                        axes -= {a for e in out.spec for a in e}
+                yield v, d, axes
 
     # -- the resulting collectives ---------------------------------------------------------------
 
@@ -308,14 +291,8 @@ class _Inference:
         axes = {a for a in axes if isinstance(a, str)}
         kind = _EXPLICIT[op.name]
         for v, out in zip(op.ins, op.outs, strict=False):
-            if v is None:
-                continue
-            if kind in ("all-gather",):  # the operand is a shard: `_send` multiplies
-                self._send(kind, axes, v, op)
-            elif kind == "reduce-scatter":
-                self._send(kind, axes, out, op)
-            else:
-                self._send(kind, axes, v, op)
+            if v is not None:  # of an all-gather the operand is a shard: `_send` multiplies
+                self._send(kind, axes, out if kind == "reduce-scatter" else v, op)
 
     # -- loops -----------------------------------------------------------------------------------
 

@@ -4,12 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from jaxspeed.hardware.targets import Target
-from jaxspeed.metrics import ModelFlops, language_flops, traced_flops
-from jaxspeed.objective.batches import call_loss
-from jaxspeed.objective.config_model import family_sizes
+from jaxspeed.metrics import program_model_flops
 from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
@@ -122,7 +118,9 @@ class _Clock:
         exchanges = tuple(_grouped(self.moved, self.seconds, self.exposed, self.links, self.step))
         exposed = sum(e.exposed for e in exchanges)
         program, target = self.step.program, self.target
-        flops, tokens = model_flops(self.step)
+        flops, tokens = program_model_flops(program, self.step.batch), program.batch.train
+        if flops.item == "token":
+            tokens *= self.step.batch["tokens"].shape[1] - 1
         return Time(
             compute=self.compute,
             memory=self.memory,
@@ -190,34 +188,6 @@ def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:
     most = sorted(terms.items(), key=lambda item: -item[1][1])
     shown = [f"{runs} x {name}" for name, (runs, _) in most[:3]]
     return " + ".join([*shown, *(["..."] if len(most) > 3 else [])])
-
-
-def model_flops(step: Step) -> tuple[ModelFlops, int]:
-    """(Model FLOPs per token or sample, tokens or samples per step)."""
-    program, batch = step.program, step.batch
-    samples = program.batch.train
-    sizes = family_sizes(program.config)
-    if sizes is not None and "tokens" in batch:
-        length = batch["tokens"].shape[1] - 1
-        found = language_flops(sizes, [row.leaf for row in program.table], length)
-        if found is not None:
-            return found, samples * length
-
-    def loss(sources: Any, variables: Any, batch: Any) -> Any:
-        bound = program.model.bind(sources, variables, train=False, step=0, micro=0)
-        return call_loss(program.objective.loss_fn, bound, batch, variables, 0, 0, train=False)
-
-    parameters = {
-        row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype) for row in program.table
-    }
-    few = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (program.batch.micro, *x.shape[1:]) if x.shape else (), x.dtype
-        ),
-        batch,
-    )
-    args = (parameters, program.model.variables, few)
-    return traced_flops(loss, *args, samples=program.batch.micro), samples
 
 
 def _peak(program: Program, target: Target) -> float:

@@ -2,20 +2,14 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.checkpoint.leaves import key_data
 from jaxspeed.config import load_config
 from jaxspeed.objective.train_state import TrainState
-from jaxspeed.parameter_server.ray.build_worker_program import Build
+from jaxspeed.parameter_server.ray.actors import ServerActor, WorkerActor
+from jaxspeed.parameter_server.ray.build import BuildArguments
 from jaxspeed.parameter_server.ray.ray_engine import program_of
-from jaxspeed.parameter_server.ray.resources import ray_resources
-from jaxspeed.parameter_server.ray.server_functions import ServerFunctions, combine_scalars
-from jaxspeed.parameter_server.ray.server_program import program_of_server
-from jaxspeed.parameter_server.ray.state_transfer import join_state
-from jaxspeed.parameter_server.ray.worker_functions import WorkerFunctions
+from jaxspeed.parameter_server.ray.server_state import variables_of
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -76,54 +70,59 @@ class Parts:
 
     def __init__(self, given: dict[str, Any], **passed: Any) -> None:
         loaded = load_config(given)
-        resources = ray_resources(loaded)
-        roles = (
-            resources.process_config,
-            resources.workers,
-            resources.servers,
-            resources.platform,
-            resources.factor,
-        )
-        build = Build(*roles, **passed)
-        self.program = program_of(loaded, resources, build)
-        self.shares = list(self.program.servers)
-        process_config, _ = build.program(jax.devices()[0])
-        self.servers = [
-            ServerFunctions(program_of_server(process_config, s, resources.factor))
-            for s in self.shares
+        self.program, build = program_of(loaded, BuildArguments(**passed))
+        self.layout = build.layout
+        self.servers = [ServerActor() for _ in range(self.layout.servers)]
+        self.worker = WorkerActor()
+        variables = variables_of(self.program, 0)
+        begun = []
+        for number, server in enumerate(self.servers):
+            server.build(build, number)
+            begun.append(server.fresh(0))
+        self.published = [published for published, _ in begun]
+        self.worker.begin(self.worker.build(build), variables, *(frozen for _, frozen in begun))
+        self.variables = variables
+
+    def pushed(self, batch: dict[str, np.ndarray]) -> list[Any]:
+        """Of each worker: its pushes by bucket and server, then (losses, scale)."""
+        workers, done = self.program.workers, []
+        for part in range(workers):
+            rows = {name: np.split(x, workers)[part] for name, x in batch.items()}
+            done.append(self.worker.gradients(0, part, rows, *self.published))
+        return done
+
+    def reduced(self, done: list[Any], bucket: int = 0) -> list[Any]:
+        """What each server reduced of all pushes."""
+        losses, scale = [one[-1][0] for one in done], done[0][-1][1]
+        first = bucket * self.layout.servers
+        return [
+            server.reduce(1.0, scale, losses, *(one[first + i] for one in done))
+            for i, server in enumerate(self.servers)
         ]
-        self.states = [one.program.init(0) for one in self.servers]
-        self.worker = WorkerFunctions(process_config, self.shares)
-        self.variables = process_config.init(0).variables
 
     def step(self, batch: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         """One round; the metrics of each server."""
-        ranks = self.program.ranks
-        pairs = list(zip(self.servers, self.states, strict=True))
-        published = [one.published(state) for one, state in pairs]
-        frozen = self.worker.join_rows([one.frozen(state) for one, state in pairs])
-        sources = self.worker.sources(published, frozen)
-        done = []
-        for part in range(ranks):
-            rows = {name: np.split(x, ranks)[part] for name, x in batch.items()}
-            given = (sources, self.variables, rows, published[0].step, part, published[0].scale)
-            done.append(self.worker.gradients(*given))
-        scalars, shares = combine_scalars([one for _, one in done])
-        reduced = [
-            server.reduce([pushes[i] for pushes, _ in done], shares, state.loss_scale.scale)
-            for i, (server, state) in enumerate(pairs)
-        ]
-        squares = jnp.stack([one for _, one in reduced])
-        applied = [
-            server.apply(state, grads, squares, scalars)
-            for (server, state), (grads, _) in zip(pairs, reduced, strict=True)
-        ]
-        self.states = [state for state, _ in applied]
+        done, count = self.pushed(batch), len(self.layout.buckets)
+        if not count:
+            reduced = self.reduced(done)
+            applied = [server.apply(*reduced) for server in self.servers]
+            self.published = [published for published, _ in applied]
+            return [metrics for _, metrics in applied]
+        every: list[Any] = []
+        self.published = []
+        for bucket in range(count):
+            every += self.reduced(done, bucket)
+            last = bucket == count - 1
+            given = every if last else []
+            applied = [server.apply_bucket(last, *given) for server in self.servers]
+            self.published += [published for published, _ in applied]
         return [metrics for _, metrics in applied]
+
+    @property
+    def states(self) -> list[TrainState]:
+        return [server._state for server in self.servers]
 
     def state(self) -> TrainState:
         """The whole of it."""
-        pairs = zip(self.servers, self.states, strict=True)
-        given = [one.saved(state) for one, state in pairs]
-        variables = {path: np.asarray(key_data(x)) for path, x in self.variables.items()}
-        return join_state(self.program, given, self.shares, variables)
+        given = [server.get_state() for server in self.servers]
+        return self.layout.join_state(self.program, given, self.variables)

@@ -18,8 +18,10 @@ from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.parameter_server import Rule
 from jaxspeed.parameter_server import ray as actors
 from jaxspeed.parameter_server.ray import cluster as clusters
-from jaxspeed.parameter_server.ray import worker_pool as pools
+from jaxspeed.parameter_server.ray import pools
+from jaxspeed.parameter_server.schedules import Task
 from tests.parameter_server.ray.ray_parts import batches, config, plain
+from tests.support.covering import covering
 
 pytestmark = pytest.mark.ray
 
@@ -63,7 +65,7 @@ def fresh(engine):
 
 def under(engine, rule):
     """The same processes under another rule."""
-    engine._resources = replace(engine._resources, rule=rule)
+    engine.program = replace(engine.program, rule=rule)
     engine.reset()
     return engine
 
@@ -105,7 +107,7 @@ def test_each_worker_and_each_server_is_a_process(fresh):
     assert len({os.getpid(), *there["workers"], *there["servers"]}) == 5
 
 
-@pytest.mark.parametrize("when", ["between steps", "in a step"])
+@pytest.mark.parametrize("when", covering(["between steps", "in a step"], ["in a step"]))
 def test_a_killed_worker_is_restarted_and_no_number_changes(fresh, uninterrupted, when, caplog):
     given, losses = batches(8), uninterrupted[0]
     assert trained(fresh, given[:3]) == losses[:3]
@@ -171,6 +173,7 @@ def test_synchronous_steps_equal_those_of_one_controller_bitwise(engine, uninter
     assert arrays(engine.state) == uninterrupted[1]
 
 
+@pytest.mark.full  # test_asynchronous.py has the bound, and above one dies
 def test_asynchronous_workers_keep_the_bound_though_one_dies(engine):
     under(engine, Rule(max_staleness=1))
     given, found = batches(1) * 12, []  # one batch: the loss of others would not fall
@@ -190,21 +193,22 @@ def test_asynchronous_workers_keep_the_bound_though_one_dies(engine):
 
 def test_a_push_that_is_too_old_is_dropped_and_counted(engine):
     under(engine, Rule(max_staleness=1, on_stale="drop", decay=0.5))
-    batch, schedule = batches(1)[0], engine._schedule
+    batch, schedule, store = batches(1)[0], engine._schedule, engine._store
+    ledger, asynchronous = schedule._schedule.ledger, schedule._schedule
     engine.train_batch(batch)
     engine.wait()
-    version = schedule._ledger.version
+    version, before = ledger.version, arrays(engine.state)
     # Worker 0 pulled three versions ago.
-    schedule._ledger.pull(0)
-    schedule._ledger.version += 3
-    schedule._free.remove(0)
-    part = engine._parts(batch, 8)[0]
-    engine._workers.start(0, pools.WorkerTask("gradients", 0, part, schedule._servers.published))
-    before = arrays(engine._servers.get_state())
+    ledger.pull(0)
+    ledger.version += 3
+    asynchronous._free.remove(0)
+    part = engine._parts(batch, "train_batch", 8)[0]
+    engine._workers.start(0, Task(0, part, store.publish()))
     schedule.drain()
-    assert schedule._ledger.dropped == 1 and schedule.staleness[3] == 1
-    assert schedule._ledger.version == version + 3
-    assert arrays(engine._servers.get_state()) == before
+    assert ledger.dropped == 1 and schedule.staleness[3] == 1
+    assert ledger.version == version + 3
+    store._local = None
+    assert arrays(engine.state) == before
 
 
 def test_an_exception_of_the_loss_is_raised_once_with_its_message(fresh, uninterrupted):
@@ -233,3 +237,33 @@ def test_a_cluster_without_resources_is_an_error_at_once(engine, monkeypatch):
     monkeypatch.setattr(clusters, "SECONDS_TO_RESERVE", 1)
     with pytest.raises(RunError, match="need 2 CPUs, and the cluster has free 0"):
         clusters.Cluster(4)
+
+
+@pytest.mark.full
+def test_processes_of_several_devices_that_update_in_buckets_are_restarted(engine, tmp_path):
+    """Tensor-parallel workers; then one of them is killed, and a server."""
+    free = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipping": 0.0}
+    mesh = {"data": 2, "tensor": 2}
+    engine.ends.close()  # its two cores
+    made = actors.initialize(config=config(**free, mesh=mesh))
+    try:
+        assert len(made._store.buckets) >= 3
+        given = batches(6)
+        losses = trained(made, given)
+        state = arrays(made.state)
+        reference = jaxspeed.initialize(config=plain(**free), devices=jax.devices()[:2])
+        np.testing.assert_allclose(losses, trained(reference, given), rtol=2e-2)
+        made.reset()
+        assert trained(made, given[:2]) == losses[:2]
+        made.save_checkpoint(tmp_path)
+        made.wait()
+        kill(made.processes["workers"][1])
+        assert trained(made, given[2:4]) == losses[2:4]
+        kill(made.processes["servers"][0])
+        with pytest.raises(StateLostError, match="a server died"):
+            trained(made, given[4:])
+        made.load_checkpoint(tmp_path)
+        assert trained(made, given[2:]) == losses[2:]
+        assert arrays(made.state) == state
+    finally:
+        made.close()

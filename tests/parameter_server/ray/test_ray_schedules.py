@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspeed.errors import RunError
+from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server import Rule
-from jaxspeed.parameter_server.ray.failures import PushLostError
-from jaxspeed.parameter_server.ray.ray_schedules import (
+from jaxspeed.parameter_server.schedules import (
     MAX_CONSECUTIVE_LOSSES,
-    RayAsynchronousSchedule,
-    RaySynchronousSchedule,
+    AsynchronousSchedule,
+    Finished,
+    PushLostError,
+    SynchronousSchedule,
 )
-from jaxspeed.parameter_server.ray.server_functions import LossScalars
-from jaxspeed.parameter_server.ray.worker_pool import TaskResult
 
 WORKERS = 3
 
@@ -42,30 +42,45 @@ class WorkerPool:
 
     def next(self):
         worker = self._choose(sorted(self.tasks))
-        task = self.tasks.pop(worker)
-        scalars = LossScalars(np.float32(task.batch), np.float32(1), {}, np.float32(1))
-        return TaskResult(worker, task, scalars, pushes=[task])
+        return Finished(worker, self.tasks.pop(worker))
+
+    def pull(self, published):
+        pass
+
+    def metrics(self):
+        return {}
 
     def discard(self):
         self.tasks.clear()
 
 
-class ServerPool:
+class Store:
     """What is published is the version; it notes what it was given."""
 
-    def __init__(self, losses=0):
-        self.published = [0]
-        self.applied = []  # (the version that was pulled, the version that it met, its share)
+    buckets = (None,)
+
+    def __init__(self, losses=0, version=0):
+        self.version = version
+        self.applied = []  # (the version that was pulled, the version that it met, its factor)
         self.tries, self._losses = 0, losses
 
-    def update(self, pushes, shares, scalars):
+    def publish(self, bucket=None):
+        return self.version
+
+    def losses(self, done):
+        return Sums({}, np.float32(done.task.batch), np.float32(1), {})
+
+    def reduce(self, pushes, factor=1.0, bucket=None):
+        return [(done, factor) for done, _ in pushes]
+
+    def apply(self, reduced):
         self.tries += 1
         if self.tries <= self._losses:
             raise PushLostError("gone")
-        version = self.published[0]
-        for (task,), share in zip(pushes, shares, strict=True):
-            self.applied.append((task.published[0], version, float(share)))
-        self.published = [version + 1]
+        for done, factor in reduced:
+            self.applied.append((done.task.published, self.version, factor))
+        self.parts = [done.task.part for done, _ in reduced]
+        self.version += 1
         return {"grad_norm": np.float32(0)}
 
 
@@ -81,8 +96,8 @@ def test_no_gradient_older_than_the_bound_is_applied(order, bound, on_stale):
         choices.rotate(-1)
         return there[choices[0] % len(there)]
 
-    workers, servers = WorkerPool(choose), ServerPool()
-    schedule = RayAsynchronousSchedule(workers, servers, Rule(bound, on_stale, 0.5), version=0)
+    workers, servers = WorkerPool(choose), Store()
+    schedule = AsynchronousSchedule(workers, servers, Rule(bound, on_stale, 0.5))
     for _ in range(10):
         metrics = schedule.train([1.0] * WORKERS)
         assert metrics["loss"] == 1.0
@@ -99,42 +114,42 @@ def test_no_gradient_older_than_the_bound_is_applied(order, bound, on_stale):
 def test_a_slow_worker_sets_the_pace_where_others_wait():
     workers, servers = (
         WorkerPool(lambda there: there[-1]),
-        ServerPool(),
+        Store(),
     )  # worker 0 is never done first
-    schedule = RayAsynchronousSchedule(workers, servers, Rule(2, "wait"), version=0)
+    schedule = AsynchronousSchedule(workers, servers, Rule(2, "wait"))
     metrics = [schedule.train([1.0] * WORKERS) for _ in range(6)]
     assert sum(one["waited"] for one in metrics) > 0
     assert max(schedule.staleness) == 2
 
 
 def test_each_call_reports_the_pushes_since_the_last():
-    workers, servers = WorkerPool(lambda there: there[0]), ServerPool()
-    schedule = RayAsynchronousSchedule(workers, servers, Rule(9, "drop"), version=5)
+    workers, servers = WorkerPool(lambda there: there[0]), Store(version=5)
+    schedule = AsynchronousSchedule(workers, servers, Rule(9, "drop"))
     first = schedule.train([1.0, 2.0, 3.0])  # all three are handed out; one is waited for
     assert (first["accepted"], first["loss"], first["version"]) == (1, 1.0, 6)
     second = schedule.train([4.0, 5.0, 6.0])
     assert second["accepted"] == second["version"] - 6 > 0
     schedule.drain()
-    assert servers.published == [6]
+    assert servers.version == 5 + 6
 
 
 def test_a_synchronous_step_with_lost_gradients_is_recomputed():
     workers, servers = (
         WorkerPool(lambda there: there[-1]),
-        ServerPool(losses=MAX_CONSECUTIVE_LOSSES - 1),
+        Store(losses=MAX_CONSECUTIVE_LOSSES - 1),
     )
-    schedule = RaySynchronousSchedule(workers, servers, version=0)
+    schedule = SynchronousSchedule(workers, servers)
     assert schedule.train([1.0] * WORKERS)["version"] == 1
     assert servers.tries == MAX_CONSECUTIVE_LOSSES and len(servers.applied) == WORKERS
-    # In the order of the parts, whatever came first.
-    schedule = RaySynchronousSchedule(workers, ServerPool(losses=MAX_CONSECUTIVE_LOSSES), version=0)
+    assert servers.parts == [0, 1, 2]  # in this order, whatever came first
+    schedule = SynchronousSchedule(workers, Store(losses=MAX_CONSECUTIVE_LOSSES))
     with pytest.raises(RunError, match="do not reach the servers"):
         schedule.train([1.0] * WORKERS)
 
 
 def test_pushes_in_flight_are_discarded_after_an_error():
-    workers, servers = WorkerPool(lambda there: there[0]), ServerPool()
-    schedule = RayAsynchronousSchedule(workers, servers, Rule(9, "drop"), version=0)
+    workers, servers = WorkerPool(lambda there: there[0]), Store()
+    schedule = AsynchronousSchedule(workers, servers, Rule(9, "drop"))
     schedule.train([1.0] * WORKERS)
     assert workers.in_flight
     schedule.abort()

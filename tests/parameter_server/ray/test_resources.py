@@ -4,6 +4,7 @@ import pytest
 
 from jaxspeed.config import load_config
 from jaxspeed.errors import ConfigError
+from jaxspeed.parameter_server.programs import gradient_factor
 from jaxspeed.parameter_server.ray import ray_resources
 from tests.parameter_server.ray.ray_parts import config, plain
 
@@ -26,16 +27,20 @@ def test_simulated_devices_other_than_servers_are_workers():
 
 
 def test_a_process_config_has_its_part_of_the_batch_and_one_device():
-    process_config = load_config(resources(zero_optimization={"stage": 0}).process_config)
+    process_config = load_config(resources(zero_optimization={"stage": 0}).worker_config)
     assert process_config.batch(1).train == 4 and process_config.mesh.data == -1
     assert process_config.parallel.data_reduction == "xla"
     assert process_config.gradient_clipping == 0.5 and process_config.optimizer.type == "AdamW"
 
 
 def test_summed_gradients_are_scaled_by_workers_in_synchronous_steps_alone():
-    assert resources(gradient_allreduce_op="sum").factor == 2
+    summed = load_config(config(gradient_allreduce_op="sum"))
+    assert gradient_factor(summed, 2) == 2
     at_own_pace = {**config()["parallel"], "max_staleness": 3}
-    assert resources(gradient_allreduce_op="sum", parallel=at_own_pace).factor == 1
+    assert (
+        gradient_factor(load_config(config(gradient_allreduce_op="sum", parallel=at_own_pace)), 2)
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,7 @@ def test_summed_gradients_are_scaled_by_workers_in_synchronous_steps_alone():
             {"parallel": {**config()["parallel"], "worker_pace": [1.0, 2.0]}},
             "parallel.worker_pace: found .*its own pace",
         ),
+        ({"comms_logger": {"enabled": True}}, "comms_logger.enabled: found true"),
     ],
 )
 def test_unsupported_configs_are_refused_with_the_reason(changes, message):

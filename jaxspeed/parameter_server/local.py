@@ -1,0 +1,313 @@
+"""Workers and servers on the devices of this process.
+
+Nothing blocks on a device: a worker's program depends on the arrays that it pulls, a server's on
+the arrays that are pushed. The order of arrival is that of the seeded virtual clock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.communication import PULL, PUSH, Communication
+from jaxspeed.objective.accumulate import Sums
+from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.optim.loss_scale import StaticRule
+from jaxspeed.parameter_server.bucketed_update import BucketedUpdate
+from jaxspeed.parameter_server.programs import LocalProgram
+from jaxspeed.parameter_server.schedules import Finished, Task
+from jaxspeed.parameter_server.virtual_clock import VirtualClock
+from jaxspeed.parameter_server.worker import one_copy, place
+from jaxspeed.placement.specs import sharded_dim
+from jaxspeed.train.dispatch_limit import DispatchLimit
+from jaxspeed.train.gradients import batch_specs
+from jaxspeed.train.program import Metrics
+
+# Updates in flight on simulated servers: each is several programs.
+MAX_PENDING_UPDATES = 1
+
+
+@dataclass
+class Traffic:
+    """Bytes sent, by worker; `order` has the transfers of the current step in order of dispatch."""
+
+    up: Counter[int] = field(default_factory=Counter)
+    down: Counter[int] = field(default_factory=Counter)
+    order: list[Communication] = field(default_factory=list)  # of the current step
+
+    def send(
+        self,
+        kind: str,
+        worker: int,
+        purpose: str,
+        arrays: Sequence[jax.Array],
+        to: Sequence[Any],
+    ) -> Iterator[jax.Array]:
+        """Send each array to its device or mesh, without blocking."""
+        sizes = [(x.size, x.dtype) for x in arrays]
+        one = Communication.of_arrays(
+            kind, (), sizes, 1, source="run", purpose=purpose, site=f"worker {worker}"
+        )
+        (self.up if kind == PUSH else self.down)[worker] += one.bytes
+        self.order.append(one)
+        return iter(jax.device_put(list(arrays), list(to)))
+
+
+class PulledVersion(NamedTuple):
+    """What workers pull of a version."""
+
+    version: int | None  # None: a bucket, of a version that is not complete
+    params: Callable[[], Arrays]  # sharded over the servers
+    state: TrainState  # its loss scale and variables
+    scale: Any  # a copy of the loss scale on the servers, if it is dynamic
+
+
+class LocalWorkers:
+    """Pulled parameters on each worker's devices, and the programs that run on them."""
+
+    def __init__(self, program: LocalProgram, traffic: Traffic) -> None:
+        self.program, self.traffic = program, traffic
+        self._servers = list(program.mesh.devices.flat)
+        self._frozen = {row.path for row in program.table if not row.leaf.trainable}
+        self.begin()
+
+    def begin(self) -> None:
+        """Discard pulled parameters, after the state was replaced."""
+        self.clock = VirtualClock(self.program.paces, self.program.config.run.seed)
+        self._pulled: list[dict[str, list[jax.Array]]] = [{} for _ in self.program.paces]
+        self._scale: list[Any] = [None for _ in self.program.paces]
+        self._variables: list[Any] = [None for _ in self.program.paces]
+        self._versions: list[int | None] = [None for _ in self.program.paces]
+        self._computed: dict[int, Finished] = {}
+
+    @property
+    def size(self) -> int:
+        return self.clock.size
+
+    @property
+    def in_flight(self) -> int:
+        return self.clock.in_flight
+
+    def start(self, worker: int, task: Task) -> None:
+        """Dispatch the gradients, or the loss, of a part."""
+        self._pull(worker, task.published)
+        step = self.program.worker(worker)
+        mesh = self.program.worker_meshes[worker]
+        at = jax.tree.map(lambda spec: place(mesh, spec), batch_specs(task.batch))
+        part = jax.device_put(task.batch, at)  # it may have been placed for another worker
+        args = (self._pulled[worker], self._variables[worker], part)
+        version = np.int32(task.published.version)
+        if task.train:
+            first = np.int32(task.part * self.program.batch.accumulation)
+            push = step.gradients(*args, version, self._scale[worker], first)
+        else:
+            push = step.loss(*args, version)
+        self._computed[worker] = Finished(worker, task, push)
+        self.clock.start(worker)
+
+    def next(self) -> Finished:
+        return self._computed.pop(self.clock.next().worker)
+
+    def pull(self, published: PulledVersion) -> None:
+        for worker in range(self.size):
+            self._pull(worker, published)
+
+    def discard(self) -> None:
+        self.clock.discard()
+        self._computed.clear()
+
+    def metrics(self) -> dict[str, float]:
+        return {"virtual_seconds": self.clock.now}
+
+    def state_of_first(self, published: PulledVersion) -> TrainState:
+        """The state that the first worker's program reads."""
+        self._pull(0, published)
+        return self.program.worker(0).state(self._pulled[0], published.state)
+
+    def _pull(self, worker: int, published: PulledVersion) -> None:
+        """Send a worker the parameters that it lacks; frozen ones and variables only once."""
+        if published.version is not None and self._versions[worker] == published.version:
+            return
+        params = published.params()
+        if published.version is None:
+            self._send(worker, params)
+            return
+        if self._variables[worker] is None:
+            here = place(self.program.worker_meshes[worker])
+            self._variables[worker] = one_copy(published.state.variables, here)
+            self._send(worker, {path: params[path] for path in self._frozen})
+        self._send(worker, {p: x for p, x in params.items() if p not in self._frozen})
+        scale = published.state.loss_scale.scale.addressable_shards[0].data
+        here = place(self.program.worker_meshes[worker])
+        (self._scale[worker],) = self.traffic.send(PULL, worker, "scale", [scale], [here])
+        self._versions[worker] = published.version
+
+    def _send(self, worker: int, params: Arrays) -> None:
+        """Send the pieces of some parameters, sharded over `tensor` where that divides them."""
+        step, mesh = self.program.worker(worker), self.program.worker_meshes[worker]
+        flat, to = [], []
+        for path, x in params.items():
+            by_device = {shard.device: shard.data for shard in x.addressable_shards}
+            pieces = [by_device[self._servers[p.server]] for p in step.splits[path].pieces]
+            flat += pieces
+            to += [place(mesh, step.piece_spec(path))] * len(pieces)
+        sent = self.traffic.send(PULL, worker, "parameters", flat, to)
+        self._pulled[worker] |= {
+            path: [next(sent) for _ in step.splits[path].pieces] for path in params
+        }
+
+
+class ReducedSums(NamedTuple):
+    """ReducedSums gradients on the servers, with loss and weight."""
+
+    sums: Sums
+    factor: Any
+    bucket: int | None
+
+
+class LocalServers:
+    """The servers' state on their mesh."""
+
+    def __init__(self, program: LocalProgram, state: TrainState, traffic: Traffic) -> None:
+        self.program, self.traffic = program, traffic
+        self.pace = DispatchLimit(program.mesh.devices.flat[0], MAX_PENDING_UPDATES)
+        self._servers = list(program.mesh.devices.flat)
+        self._at = {  # as pushes arrive: in device memory
+            row.path: NamedSharding(program.mesh, PartitionSpec(*row.source.spec))
+            for row in program.table
+        }
+        self._bucket: Arrays = {}  # the last that was updated, until it is published
+        self.state = state
+
+    @property
+    def state(self) -> TrainState:
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self.version = int(state.step)  # each update makes one
+        self._advance(state)
+
+    def _advance(self, state: TrainState) -> None:
+        self._state = state
+        self._published: PulledVersion | None = None
+        self._update: BucketedUpdate | None = None  # in progress
+
+    @property
+    def buckets(self) -> Sequence[int | None]:
+        found = self.program.server.buckets
+        return (None,) if found is None else range(len(found.paths))
+
+    def publish(self, bucket: int | None = None) -> PulledVersion:
+        """Parameters as layers read them; with the last bucket the version is complete."""
+        if bucket is not None:
+            params, self._bucket = self._bucket, {}
+            version = self.version if self._update is None else None
+            return PulledVersion(version, lambda: params, self._state, None)
+        if self._published is None:
+            state, dynamic = self._state, self.program.optimizer.rule != StaticRule()
+            made = cache(lambda: self.program.server.publish(state))
+            scale = jnp.copy(state.loss_scale.scale) if dynamic else None
+            self._published = PulledVersion(self.version, made, state, scale)
+        return self._published
+
+    def losses(self, done: Finished) -> Sums:
+        """Send loss, weight and metrics to every server."""
+        leaves, tree = jax.tree.flatten(done.push._replace(grads={}))
+        count = len(self._servers)
+        copies = [_shards(x)[0] for x in leaves for _ in self._servers]
+        to = self._servers * len(leaves)
+        sent = self.traffic.send(PUSH, done.worker, "scalars", copies, to)
+        at = self.program.shardings.step
+        made = [
+            jax.make_array_from_single_device_arrays((), at, [next(sent) for _ in range(count)])
+            for _ in leaves
+        ]
+        moved: Sums = jax.tree.unflatten(tree, made)
+        return moved
+
+    def reduce(
+        self,
+        pushes: Sequence[tuple[Finished, Sums]],
+        factor: float = 1.0,
+        bucket: int | None = None,
+    ) -> ReducedSums:
+        server = self.program.server
+        paths = None if bucket is None or not server.buckets else server.buckets.paths[bucket]
+        sums = server.mean(
+            losses._replace(grads=self._sent(done, paths)) for done, losses in pushes
+        )
+        pulled = pushes[0][0].task.published.scale
+        if pulled is None:
+            return ReducedSums(sums, np.float32(factor), bucket)
+        # A push is in units of the loss scale of the version that was pulled.
+        return ReducedSums(sums, factor * (self._state.loss_scale.scale / pulled), bucket)
+
+    def _sent(self, done: Finished, paths: Iterable[str] | None) -> Arrays:
+        """Send gradients, each piece to the server that owns it."""
+        splits = self.program.worker(done.worker).splits
+        pushed, servers = done.push.grads, self._servers
+        chosen = list(pushed if paths is None else paths)
+        flat, to = [], []
+        for path in chosen:
+            pieces = pushed[path] if splits[path].dim is not None else pushed[path] * len(servers)
+            for x, server in zip(pieces, servers, strict=True):
+                shards = _shards(x)
+                flat += shards
+                to += [server] * len(shards)
+        sent = self.traffic.send(PUSH, done.worker, "gradients", flat, to)
+        grads = {}
+        for path in chosen:
+            count, dim = len(_shards(pushed[path][0])), _sharded_dim(pushed[path][0])
+            arrived = [[next(sent) for _ in range(count)] for _ in servers]
+            pieces = [x[0] if count == 1 else jnp.concatenate(x, dim) for x in arrived]
+            shape, at = splits[path].stored, self._at[path]
+            grads[path] = jax.make_array_from_single_device_arrays(shape, at, pieces)
+        return grads
+
+    def apply(self, reduced: ReducedSums) -> Metrics:
+        sums, factor, bucket = reduced
+        server = self.program.server
+        if bucket is None:
+            state, metrics = server.apply(self._state, sums, factor, None)
+        else:
+            assert server.buckets is not None
+            if self._update is None:
+                self._update = BucketedUpdate(server.buckets, self._state)
+            self._bucket = self._update.bucket(sums.grads)
+            self.pace.sent(next(iter(self._bucket.values())))
+            if bucket + 1 < len(server.buckets.paths):
+                return {}
+            state, metrics = self._update.finish(sums._replace(grads={}))
+        self.version += 1
+        self._advance(state)
+        self.pace.sent(metrics["loss"])
+        return metrics
+
+    # -- for the engine ---------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._state)
+
+    held = state
+
+    def reset(self, seed: int) -> None:
+        self.state = self.program.init(seed)
+
+
+def _shards(x: jax.Array) -> list[jax.Array]:
+    """The shards of a worker's array over `tensor`, in order, without their replicas."""
+    if len(x.devices()) == 1:
+        return [x]
+    starts = {tuple(i.start or 0 for i in s.index): s.data for s in x.addressable_shards}
+    return [starts[start] for start in sorted(starts)]
+
+
+def _sharded_dim(x: jax.Array) -> int:
+    return sharded_dim(getattr(x.sharding, "spec", ()), "tensor") or 0

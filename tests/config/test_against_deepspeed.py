@@ -1,0 +1,257 @@
+"""200 generated configs, read and run by DeepSpeed's own code and by jaxspeed's.
+
+Batch triple, clipping, precision and stage are those of DeepSpeedConfig; learning rates and loss
+scales those of its schedulers and scalers over 200 steps; elastic batches those of its table.
+Skipped where DeepSpeed is not installed; 0.19.6 was the reference.
+"""
+
+import contextlib
+import copy
+import io
+import random
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspeed.config import Config
+from jaxspeed.errors import ConfigError
+from jaxspeed.optim import loss_scale
+from jaxspeed.optim.schedules import build_schedule
+
+deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+torch = pytest.importorskip("torch")
+
+import deepspeed.runtime.config as their_config  # noqa: E402
+from deepspeed.elasticity import compute_elastic_config  # noqa: E402
+from deepspeed.runtime import lr_schedules as their_schedules  # noqa: E402
+from deepspeed.runtime.fp16 import loss_scaler as their_scaler  # noqa: E402
+
+STEPS = 200
+
+
+def read_by_deepspeed(tree, ranks):
+    """DeepSpeed's own reading of a config on so many ranks; None if it refuses it."""
+    world = SimpleNamespace(get_data_parallel_world_size=lambda: ranks)
+    dist = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: ranks)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(their_config, "dist", dist)
+        try:
+            return their_config.DeepSpeedConfig(copy.deepcopy(tree), mpu=world)
+        except (AssertionError, ValueError, TypeError):
+            return None
+
+
+def generated(number):
+    """A config with a bit of everything, and its data-parallel size."""
+    rng = random.Random(number)
+    pick = rng.choice
+    ranks = pick([1, 2, 4, 8])
+    micro, accumulation = pick([1, 2, 3, 8]), pick([1, 2, 5])
+    sizes = {
+        "train_batch_size": micro * accumulation * ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    tree = {key: sizes[key] for key in rng.sample(sorted(sizes), rng.randint(1, 3))}
+    if rng.random() < 0.1:
+        tree["train_batch_size"] = sizes["train_batch_size"] + pick([1, ranks])
+    if rng.random() < 0.5:
+        tree["gradient_clipping"] = pick([0, 0.5, 1.0, 7])
+    precision = pick(["fp16", "bf16", "bfloat16", None])
+    if precision == "fp16":
+        keys = {
+            "loss_scale": pick([0, 0, 0, 128, "64"]),
+            "initial_scale_power": pick([4, 8, 16]),
+            "loss_scale_window": pick([2, 10, 50]),
+            "hysteresis": pick([1, 2, 3]),
+            "consecutive_hysteresis": pick([True, False, "false"]),
+            "min_loss_scale": pick([1, 2, 0]),
+        }
+        chosen = rng.sample(sorted(keys), rng.randint(0, len(keys)))
+        tree["fp16"] = {"enabled": pick([True, 1, "true"])} | {key: keys[key] for key in chosen}
+    elif precision:
+        tree[precision] = {"enabled": pick([True, False, "true"])}
+    tree["zero_optimization"] = pick(
+        [True, False, {"stage": 1}, {"stage": "2"}, {"stage": 3, "max_live_parameters": 1e8}]
+    )
+    tree["optimizer"] = {"type": "Adam", "params": {"lr": pick([1e-4, 3e-3])}}
+    if scheduler := _scheduler(rng):
+        tree["scheduler"] = scheduler
+    if rng.random() < 0.3:
+        tree["zero_allow_untested_optimizer"] = True
+    if rng.random() < 0.2:
+        tree["unheard_of"] = {"enabled": True}
+    return tree, ranks
+
+
+def _scheduler(rng):
+    pick = rng.choice
+    warmup = {"warmup_num_steps": pick([1, 2, 10, 50]), "warmup_type": pick(["log", "linear"])}
+    total = {"total_num_steps": pick([60, 150, 400])}
+    rates = {"warmup_min_lr": pick([0, 1e-6]), "warmup_max_lr": pick([1e-3, 2e-5])}
+    cycle = {
+        "cycle_min_lr": 1e-5,
+        "cycle_max_lr": 1e-3,
+        "cycle_first_step_size": pick([5, 40]),
+        "cycle_first_stair_count": pick([0, 4]),
+        "decay_step_size": pick([0, 7]),
+        "decay_lr_rate": pick([0, 0.1]),
+        "cycle_momentum": pick([True, False]),
+    }
+    if rng.random() < 0.5:
+        cycle["cycle_second_step_size"] = pick([10, 30])
+    sweep = {
+        "lr_range_test_min_lr": 1e-4,
+        "lr_range_test_step_size": pick([3, 20]),
+        "lr_range_test_step_rate": pick([0.5, 2.0]),
+        "lr_range_test_staircase": pick([True, False]),
+    }
+    return pick(
+        [
+            None,
+            {"type": "WarmupLR", "params": warmup | rates},
+            {"type": "WarmupLR", "params": warmup},
+            {"type": "WarmupDecayLR", "params": warmup | rates | total},
+            {"type": "WarmupCosineLR", "params": warmup | total | {"cos_min_ratio": 0.1}},
+            {"type": "OneCycle", "params": cycle},
+            {"type": "LRRangeTest", "params": sweep},
+        ]
+    )
+
+
+def test_configs_are_read_as_deepspeed_reads_them():
+    agreed = refused = 0
+    for number in range(200):
+        tree, ranks = generated(number)
+        theirs = read_by_deepspeed(tree, ranks)
+        try:
+            ours = Config.load(tree)
+            batch = ours.batch(ranks)
+        except ConfigError:
+            assert theirs is None, (number, tree)
+            refused += 1
+            continue
+        assert theirs is not None, (number, tree)
+        triple = (
+            theirs.train_batch_size,
+            theirs.train_micro_batch_size_per_gpu,
+            theirs.gradient_accumulation_steps,
+        )
+        assert (batch.train, batch.micro, batch.accumulation) == triple, (number, tree)
+        assert ours.gradient_clipping == theirs.gradient_clipping
+        assert ours.fp16.enabled == theirs.float16_config.enabled
+        assert ours.bf16.enabled == theirs.bfloat16_config.enabled
+        assert ours.zero_optimization.stage == theirs.zero_optimization_stage
+        agreed += 1
+    assert agreed > 120
+    assert refused > 10
+
+
+def test_learning_rates_are_those_of_deepspeeds_schedulers():
+    compared = 0
+    for number in range(200):
+        tree, _ = generated(number)
+        if "scheduler" not in tree:
+            continue
+        given = {key: tree[key] for key in ("optimizer", "scheduler")}
+        config = Config.load(given)
+        base = config.optimizer.params["lr"]
+        optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=base)
+        their_class = getattr(their_schedules, config.scheduler.type)
+        theirs, lrs = their_class(optimizer, **tree["scheduler"]["params"]), []
+        for _ in range(STEPS):
+            lrs.append(optimizer.param_groups[0]["lr"])
+            theirs.step()
+        ours = build_schedule(config.scheduler.type, config.scheduler.params)
+        found = jax.vmap(lambda step, ours=ours, base=base: ours.lr(step, base))(jnp.arange(STEPS))
+        np.testing.assert_allclose(found, lrs, rtol=2e-5, atol=1e-9, err_msg=str((number, given)))
+        compared += 1
+    assert compared > 120
+
+
+def test_loss_scales_are_those_of_deepspeeds_scaler(monkeypatch):
+    monkeypatch.setattr(their_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
+    compared = 0
+    for number in range(200):
+        tree, _ = generated(number)
+        theirs_config = read_by_deepspeed({"train_batch_size": 8, **_fp16_of(tree)}, 8)
+        if "fp16" not in tree or theirs_config is None:
+            continue
+        fp16 = theirs_config.float16_config
+        theirs = their_scaler.CreateLossScaler(
+            dtype=torch.half,
+            static_loss_scale=fp16.loss_scale,
+            dynamic_scaling=fp16.loss_scale == 0,
+            dynamic_loss_args=fp16.dynamic_loss_scale_args(),
+        )
+        section = Config.load(_fp16_of(tree)).fp16
+        rule = loss_scale.make_rule(
+            loss_scale=section.loss_scale,
+            initial_scale_power=section.initial_scale_power,
+            loss_scale_window=section.loss_scale_window,
+            hysteresis=section.hysteresis,
+            consecutive_hysteresis=section.consecutive_hysteresis,
+            min_loss_scale=section.min_loss_scale,
+        )
+        rng = random.Random(number)
+        overflows = np.array([rng.random() < 0.1 for _ in range(STEPS)])
+        expected = []
+        theirs.raise_error_at_min_scale = False
+        for overflow in overflows:
+            theirs.update_scale(bool(overflow))
+            expected.append(float(theirs.loss_scale))
+
+        def step(state, overflow, rule=rule):
+            state = loss_scale.update(state, ~overflow, rule)
+            return state, state.scale
+
+        _, found = jax.lax.scan(step, loss_scale.init(rule), jnp.asarray(overflows))
+        assert found.tolist() == expected, (number, tree["fp16"])
+        compared += 1
+    assert compared > 20
+
+
+def _fp16_of(tree):
+    return {"fp16": tree["fp16"]} if "fp16" in tree else {}
+
+
+@pytest.mark.parametrize("version", [None, 0.1, 0.2])
+@pytest.mark.parametrize("prefer_larger", [True, False])
+def test_elastic_batches_are_deepspeeds(version, prefer_larger):
+    """At each device count, inside the table and outside of it."""
+    seen = {"fits": 0, "refused": 0}
+    for number in range(12):
+        rng = random.Random(number)
+        section = {
+            "enabled": True,
+            "max_train_batch_size": rng.choice([100, 500, 2000]),
+            "micro_batch_sizes": sorted(rng.sample([1, 2, 3, 4, 6, 8, 16], 3)),
+            "min_gpus": rng.choice([1, 4]),
+            "max_gpus": rng.choice([64, 1000]),
+            "prefer_larger_batch": prefer_larger,
+        } | ({} if version is None else {"version": version})
+        for ranks in (1, 2, 3, 5, 6, 7, 8, 11, 12, 16, 17, 24, 31, 48, 64, 65, 96, 100):
+            with contextlib.redirect_stdout(io.StringIO()):
+                try:
+                    train, _, micro = compute_elastic_config(
+                        {"elasticity": section}, deepspeed.__version__, world_size=ranks
+                    )
+                    theirs = (train, micro, train // (micro * ranks))
+                except Exception as error:
+                    assert type(error).__module__.startswith(("deepspeed", "builtins")), error
+                    theirs = None
+            try:
+                batch = Config.load({"elasticity": section}).batch(ranks)
+                ours = (batch.train, batch.micro, batch.accumulation)
+            except ConfigError:
+                ours = None
+            if theirs is not None and theirs[0] == 0:
+                theirs = None  # DeepSpeed returns a batch of nothing
+            assert ours == theirs, (number, section, ranks)
+            seen["fits" if ours else "refused"] += 1
+    assert seen["fits"] > 50
+    if version == 0.1:
+        assert seen["refused"] > 50
