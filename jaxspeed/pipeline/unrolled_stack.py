@@ -82,8 +82,9 @@ def _merged_body(jaxpr: Any, members: Sequence[_Member], name: str) -> tuple[Any
     except DifferentProgram as different:
         raise ModelError(
             f"mesh.pipe: block {different.number} of {len(members)} computes something else than "
-            f"block 0 ({name}, ...), and all stages run one program. Blocks of one class with equal settings can "
-            "be split into stages; blocks that alternate can be grouped into one block per period"
+            f"block 0 ({name}, ...), and all stages run one program. Blocks of one class with "
+            "equal settings can be split into stages; blocks that alternate can be grouped into "
+            "one block per period"
         ) from None
 
 
