@@ -113,7 +113,7 @@ class Parallel(Section):
     logical_axes: dict[Pattern, list[Text | None]] = honoured(
         {},
         'Dim names of parameters whose model has none, by path pattern: {"**/up/kernel": '
-        '["embed", "mlp"]}.',
+        '["embed", "mlp"]}; one "..." stands for any number of dims without a name.',
     )
     axis_names: dict[Text, Literal["tensor", "data"] | None] = honoured(
         {},

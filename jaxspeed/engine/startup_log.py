@@ -157,7 +157,9 @@ def _remedy(largest: Sequence[Row], stack: Stack) -> str:
         )
     if kinds.count(kinds[0]) > 1:
         return "They repeat too, but the stages split only one list: parallel.units selects it"
+    if len(first.leaf.shape) != 2:
+        return "Only blocks of equal parameters become stages, and these are in no such block"
     return (
         "If one has a vocabulary dim, name it: "
-        f'parallel.logical_axes {{"{first.path}": ["vocab", ...]}}'
+        f'parallel.logical_axes {{"{first.path}": ["vocab", "..."]}}'
     )

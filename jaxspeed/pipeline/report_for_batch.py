@@ -15,7 +15,7 @@ from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.split_loss import split_loss
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
-from jaxspeed.placement.specs import num_shards, spec_axes
+from jaxspeed.placement.specs import by_dim, num_shards, spec_axes
 from jaxspeed.placement.table import PIPE, PlacementTable
 
 
@@ -80,12 +80,12 @@ class _LayerBytes:
     def __init__(self, table: PlacementTable, wire: Any) -> None:
         assert table.stack is not None
         self.sizes, self.wire = table.mesh.shape, wire
-        self.first = 1 if table.stack.stacked else 0  # the first dim of a layer's slice
+        self.stack = table.stack
 
     def read(self, row: Row, dtype: Any = None) -> int:
         """Bytes as the layer reads it, or in another dtype; padded as gathered arrays are."""
         shape = row.source_shape if row.gathered else row.leaf.shape
-        return self._size(shape, row.read, dtype or row.read.dtype)
+        return self._size(row, shape, row.read, dtype or row.read.dtype)
 
     def gathered(self, row: Row) -> int:
         """Bytes gathered by ZeRO 3."""
@@ -103,14 +103,17 @@ class _LayerBytes:
         parts = [(row.source, row.read.dtype)]
         parts += [(row.opt, row.grad.dtype)] if row.opt and row.grad else []
         return sum(
-            self._size(row.shape(at), at, dtype) for at, dtype in parts if PIPE in _added(row, at)
+            self._size(row, row.shape(at), at, dtype)
+            for at, dtype in parts
+            if PIPE in _added(row, at)
         )
 
-    def _size(self, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
+    def _size(self, row: Row, shape: Sequence[int], placement: Placement, dtype: Any) -> int:
         """Bytes of a shard of such an array, without the `layers` dim and its sharding."""
-        entries = placement.spec[self.first :]
-        shards = math.prod(num_shards(entry, self.sizes) for entry in entries)
-        return math.prod(shape[self.first :]) * jnp.dtype(dtype).itemsize // shards
+        dims = [d for d in range(len(shape)) if d != self.stack.layers_dim(row.path)]
+        spec = by_dim(placement.spec, len(shape))
+        shards = math.prod(num_shards(spec[d], self.sizes) for d in dims)
+        return math.prod(shape[d] for d in dims) * jnp.dtype(dtype).itemsize // shards
 
 
 def _added(row: Row, placement: Placement) -> frozenset[str]:

@@ -4,15 +4,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.inline_calls import with_calls_inlined
 from jaxspeed.jaxpr.primitives import CASTS
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.jaxpr.traverse import bodies, consts_and_carry, is_var
 from jaxspeed.pipeline.repeated_blocks import BlockInputs, BlockWeights, RepeatedBlocks
+from jaxspeed.placement.stacks import Stack
+
+
+def scanned_stacks(closed: Any, parameters: Mapping[Any, str]) -> list[Stack]:
+    """The stacks over which a traced loss scans; `parameters` are paths of its variables."""
+    jaxpr = with_calls_inlined(closed.jaxpr, set(parameters))
+    dims: dict[Any, int] = {}
+    stacked, _ = _casts_of(jaxpr, parameters, dims)
+    found = []
+    for scan in (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"):
+        xs = [v for v in scan.invars[sum(consts_and_carry(scan)) :] if is_var(v) and v in stacked]
+        paths = [stacked[v][0] for v in xs]
+        if paths and scan.params["length"] > 1:
+            layers = {path: dims[v] for path, v in zip(paths, xs, strict=True) if dims.get(v)}
+            leaves = {path: (path,) for path in paths}
+            found.append(Stack(scan.params["length"], leaves, dims=layers))
+    return found
 
 
 def scanned_blocks(jaxpr: Any, stack: Mapping[Any, str]) -> RepeatedBlocks:
     """The blocks of a program that scans along the stacked parameters `stack`."""
-    stacked, casts = _casts_of(jaxpr, stack)
+    stacked, casts = _casts_of(jaxpr, stack, {})
     readers = [e for e in jaxpr.eqns if any(is_var(v) and v in stacked for v in e.invars)]
     scan = _the_scan([e for e in readers if e not in casts], stacked, stack)
     (body,) = bodies(scan)
@@ -40,16 +58,33 @@ def scanned_blocks(jaxpr: Any, stack: Mapping[Any, str]) -> RepeatedBlocks:
     )
 
 
-def _casts_of(jaxpr: Any, stack: Mapping[Any, str]) -> tuple[dict[Any, Any], list[Any]]:
-    """({variable: (parameter name, casts)} of stacked parameters and their casts, the casts)."""
+def _casts_of(
+    jaxpr: Any, stack: Mapping[Any, str], dims: dict[Any, int]
+) -> tuple[dict[Any, Any], list[Any]]:
+    """({variable: (parameter name, casts)} of stacked parameters and their casts, the casts).
+
+    So is a transpose that has moved the layers' dim to the front: a stage's weights have it there.
+    `dims` receives its place in the parameter.
+    """
     found: dict[Any, Any] = {v: (name, ()) for v, name in stack.items()}
     casts = []
     for eqn in jaxpr.eqns:
         v = eqn.invars[0] if len(eqn.invars) == 1 else None
-        if eqn.primitive.name in CASTS and v is not None and is_var(v) and v in found:
-            name, before = found[v]
-            found[eqn.outvars[0]] = (name, (*before, eqn))
-            casts.append(eqn)
+        if v is None or not is_var(v) or v not in found:
+            continue
+        name, before = found[v]
+        (out,) = eqn.outvars if len(eqn.outvars) == 1 else (None,)
+        if eqn.primitive.name in CASTS:
+            found[out] = (name, (*before, eqn))
+            dims[out] = dims.get(v, 0)
+        elif eqn.primitive.name == "transpose" and not dims.get(v):
+            first, *rest = eqn.params["permutation"]
+            if list(rest) != sorted(rest):
+                continue
+            found[out], dims[out] = found[v], first
+        else:
+            continue
+        casts.append(eqn)
     return found, casts
 
 

@@ -122,10 +122,10 @@ class StageLayout:
         """
         arrays = on_device(arrays)
         row = self.row(name)
-        dim = self._pipe_dim(name, row.source)
+        dim, layers = self._pipe_dim(name, row.source), self._layers_dim(name)
 
         def ordered(*arrays: jax.Array) -> jax.Array:
-            x = arrays[0] if self.stack.stacked else jnp.stack(arrays)
+            x = jnp.moveaxis(arrays[0], layers, 0) if layers is not None else jnp.stack(arrays)
             return self._split_by_stage(x.astype(row.read.dtype))
 
         def exchange(*arrays: jax.Array) -> list[jax.Array]:
@@ -143,12 +143,13 @@ class StageLayout:
         row = self.row(name)
         assert row.opt is not None
         dim = self._pipe_dim(name, row.opt)
-        more = zip(gradient.shape[3:], row.shape(row.opt)[self._layer_dims :], strict=True)
+        layers = self._layers_dim(name)
+        more = zip(gradient.shape[3:], self._of_layer(name, row.shape(row.opt)), strict=True)
         gradient = jnp.pad(gradient, [(0, 0)] * 3 + [(0, b - a) for a, b in more])
 
         def apart(x: jax.Array) -> list[jax.Array]:
             x = self._merge_stages(x)
-            return [x] if self.stack.stacked else list(x)
+            return list(x) if layers is None else [jnp.moveaxis(x, 0, layers)]
 
         def exchange(x: jax.Array) -> list[jax.Array]:
             return apart(lax.all_to_all(x, PIPE, dim, 0, tiled=True))
@@ -180,15 +181,19 @@ class StageLayout:
 
     # -- one layer's slice of a parameter, [layers, ...] ------------------------------------------
 
-    @property
-    def _layer_dims(self) -> int:
-        """Number of leading `layers` dims of a stored array."""
-        return 1 if self.stack.stacked else 0
+    def _layers_dim(self, name: str) -> int | None:
+        """The dim of a stored array that stacks the layers."""
+        return self.stack.layers_dim(self.stack.leaves[name][0])
+
+    def _of_layer(self, name: str, dims: Sequence[Any]) -> list[Any]:
+        """What belongs to the dims of one layer's slice, of a stored array's."""
+        layers = self._layers_dim(name)
+        return [x for dim, x in enumerate(dims) if dim != layers]
 
     def _layer_spec_entries(self, name: str, placement: Placement) -> list[Any]:
         """PartitionSpec entries of one layer's slice as stored, one per dim."""
         ndim = len(self.row(name).leaf.shape)
-        return by_dim(placement.spec, ndim)[self._layer_dims :]
+        return self._of_layer(name, by_dim(placement.spec, ndim))
 
     def spec(self, name: str, placement: Placement) -> PartitionSpec:
         """PartitionSpec of one layer's slice on its stage."""
@@ -198,8 +203,8 @@ class StageLayout:
         """Shape of one layer's slice, including the padding of gathered dims."""
         row = self.row(name)
         sizes = zip(
-            row.leaf.shape[self._layer_dims :],
-            row.shape(row.source)[self._layer_dims :],
+            self._of_layer(name, row.leaf.shape),
+            self._of_layer(name, row.shape(row.source)),
             self.spec(name, row.read),
             self.spec(name, row.source),
             strict=True,
@@ -209,12 +214,12 @@ class StageLayout:
     def gradient_shape(self, name: str) -> tuple[int, ...]:
         row = self.row(name)
         assert row.grad is not None
-        return row.shape(row.grad)[self._layer_dims :]
+        return tuple(self._of_layer(name, row.shape(row.grad)))
 
     def sharded_param(self, name: str, mesh: Any, wire: Any) -> ShardedParam:
         """A chunk of a parameter as it is stored inside a stage."""
         row = self.row(name)
-        shape = (self.rows, *row.leaf.shape[self._layer_dims :])
+        shape = (self.rows, *self._of_layer(name, row.leaf.shape))
         gathered = NamedSharding(mesh, PartitionSpec(None, *self.spec(name, row.read)))
         memory_kind = HOST if row.source.memory_kind == HOST and self.stack.in_place else None
         spec = PartitionSpec(None, *self.spec(name, row.source))

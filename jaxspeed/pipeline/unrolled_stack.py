@@ -36,7 +36,7 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
     members = _members(jaxpr, stack)
     inside = {id(e) for m in members for e in m.eqns}
     others = [e for e in jaxpr.eqns if id(e) not in inside]
-    body, reads = _merged_body(jaxpr, members)
+    body, reads = _merged_body(jaxpr, members, next(iter(stack)))
     carried_out = _carried_outputs(members)
     _refuse_other_readers(jaxpr, others, members, carried_out)
     kinds = _input_kinds(stack, members, carried_out, reads)
@@ -75,15 +75,16 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
     )
 
 
-def _merged_body(jaxpr: Any, members: Sequence[_Member]) -> tuple[Any, list[Atoms]]:
+def _merged_body(jaxpr: Any, members: Sequence[_Member], name: str) -> tuple[Any, list[Atoms]]:
     """(the merged jaxpr of the blocks, with all their outputs; the atoms for its inputs)."""
     try:
         return merge_programs([sub_jaxpr(jaxpr, m.eqns, m.reads, m.outputs) for m in members])
     except DifferentProgram as different:
         raise ModelError(
             f"mesh.pipe: block {different.number} of {len(members)} computes something else than "
-            "block 0, and all stages run one program. Blocks of one class with equal settings can "
-            "be split into stages; blocks that alternate can be grouped into one block per period"
+            f"block 0 ({name}, ...), and all stages run one program. Blocks of one class with "
+            "equal settings can be split into stages; blocks that alternate can be grouped into "
+            "one block per period"
         ) from None
 
 

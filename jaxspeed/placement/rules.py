@@ -151,6 +151,7 @@ def _like_paths(paths: Sequence[str], most: int = 4) -> str:
 # -- logical names from the config, by path pattern ------------------------------------------------
 
 EXAMPLES = 6
+REST = "..."  # in parallel.logical_axes: any number of dims without a name
 
 
 def with_names(
@@ -208,9 +209,13 @@ def _named(leaf: Leaf, patterns: Mapping[str, Sequence[str | None]]) -> Leaf:
     if pattern is None:
         return leaf
     names = tuple(patterns[pattern])
-    if len(names) != len(leaf.shape):
+    if names.count(REST) == 1 and len(names) <= len(leaf.shape) + 1:
+        at, missing = names.index(REST), len(leaf.shape) + 1 - len(names)
+        names = (*names[:at], *[None] * missing, *names[at + 1 :])
+    if len(names) != len(leaf.shape) or REST in names:
         raise ConfigError(
             f"parallel.logical_axes: {pattern!r} gives {len(names)} names to {leaf.path}, which "
-            f"has {len(leaf.shape)} dims {leaf.shape}"
+            f'has {len(leaf.shape)} dims {leaf.shape}; one "{REST}" stands for any number of dims '
+            "without a name"
         )
     return replace(leaf, names=(*leaf.names[: leaf.stacked], *names[leaf.stacked :]))

@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,14 @@ class Stack:
     layers: int
     leaves: Mapping[str, tuple[str, ...]]
     chunks: int = 1  # runs of neighbouring layers per stage
+    dims: Mapping[str, int] = field(default_factory=dict)  # by path: the layers' dim, if not 0
+
+    def __str__(self) -> str:
+        return f"{next(iter(self.leaves))}, ... ({self.layers} blocks)"
+
+    def layers_dim(self, path: str) -> int | None:
+        """The dim of a parameter that stacks the blocks; None in a list."""
+        return self.dims.get(path, 0) if self.stacked else None
 
     @property
     def stacked(self) -> bool:
@@ -40,7 +48,7 @@ class Stack:
     @property
     def in_place(self) -> bool:
         """Whether stages use it as it is stored, with its first dim sharded over pipe."""
-        return self.stacked and self.chunks == 1
+        return self.stacked and self.chunks == 1 and not any(self.dims.values())
 
     @cached_property
     def paths(self) -> frozenset[str]:
@@ -56,9 +64,22 @@ def find_stack(
 
     `patterns` are the config's units: with them, only lists whose members one of them covers.
     """
-    found = [*_stacked(leaves), *_listed(leaves, patterns, match)]
+    return next(iter(find_stacks(leaves, patterns, match)), None)
+
+
+def find_stacks(
+    leaves: Sequence[Leaf],
+    patterns: Sequence[str] = (),
+    match: Callable[[str, str], bool] | None = None,
+) -> list[Stack]:
+    """Find every stack that the names of a model's parameters suggest, the largest first."""
+    return largest_first([*_stacked(leaves), *_listed(leaves, patterns, match)], leaves)
+
+
+def largest_first(stacks: Sequence[Stack], leaves: Sequence[Leaf]) -> list[Stack]:
+    """Sort stacks by their bytes."""
     sizes = {leaf.path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves}
-    return max(found, key=lambda s: sum(sizes[p] for p in s.paths), default=None)
+    return sorted(stacks, key=lambda s: -sum(sizes[p] for p in s.paths))
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
@@ -81,9 +102,11 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
         raise PlacementError(
             f"mesh.pipe: {stages} stages partition a model's repeated blocks, and none were found. "
             'Needed: blocks stacked along a first dim with the logical name "layers" '
-            "(parallel.logical_axes gives names), a list of two or more blocks with equal "
-            "parameters, parallel.units patterns that name the members of such a list, or a "
-            "jaxspeed.PipelineModule. Blocks of different shapes cannot be stages of one program"
+            "(parallel.logical_axes gives names), or along any dim with initialize(..., "
+            "example_batch=...), by which the scan over them is found in the traced loss; a list "
+            "of two or more blocks with equal parameters; parallel.units patterns that name the "
+            "members of such a list; or a jaxspeed.PipelineModule. Blocks of different shapes "
+            "cannot be stages of one program"
         )
     layers = stack.layers
     if stages * chunks <= layers:

@@ -257,9 +257,9 @@ def _storage(
     base = ZeroSharding(model.spec, model.stored_shape)
     if stack is None or sizes[PIPE] == 1 or leaf.path not in stack.paths:
         return base, shard_leaf(base.stored_shape, base.spec, names, sizes) or base
-    first = 1 if stack.stacked else 0
+    kept = stack.layers_dim(leaf.path)
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        base = shard_leaf(base.stored_shape, base.spec, names, sizes, PIPE, first=first) or base
-    zero = shard_leaf(base.stored_shape, base.spec, names, sizes, first=first, inner=inner)
+        base = shard_leaf(base.stored_shape, base.spec, names, sizes, PIPE, kept=kept) or base
+    zero = shard_leaf(base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner)
     return base, zero or base

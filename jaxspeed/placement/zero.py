@@ -46,7 +46,7 @@ def shard_leaf(
     axis_sizes: Mapping[str, int],
     axis: str = "data",
     *,
-    first: int = 0,
+    kept: int | None = None,
     inner: str | None = None,
 ) -> ZeroSharding | None:
     """Add `axis` to a leaf's spec on the dim that divides best; None if no dim can be sharded.
@@ -56,11 +56,12 @@ def shard_leaf(
     leaf's logical dims, as far as they are known.
 
     Args:
-      first: the first dim that may be sharded.
+      kept: a dim that may not be sharded.
       inner: an axis that shards inside of `axis` where both shard one dim. They share one only
         where any other would add more.
     """
-    if axis_sizes[axis] == 1 or len(shape) <= first or 0 in shape:
+    dims = [dim for dim in range(len(shape)) if dim != kept]
+    if axis_sizes[axis] == 1 or not dims or 0 in shape:
         return None
     entries, names = by_dim(spec, len(shape)), by_dim(names, len(shape))
     steps = [axis_sizes[axis] * num_shards(entry, axis_sizes) for entry in entries]
@@ -77,7 +78,7 @@ def shard_leaf(
         rank = 2 if not in_tiles else 1 if from_last == 0 else 0
         return growth, inner in entry_axes(entries[dim]), bool(entries[dim]), rank, -shape[dim]
 
-    dim = min(range(first, len(shape)), key=cost)
+    dim = min(dims, key=cost)
     before = entry_axes(entries[dim])
     outer = [a for a in before if a != inner]
     entries[dim] = as_entry((*outer, axis, *([inner] if inner in before else [])))

@@ -41,7 +41,7 @@ Not candidates, each with a reason in the proposal:
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspeed.placement.rows import Leaf
@@ -49,7 +49,7 @@ from jaxspeed.tensor_parallel.array_roles import ArrayRoles
 from jaxspeed.tensor_parallel.boundary_costs import BoundaryCosts, boundary_costs
 from jaxspeed.tensor_parallel.dim_equivalence import Node
 from jaxspeed.tensor_parallel.dim_propagation import PropagatedDims
-from jaxspeed.tensor_parallel.matmuls import Matmul, matmuls_of, uses_of
+from jaxspeed.tensor_parallel.matmuls import Matmul, Role, matmuls_of, uses_of
 from jaxspeed.tensor_parallel.max_weight_set import best_set
 from jaxspeed.tensor_parallel.proposal import ShardingProposal
 from jaxspeed.tensor_parallel.proposed_patterns import ShardedDim
@@ -85,7 +85,23 @@ def propose_sharding(
     sends = [one for cls in open_ if cls in chosen for one in program.costs.sends.get(cls, ())]
     uses = uses_of(propagated, program.matmuls)
     in_order = {leaf.path: sharded[leaf.path] for leaf in leaves if leaf.path in sharded}
-    return ShardingProposal(tensor, tuple(leaves), in_order, replicated, tuple(sends), uses)
+    flops = _sharded_flops(program.matmuls, chosen)
+    return ShardingProposal(tensor, tuple(leaves), in_order, replicated, tuple(sends), uses, *flops)
+
+
+def _sharded_flops(matmuls: Sequence[Matmul], chosen: Collection[Node]) -> tuple[int, int]:
+    """(FLOPs of matmuls with a sharded dim, of all), in a forward and backward pass.
+
+    The backward pass has two matmuls for each of the forward pass.
+    """
+    roles: tuple[Role, ...] = ("contracted", "shared", "free")
+    sharded = [
+        m
+        for m in matmuls
+        if any(not m.classes(role, i).isdisjoint(chosen) for role in roles for i in (0, 1))
+    ]
+    of_sharded, of_all = (3 * sum(m.flops * m.times for m in each) for each in (sharded, matmuls))
+    return of_sharded, of_all
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from jaxspeed.jaxpr.flops import count_products
 from jaxspeed.placement.apply_layer_specs import Use
 from jaxspeed.tensor_parallel.array_roles import ArrayRoles, Operand
 from jaxspeed.tensor_parallel.dim_equivalence import Node
@@ -38,6 +39,7 @@ class Matmul:
       result: shape of the result.
       dtype: of the result.
       times: runs per pass.
+      flops: of one run; 0 of a lookup.
     """
 
     kind: Kind
@@ -48,6 +50,7 @@ class Matmul:
     result: tuple[int, ...]
     dtype: Any
     times: int
+    flops: int
 
     def classes(self, role: Role, operand: int) -> frozenset[Node]:
         """The classes of an operand's dims that have this role."""
@@ -121,7 +124,8 @@ def _matmul(arrays: ArrayRoles, frame: CallFrame, eqn: Any) -> Matmul | None:
     )
     (out,) = eqn.outvars
     roles = contracted, shared, free
-    return Matmul(kind, (lhs, rhs), *roles, shape_of(out), out.aval.dtype, frame.times)
+    result, flops = (shape_of(out), out.aval.dtype), count_products(eqn)
+    return Matmul(kind, (lhs, rhs), *roles, *result, frame.times, flops)
 
 
 _KINDS: dict[str, Kind] = {

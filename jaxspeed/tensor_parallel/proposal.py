@@ -12,8 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.communication import Communication
+from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.config import match
+from jaxspeed.hardware.chip import Chip, read_chips
 from jaxspeed.placement.apply_layer_specs import Use
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.show import as_text, scaled_text
@@ -33,6 +34,8 @@ class ShardingProposal:
       replicated: by path, the matmul weights that stay replicated, with the reason.
       sends: the collectives of one forward and backward pass, of full arrays.
       uses: contracted and free dims of parameters in matmuls.
+      sharded_flops: FLOPs of the sharded matmuls in one forward and backward pass.
+      all_flops: of all matmuls.
     """
 
     tensor: int
@@ -41,6 +44,8 @@ class ShardingProposal:
     replicated: Mapping[str, str]
     sends: tuple[Communication, ...]
     uses: Mapping[str, Use]
+    sharded_flops: int = 0
+    all_flops: int = 0
 
     @property
     def cuts(self) -> Mapping[str, ShardedDim]:
@@ -84,6 +89,22 @@ class ShardingProposal:
         sharded = sum(sizes[path] for path in self.sharded)
         return sharded / max(1, sharded + sum(sizes[path] for path in self.replicated))
 
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs that a device does not compute, per byte that it sends in collectives."""
+        saved = self.sharded_flops * (1 - 1 / self.tensor)
+        return saved / max(1.0, sum(map(ring_bytes, self.sends)))
+
+    def pays_on(self, chip: Chip) -> bool:
+        """Whether sharding saves more time than its collectives take, if nothing overlaps."""
+        return self.flops_per_byte > self._balance(chip)
+
+    def _balance(self, chip: Chip) -> float:
+        """FLOPs that a chip computes in the time of sending a byte along one axis of devices."""
+        dtype = "fp32" if {one.dtype for one in self.sends} == {"f32"} else "bf16"
+        sent = chip.link * min(chip.links, 2) * chip.reached["links"]  # a ring sends both ways
+        return chip.flops[dtype] * chip.reached["products"] / sent
+
     def __rich__(self) -> Group:
         section = json.dumps(self.config, indent=2)
         return under(
@@ -123,6 +144,8 @@ class ShardingProposal:
             when = "backward" if backward else "forward"
             what = kind if count == 1 else f"{kind}s"
             yield f"{when}: {count} {what} of {_count(elements)} elements in total"
+        if self.sharded:
+            yield from self._worth()
         shapes = {leaf.path: leaf.shape for leaf in self.leaves}
         by_reason: dict[tuple[str, str, tuple[int, ...]], None] = {}
         for shown, paths in by_layer_pattern(list(self.replicated)).items():
@@ -136,6 +159,24 @@ class ShardingProposal:
             number = sum(math.prod(x.shape) for x in others)
             unit = "element" if number == 1 else "elements"
             yield f"replicated, in no matmul: {len(others)} more, {_count(number)} {unit}"
+
+    def _worth(self) -> Iterator[str]:
+        """Whether it saves time, or only memory, on some chips."""
+        chips = read_chips()
+        by_pays: dict[bool, list[str]] = {}
+        for chip in map(chips.__getitem__, SHOWN):
+            text = f"{chip.name} ({_count(round(self._balance(chip)))})"
+            by_pays.setdefault(self.pays_on(chip), []).append(text)
+        yield (
+            f"time: {self.sharded_flops / max(1, self.all_flops):.0%} of the matmul FLOPs are "
+            f"sharded, {_count(round(self.flops_per_byte))} less on a device per byte that it sends"
+        )
+        lines = {True: "saves time on", False: "saves memory, and costs time, on"}
+        for pays, names in by_pays.items():
+            yield f"{lines[pays]} {', '.join(names)}"
+
+
+SHOWN = ("v5e", "v5p", "v6e", "h100")  # chips for which a proposal says whether it pays
 
 
 def _count(n: int) -> str:

@@ -1,5 +1,6 @@
 """Build a Program from a config, a model, a loss and devices, without creating arrays."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,22 +9,24 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspeed.config import Batch, Config, match
+from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
+from jaxspeed.objective.traced_loss import Traced
 from jaxspeed.objective.train_state import OptLayout, native_tree
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.pipeline import Pipeline
+from jaxspeed.pipeline.find_blocks import find_blocks
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
-from jaxspeed.placement.stacks import Stack, find_stack, refuse_stages, with_stages
+from jaxspeed.placement.stacks import Stack, refuse_stages, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
@@ -31,7 +34,7 @@ from jaxspeed.train.gradients import Gradients
 from jaxspeed.train.optimizer import RunOptimizer, optimizer_of
 from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
-from jaxspeed.train.tensor_names import with_tensor_names
+from jaxspeed.train.tensor_names import traced_example, with_tensor_names
 from jaxspeed.train.update import Update
 
 
@@ -69,7 +72,8 @@ def build_program(
     read_trainable(trainable).check([leaf.path for leaf in adapted.leaves])
     _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
-    stack = _stack_of(config, mesh, leaves)
+    example = functools.partial(traced_example, adapted, loss_fn, example_batch, mesh)
+    stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
     leaves = with_stages(leaves, stack) if stack else leaves
     chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
     table = _table_of(config, mesh, leaves, stack)
@@ -155,12 +159,14 @@ def _check_patterns(config: Config, model: Model) -> None:
     check_patterns("optimizer.groups", [group.pattern for group in groups], paths)
 
 
-def _stack_of(config: Config, mesh: Mesh, leaves: Sequence[Leaf]) -> Stack | None:
+def _stack_of(
+    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], Traced] | None
+) -> Stack | None:
     """The stack of blocks that is partitioned over `pipe`."""
     stages, chunks = mesh.shape["pipe"], _chunks_of(config)
     if stages == 1:
         return None
-    stack = find_stack(leaves, config.parallel.units, match)
+    stack = find_blocks(leaves, config.parallel.units, trace)
     refuse_stages(stack, stages, chunks)
     assert stack is not None
     return replace(stack, chunks=chunks)

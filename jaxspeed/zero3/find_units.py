@@ -90,6 +90,9 @@ def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Traced
             for v in eqn.invars:
                 if is_var(v) and v in origin:
                     known.reads[origin[v]] = nbytes(v.aval)
+        if eqn.primitive.name == "transpose" and eqn.invars[0] in origin:
+            # A scan along another dim than the first reads the parameter with that dim in front.
+            origin = {**origin, eqn.outvars[0]: origin[eqn.invars[0]]}
         for body in sliceable_bodies(eqn):
             inner = {
                 iv: origin[v]

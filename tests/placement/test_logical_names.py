@@ -34,6 +34,23 @@ def test_a_pattern_with_another_number_of_names_is_refused_with_the_numbers() ->
         with_names(LEAVES, {"**/up": ["mlp"]})
 
 
+def test_an_ellipsis_stands_for_any_number_of_dims() -> None:
+    leaves = (
+        Leaf("conv/kernel", (3, 3, 8, 16), "float32"),
+        Leaf("dense/kernel", (8, 16), "float32"),
+        Leaf("row/kernel", (16,), "float32"),
+    )
+    named = with_names(leaves, {"kernel": ["...", "mlp"]})
+    assert [leaf.names for leaf in named] == [(None, None, None, "mlp"), (None, "mlp"), ("mlp",)]
+    assert with_names(leaves[:1], {"kernel": ["a", "...", "b"]})[0].names == ("a", None, None, "b")
+
+
+@pytest.mark.parametrize("names", [["a", "b", "...", "c"], ["...", "..."]])
+def test_an_ellipsis_that_cannot_be_filled_is_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="stands for any number of dims"):
+        with_names(LEAVES[:1], {"kernel": names})
+
+
 def test_a_pattern_that_covers_nothing_is_refused_with_examples() -> None:
     with pytest.raises(ConfigError, match=r"optimizer.groups: 'nothing' .* blocks/0/up/kernel"):
         check_patterns("optimizer.groups", ["up", "nothing"], [leaf.path for leaf in LEAVES])

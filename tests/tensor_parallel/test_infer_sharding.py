@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.models import gpt2, llama, vit
 
+import jaxspeed
 from jaxspeed.config import Config, match
+from jaxspeed.hardware.chip import read_chips
 from jaxspeed.hlo.collectives import collectives
 from jaxspeed.placement.apply_layer_specs import Use, named_by_specs
 from jaxspeed.placement.rows import Leaf
@@ -504,3 +506,32 @@ def test_many_layers_one_by_one_take_no_longer_than_a_second(layers):
     assert time.process_time() - start < layers / 24  # 48: 0.5 s; twice that on a busy machine
     assert len(found.sharded) == layers * (len(FLAT_HEADS) + len(FEED)) + 1
     assert len(specs) == 7
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_a_proposal_says_whether_it_pays(width):
+    """For y = tanh(x W1) W2 with x from a trained layer of its own, by hand."""
+    batch, inner, tensor = 32, 4 * width, 4
+
+    def apply(params, x):
+        h = x * params["scale"]
+        return jnp.tanh(h @ params["up"]) @ params["down"]
+
+    shapes = {"scale": (width,), "up": (width, inner), "down": (inner, width)}
+    found = jaxspeed.propose_tensor_sharding(
+        (lambda key: {name: jnp.ones(shape) for name, shape in shapes.items()}, apply),
+        lambda model, x: model(x).mean(),
+        np.zeros((batch, width), np.float32),
+        tensor,
+    )
+    flops = 3 * 2 * (2 * batch * width * inner)  # two matmuls, each with two gradients
+    sent = 2 * (2 * (tensor - 1) / tensor) * 4 * batch * width  # an all-reduce in each pass
+    assert found.sharded_flops == found.all_flops == flops
+    assert found.flops_per_byte == pytest.approx(flops * (tensor - 1) / tensor / sent)
+
+    chip = read_chips()["v5p"]  # a ring uses both links of one dim of the torus
+    seconds = flops / tensor / (chip.flops["fp32"] * chip.reached["products"])
+    seconds += sent / (2 * chip.link * chip.reached["links"])
+    alone = flops / (chip.flops["fp32"] * chip.reached["products"])
+    assert found.pays_on(chip) == (seconds < alone) == (width == 1024)
+    assert ("saves time on" in str(found)) == (width == 1024)

@@ -1,0 +1,164 @@
+"""Blocks of stages found in the traced loss: by a scan on any dim, and not by numbered names."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxspeed
+from jaxspeed.config import Config
+from jaxspeed.errors import ModelError, PlacementError
+from jaxspeed.train import build_program
+
+WIDTH = 16
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 6)).astype(np.float32),
+    "y": RNG.normal(size=(16, 1)).astype(np.float32),
+}
+CONFIG = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+}
+
+
+def loss(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(2 * WIDTH)(x))), None
+
+
+class Scanned(nn.Module):
+    """Unnamed blocks that `nn.scan` stacks along dim `axis`."""
+
+    axis: int
+
+    @nn.compact
+    def __call__(self, x):
+        stacked = {"variable_axes": {"params": self.axis}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(Block, **stacked, length=4)(name="layers")(nn.Dense(WIDTH)(x), None)
+        return nn.Dense(1)(x)
+
+
+def losses_of(model, **config):
+    engine = jaxspeed.initialize(
+        config={**CONFIG, **config}, model=model, loss_fn=loss, example_batch=BATCH
+    )
+    return [float(engine.train_batch(BATCH)["loss"]) for _ in range(3)]
+
+
+def stack_of(model, **config):
+    settings = Config(**{**CONFIG, "mesh": {"pipe": 2}, **config})
+    return build_program(settings, model, loss, example_batch=BATCH).table.stack
+
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+SETTINGS = {
+    "first dim": (0, {"mesh": {"pipe": 2}}),
+    "second dim, stage 3": (1, {"mesh": {"pipe": 2}, "zero_optimization": STAGE_3}),
+    "second dim, stage 1, tensor": (
+        1,
+        {"mesh": {"pipe": 2, "tensor": 2}, "zero_optimization": {"stage": 1}},
+    ),
+    "second dim, chunks": (
+        1,
+        {
+            "mesh": {"pipe": 2},
+            "parallel": {"pipeline_schedule": "interleaved", "pipeline_chunks": 2},
+        },
+    ),
+    "second dim, remat": (1, {"parallel": {"remat": "full"}}),
+    "second dim, stage 3, no stages": (1, {"zero_optimization": STAGE_3}),
+}
+DEFAULT = ("second dim, stage 3", "second dim, remat")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in SETTINGS]
+)
+def test_blocks_that_are_scanned_need_no_names(name):
+    axis, config = SETTINGS[name]
+    # The two models have equal values: Flax draws them per layer and stacks them.
+    np.testing.assert_allclose(losses_of(Scanned(axis), **config), losses_of(Scanned(0)), rtol=1e-5)
+
+
+def test_the_stack_is_that_of_the_scan():
+    stack = stack_of(Scanned(1))
+    assert stack.layers == 4 and all(path.startswith("layers/") for path in stack.paths)
+    assert stack.layers_dim("layers/Dense_0/kernel") == 1
+    assert not stack.in_place and stack_of(Scanned(0)).in_place
+
+
+def test_without_an_example_the_error_says_how_the_scan_is_found():
+    def factory(rngs):
+        class Stack(nnx.Module):
+            def __init__(self, rngs):
+                self.kernel = nnx.Param(jnp.ones((4, WIDTH, WIDTH)))
+
+            def __call__(self, x):
+                return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.kernel[...])[0]
+
+        return Stack(rngs)
+
+    config = Config(**CONFIG, mesh={"pipe": 2})
+    with pytest.raises(PlacementError, match="example_batch"):
+        build_program(config, factory, loss)
+    example = {"x": np.zeros((16, WIDTH), np.float32), "y": np.zeros((16, WIDTH), np.float32)}
+    assert build_program(config, factory, loss, example_batch=example).table.stack.layers == 4
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Numbered(nnx.Module):
+    """Two large projections by number, which are no blocks, and a list of smaller blocks."""
+
+    def __init__(self, rngs):
+        self.mix1 = nnx.Linear(64, 64, rngs=rngs)
+        self.mix2 = nnx.Linear(64, 64, rngs=rngs)
+        self.enter = nnx.Linear(6, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(3)])
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x):
+        wide = jnp.pad(x, ((0, 0), (0, 58)))
+        a, b = self.mix1(wide), self.mix2(wide)  # beside each other
+        x = self.enter((a * b)[:, :6])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_numbered_submodules_that_do_not_follow_each_other_are_no_blocks():
+    assert next(iter(stack_of(Numbered).leaves)).startswith("layers/*")
+
+
+class Unlike(nnx.Module):
+    """Two pairs of equal parameters, neither of which is a stack of blocks."""
+
+    def __init__(self, rngs):
+        self.conv1, self.conv2 = (nnx.Linear(6, 6, rngs=rngs) for _ in range(2))
+        self.norm1, self.norm2 = (nnx.LayerNorm(6, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        a, b = self.conv1(self.norm1(x)), self.conv2(self.norm2(x))
+        return (a * b).sum(-1, keepdims=True)
+
+
+def test_where_no_stack_can_be_split_the_reason_names_each():
+    with pytest.raises(ModelError) as error:
+        stack_of(Unlike)
+    assert "conv*" in str(error.value) and "norm*" in str(error.value)
+    assert "reads no output of block 0" in str(error.value)
