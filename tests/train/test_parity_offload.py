@@ -74,7 +74,7 @@ MESHES = {
 
 
 @pytest.mark.full  # test_offloaded_update.py has the update of each
-@pytest.mark.parametrize(("stage", "name"), itertools.product((1, 3), SECTIONS))
+@pytest.mark.parametrize(("stage", "name"), [*itertools.product((1, 3), SECTIONS)])
 def test_offload_trains_as_the_resident_state_does(name, stage):
     """The config's own optimizers, on meshes, with clipping, an average and a schedule."""
     case, mesh = CASES["gpt2"], MESHES[name]
