@@ -63,6 +63,7 @@ def test_a_config_trains_a_small_model_as_it_trains_its_own(name, tmp_path):
     assert reached.step == 2 and np.isfinite([reached.train_loss, reached.eval_loss]).all()
 
 
+@pytest.mark.full
 def test_the_tiny_gpt2_trains_under_zero_3():
     engine = jaxspeed.initialize(config=CONFIGS["gpt2_tiny_zero3.json"])
     tokens = np.random.default_rng(0).integers(0, 256, (16, 33)).astype(np.int32)

@@ -19,7 +19,8 @@ def engine(stage=1, case=DROPOUT, accumulation=2, **parallel):
     return jaxspeed.initialize(case.model, case.loss, sections), batch
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full  # test_parity_ring.py has what each rank draws
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_check_draws_what_each_rank_drew(stage):
     run, batch = engine(stage)
     report = run.check(batch)

@@ -422,6 +422,7 @@ IN_FULL = {
     "linen that drops",
     "linen that drops, recomputed",
     "a pair",
+    "a pair of lambdas",
     "layers that take turns",
     "packed gpt2",
 }

@@ -48,6 +48,7 @@ def test_error_feedback_delivers_gradients_below_one_int8_step(stage, mesh):
     assert np.abs(found - wanted).max() <= 8 * LARGE / 127
 
 
+@pytest.mark.full
 def test_without_error_feedback_small_gradients_are_lost(monkeypatch):
     monkeypatch.setattr(wire_module.BlockInt8, "feedback", False)
     found, wanted, engine = pushed("int8")

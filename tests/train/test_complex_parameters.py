@@ -163,7 +163,9 @@ def test_zero_shards_them():
     "sections",
     [
         {"parallel": {"data_reduction": "ring"}},
-        {"parallel": {"data_reduction": "ring", "ring_wire": "int8"}},
+        pytest.param(
+            {"parallel": {"data_reduction": "ring", "ring_wire": "int8"}}, marks=pytest.mark.full
+        ),
         {"parallel": {"data_reduction": "parameter_server"}},
         {"parallel": {"gradient_reduction": "step"}, "communication_data_type": "bf16"},
     ],

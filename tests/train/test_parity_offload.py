@@ -73,9 +73,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"), covering(itertools.product((1, 3), SECTIONS), [(3, "muon")])
-)
+@pytest.mark.full  # test_offloaded_update.py has the update of each
+@pytest.mark.parametrize(("stage", "name"), [*itertools.product((1, 3), SECTIONS)])
 def test_offload_trains_as_the_resident_state_does(name, stage):
     """The config's own optimizers, on meshes, with clipping, an average and a schedule."""
     case, mesh = CASES["gpt2"], MESHES[name]
