@@ -252,7 +252,6 @@ CORRECTED = {
     "tensor_parallel.keep_module_on_host": "a key that DeepSpeed takes",
     "tensor_parallel.replace_with_kernel_inject": "a key that DeepSpeed takes",
     "tensor_parallel.tp": "a key that DeepSpeed takes",
-    "parallel.axis_names": "a new key",
     "parallel.logical_axes": "an ellipsis, for patterns that cover several ranks",
     "parallel.units": "`remat` applies to units too, and they may be class names",
 }
