@@ -134,8 +134,8 @@ class TorchAutocast(Lenient):
         None,
         "Under stage 3 the weights of these modules (classes of Flax or torch, or path patterns; "
         "null: all) that only matmuls and convolutions read are gathered, and their gradients "
-        "reduced, in torch_autocast.dtype; all others in fp32. Below stage 3 gradients are reduced "
-        "in the dtype that the backward pass computes.",
+        "reduced, in torch_autocast.dtype; all others, and with mesh.pipe all, in fp32. Below "
+        "stage 3 gradients are reduced in the dtype that the backward pass computes.",
         when=_ON_AUTOCAST,
     )
 
