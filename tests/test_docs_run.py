@@ -25,6 +25,7 @@ PIPELINE = "--set mesh.pipe=4 --set gradient_accumulation_steps=8"
 QUICK = (
     "jaxspeed config ds_config.json",
     "jaxspeed config config.json --set zero_optimization.stage=3",
+    "jaxspeed config config.json --fix fixed.json",
     "jaxspeed config --schema",
     f"jaxspeed plan configs/tiny.yaml {PIPELINE} --no-compile",
     f"jaxspeed plan configs/tiny.yaml {PARALLEL}",

@@ -111,7 +111,7 @@ class ServedEngine(Engine):
         self._drain()
         return self._as_arrays(self._aborting(evaluated, self._workers, self._store, parts))
 
-    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> list[Any]:
         """The workers' parts of a batch, by worker."""
         return host_parts(self.program.read_batch(batch, size, extra), self.program.workers)
 
@@ -166,7 +166,7 @@ class LocalServedEngine(ServedEngine):
         self._profile.end(self._reporter.step, metrics, compiled, batch, self._store.state)
         return metrics
 
-    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any) -> list[Any]:
+    def _parts(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> list[Any]:
         placed = self._place(batch, what, size, extra)
         self.traffic.order.clear()
         return self.program.parts(placed)
