@@ -57,15 +57,16 @@ def read_batch(
         batch, extra = batch.samples, batch.extra
     batch = _with_arrays(batch, name)
     arrays = check_arrays(batch, name=name, abstract=abstract)
-    sizes = {x.shape[0] for x in arrays.values() if x.shape and not _may_be_raw_key(x)}
+    if any(map(_may_be_raw_key, arrays.values())):
+        sizes = {x.shape[0] for x in arrays.values() if x.shape and not _may_be_raw_key(x)}
 
-    def typed(x: Any) -> Any:
-        if not _may_be_raw_key(x) or x.shape[0] in sizes or isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        return RawKey(jax.random.wrap_key_data(jnp.asarray(x)))
+        def typed(x: Any) -> Any:
+            if not _may_be_raw_key(x) or x.shape[0] in sizes or isinstance(x, jax.ShapeDtypeStruct):
+                return x
+            return RawKey(jax.random.wrap_key_data(jnp.asarray(x)))
 
-    batch = jax.tree.map(typed, batch)
-    arrays = check_arrays(batch, name=name, abstract=abstract)
+        batch = jax.tree.map(typed, batch)
+        arrays = check_arrays(batch, name=name, abstract=abstract)
     if extra is None:
         return batch, arrays
     extra = _with_arrays(extra, EXTRA_ARGUMENT)
@@ -98,6 +99,8 @@ def _stands_alone(keys: tuple[Any, ...], x: Any, mixed: set[Any]) -> bool:
 
 
 def _may_be_raw_key(x: Any) -> bool:
+    if x.dtype != jnp.uint32 or len(x.shape) != 1:
+        return False  # before the shape of a key is asked for, which takes a millisecond
     raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return x.shape == raw.shape and x.dtype == raw.dtype
 
