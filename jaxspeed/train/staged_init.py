@@ -56,11 +56,19 @@ def _programs(
     jaxpr: Any, sources: Sequence[Any], places: Sequence[Any]
 ) -> Iterator[tuple[Any, list[Atoms], list[list[int]]]]:
     """(a program, its inputs' atoms per member, the numbers of each member's results)."""
+
+    def slices(groups: list[list[int]]) -> list[Any]:
+        outputs = ([jaxpr.outvars[i] for i in group] for group in groups)
+        return [slice_of(jaxpr, jaxpr.eqns, sources, each) for each in outputs]
+
     groups = _groups(jaxpr)
-    parts = [slice_of(jaxpr, jaxpr.eqns, sources, [jaxpr.outvars[i] for i in g]) for g in groups]
+    parts = slices(groups)
     if sum(len(part.eqns) for part in parts) > _REPEATED * len(jaxpr.eqns):
         # A chain through all of them, as of keys that are split one after another.
-        groups, parts = [list(range(len(places)))], [jaxpr.replace(constvars=[], invars=sources)]
+        groups = _groups_by_bytes(jaxpr, places)
+        parts = [
+            slice_of(jaxpr, jaxpr.eqns, sources, [jaxpr.outvars[i] for i in g]) for g in groups
+        ]
     alike = defaultdict(list)
     for group, part in zip(groups, parts, strict=True):
         made = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
@@ -98,6 +106,15 @@ def _groups(jaxpr: Any) -> list[list[int]]:
     found = defaultdict(list)
     for i, v in enumerate(jaxpr.outvars):
         found[root(v) if is_var(v) else i].append(i)
+    return list(found.values())
+
+
+def _groups_by_bytes(jaxpr: Any, places: Sequence[Any]) -> list[list[int]]:
+    """The numbers of the results, in groups of bounded bytes on their way to host memory."""
+    found, total = defaultdict(list), 0
+    for i, (v, place) in enumerate(zip(jaxpr.outvars, places, strict=True)):
+        found[total // _HOST_BYTES].append(i)
+        total += _device_bytes(v.aval, place) if in_host(place) else 0
     return list(found.values())
 
 

@@ -9,6 +9,7 @@ from jax import monitoring
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxspeed
+from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.train.staged_init import staged_init
 
 WIDTH = 48  # a square of it is above what is computed again for each result
@@ -31,7 +32,7 @@ def of_flax(layers):
 
 def keys_split_in_turn(seed):
     key, found = jax.random.key(seed), []
-    for _ in range(12):
+    for _ in range(40):
         key, own = jax.random.split(key)
         found.append(jax.random.normal(own, (WIDTH, WIDTH)))
     return found
@@ -75,6 +76,25 @@ def test_every_result_is_that_of_one_program(function):
         assert a.dtype == b.dtype
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 1)
+
+
+def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
+    from jaxspeed.train import staged_init as module
+
+    sizes = []
+
+    def noted(jaxpr, *consts):
+        sizes.append(len(jaxpr.outvars))
+        return as_function(jaxpr, *consts)
+
+    monkeypatch.setattr(module, "as_function", noted)
+    monkeypatch.setattr(module, "_HOST_BYTES", 3 * WIDTH * WIDTH * 4 // 8)
+    shapes = jax.eval_shape(keys_split_in_turn, 0)
+    at = [placed(x).with_memory_kind("pinned_host") for x in shapes]
+    found = staged_init(keys_split_in_turn, at, 7)
+    assert sizes == [3] * 13 + [1]
+    for a, b in zip(found, jax.jit(keys_split_in_turn)(7), strict=True):
         np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 1)
 
 
