@@ -2,7 +2,8 @@
 
 The initialization of a model, traced once, is sliced into one program for each group of results
 that share computation, mostly a single parameter. Of a hundred layers, the programs of one weight
-are equal but for the numbers that are folded into their random keys, which become arguments. It
+are equal but for the numbers that are folded into their random keys, which become arguments. Those
+that no other equals are joined while they are small: each program costs a tenth of a second. It
 also bounds the memory of a device where the arrays are in host memory: one program for all of them
 may compute them all before it copies any, at its scheduler's choice.
 """
@@ -27,6 +28,7 @@ from jaxspeed.placement.memory_kinds import in_host
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
 _REPEATED = 4  # slices may have this many times the equations of the one program
 _HOST_BYTES = 256 << 20  # per device, on their way to host memory
+_JOINED_BYTES = 32 << 20  # per device, of results that no other equals: one program
 
 
 def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
@@ -61,15 +63,20 @@ def _programs(
         outputs = ([jaxpr.outvars[i] for i in group] for group in groups)
         return [slice_of(jaxpr, jaxpr.eqns, sources, each) for each in outputs]
 
+    def size(result: int) -> int:
+        return _device_bytes(jaxpr.outvars[result].aval, places[result])
+
     groups = _groups(jaxpr)
     parts = slices(groups)
     if sum(len(part.eqns) for part in parts) > _REPEATED * len(jaxpr.eqns):
         # A chain through all of them, as of keys that are split one after another.
-        groups = _groups_by_bytes(jaxpr, places)
-        parts = [
-            slice_of(jaxpr, jaxpr.eqns, sources, [jaxpr.outvars[i] for i in g]) for g in groups
-        ]
-    alike = defaultdict(list)
+        groups = _joined(
+            [[i] for i in range(len(places))],
+            lambda i: size(i) if in_host(places[i]) else 0,
+            _HOST_BYTES,
+        )
+        parts = slices(groups)
+    alike, alone = defaultdict(list), []
     for group, part in zip(groups, parts, strict=True):
         made = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
         out = tuple((str(v.aval), places[i]) for v, i in zip(part.outvars, group, strict=True))
@@ -83,8 +90,14 @@ def _programs(
                     break
                 except DifferentProgram as different:
                     others.append(members.pop(different.number))
-            yield merged, atoms, [group for group, _ in members]
+            if len(members) > 1:
+                yield merged, atoms, [group for group, _ in members]
+            else:
+                alone.append(members[0][0])
             members = others
+    for group in _joined(alone, size, min(_JOINED_BYTES, _HOST_BYTES)):
+        merged, atoms = merge_programs(slices([group]))
+        yield merged, atoms, [group]
 
 
 def _groups(jaxpr: Any) -> list[list[int]]:
@@ -109,12 +122,12 @@ def _groups(jaxpr: Any) -> list[list[int]]:
     return list(found.values())
 
 
-def _groups_by_bytes(jaxpr: Any, places: Sequence[Any]) -> list[list[int]]:
-    """The numbers of the results, in groups of bounded bytes on their way to host memory."""
+def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> list[list[int]]:
+    """Groups of results joined in turn, to groups of bounded bytes."""
     found, total = defaultdict(list), 0
-    for i, (v, place) in enumerate(zip(jaxpr.outvars, places, strict=True)):
-        found[total // _HOST_BYTES].append(i)
-        total += _device_bytes(v.aval, place) if in_host(place) else 0
+    for group in groups:
+        found[total // most] += group
+        total += sum(map(size, group))
     return list(found.values())
 
 
