@@ -3,9 +3,11 @@
 The initialization of a model, traced once, is sliced into one program for each group of results
 that share computation, mostly a single parameter. Of a hundred layers, the programs of one weight
 are equal but for the numbers that are folded into their random keys, which become arguments. Those
-that no other equals are joined while they are small: each program costs a tenth of a second. It
-also bounds the memory of a device where the arrays are in host memory: one program for all of them
-may compute them all before it copies any, at its scheduler's choice.
+that no other equals are joined while they are small: each program costs a tenth of a second. A
+later call with an equal program, as of another engine for the same model, compiles nothing.
+
+Small programs also bound the memory of a device where the arrays are in host memory: one program
+for all of them may compute them all before it copies any, at its scheduler's choice.
 """
 
 import math
@@ -22,7 +24,7 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
 from jaxspeed.jaxpr.slicing import slice_of
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import is_var, nested_constants
 from jaxspeed.placement.memory_kinds import in_host
 
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
@@ -41,7 +43,7 @@ def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
     results: list[Any] = [None] * len(jaxpr.outvars)
     waiting = 0
     for merged, atoms, members in _programs(jaxpr, sources, places):
-        run = jax.jit(as_function(merged), out_shardings=[places[i] for i in members[0]])
+        run = _compiled(merged, tuple(places[i] for i in members[0]))
         for number, outputs in enumerate(members):
             inputs = (group[number] for group in atoms)
             made = run(*(values[v] if is_var(v) else v.val for v in inputs))
@@ -98,6 +100,31 @@ def _programs(
     for group in _joined(alone, size, min(_JOINED_BYTES, _HOST_BYTES)):
         merged, atoms = merge_programs(slices([group]))
         yield merged, atoms, [group]
+
+
+_COMPILED: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}  # (program, its jit), by its kind
+_MOST_COMPILED = 64  # kinds
+
+
+def _compiled(program: Any, places: tuple[Any, ...]) -> Callable[..., Any]:
+    """The program's jit, or that of an equal one of an earlier call."""
+    inputs = tuple((v.aval.shape, v.aval.dtype) for v in program.invars)
+    kind = inputs, places, tuple(eqn.primitive.name for eqn in program.eqns)
+    for earlier, run in _COMPILED.get(kind, ()):
+        try:
+            _, atoms = merge_programs([earlier, program])
+        except DifferentProgram:
+            continue
+        if len(atoms) == len(inputs):  # otherwise they differ in a literal
+            return run
+    run = jax.jit(as_function(program), out_shardings=list(places))
+    # Arrays within would stay in memory, and functions of Python are compared by name alone.
+    constants = any(True for eqn in program.eqns for _ in nested_constants(eqn))
+    if not constants and " at 0x" not in str(program):
+        if len(_COMPILED) == _MOST_COMPILED and kind not in _COMPILED:
+            _COMPILED.pop(next(iter(_COMPILED)))
+        _COMPILED.setdefault(kind, []).append((program, run))
+    return run
 
 
 def _groups(jaxpr: Any) -> list[list[int]]:

@@ -99,6 +99,34 @@ def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
         np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 1)
 
 
+def test_an_equal_call_later_compiles_nothing(monkeypatch):
+    from jaxspeed.train import staged_init as module
+
+    compiled = []
+    monkeypatch.setattr(module, "_COMPILED", {})
+    monkeypatch.setattr(
+        module, "as_function", lambda jaxpr: compiled.append(jaxpr) or as_function(jaxpr)
+    )
+
+    def scaled(by):
+        return lambda seed: by * jax.random.normal(jax.random.key(seed), (WIDTH, WIDTH))
+
+    def with_table(table):
+        return lambda seed: jax.jit(lambda x: x * table)(scaled(1)(seed))
+
+    table = np.ones((WIDTH, WIDTH), np.float32)
+    functions = [*map(scaled, (1, 1, 2)), *map(with_table, (table, 2 * table))]
+    at = placed(jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32))
+    one, again, two, *tables = (staged_init(function, at, 7) for function in functions)
+    np.testing.assert_array_equal(one, again)
+    np.testing.assert_array_equal(2 * np.asarray(one), two)
+    np.testing.assert_array_equal(tables, [one, two])
+    assert len(compiled) == 4  # all but the second
+    staged_init(scaled(2), at, 8)
+    staged_init(scaled(2), placed(jax.ShapeDtypeStruct((1,), jnp.float32)), 7)
+    assert len(compiled) == 5  # of another placement
+
+
 def programs_compiled(layers):
     class Net(nnx.Module):
         def __init__(self, rngs):
