@@ -4,7 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspeed.placement.show import bytes_text, dtype_text
+from jaxspeed.communication import dtype_text
+from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspeed.communication import dtype_text
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import program_model_flops
-from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import local_shape
 from jaxspeed.planner.memory.trace_ir import Scope
