@@ -128,8 +128,8 @@ def test_the_scale_does_not_fall_below_its_minimum():
 
 def test_a_static_scale_never_moves():
     rule = built(fp16={"enabled": True, "loss_scale": 128, "loss_scale_window": 1}).rule
-    assert rule == loss_scale.StaticRule(128.0)
     assert {scale for scale, _ in trajectory(rule, [True, True, False, False, False])} == {128.0}
+    assert rule == loss_scale.StaticRule(128.0)
     assert not loss_scale.is_exhausted(loss_scale.init(rule), rule)
 
 

@@ -162,9 +162,9 @@ def test_warmup_cosine_lr_by_default():
 
 @pytest.mark.parametrize("staircase", [False, True])
 def test_lr_range_test(staircase):
-    params = {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 7}
+    params = {"lr_range_test_min_lr": 0.003, "lr_range_test_step_size": 7}
     params |= {"lr_range_test_step_rate": 1.5, "lr_range_test_staircase": staircase}
-    assert_curve("LRRangeTest", params, range_test(30, 0.001, 7, 1.5, staircase))
+    assert_curve("LRRangeTest", params, range_test(30, 0.003, 7, 1.5, staircase))
 
 
 CYCLES = {
