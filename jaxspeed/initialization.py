@@ -14,6 +14,7 @@ from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.memory_precheck import warn_of_room
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
+from jaxspeed.launch.environment import start_processes
 from jaxspeed.metrics import Sink, monitors_of, require_monitors
 from jaxspeed.objective.batches import WithExtra
 from jaxspeed.objective.config_model import resolve_model
@@ -37,6 +38,8 @@ def initialize(
     auto: AutoValues = None,
 ) -> Engine:
     """An engine with a freshly initialized state, each array created as its shards.
+
+    If the environment names other processes they are joined, unless JAX has already started.
 
     Args:
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
@@ -67,7 +70,9 @@ def initialize(
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
+      RunError: there are other processes, which were not joined before JAX started.
     """
+    start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None
     if auto is not None:
