@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 import socket
 import sys
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.binding import has_gpus
+from jaxspeed.launch.hostfile import exported_environment, read_hostfile, selected
 from jaxspeed.launch.local_group import HostJob, LocalGroup
 from jaxspeed.launch.output import Display
+from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
 from jaxspeed.launch.supervisor import Restarts, supervise
 
 # Commands of jaxspeed whose processes join each other.
@@ -75,34 +78,98 @@ def add(commands: Any) -> None:
         action="store_true",
         help="let each process use all cores instead of its share",
     )
+    hosts = parser.add_argument_group("several hosts, over ssh")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", help="DeepSpeed's: lines of the form: HOST slots=4"
+    )
+    hosts.add_argument(
+        "--include",
+        default="",
+        metavar="HOSTS",
+        help="of the hostfile only these: HOST[:SLOT[,SLOT ...]], joined by @",
+    )
+    hosts.add_argument("--exclude", default="", metavar="HOSTS", help="all but these")
+    hosts.add_argument(
+        "--coordinator",
+        metavar="HOST[:PORT]",
+        help="address of the first host, as the others reach it",
+    )
+    hosts.add_argument(
+        "--ssh", default=SSH, metavar="COMMAND", help=f"the command before a host ({SSH})"
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    if given.processes is None:
-        raise ConfigError("launch: needs --processes N")
-    devices = given.devices_per_process
-    simulated = None if devices is None or has_gpus(os.environ) else devices * given.processes
-    command = command_of(given.words, simulated)
+    hosts = _hosts(given)
+    count = sum(job.processes for job in hosts.values())
+    ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
     display = Display(given.logs, given.all_output)
     restarts = Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
-    job = HostJob(
-        command,
-        processes=given.processes,
-        count=given.processes,
-        coordinator="",
-        devices=devices,
-        bind=not given.no_core_binding,
-        terminal=sys.stdout.isatty() and not given.all_output,
-    )
 
-    def start(events: Any, progress: str) -> LocalGroup:
-        return LocalGroup(replace(job, coordinator=free_address()), events, progress)
+    def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
+        address = _coordinator(given.coordinator, list(hosts))
+        jobs = {host: replace(job, coordinator=address) for host, job in hosts.items()}
+        (first, job), *others = jobs.items()
+        if is_here(first) and not others:
+            return LocalGroup(job, events, progress)
+        return RemoteGroup(jobs, events, given.ssh)
 
     try:
-        return supervise(start, given.processes, display, restarts)
+        return supervise(start, count, display, restarts, lambda rank: ranks[rank])
     finally:
         display.close()
+
+
+def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
+    """What each host starts; without a hostfile, this one alone."""
+    devices, here = given.devices_per_process, socket.gethostname()
+    if given.hostfile:
+        if given.processes is not None:
+            raise ConfigError("--processes: with --hostfile it is the number of slots")
+        slots = selected(read_hostfile(given.hostfile), given.include, given.exclude)
+        if uneven := [host for host, of in slots.items() if len(of) % (devices or 1)]:
+            raise ConfigError(
+                f"--devices-per-process {devices}: {uneven[0]} has {len(slots[uneven[0]])} slots"
+            )
+        processes = {host: len(of) // (devices or 1) for host, of in slots.items()}
+        simulated = None if devices is None else sum(map(len, slots.values()))
+    else:
+        if given.include or given.exclude:
+            raise ConfigError("--include and --exclude need --hostfile")
+        if given.processes is None:
+            raise ConfigError("launch: needs --processes N, or --hostfile FILE")
+        slots, processes = {}, {here: given.processes}
+        simulated = None if devices is None else given.processes * devices
+    if has_gpus(os.environ):
+        simulated = None
+    command, firsts = command_of(given.words, simulated), 0
+    jobs = {}
+    for host, number in processes.items():
+        jobs[host] = HostJob(
+            command,
+            processes=number,
+            count=sum(processes.values()),
+            coordinator="",  # another one for each start
+            first=firsts,
+            devices=devices,
+            slots=slots.get(host),
+            bind=not given.no_core_binding,
+            terminal=not given.hostfile and sys.stdout.isatty() and not given.all_output,
+            environment=exported_environment() if given.hostfile else {},
+            folder=os.getcwd(),
+        )
+        firsts += number
+    return jobs
+
+
+def _coordinator(given: str | None, hosts: list[str]) -> str:
+    """Where rank 0 listens: on one host, a free port; elsewhere one that is seldom in use."""
+    if given and ":" in given:
+        return given
+    if given is None and len(hosts) == 1 and is_here(hosts[0]):
+        return free_address()
+    return f"{given or coordinator_host(hosts)}:{random.randrange(20000, 30000)}"
 
 
 def command_of(words: list[str], simulated: int | None) -> tuple[str, ...]:

@@ -56,7 +56,9 @@ class HostJob:
 
     Attributes:
       command: the program of each process and its arguments.
-      devices: number of devices of a process, GPUs or simulated ones; None: all that it finds.
+      devices: number of devices of a process, GPUs or simulated ones; None: its share of the
+        GPUs, or what the config simulates.
+      slots: indices of the GPUs of this host that are divided; None: all that are visible.
       bind: give each process a share of the cores.
       terminal: show rank 0 a terminal, for its progress display.
     """
@@ -67,6 +69,7 @@ class HostJob:
     coordinator: str
     first: int = 0
     devices: int | None = None
+    slots: tuple[int, ...] | None = None
     bind: bool = True
     terminal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -191,6 +194,8 @@ def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:
     given = {**os.environ, **job.environment}
     if has_gpus(given):
         gpus = visible_gpus(given)
+        if job.slots is not None:
+            gpus = [gpus[slot] for slot in job.slots if slot < len(gpus)]
         mine = shared_evenly(gpus, local_rank, job.processes)
         if job.devices is not None:
             mine = gpus[local_rank * job.devices : (local_rank + 1) * job.devices]

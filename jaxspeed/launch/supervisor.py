@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from jaxspeed.errors import ExitCode
 from jaxspeed.launch.local_group import Asked, Ended, Event, Output
 from jaxspeed.launch.output import Display
+from jaxspeed.launch.remote_group import LOST
 
 # Passed on. The first two ask a run to save and end; the others are the processes' own business.
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -34,6 +35,7 @@ _MEANINGS: dict[int, str] = {
     ExitCode.HANG: "its watchdog found it stuck",
     ExitCode.PEER: "another process failed",
     ExitCode.PREEMPTED: "asked to stop, and the state is saved",
+    LOST: "its host cannot be reached",
 }
 # The same again would fail again; and who asked for an end does not want a start.
 _FINAL = (ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.PREEMPTED)
