@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from jaxspeed.initialization import initialize
     from jaxspeed.jaxpr.module_scopes import unit
+    from jaxspeed.launch.environment import start_processes
     from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
     from jaxspeed.objective.rng import micro_batch_key
     from jaxspeed.objective.train_state import TrainState
@@ -39,6 +40,7 @@ _NAMES = {
     ),
     "initialization": ("initialize",),
     "jaxpr.module_scopes": ("unit",),
+    "launch.environment": ("start_processes",),
     "objective": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "objective.rng": ("micro_batch_key",),
     "objective.train_state": ("TrainState",),
@@ -75,6 +77,7 @@ __all__ = [
     "propose_tensor_cuts",
     "propose_tensor_sharding",
     "simulate",
+    "start_processes",
     "unit",
 ]
 

@@ -13,6 +13,7 @@ import jax
 import optax
 
 from jaxspeed.config import AutoValues, Config, load_config
+from jaxspeed.launch.environment import start_processes
 
 if TYPE_CHECKING:
     from jaxspeed.engine import Engine
@@ -34,6 +35,8 @@ def initialize(
     auto: AutoValues = None,
 ) -> "Engine":
     """An engine with a freshly initialized state, each array created as its shards.
+
+    If the environment names other processes they are joined, unless JAX has already started.
 
     Args:
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
@@ -64,10 +67,12 @@ def initialize(
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
+      RunError: there are other processes, which were not joined before JAX started.
     """
     from jaxspeed.metrics import require_monitors
     from jaxspeed.objective.batches import WithExtra
 
+    start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None
     if auto is not None:

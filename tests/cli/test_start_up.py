@@ -59,7 +59,7 @@ def test_initialize_and_config_load_no_engine():
         "print(sorted(folders))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout == "['config', 'errors', 'initialization']\n"
+    assert child.stdout == "['config', 'errors', 'initialization', 'launch']\n"
 
 
 def test_every_public_name_is_imported_from_the_module_that_type_checkers_see():
