@@ -1,6 +1,10 @@
-"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model."""
+"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model.
 
-import importlib
+A name or a folder is imported when it is first used: the command line shows help and errors in a
+config without an import of JAX.
+"""
+
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +30,25 @@ if TYPE_CHECKING:
     from jaxspeed.placement import Placement, PlacementTable
     from jaxspeed.planner.api import plan
     from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
+
+_NAMES = {
+    "config": ("Config", "explain_config"),
+    "engine": ("CheckReport", "Diagnosis", "Engine", "simulate"),
+    "errors": (
+        *("BatchError", "CheckpointError", "ConfigError", "DataError", "JaxspeedError"),
+        *("ModelError", "OutOfMemoryError", "PlacementError", "RunError"),
+    ),
+    "initialization": ("initialize",),
+    "jaxpr.module_scopes": ("unit",),
+    "launch.environment": ("start_processes",),
+    "objective": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "objective.rng": ("micro_batch_key",),
+    "objective.train_state": ("TrainState",),
+    "placement": ("Placement", "PlacementTable"),
+    "planner.api": ("plan",),
+    "train": ("propose_tensor_cuts", "propose_tensor_sharding"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BatchError",
@@ -58,44 +81,16 @@ __all__ = [
     "unit",
 ]
 
-# Imported at their first use: JAX takes seconds, and `jaxspeed launch` does without it.
-_MODULES = {
-    "jaxspeed.config": ("Config", "explain_config"),
-    "jaxspeed.engine": ("CheckReport", "Diagnosis", "Engine", "simulate"),
-    "jaxspeed.errors": (
-        "BatchError",
-        "CheckpointError",
-        "ConfigError",
-        "DataError",
-        "JaxspeedError",
-        "ModelError",
-        "OutOfMemoryError",
-        "PlacementError",
-        "RunError",
-    ),
-    "jaxspeed.initialization": ("initialize",),
-    "jaxspeed.jaxpr.module_scopes": ("unit",),
-    "jaxspeed.launch.environment": ("start_processes",),
-    "jaxspeed.objective": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
-    "jaxspeed.objective.rng": ("micro_batch_key",),
-    "jaxspeed.objective.train_state": ("TrainState",),
-    "jaxspeed.placement": ("Placement", "PlacementTable"),
-    "jaxspeed.planner.api": ("plan",),
-    "jaxspeed.train": ("propose_tensor_cuts", "propose_tensor_sharding"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    try:
-        return importlib.import_module(f"jaxspeed.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"jaxspeed.{name}":
-            raise
-    raise AttributeError(f"module 'jaxspeed' has no attribute {name!r}")
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = found  # the next use finds it without this function
+        return found
+    if importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,6 @@ traceback; 128 + n if signal n ended a run (its state is saved).
 """
 
 import argparse
-import importlib
 import logging
 import os
 import sys
@@ -14,42 +13,40 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
+from jaxspeed.cli import (
+    check,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    launch,
+    plan,
+    report,
+    sample,
+    train,
+)
 from jaxspeed.errors import CheckpointError, JaxspeedError, OutOfMemoryError, RunError
 
-# Each command and its file in this folder. Only that of the given command is imported: most import
-# JAX, which takes seconds.
-COMMANDS = {
-    "train": "train",
-    "eval": "evaluate",
-    "sample": "sample",
-    "plan": "plan",
-    "check": "check",
-    "config": "config",
-    "checkpoint": "checkpoint",
-    "data": "data",
-    "report": "report",
-    "launch": "launch",
-}
+COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report, launch)
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
-def parser(given: str | None = None) -> argparse.ArgumentParser:
-    """The argument parser of one command, or of all."""
+def parser() -> argparse.ArgumentParser:
+    """The argument parser of all commands."""
     top = argparse.ArgumentParser(
         prog="jaxspeed",
         description="Train Flax models whose state does not fit one device.",
         epilog="example: jaxspeed train configs/tiny.yaml",
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in [given] if given in COMMANDS else COMMANDS:
-        importlib.import_module(f"jaxspeed.cli.{COMMANDS[name]}").add(commands)
+    for command in COMMANDS:
+        command.add(commands)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-    given = parser(words[0] if words else None).parse_args(words)
+    given = parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True)
     logger = logging.getLogger("jaxspeed")
     handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)

@@ -249,12 +249,16 @@ def _by_flax(program: Program) -> Any:
 def _nudged(program: Program, lower: str) -> Callable[[TrainState], TrainState]:
     """The state with each parameter moved by one unit in its last place, up or down."""
 
-    def moved(path: str, x: Any) -> Any:
-        step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)
-        sign = jax.random.rademacher(jax.random.key(0), x.shape, x.real.dtype)
-        return (x * (1 + step * sign)).astype(x.dtype)
-
     def nudge(state: TrainState) -> TrainState:
+        # Drawn once for all parameters: each draw takes the compiler as long as a layer does.
+        most = max((x.size for x in [*state.params.values(), *state.master.values()]), default=0)
+        signs = jax.random.rademacher(jax.random.key(0), (most,), "int8")
+
+        def moved(path: str, x: Any) -> Any:
+            step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)
+            sign = signs[: x.size].reshape(x.shape).astype(x.real.dtype)
+            return (x * (1 + step * sign)).astype(x.dtype)
+
         params = {path: moved(path, x) for path, x in state.params.items()}
         master = {path: moved(path, x) for path, x in state.master.items()}
         return replace(state, params=params, master=master)

@@ -33,7 +33,7 @@ def trained(tmp_path_factory):
 
 
 HELPS = [
-    *((command,) for command in COMMANDS),
+    *((command.__name__.rsplit(".", 1)[1],) for command in COMMANDS),
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
     ("data", "tokenize"),
 ]
@@ -41,6 +41,7 @@ HELPS = [
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
 def test_every_help_has_an_example(words, capsys):
+    words = ["eval" if word == "evaluate" else word for word in words]
     with pytest.raises(SystemExit) as ended:
         parser().parse_args([*words, "--help"])
     assert ended.value.code == 0
@@ -107,11 +108,11 @@ def test_check_agrees_and_says_so(trained):
 
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
-    from jaxspeed.cli import check
+    from jaxspeed import run
     from jaxspeed.engine.check import CheckReport, LeafDifference
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
-    monkeypatch.setattr(check, "check_run", lambda *_, **__: bad)
+    monkeypatch.setattr(run, "check_run", lambda *_, **__: bad)
     config = str(small.write(tmp_path))
     assert main(["check", config]) == 1
     assert "DIFFERS" in capsys.readouterr().out
