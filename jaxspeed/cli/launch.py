@@ -15,7 +15,7 @@ from jaxspeed.launch.hostfile import exported_environment, read_hostfile, select
 from jaxspeed.launch.local_group import HostJob, LocalGroup
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
-from jaxspeed.launch.schedulers import ClusterJob, mpi_script, slurm_script, submit
+from jaxspeed.launch.schedulers import ClusterJob, mpi_script, ray_script, slurm_script, submit
 from jaxspeed.launch.supervisor import Restarts, supervise
 
 # Commands of jaxspeed whose processes join each other.
@@ -101,7 +101,7 @@ def add(commands: Any) -> None:
     cluster = parser.add_argument_group("by a scheduler")
     cluster.add_argument(
         "--on",
-        choices=("slurm", "mpi", "kubernetes", "jobset"),
+        choices=("slurm", "mpi", "kubernetes", "jobset", "ray"),
         help="submit a job; kubernetes is an Indexed Job",
     )
     cluster.add_argument(
@@ -129,7 +129,8 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="WORD",
-        help="an option of sbatch, mpirun or kubectl: --option=--partition=gpu; may be repeated",
+        help="an option of sbatch, mpirun, kubectl or ray job submit, like "
+        "--option=--partition=gpu; may be repeated",
     )
     cluster.add_argument("--image", help="container image (kubernetes, jobset)")
     cluster.add_argument(
@@ -156,6 +157,7 @@ def _submit(given: argparse.Namespace) -> int:
     """Print or submit the job of a scheduler."""
     if given.processes is None:
         raise ConfigError(f"--on {given.on}: needs --processes N, of all hosts")
+    restarts = _restarts(given)
     on_kubernetes = given.on in ("kubernetes", "jobset")
     command = command_of(given.words, None)
     if on_kubernetes and command[0] == sys.executable:
@@ -173,7 +175,7 @@ def _submit(given: argparse.Namespace) -> int:
         max_restarts=given.max_restarts,
         options=tuple(given.option),
     )
-    program = {"slurm": ["sbatch"], "mpi": ["bash", "-s"]}.get(given.on)
+    program = ["sbatch"] if given.on == "slurm" else ["bash", "-s"]
     if on_kubernetes:
         from jaxspeed.launch.kubernetes import indexed_job, jobset
 
@@ -186,13 +188,18 @@ def _submit(given: argparse.Namespace) -> int:
         text = slurm_script(job)
         if not given.print:
             Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
+    elif given.on == "ray":
+        text = ray_script(job, restarts)
     else:
         text = mpi_script(job, given.hostfile)
     if given.print:
         sys.stdout.write(text)
         return 0
-    assert program is not None
     return submit(program, text)
+
+
+def _restarts(given: argparse.Namespace) -> Restarts:
+    return Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
 
 
 def _supervise(given: argparse.Namespace) -> int:
@@ -200,7 +207,7 @@ def _supervise(given: argparse.Namespace) -> int:
     count = sum(job.processes for job in hosts.values())
     ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
     display = Display(given.logs, given.all_output)
-    restarts = Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+    restarts = _restarts(given)
 
     def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
         address = _coordinator(given.coordinator, list(hosts))

@@ -1,13 +1,17 @@
-"""A run as a job of SLURM or Open MPI: the complete script, and its submission."""
+"""A run as a job of SLURM, Open MPI or Ray: the complete script, and its submission."""
 
+import json
 import shlex
 import subprocess
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxspeed.errors import ConfigError, ExitCode
+from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.hostfile import read_hostfile
+from jaxspeed.launch.local_group import HostJob
+from jaxspeed.launch.supervisor import Restarts
 from jaxspeed.launch.variables import COORDINATOR
 
 # Restarted at once, and without being counted: the state is saved.
@@ -15,6 +19,7 @@ _AGAIN = int(ExitCode.PREEMPTED)
 # Never restarted: the same again would fail again.
 _FINAL = f"{int(ExitCode.SUCCESS)}|{int(ExitCode.CONFIG)}|{int(ExitCode.DIVERGED)}"
 
+_RAY_DRIVER = "jaxspeed.launch.ray.driver"
 # Seconds for the other processes of a SLURM job after the first has ended.
 _WAIT = 120
 
@@ -152,6 +157,27 @@ while :; do
 done
 echo "{job.name}: exit code $code, restarts so far $restarts"
 exit $code
+"""
+
+
+def ray_script(job: ClusterJob, restarts: Restarts) -> str:
+    """A script that submits a Ray job, whose driver starts and supervises the processes."""
+    processes = HostJob(job.command, 1, job.processes, "", devices=job.devices, bind=False)
+    given = {"job": encoded_job(processes), "restarts": asdict(restarts), "logs": job.logs}
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": job.cache,
+        "RAY_JOB_STOP_WAIT_TIME_S": str(job.save_seconds),  # between SIGTERM and SIGKILL
+    }
+    words = [
+        *("--runtime-env-json", json.dumps({"env_vars": environment})),
+        *(() if any("working-dir" in o for o in job.options) else ("--working-dir", job.folder)),
+        *job.options,
+    ]
+    driver = [job.command[0] if job.command[1:2] == ("-m",) else "python", "-m", _RAY_DRIVER]
+    return f"""\
+#!/bin/bash
+exec ray job submit {_quoted(*words)} \\
+  -- {_quoted(*driver, json.dumps(given))}
 """
 
 
