@@ -41,6 +41,7 @@ LAYERS = (
     "engine",
     "parameter_server",
     "parameter_server/ray",
+    "launch/ray",
     "initialization.py",
     "run",
     "planner/compile",
