@@ -14,7 +14,7 @@ import jax
 # JAX has no public name for its coordination client (0.10.2 to 0.12).
 from jax._src import distributed
 
-from jaxspeed.errors import CheckpointError
+from jaxspeed.errors import CheckpointError, PeerError
 
 TIMEOUT_SECONDS = 1200
 
@@ -38,7 +38,7 @@ class Processes:
         """Run `work()` on every process; the JSON results of all.
 
         Raises:
-          CheckpointError: on all processes, if it failed on one.
+          PeerError: it failed on another process; on that one its own exception is raised.
         """
         if jax.process_count() == 1:
             return [work()]
@@ -53,12 +53,16 @@ class Processes:
             raise failure
         for process, other in enumerate(received):
             if other["error"] is not None:
-                raise CheckpointError(f"process {process}, {what}: {other['error']}")
+                raise PeerError(f"process {process}, {what}: {other['error']}")
         return [other["result"] for other in received]
 
     def first(self, what: str, work: Callable[[], Any]) -> Any:
         """Run `work()` on the first process; its result, on all."""
         return self.all(what, lambda: work() if is_first() else None)[0]
+
+    def wait(self, what: str) -> None:
+        """Wait until all processes are here; unlike a collective, for as long as it takes."""
+        self.all(what, lambda: None)
 
     def _exchange(self, what: str, text: str) -> list[str]:
         client = distributed.global_state.client

@@ -13,6 +13,8 @@ from rich.console import Console
 from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
 
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
+
 
 def command(
     commands: Any,

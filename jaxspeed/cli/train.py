@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
+from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json
 from jaxspeed.config import Config
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.parameter_server.ray import connected, ray_resources
 from jaxspeed.run import RaySource, Source, Trainer, open_run, show_ending, show_opening, source_of
 
@@ -74,7 +74,7 @@ def _train(given: argparse.Namespace, source: Source) -> int:
         print_json(result)
     if trainer.stopped_by is None:
         return 0
-    return 128 + getattr(signal, trainer.stopped_by, signal.SIGTERM)
+    return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED
 
 
 def _again(given: argparse.Namespace, trainer: Trainer) -> str:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import jax
+from jax._src import distributed
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
@@ -42,14 +43,21 @@ def start_devices(word: str | None) -> None:
 def simulate(devices: int) -> None:
     """Start JAX with this many simulated CPU devices. Call it before any other use of JAX.
 
+    With several processes it is the number of all of them together.
+
     Raises:
       JaxspeedError: JAX has already started with other devices, which cannot be changed.
     """
     if devices < 1:
         raise JaxspeedError(f"simulate({devices}): at least one device is needed")
+    processes = distributed.global_state.num_processes
+    if devices % processes:
+        raise JaxspeedError(
+            f"simulate({devices}): not divisible by the {processes} processes of this run"
+        )
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", devices // processes)
     except RuntimeError:
         pass  # already started; checked below
     found = jax.devices()

@@ -25,8 +25,10 @@ from jaxspeed.objective.config_model import family_sizes, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
+from jaxspeed.run.watchdog import Watchdog, watchdog_of
 from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
@@ -40,6 +42,7 @@ class Source:
     config: Config
     folder: RunFolder
     reads: ModelLimits
+    watchdog: Watchdog
     model: Any = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     optimizer: optax.GradientTransformation | None = None
@@ -99,12 +102,15 @@ def source_of(
     """
     loaded = load_config(config)
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
+    watchdog = watchdog_of(loaded.run.watchdog)
+    if watchdog.beats is not None:
+        meet(watchdog, facts_of(loaded))
     kind.start_devices(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
     reads = limits_of(None if model is not None else family_sizes(loaded))
-    return kind(loaded, folder, reads, model, loss_fn, optimizer)
+    return kind(loaded, folder, reads, watchdog, model, loss_fn, optimizer)
 
 
 def open_run(source: Source, console: Any = None) -> Trainer:
@@ -129,13 +135,15 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
-    reached = begin()
+    with source.watchdog.section("restore"):
+        reached = begin()
     recorder = recorder_of(
         engine,
         folder,
         corpus,
         step=reached.step,
         seconds=_with_opening(reached, time.perf_counter() - begun),
+        watchdog=source.watchdog,
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)
