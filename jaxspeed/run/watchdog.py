@@ -50,6 +50,7 @@ PERIODS = 12  # heartbeats in `silence`
 LEAVING = 5.0
 # XLA's errors that may come from elsewhere, unlike RESOURCE_EXHAUSTED and INVALID_ARGUMENT.
 _STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)")
+_SLICE = 1.0  # seconds of a wait for messages, after which `close` may have been called
 _WAITS = re.compile(r"[/\\](jax|jaxlib)[/\\]|process_agreement\.py")
 
 
@@ -119,6 +120,7 @@ class Watchdog:
         self._fault: dict[str, Any] | None = None
         self._failure: BaseException | None = None
         self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._ending = threading.Lock()
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._early: list[dict[str, Any]] = []  # notices before there was a listener
@@ -132,7 +134,9 @@ class Watchdog:
             self._handle_abort()
             self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         for loop in loops:
-            threading.Thread(target=loop, name=f"jaxspeed{loop.__name__}", daemon=True).start()
+            thread = threading.Thread(target=loop, name=f"jaxspeed{loop.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         atexit.register(self.close)
         return self
 
@@ -142,6 +146,9 @@ class Watchdog:
             return
         self._at = replace(self._at, section="end", limit=float("inf"))
         self._closed.set()
+        # One that returns from JAX's client while the interpreter ends crashes the process.
+        for thread in self._threads:
+            thread.join(5 * _SLICE)
         faulthandler.cancel_dump_traceback_later()
         if self.beats is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -299,7 +306,7 @@ class Watchdog:
         while not self._closed.is_set():
             try:
                 self.exchange()
-                notice = self.beats.next_notice(self._period)
+                notice = self._next_notice(self.beats)
             except jax.errors.JaxRuntimeError:  # `check` counts the seconds without an answer
                 self._closed.wait(min(self._period, 1.0))
                 continue
@@ -313,6 +320,14 @@ class Watchdog:
                 self._listeners[notice["kind"]](notice)
             else:
                 self._early.append(notice)
+
+    def _next_notice(self, beats: Heartbeats) -> dict[str, Any] | None:
+        """The next notice within a period."""
+        until = self._clock() + self._period
+        while not self._closed.is_set() and (rest := until - self._clock()) > 0:
+            if (notice := beats.next_notice(min(rest, _SLICE))) is not None:
+                return notice
+        return None
 
     def exchange(self) -> None:
         """Write this process's heartbeat, read others', and post what they show."""
