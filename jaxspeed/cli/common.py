@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspeed.config import Config
 
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
@@ -74,8 +76,10 @@ def overrides_of(given: argparse.Namespace) -> list[str]:
     return [*given.overrides, *devices]
 
 
-def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
+def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     """The command's config with its overrides."""
+    from jaxspeed.config import load_config
+
     overrides = [*overrides_of(given), *more]
     return load_config(given.config, overrides, auto=given.auto, strict=given.strict)
 

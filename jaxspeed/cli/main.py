@@ -13,11 +13,22 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxspeed.cli import check, checkpoint, config, data, evaluate, plan, report, sample, train
+from jaxspeed.cli import (
+    check,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    launch,
+    plan,
+    report,
+    sample,
+    train,
+)
 from jaxspeed.cli.common import INTERRUPTED
 from jaxspeed.errors import JaxspeedError, exit_code
 
-COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report)
+COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report, launch)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,9 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _end_others(error: JaxspeedError) -> None:
     """End the run's other processes, if this is one of several."""
-    from jaxspeed.run.watchdog import end_all  # which imports JAX
-
-    end_all(error)
+    if "jaxspeed.run.watchdog" in sys.modules:  # some commands do not import JAX
+        sys.modules["jaxspeed.run.watchdog"].end_all(error)
 
 
 def _say(errors: Console, error: Exception) -> None:

@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 
 import jax
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.launch.environment import start_processes
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 
@@ -15,10 +16,13 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 def start_devices(word: str | None) -> None:
     """Start JAX on a platform (`gpu`) or on simulated devices (`cpu:8`); None: JAX's default.
 
+    If there are other processes, they are joined first, and share the simulated devices.
+
     Raises:
       ConfigError: there are no such devices.
       JaxspeedError: JAX has already started with other devices.
     """
+    join_processes(word)
     if word is None:
         return
     platform, _, count = word.partition(":")
@@ -35,6 +39,13 @@ def start_devices(word: str | None) -> None:
         raise ConfigError(
             f"run.devices: {word}, but JAX has already started on {found[0].platform}"
         )
+
+
+def join_processes(word: str | None, seconds: float | None = None) -> None:
+    """Join the run's other processes, if there are any; the devices start later."""
+    if (word or "").startswith("cpu") and not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")  # what JAX detects of TPU pods does not count
+    start_processes(seconds)
 
 
 # -- simulated devices on one CPU -----------------------------------------------------------------

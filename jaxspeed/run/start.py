@@ -18,9 +18,10 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
-from jaxspeed.engine.jax_setup import start_devices
+from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
+from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
@@ -60,9 +61,14 @@ class Source:
         )
 
     @staticmethod
-    def start_devices(config: Config) -> None:
-        """Start the devices that this process computes on."""
+    def start(config: Config) -> Watchdog:
+        """Join the other processes, compare what they run, and start this one's devices."""
+        join_processes(config.run.devices, config.run.watchdog.start)
+        watchdog = watchdog_of(config.run.watchdog)
+        if watchdog.beats is not None:
+            meet(watchdog, facts_of(config))
         start_devices(config.run.devices)
+        return watchdog
 
     def engine(self) -> Engine:
         return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
@@ -76,9 +82,10 @@ class RaySource(Source):
     """A run whose workers and servers are processes on Ray; this one has no device but its CPU."""
 
     @staticmethod
-    def start_devices(config: Config) -> None:
+    def start(config: Config) -> Watchdog:
         ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
+        return watchdog_of(config.run.watchdog)
 
     def engine(self) -> RayEngine:
         return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
@@ -102,10 +109,7 @@ def source_of(
     """
     loaded = load_config(config)
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
-    watchdog = watchdog_of(loaded.run.watchdog)
-    if watchdog.beats is not None:
-        meet(watchdog, facts_of(loaded))
-    kind.start_devices(loaded)
+    watchdog = kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
@@ -137,6 +141,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
     with source.watchdog.section("restore"):
         reached = begin()
+    report_progress(reached.step)
     recorder = recorder_of(
         engine,
         folder,

@@ -115,6 +115,11 @@ def test_a_subset_of_the_devices_may_be_used():
     assert metrics["loss"].sharding.device_set == set(jax.devices()[4:6])
 
 
+def test_the_file_of_the_step_is_the_one_that_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"step\.exe"):
+        tiny.engine(PAIR, run={"executable": str(tmp_path / "step.exe")})
+
+
 # -- what compiled ------------------------------------------------------------------------------
 
 

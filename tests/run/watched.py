@@ -10,6 +10,7 @@ import sys
 import jax
 import numpy as np
 
+import jaxspeed
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config.run_sections import WatchdogSection
 from jaxspeed.run.same_run import meet
@@ -20,10 +21,10 @@ SILENCE, STEP = 6.0, 8.0
 
 
 def main() -> None:
-    names = ("TEST_ADDRESS", "TEST_COUNT", "TEST_RANK", "TEST_FAULT")
-    address, count, rank, fault = (os.environ[name] for name in names)
+    fault = os.environ["TEST_FAULT"]
     jax.config.update("jax_platforms", "cpu")
-    jax.distributed.initialize(address, int(count), int(rank))
+    jaxspeed.start_processes(float(os.environ.get("TEST_START", "120")))
+    rank, count = jax.process_index(), jax.process_count()
     from jax.experimental import multihost_utils
 
     if fault:
@@ -38,7 +39,7 @@ def main() -> None:
     with watchdog.section("step"):
         for step in range(10):
             watchdog.tick(step)
-            assert multihost_utils.process_allgather(np.array(step)).sum() == step * int(count)
+            assert multihost_utils.process_allgather(np.array(step)).sum() == step * count
             if step % 5 == 4:
                 with watchdog.section("save"):
                     processes.wait("saving")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,9 +72,9 @@ def start(
             "XLA_FLAGS": " ".join(flags),
             "NO_COLOR": "1",
             "COLUMNS": "80",
-            "TEST_ADDRESS": address,
-            "TEST_COUNT": str(count),
-            "TEST_RANK": str(rank),
+            COORDINATOR: address,
+            COUNT: str(count),
+            RANK: str(rank),
             "TEST_FAULT": faults[rank] if faults else "",
             **environment,
         }
