@@ -15,6 +15,8 @@ from jaxspeed.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspeed.config import Config
 
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
+
 
 def command(
     commands: Any,
