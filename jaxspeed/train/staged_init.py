@@ -151,7 +151,7 @@ def _groups(jaxpr: Any) -> list[list[int]]:
 
 def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> list[list[int]]:
     """Groups of results joined in turn, to groups of bounded bytes."""
-    found, total = defaultdict(list), 0
+    found, total = defaultdict[int, list[int]](list), 0
     for group in groups:
         found[total // most] += group
         total += sum(map(size, group))
