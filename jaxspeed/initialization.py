@@ -16,7 +16,7 @@ from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.startup_log import log_startup
 from jaxspeed.metrics import Sink, monitors_of, require_monitors
 from jaxspeed.objective.batches import WithExtra
-from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.objective.config_model import hidden_size_of, resolve_model
 from jaxspeed.parameter_server import build
 from jaxspeed.parameter_server.engine import open_engine
 from jaxspeed.train.aot_step import read_identity
@@ -73,7 +73,8 @@ def initialize(
     if auto is not None:
         platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
-    loaded = load_config(source, over, auto=auto, platform=platform)
+    known = hidden_size_of(model)
+    loaded = load_config(source, over, auto=auto, platform=platform, hidden_size=known)
     monitored = require_monitors(loaded)
     if example_extra is not None:
         example_batch = WithExtra(example_batch, example_extra)
