@@ -22,7 +22,7 @@ from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.objective.config_model import family_sizes, resolve_model
+from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
@@ -107,7 +107,7 @@ def source_of(
 
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
-    loaded = load_config(config)
+    loaded = load_config(config, hidden_size=hidden_size_of())
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
     watchdog = kind.start(loaded)
     if name is None:
