@@ -318,7 +318,7 @@ def _mode_fields(module: nn.Module) -> dict[str, bool]:
 
 
 def _in_evaluation(module: nn.Module) -> nn.Module:
-    modes = _mode_fields(module)
+    modes: dict[str, Any] = _mode_fields(module)
     return module.clone(**modes) if modes else module
 
 
