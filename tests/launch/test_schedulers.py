@@ -1,5 +1,6 @@
 """Scripts and manifests of `jaxspeed launch --on`, run with stubs or validated by their schemas."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import yaml
 
 from jaxspeed.cli.main import main
 from jaxspeed.errors import ExitCode
+from jaxspeed.launch.agent import decoded_job
 
 pytestmark = pytest.mark.fast
 
@@ -219,6 +221,29 @@ def test_a_manifest_is_created_by_kubectl(tmp_path, monkeypatch, on, printed):
     assert main(words) == 0
     assert (tmp_path / "words").read_text() == "--namespace=ml create -f -\n"
     assert (tmp_path / "given").read_text() == printed(on, *IMAGE)
+
+
+# -- Ray ---------------------------------------------------------------------------------------
+
+
+def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkeypatch):
+    stub(tmp_path, "ray", f"printf '%s\\n' \"$@\" > {tmp_path}/words; exit 3")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    options = ["--max-restarts", "2", "--devices-per-process", "1", "--option=--no-wait"]
+    assert main(["launch", "--on", "ray", "--processes", "4", *options, *TRAIN]) == 3
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:3] == ["job", "submit", "--runtime-env-json"]
+    variables = json.loads(words[3])["env_vars"]
+    assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "300"
+    assert variables["JAX_COMPILATION_CACHE_DIR"] == f"{tmp_path}/cache"
+    assert words[4:7] == ["--working-dir", str(tmp_path), "--no-wait"]
+    assert words[7:11] == ["--", sys.executable, "-m", "jaxspeed.launch.ray.driver"]
+    given = json.loads(words[11])
+    job = decoded_job(given["job"])
+    assert (job.count, job.processes, job.devices) == (4, 1, 1)
+    assert job.command == (sys.executable, "-m", "jaxspeed", *TRAIN[1:])
+    assert given["restarts"]["most"] == 2
 
 
 # -- mistakes ----------------------------------------------------------------------------------

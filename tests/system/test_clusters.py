@@ -6,6 +6,7 @@ not installed is skipped by name. `.ci/run` installs them where it can.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxspeed.errors import ExitCode
 from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.local_group import HostJob
 
@@ -82,6 +84,20 @@ def sshd(tmp_path_factory):
     run(HERE / "one_host_sshd.sh", "stop", folder)
 
 
+@pytest.fixture
+def two_hosts(tmp_path):
+    """`jaxspeed launch` on two network namespaces, and their folder."""
+    require("ip", "unshare")
+    folder = tmp_path / "hosts"
+    made = subprocess.run([HERE / "two_netns_hosts.sh", "start", folder], capture_output=True)
+    if made.returncode:
+        subprocess.run([HERE / "two_netns_hosts.sh", "stop", folder], capture_output=True)
+        pytest.skip(f"no network namespaces: {made.stderr.decode().strip()}")
+    launch = [sys.executable, "-m", "jaxspeed", "launch", "--hostfile", folder / "hosts"]
+    yield [*map(str, [*launch, "--ssh", folder / "ssh", "--all-output", "--"])], folder
+    run(HERE / "two_netns_hosts.sh", "stop", folder)
+
+
 def test_slurm(slurm, join):
     joined(run("srun", "-n", 2, sys.executable, join, env=slurm), "slurm")
 
@@ -129,6 +145,27 @@ def test_open_mpi_runs_the_tiny_config(tmp_path):
 def test_a_hostfile_runs_the_tiny_config(sshd, tmp_path):
     run(*launched(sshd, tmp_path, *tiny(tmp_path)), env=environment())
     trained(tmp_path)
+
+
+@pytest.mark.full
+def test_two_hosts_train_and_end_when_their_link_is_cut(two_hosts, tmp_path):
+    launch, folder = two_hosts
+    run(*launch, *tiny(tmp_path), env=environment())
+    trained(tmp_path)
+    words = [*launch, *tiny(tmp_path / "long"), "--set", "run.steps=100000"]
+    child = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
+    records, deadline = tmp_path / "long/run/metrics.jsonl", time.monotonic() + 240
+    while not records.exists() or len(records.read_bytes().splitlines()) < 3:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    run(HERE / "two_netns_hosts.sh", "cut", folder)
+    begun = time.monotonic()
+    said, _ = child.communicate(timeout=400)
+    assert time.monotonic() - begun < 180
+    assert child.returncode not in (0, ExitCode.CONFIG, ExitCode.PREEMPTED), said[-3000:]
+    assert re.search(r"rank [01] of 2 on host-[ab] ", said.splitlines()[-1])
 
 
 @pytest.mark.ray
