@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxspeed
+from tests.support.covering import examples
 from tests.support.random_modules import (
     KINDS,
     NNX_KINDS,
@@ -30,7 +31,6 @@ from tests.support.random_modules import (
     nnx_factory,
     specs,
 )
-from tests.support.covering import examples
 from tests.support.reference import slice_of_each_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
