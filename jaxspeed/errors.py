@@ -1,4 +1,6 @@
-"""Exception classes: every error that jaxspeed raises on purpose."""
+"""Exception classes, one for every error that jaxspeed raises on purpose, and exit codes."""
+
+import enum
 
 
 class JaxspeedError(Exception):
@@ -39,3 +41,15 @@ class RunError(JaxspeedError, RuntimeError):
 
 class StateLostError(RunError):
     """The processes that held a run's state have died; the run can resume from a checkpoint."""
+
+
+class ExitCode(enum.IntEnum):
+    """How a process of `jaxspeed` ended, for schedulers and launchers."""
+
+    SUCCESS = 0
+    CRASH = 1  # a failed check or run
+    CONFIG = 2  # a config or usage error: the same again would fail again
+    DIVERGED = 3  # the loss stayed non-finite
+    HANG = 4  # the watchdog ended it
+    PEER = 5  # another process failed
+    PREEMPTED = 75  # asked to stop, and the state is saved: start again to go on (EX_TEMPFAIL)

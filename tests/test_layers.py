@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "errors.py",
     "communication.py",
+    "launch",
     "config",
     "hardware",
     "jaxpr",

@@ -6,13 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.table import Table
 
-from jaxspeed.checkpoint import Checkpointer, export, show, verify
 from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
-from jaxspeed.placement.show import bytes_text, mesh_text
 
 
 def add(commands: Any) -> None:
@@ -52,19 +49,22 @@ def add(commands: Any) -> None:
 
 
 def _folder(given: argparse.Namespace) -> str:
+    folder = str(given.folder)
+    if "://" not in folder:  # of an object store
+        inside = Path(folder) / "checkpoints"
+        folder = str(inside if inside.is_dir() else Path(folder))
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+    import jax
+
     jax.config.update("jax_platforms", "cpu")  # these commands read files and need no accelerator
-    if "://" in given.folder:  # of an object store
-        return str(given.folder)
-    folder = Path(given.folder)
-    inside = folder / "checkpoints"
-    folder = inside if inside.is_dir() else folder
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
-    return str(folder)
+    return folder
 
 
 def _tag(given: argparse.Namespace, folder: str) -> str | None:
     """The given tag, if there is such a checkpoint."""
+    from jaxspeed.checkpoint import Checkpointer
+
     tags = [info.tag for info in Checkpointer(folder).list() if info.time]
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint")
@@ -74,7 +74,11 @@ def _tag(given: argparse.Namespace, folder: str) -> str | None:
 
 
 def _list(given: argparse.Namespace) -> int:
-    found = Checkpointer(_folder(given)).list()
+    folder = _folder(given)
+    from jaxspeed.checkpoint import Checkpointer
+    from jaxspeed.placement.show import bytes_text
+
+    found = Checkpointer(folder).list()
     if given.json:
         print_json([asdict(info) for info in found])
         return 0
@@ -99,6 +103,9 @@ def _list(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from jaxspeed.checkpoint import show
+    from jaxspeed.placement.show import bytes_text, mesh_text
+
     info = show(folder, _tag(given, folder))
     if given.json:
         print_json(asdict(info))
@@ -124,6 +131,8 @@ def _show(given: argparse.Namespace) -> int:
 
 def _verify(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from jaxspeed.checkpoint import Checkpointer, verify
+
     asked = _tag(given, folder)
     infos = Checkpointer(folder).list()
     tags = [asked] if asked else [info.tag for info in infos if info.time]
@@ -143,6 +152,9 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from jaxspeed.checkpoint import export
+    from jaxspeed.placement.show import bytes_text
+
     summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype)
     if given.json:
         print_json(asdict(summary))

@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspeed.config import Config
 
 
 def command(
@@ -79,8 +81,10 @@ def hidden_size(tree: Mapping[str, Any]) -> int | None:
     return hidden_size_of()(tree)
 
 
-def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
+def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     """The command's config with its overrides."""
+    from jaxspeed.config import load_config
+
     overrides = [*overrides_of(given), *more]
     options: dict[str, Any] = {"auto": given.auto, "strict": given.strict}
     return load_config(given.config, overrides, hidden_size=hidden_size, **options)

@@ -16,9 +16,6 @@ from jaxspeed.cli.common import (
     print_json,
     refuse_unwritable,
 )
-from jaxspeed.config import Config, examine, fix_config
-from jaxspeed.config.explain import explain
-from jaxspeed.config.verdicts import shortened
 
 # In the order in which they are shown: what needs the user first.
 STYLES = {
@@ -49,6 +46,9 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    from jaxspeed.config import Config, examine, fix_config
+    from jaxspeed.config.explain import explain
+
     if given.schema:
         print_json(Config.json_schema())
         return 0
@@ -76,6 +76,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) -> None:
     """Print the keys by verdict, what was filled in and from where, and what was fixed."""
+    from jaxspeed.config.verdicts import shortened
+
     console = out()
     table = Table(box=None)
     for name in ("key", "value", "verdict", ""):

@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.run import evaluate_run, source_of
 
 
 def add(commands: Any) -> None:
@@ -19,7 +18,10 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    found = evaluate_run(source_of(loaded(given), name=given.config), given.tag)
+    config = loaded(given)
+    from jaxspeed.run import evaluate_run, source_of
+
+    found = evaluate_run(source_of(config, name=given.config), given.tag)
     if given.json:
         print_json(found)
         return 0

@@ -13,10 +13,21 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxspeed.cli import check, checkpoint, config, data, evaluate, plan, report, sample, train
+from jaxspeed.cli import (
+    check,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    launch,
+    plan,
+    report,
+    sample,
+    train,
+)
 from jaxspeed.errors import CheckpointError, JaxspeedError, OutOfMemoryError, RunError
 
-COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report)
+COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report, launch)
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 

@@ -287,7 +287,7 @@ class _Rewriter:
             for i, x in enumerate(inside)
         ]
         self._note_readers(eqn, [x for i, x in enumerate(values) if i in fixed], None)
-        dtypes = [jnp.dtype(x.array.dtype) if hasattr(x.array, "dtype") else None for x in inside]
+        dtypes = [getattr(x.array, "dtype", None) for x in inside]
 
         def as_traced(i: int) -> bool:
             return name == "cond" or i < body.num_carry

@@ -10,13 +10,13 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.compile.in_child import PATIENCE, refuse_missing
+from jaxspeed.planner import SEARCH_SECONDS
+from jaxspeed.planner.compile import PATIENCE
+from jaxspeed.planner.compile.in_child import refuse_missing
 from jaxspeed.planner.search.result import refuse_path, write_config
 
 if TYPE_CHECKING:
     from jaxspeed.planner.plan import Plan
-
-SEARCH_SECONDS = 240.0
 
 
 def plan(

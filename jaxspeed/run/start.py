@@ -21,6 +21,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
+from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
@@ -130,6 +131,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer.check(engine.program)
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
     reached = begin()
+    report_progress(reached.step)
     recorder = recorder_of(
         engine,
         folder,

@@ -16,6 +16,7 @@ from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, RunError, StateLostError
+from jaxspeed.launch.variables import report_progress
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.signals import StopRequest
@@ -229,6 +230,8 @@ class Trainer:
                 self.checkpointer.wait()
             except CheckpointError as error:  # of the previous save: the current state is valid
                 log.warning("the previous checkpoint could not be saved: %s", error)
+            else:
+                report_progress(self._saved)
             self.checkpointer.save(
                 self.engine.program,
                 self.engine.state,

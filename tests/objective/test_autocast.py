@@ -303,6 +303,14 @@ def test_products_of_other_dtypes_are_as_they_are():
         assert found["dot_general"] == jnp.float64
 
 
+KEY = jax.random.key(0)
+
+
+def noise(key):
+    """Drawn in a scan, as an RNN that samples does."""
+    return jax.random.normal(key, X.shape)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -311,6 +319,7 @@ def test_products_of_other_dtypes_are_as_they_are():
         lambda x: lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, x),
         lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x))(x),
         lambda x: jax.jit(lambda x: x @ x)(x),
+        lambda x: lax.scan(lambda c, key: (c, c @ c * noise(key)), x, jax.random.split(KEY, 3)),
     ],
 )
 def test_inner_programs_keep_the_types_of_their_boundaries(function):

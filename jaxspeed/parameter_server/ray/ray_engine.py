@@ -14,7 +14,7 @@ import jax
 import optax
 
 from jaxspeed.config import AutoValues, Config, load_config
-from jaxspeed.engine.check import CheckReport
+from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.engine.engine import Batch
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo import CompiledReport

@@ -10,12 +10,10 @@ from typing import Any
 
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.planner.compile import deviceless_cuda
+from jaxspeed.planner.compile import PATIENCE, deviceless_cuda
 from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, CompileJob
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Workers
-
-PATIENCE = 1800.0  # seconds; ten times the longest compile that was measured
 
 
 def compile_for(

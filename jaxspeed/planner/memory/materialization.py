@@ -85,11 +85,8 @@ class ScopeAnalysis:
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
         if op.name in MOVES:
-            same = (
-                self.sizes.sharded_axes(source) == self.sizes.sharded_axes(out)
-                and source.host == out.host
-            )
-            return same and source.shape == out.shape
+            kept = (source.spec, source.host, source.shape)
+            return kept == (out.spec, out.host, out.shape)
         if op.name == "broadcast_in_dim":
             return source.size == out.size
         return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)
