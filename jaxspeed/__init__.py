@@ -11,6 +11,7 @@ from jaxspeed.errors import (
     ModelError,
     OutOfMemoryError,
     PlacementError,
+    PretrainedError,
     RunError,
 )
 from jaxspeed.initialization import initialize
@@ -39,6 +40,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementTable",
+    "PretrainedError",
     "RunError",
     "TiedLayerSpec",
     "TrainState",

@@ -33,6 +33,10 @@ class CheckpointError(JaxspeedError, RuntimeError):
     """A checkpoint cannot be written, or must not be trusted."""
 
 
+class PretrainedError(JaxspeedError, ValueError):
+    """A folder of pretrained weights cannot be read, or does not fit the model."""
+
+
 class RunError(JaxspeedError, RuntimeError):
     """A run cannot start or continue."""
 

@@ -33,6 +33,7 @@ LAYERS = (
     "train",
     "data",
     "checkpoint",
+    "interop",
     "hlo",
     "metrics",
     "planner/memory",

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
 from jaxspeed.data import limits_of, tokenize
+from jaxspeed.interop.pretrained import data_section
 from jaxspeed.objective.config_model import family_sizes
 
 
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     config = loaded(given)
     sizes = family_sizes(config)
-    summary = tokenize(config.data, given.out, vocab_size=limits_of(sizes).vocab_size)
+    summary = tokenize(data_section(config), given.out, vocab_size=limits_of(sizes).vocab_size)
     if given.json:
         print_json(asdict(summary))
     else:
