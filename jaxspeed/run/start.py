@@ -21,6 +21,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
+from jaxspeed.interop.pretrained import data_section
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -53,7 +54,7 @@ class Source:
         saved = self.folder.path / TOKENIZER
         resumed = self.folder.has_begun() and saved.exists()
         return build(
-            self.config.data,
+            data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
