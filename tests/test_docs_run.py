@@ -70,7 +70,8 @@ NOT_RUN = {
     "jaxspeed train configs/tiny.yaml --engine ray --set mesh.data=2 --set parallel.servers=2 "
     "--set zero_optimization.stage=0": "Ray; tests/parameter_server/ray runs it",
     "jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml": "it is run with more",
-    "jaxspeed launch --hostfile hosts --include worker-0@worker-1:0,2 -- train config.yaml": "hosts with ssh",
+    "jaxspeed launch --hostfile hosts --include worker-0@worker-1:0,2 "
+    "-- train config.yaml": "hosts with ssh",
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",
 }
