@@ -57,11 +57,12 @@ def check(
     single = _moved(state, program, plain)
     order = _as_one_rank(program, batch)
     order = jax.device_put(order, plain.batch_shardings(order))
-    theirs = _probe(plain, reduced_by_one(plain))(single, order)
-    flax_step = _by_flax(plain)
-    lower = _lowest_dtype(plain, order)
-    nudged = flax_step(_nudged(plain, lower)(single), order)
-    found = jax.device_get((ours, theirs, flax_step(single, order), nudged))
+    with jax.set_mesh(plain.mesh):  # not that of all devices, which the user may have set
+        theirs = _probe(plain, reduced_by_one(plain))(single, order)
+        flax_step = _by_flax(plain)
+        lower = _lowest_dtype(plain, order)
+        nudged = flax_step(_nudged(plain, lower)(single), order)
+        found = jax.device_get((ours, theirs, flax_step(single, order), nudged))
     return compare_steps(program, lower, *found)
 
 

@@ -419,7 +419,10 @@ class Program:
 
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            # Through the empty mesh: a context mesh cannot have another size than the one around
+            # it, which the user's code may have set for the process (jax.set_mesh).
+            empty, own = jax.sharding.AbstractMesh((), ()), self.mesh.abstract_mesh
+            with jax.sharding.use_abstract_mesh(empty), jax.sharding.use_abstract_mesh(own):
                 return function(*args)
 
         return traced

@@ -222,3 +222,14 @@ def test_constraints_on_a_mesh_of_the_same_devices_change_no_number():
     engine = tiny.engine(Constrained, plain_loss)
     engine.train_batch(tiny.batch())
     assert engine.check(tiny.batch()).ok
+
+
+def test_a_mesh_that_the_process_has_set_is_not_that_of_the_step():
+    """As a library may do when it is imported; `check` also runs the step on one device."""
+    with jax.set_mesh(jax.make_mesh((8,), ("S",), axis_types=(jax.sharding.AxisType.Auto,))):
+        engine = tiny.engine(lambda rngs: Net(rngs, None), plain_loss)
+        found = float(engine.train_batch(tiny.batch())["loss"])
+        assert engine.check(tiny.batch()).ok
+        assert np.isfinite(engine.eval_batch(tiny.batch())["loss"])
+    plain = Net(nnx.Rngs(jax.random.key(engine.config.run.seed)), None)
+    np.testing.assert_allclose(found, plain_loss(plain, tiny.batch()), rtol=1e-5)

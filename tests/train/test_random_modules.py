@@ -481,6 +481,14 @@ BOTH: dict[str, tuple[Spec, Settings]] = {
         Spec((Part("mlp"), Part("norm", frozen="all"), Part("mlp", depth=1)), "dict", setup=True),
         Settings(3, 4, tensor=2),
     ),
+    "shared and scanned layers": (
+        Spec((Part("shared", depth=1), Part("scanned", axis=1), Part("scanned", axis=2, calls=2))),
+        Settings(3, 4),
+    ),
+    "containers, bf16 and keys": (
+        Spec((Part("nested", frozen="some"), Part("half", depth=1), Part("draws", calls=2))),
+        Settings(2, 4, optimizer="adam"),
+    ),
 }
 NNX = BOTH | {
     "trained by a type": (
@@ -522,6 +530,14 @@ NNX = BOTH | {
     "a cut and frozen parameter that the loss writes": (
         Spec((Part("teacher", frozen="all"), Part("teacher", calls=2)), freezing="type"),
         Settings(3, 1, optimizer="adam"),
+    ),
+    "called by nnx.jit": (
+        Spec((Part("shared"), Part("nested"), Part("draws"), Part("dropout")), staged="jit"),
+        Settings(3, 4),
+    ),
+    "called by nnx.remat": (
+        Spec((Part("scanned"), Part("norm"), Part("sow"), Part("noise")), "dict", staged="remat"),
+        Settings(1, 4, optimizer="adam"),
     ),
     "parts that are never called": (
         Spec((Part("mlp", calls=0), Part("norm", calls=0), Part("teacher", calls=0))),
