@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.engine.check_report import DTYPE_NAMES, CheckReport, StepValues, compare_steps, norm
+from jaxspeed.engine.check_report import (
+    DTYPE_NAMES,
+    NUDGES,
+    CheckReport,
+    StepValues,
+    compare_steps,
+    moves_from,
+    norm,
+)
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
@@ -57,13 +65,15 @@ def check(
     single = _moved(state, program, plain)
     order = _as_one_rank(program, batch)
     order = jax.device_put(order, plain.batch_shardings(order))
-    with jax.set_mesh(plain.mesh):  # not that of all devices, which the user may have set
+    with plain.set_mesh():
         theirs = _probe(plain, reduced_by_one(plain))(single, order)
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
-        nudged = flax_step(_nudged(plain, lower)(single), order)
-        found = jax.device_get((ours, theirs, flax_step(single, order), nudged))
-    return compare_steps(program, lower, *found)
+        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, order)))
+        nudge = _nudged(plain, lower)
+        # One at a time: each is as large as the gradients.
+        moves = [moves_from(by_flax, flax_step(nudge(single, i), order)) for i in range(NUDGES)]
+    return compare_steps(program, lower, ours, theirs, by_flax, moves)
 
 
 def _as_one_rank(program: Program, batch: Any) -> Any:
@@ -149,13 +159,13 @@ def _by_flax(program: Program) -> Any:
     return jax.jit(program.in_mesh(gradients))
 
 
-def _nudged(program: Program, lower: str) -> Callable[[TrainState], TrainState]:
-    """The state with each parameter moved by one unit in its last place, up or down."""
+def _nudged(program: Program, lower: str) -> Callable[[TrainState, int], TrainState]:
+    """The state with each parameter moved by one unit in its last place, up or down; the i-th."""
 
-    def nudge(state: TrainState) -> TrainState:
+    def nudge(state: TrainState, i: int) -> TrainState:
         # Drawn once for all parameters: each draw takes the compiler as long as a layer does.
         most = max((x.size for x in [*state.params.values(), *state.master.values()]), default=0)
-        signs = jax.random.rademacher(jax.random.key(0), (most,), "int8")
+        signs = jax.random.rademacher(jax.random.key(i), (most,), "int8")
 
         def moved(path: str, x: Any) -> Any:
             step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)

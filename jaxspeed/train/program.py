@@ -6,6 +6,7 @@ only: the engine runs the same programs that a compile for absent hardware measu
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -419,13 +420,20 @@ class Program:
 
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
-            # Through the empty mesh: a context mesh cannot have another size than the one around
-            # it, which the user's code may have set for the process (jax.set_mesh).
+            # Through the empty mesh: one of another size than that around it is refused.
             empty, own = jax.sharding.AbstractMesh((), ()), self.mesh.abstract_mesh
             with jax.sharding.use_abstract_mesh(empty), jax.sharding.use_abstract_mesh(own):
                 return function(*args)
 
         return traced
+
+    def set_mesh(self) -> AbstractContextManager[Any]:
+        """This mesh instead of one that the process has set, as some libraries do on import.
+
+        jit lowers what it has traced, `jax.shard_map` included, for the mesh of its caller.
+        """
+        unset = jax.sharding.get_abstract_mesh().empty
+        return nullcontext() if unset else jax.set_mesh(self.mesh)
 
     # -- batches --------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWar
 
 DEVICES, MICRO, STEPS, SEED = 8, 2, 3, 3
 TOLERANCE = {"sgd": 1e-5, "adam": 1e-4}
+BF16 = 2e-2  # with a bf16 parameter, whose gradient is rounded after sums in another order
 Arrays = dict[str, Any]
 
 
@@ -345,7 +346,8 @@ def kept_by(engine: Any, linen: bool) -> Arrays:
 def assert_trains_as_plain_flax(spec: Spec, how: Settings, linen: bool) -> None:
     plain = train_plainly(spec, how, linen)
     ours = train_with_jaxspeed(spec, how, linen)
-    tolerance = TOLERANCE[how.optimizer]
+    half = any(part.kind == "half" for part in spec.parts)
+    tolerance = BF16 if half else TOLERANCE[how.optimizer]
     assert_starts_alike(ours.params, plain.params, "parameters")
     assert_starts_alike(ours.state, plain.state, "state")
     np.testing.assert_allclose(ours.sown, plain.sown, rtol=1e-6, err_msg="sown in a micro-batch")
