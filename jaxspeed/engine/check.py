@@ -72,7 +72,7 @@ def check(
         ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, order)))
         nudge = _nudged(plain, lower)
         # One at a time: each is as large as the gradients.
-        moves = [moves_from(by_flax, flax_step(nudge(single, i), order)) for i in range(NUDGES)]
+        moves = [moves_from(by_flax, flax_step(*nudge(single, order, i))) for i in range(NUDGES)]
     return compare_steps(program, lower, ours, theirs, by_flax, moves)
 
 
@@ -159,22 +159,32 @@ def _by_flax(program: Program) -> Any:
     return jax.jit(program.in_mesh(gradients))
 
 
-def _nudged(program: Program, lower: str) -> Callable[[TrainState, int], TrainState]:
-    """The state with each parameter moved by one unit in its last place, up or down; the i-th."""
+def _nudged(program: Program, lower: str) -> Callable[[TrainState, Any, int], tuple[Any, Any]]:
+    """The i-th move of each parameter by one unit in its last place, up or down.
 
-    def nudge(state: TrainState, i: int) -> TrainState:
-        # Drawn once for all parameters: each draw takes the compiler as long as a layer does.
-        most = max((x.size for x in [*state.params.values(), *state.master.values()]), default=0)
-        signs = jax.random.rademacher(jax.random.key(i), (most,), "int8")
+    The extra arrays of a batch move too: they may be another network's parameters.
+    """
 
-        def moved(path: str, x: Any) -> Any:
-            step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)
+    def nudge(state: TrainState, batch: Any, i: int) -> tuple[TrainState, Any]:
+        extra = batch.extra if isinstance(batch, WithExtra) else ()
+        # Drawn once for all arrays: each draw takes the compiler as long as a layer does.
+        sizes = [x.size for x in jax.tree.leaves((state.params, state.master, extra))]
+        signs = jax.random.rademacher(jax.random.key(i), (max(sizes, default=0),), "int8")
+
+        def moved(x: Any, dtype: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            step = float(jnp.finfo(lower or dtype).eps)
             sign = signs[: x.size].reshape(x.shape).astype(x.real.dtype)
             return (x * (1 + step * sign)).astype(x.dtype)
 
-        params = {path: moved(path, x) for path, x in state.params.items()}
-        master = {path: moved(path, x) for path, x in state.master.items()}
-        return replace(state, params=params, master=master)
+        def all_moved(arrays: Arrays) -> Arrays:
+            return {path: moved(x, program.table[path].read.dtype) for path, x in arrays.items()}
+
+        state = replace(state, params=all_moved(state.params), master=all_moved(state.master))
+        if isinstance(batch, WithExtra):
+            batch = WithExtra(batch.samples, jax.tree.map(lambda x: moved(x, x.dtype), extra))
+        return state, batch
 
     return jax.jit(nudge)
 
