@@ -19,7 +19,7 @@ A sharded parameter of a safe module, if only lowered operations read it, become
 low dtype: it is all-gathered, and its gradient reduce-scattered, in that dtype.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -126,6 +126,20 @@ def autocast_function(function: Callable[..., Any], autocast: Autocast) -> Calla
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return run
+
+
+def asks_for_full_precision(jaxpr: Any) -> bool:
+    """Whether a program has products, and sets the precision of all of them to HIGHEST."""
+
+    def products(jaxpr: Any) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in LOWER:
+                yield eqn.params.get("precision")
+            for body in bodies(eqn):
+                yield from products(body.jaxpr)
+
+    found = list(products(jaxpr))
+    return bool(found) and all(map(_asks_for_highest, found))
 
 
 def _types(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:

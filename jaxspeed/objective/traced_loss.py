@@ -20,7 +20,7 @@ from jaxspeed.config import match
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import forwarded, runs
-from jaxspeed.objective.autocast import Autocast, with_autocast
+from jaxspeed.objective.autocast import Autocast, asks_for_full_precision, with_autocast
 from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
@@ -175,6 +175,11 @@ class LossTraces:
         if self._autocast:
             if not self._programs:  # once
                 self._autocast.is_safe.check(closed.jaxpr, list(self._params))
+                if asks_for_full_precision(closed.jaxpr):
+                    log.warning(
+                        "torch_autocast has no effect: the model sets the precision of all its "
+                        "matmuls and convolutions to HIGHEST, and these keep fp32"
+                    )
             paths = dict(zip(closed.jaxpr.invars, self._params, strict=False))
             closed = with_autocast(closed, self._autocast, paths)
         closed, out_tree = _without_unwritten(closed, (loss, written), self._params, variables)

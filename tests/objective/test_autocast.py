@@ -15,6 +15,7 @@ from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.ops import attention
+from tests.engine import tiny
 from tests.support import reference
 from tests.support.strict_models import CASES
 from tests.support.topology import run_on_topology
@@ -312,6 +313,20 @@ def test_products_of_weights_in_full_precision_keep_fp32():
 def test_a_product_that_asks_for_the_highest_precision_keeps_fp32():
     found, _ = dtypes(lambda x: jnp.matmul(x, x, precision=lax.Precision.HIGHEST), X)
     assert found["dot_general"] == FP32
+
+
+def test_a_model_all_of_whose_products_keep_fp32_is_noted(caplog):
+    def made(precision):
+        def factory(rngs):
+            return nnx.Linear(tiny.FEATURES, 1, precision=precision, rngs=rngs)
+
+        tiny.engine(factory, torch_autocast={"enabled": True, "dtype": "bfloat16"}).compiled(
+            tiny.batch()
+        )
+        return "torch_autocast has no effect" in caplog.text
+
+    assert not made(None)
+    assert made(lax.Precision.HIGHEST)
 
 
 def test_products_of_other_dtypes_are_as_they_are():
