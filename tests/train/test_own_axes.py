@@ -47,7 +47,9 @@ class LinenNet(nn.Module):
 
     @nn.compact
     def __call__(self, x, train=False):
-        x = nn.BatchNorm(not train, momentum=0.5, axis_name=self.axis_name)(nn.Dense(WIDTH)(x))
+        x = nn.BatchNorm(not train, momentum=0.5, axis_name=self.axis_name)(
+            nn.Dense(WIDTH, use_bias=False)(x)
+        )
         return nn.Dense(1)(jnp.tanh(x))[:, 0]
 
 
