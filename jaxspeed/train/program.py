@@ -6,6 +6,7 @@ only: the engine runs the same programs that a compile for absent hardware measu
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,6 +251,14 @@ class Program:
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Trace the function with this mesh as the context mesh, which kernels read."""
         return in_mesh(self.mesh, function)
+
+    def set_mesh(self) -> AbstractContextManager[Any]:
+        """This mesh instead of one that the process has set, as some libraries do on import.
+
+        jit lowers what it has traced, `jax.shard_map` included, for the mesh of its caller.
+        """
+        unset = jax.sharding.get_abstract_mesh().empty
+        return nullcontext() if unset else jax.set_mesh(self.mesh)
 
     # -- batches --------------------------------------------------------------------------------
 
