@@ -12,14 +12,17 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import os
 import re
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +35,8 @@ from jax._src import distributed
 from jaxspeed.config.run_sections import WatchdogSection
 from jaxspeed.errors import ExitCode, JaxspeedError, exit_code
 from jaxspeed.run.heartbeats import Beat, Heartbeats, has_ended, in_section, shown, where
+
+log = logging.getLogger("jaxspeed")
 
 # Seconds that a section may take before anything is known of the run.
 FLOORS = {
@@ -46,6 +51,8 @@ FACTOR = 10  # times the longest so far is too long
 # The first ones of a section may compile: an evaluation, a save, and steps that wait for the first.
 FIRST = 10
 PERIODS = 12  # heartbeats in `silence`
+SLOW, SLOW_SECONDS = 1.5, 0.1  # a slow process takes so many times the median, and so much more
+SLOW_EVERY = 300.0  # seconds between looks for one
 # Seconds in which process 0, which serves the messages, waits for the others to leave.
 LEAVING = 5.0
 # XLA's errors that may come from elsewhere, unlike RESOURCE_EXHAUSTED and INVALID_ARGUMENT.
@@ -124,7 +131,8 @@ class Watchdog:
         self._ending = threading.Lock()
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._early: list[dict[str, Any]] = []  # notices before there was a listener
-        self.step_seconds: dict[str, float] = {}  # in each heartbeat
+        self._own: deque[float] = deque(maxlen=50)  # seconds of steps on this process's host
+        self._asked_for_slow = clock()
 
     def start(self) -> "Watchdog":
         """Start the threads."""
@@ -202,8 +210,12 @@ class Watchdog:
             "limit": at.limit if at.limit < float("inf") else None,
             "count": at.count,
             **self._main_frame(),
-            **self.step_seconds,
+            "own": statistics.median(self._own) if self._own else None,
         }
+
+    def stepped(self, seconds: float) -> None:
+        """Report the time of a step that does not wait for other processes."""
+        self._own.append(seconds)
 
     def progressed(self) -> bool:
         """`tick` as a question whether to stop; never."""
@@ -343,6 +355,10 @@ class Watchdog:
         if not self._enabled:
             return
         self._look_for_silence()
+        if rank == 0 and self._contact - self._asked_for_slow > SLOW_EVERY:
+            self._asked_for_slow = self._contact
+            if slow := slowest(self._last):
+                log.warning("%s", slow)
         self._look_at_neighbours()
         if self._stuck:
             self._look_for_the_last(self.beats.all())
@@ -456,6 +472,25 @@ class Watchdog:
         library.signal.argtypes = [ctypes.c_int, kind]
         library.signal.restype = ctypes.c_void_p
         library.signal(signal.SIGABRT, self._aborted)
+
+
+def slowest(beats: Mapping[int, Beat]) -> str | None:
+    """The process whose steps take longest on its own host, if the others wait for it.
+
+    The time of an entire step is the same for all: they wait for each other in collectives. A device
+    that is slow itself is not seen.
+    """
+    own = {rank: beat["own"] for rank, beat in beats.items() if beat.get("own")}
+    if len(own) < 2:
+        return None
+    worst = max(own, key=lambda rank: own[rank])
+    median = statistics.median(own.values())
+    if own[worst] < SLOW * median or own[worst] - median < SLOW_SECONDS:
+        return None
+    return (
+        f"process {worst} on {beats[worst]['host']} is slow: reading data and starting a step take "
+        f"it {own[worst]:.2f} s, the median process {median:.2f} s; all wait for it"
+    )
 
 
 def message(fault: Mapping[str, Any]) -> str:

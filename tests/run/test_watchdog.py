@@ -14,7 +14,7 @@ from jaxspeed.errors import (
 )
 from jaxspeed.run.heartbeats import Heartbeats, shown
 from jaxspeed.run.signals import StopRequest
-from jaxspeed.run.watchdog import FACTOR, FIRST, FLOORS, TimeOuts, Watchdog, message
+from jaxspeed.run.watchdog import FACTOR, FIRST, FLOORS, TimeOuts, Watchdog, message, slowest
 
 pytestmark = pytest.mark.fast
 
@@ -199,6 +199,18 @@ def test_processes_in_the_same_section_are_shown_together():
         "  process 2: no heartbeat",
         "  process 4: save after step 11, for 3 to 3 s",
     ]
+
+
+def test_the_process_that_the_others_wait_for_is_reported():
+    beats = {rank: {"host": f"host{rank}", "own": 0.30} for rank in range(5)}
+    assert slowest(beats) is None
+    beats[3]["own"] = 0.80
+    assert slowest(beats) == (
+        "process 3 on host3 is slow: reading data and starting a step take it 0.80 s, the median "
+        "process 0.30 s; all wait for it"
+    )
+    fast = {rank: {"host": "host", "own": own} for rank, own in enumerate((0.001, 0.001, 0.01))}
+    assert slowest(fast) is None  # nobody would notice
 
 
 def test_exit_codes_tell_how_a_run_ended():
