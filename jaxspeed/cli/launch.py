@@ -15,6 +15,7 @@ from jaxspeed.launch.hostfile import exported_environment, read_hostfile, select
 from jaxspeed.launch.local_group import HostJob, LocalGroup
 from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
+from jaxspeed.launch.schedulers import ClusterJob, mpi_script, ray_script, slurm_script, submit
 from jaxspeed.launch.supervisor import Restarts, supervise
 
 # Commands of jaxspeed whose processes join each other.
@@ -97,15 +98,116 @@ def add(commands: Any) -> None:
     hosts.add_argument(
         "--ssh", default=SSH, metavar="COMMAND", help=f"the command before a host ({SSH})"
     )
+    cluster = parser.add_argument_group("by a scheduler")
+    cluster.add_argument(
+        "--on",
+        choices=("slurm", "mpi", "kubernetes", "jobset", "ray"),
+        help="submit a job; kubernetes is an Indexed Job",
+    )
+    cluster.add_argument(
+        "--print", action="store_true", help="print the script or manifest instead of submitting it"
+    )
+    cluster.add_argument(
+        "--nodes", type=_positive, default=1, metavar="N", help="hosts of the job (1)"
+    )
+    cluster.add_argument("--name", default="jaxspeed", help="the job's name (jaxspeed)")
+    cluster.add_argument(
+        "--cache",
+        metavar="DIR",
+        default="cache",
+        help="compilation cache, on storage that all hosts share (cache)",
+    )
+    cluster.add_argument(
+        "--save-seconds",
+        type=_positive,
+        default=300,
+        metavar="S",
+        help="time for the last checkpoint before a job is ended (300)",
+    )
+    cluster.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="an option of sbatch, mpirun, kubectl or ray job submit, like "
+        "--option=--partition=gpu; may be repeated",
+    )
+    cluster.add_argument("--image", help="container image (kubernetes, jobset)")
+    cluster.add_argument(
+        "--accelerator",
+        default="nvidia.com/gpu",
+        metavar="RESOURCE",
+        help="what --devices-per-process counts on Kubernetes (nvidia.com/gpu)",
+    )
+    cluster.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="a persistent volume claim for runs and cache (kubernetes, jobset); may be repeated",
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
+    return _supervise(given) if given.on is None else _submit(given)
+
+
+def _submit(given: argparse.Namespace) -> int:
+    """Print or submit the job of a scheduler."""
+    if given.processes is None:
+        raise ConfigError(f"--on {given.on}: needs --processes N, of all hosts")
+    restarts = _restarts(given)
+    on_kubernetes = given.on in ("kubernetes", "jobset")
+    command = command_of(given.words, None)
+    if on_kubernetes and command[0] == sys.executable:
+        command = ("python", *command[1:])
+    job = ClusterJob(
+        command,
+        given.processes,
+        given.nodes,
+        given.devices_per_process,
+        name=given.name,
+        folder=os.getcwd(),
+        logs=os.path.abspath(given.logs or "logs"),
+        cache=given.cache if on_kubernetes else os.path.abspath(given.cache),
+        save_seconds=given.save_seconds,
+        max_restarts=given.max_restarts,
+        options=tuple(given.option),
+    )
+    program = ["sbatch"] if given.on == "slurm" else ["bash", "-s"]
+    if on_kubernetes:
+        from jaxspeed.launch.kubernetes import indexed_job, jobset
+
+        if given.image is None:
+            raise ConfigError(f"--on {given.on}: needs --image")
+        write = indexed_job if given.on == "kubernetes" else jobset
+        text = write(job, given.image, given.accelerator, given.volume)
+        program = ["kubectl", *given.option, "create", "-f", "-"]
+    elif given.on == "slurm":
+        text = slurm_script(job)
+        if not given.print:
+            Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
+    elif given.on == "ray":
+        text = ray_script(job, restarts)
+    else:
+        text = mpi_script(job, given.hostfile)
+    if given.print:
+        sys.stdout.write(text)
+        return 0
+    return submit(program, text)
+
+
+def _restarts(given: argparse.Namespace) -> Restarts:
+    return Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+
+
+def _supervise(given: argparse.Namespace) -> int:
     hosts = _hosts(given)
     count = sum(job.processes for job in hosts.values())
     ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
     display = Display(given.logs, given.all_output)
-    restarts = Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+    restarts = _restarts(given)
 
     def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
         address = _coordinator(given.coordinator, list(hosts))

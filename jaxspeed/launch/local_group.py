@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from jaxspeed.errors import ConfigError
 from jaxspeed.launch.binding import allowed_cores, has_gpus, shared_evenly, visible_gpus
 from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK
 
@@ -87,6 +89,7 @@ class LocalGroup:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._terminal: int | None = None
         cores = allowed_cores() if job.bind else []
+        _check_gpus(job)
         for local_rank in range(job.processes):
             self._start(local_rank, cores)
 
@@ -181,6 +184,17 @@ class LocalGroup:
         if self._terminal is not None:
             os.close(self._terminal)
             self._terminal = None
+
+
+def _check_gpus(job: HostJob) -> None:
+    """Raise ConfigError if this host has GPUs, but too few."""
+    given = {**os.environ, **job.environment}
+    there = len(visible_gpus(given))
+    if job.devices and has_gpus(given) and job.processes * job.devices > there:
+        raise ConfigError(
+            f"{job.processes} processes with {job.devices} devices each, but {there} GPUs on "
+            f"{socket.gethostname()}; JAX_PLATFORMS=cpu simulates devices"
+        )
 
 
 def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:

@@ -341,6 +341,14 @@ def test_gpus_are_divided_by_local_rank():
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4", "5"]
 
 
+def test_too_few_gpus_are_an_error(monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    words = ["launch", "--processes", "2", "--devices-per-process", "2", "--", "true"]
+    assert main(words) == ExitCode.CONFIG
+    assert "2 processes with 2 devices each, but 3 GPUs" in capsys.readouterr().err
+
+
 def test_simulated_devices_are_for_hosts_without_gpus():
     flags = {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     found = process_environment(job(environment=flags, devices=3, first=4, count=6), 1)

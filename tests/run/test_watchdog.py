@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxspeed.config.run_sections import WatchdogSection
+from jaxspeed.config import Config
 from jaxspeed.errors import (
     CheckpointError,
     ConfigError,
@@ -44,12 +44,16 @@ class Store:
         return self.values[key]
 
 
+def configured(**given):
+    return Config.load({"run": {"watchdog": given}}).run.watchdog
+
+
 class Run:
     """Watchdogs of several processes, none with a thread."""
 
     def __init__(self, count, **given):
         self.now, self.store, self.ended = 0.0, Store(), {}
-        section = WatchdogSection(**given)
+        section = configured(**given)
         self.dogs = [
             Watchdog(
                 section,
@@ -73,7 +77,7 @@ class Run:
 
 
 def test_a_time_out_is_learnt_and_never_below_its_floor():
-    limits = TimeOuts(WatchdogSection(save=7.0))
+    limits = TimeOuts(configured(save=7.0))
     assert limits.of("step") == FLOORS["compile"]  # the first ones wait for a compilation
     limits.took("step", 900.0)  # it compiled
     for _ in range(FIRST):
@@ -84,6 +88,22 @@ def test_a_time_out_is_learnt_and_never_below_its_floor():
     for _ in range(FIRST):
         limits.took("save", 100.0)
     assert limits.of("save") == 7.0  # as the config says
+
+
+@pytest.mark.parametrize("section", list(FLOORS))
+def test_a_time_out_of_the_config_is_that_of_its_section(section):
+    limits = TimeOuts(configured(**{section: 7.0}))
+    limits.took(section, 100.0)
+    assert limits.of(section) == 7.0
+
+
+def test_a_watchdog_can_be_disabled_among_processes():
+    run = Run(2, enabled=False)
+    run.beat(0, 1)
+    run.now = 1e6
+    run.beat(1)
+    run.beat(0)
+    assert run.notice() is None
 
 
 @pytest.mark.parametrize("section", ["compile", "step"])
