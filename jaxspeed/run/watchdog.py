@@ -477,8 +477,8 @@ class Watchdog:
 def slowest(beats: Mapping[int, Beat]) -> str | None:
     """The process whose steps take longest on its own host, if the others wait for it.
 
-    The time of an entire step is the same for all: they wait for each other in collectives. A device
-    that is slow itself is not seen.
+    The time of an entire step is the same for all: they wait for each other in collectives. So a
+    slow device is not seen.
     """
     own = {rank: beat["own"] for rank, beat in beats.items() if beat.get("own")}
     if len(own) < 2:
