@@ -140,13 +140,17 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         files[TOKENIZER] = corpus.tokenizer.to_bytes()
     processes = Processes()
     processes.first("opening the folder of the run", lambda: folder.open(whose, files))
-    sees = processes.all("looking for the folder of the run", folder.has_begun)
-    if not all(sees) and is_first():
+    unseen = processes.all(
+        "looking for the folder of the run",
+        folder.has_begun,
+        lambda sees: sees.index(False) if False in sees else None,
+    )
+    if unseen is not None and is_first():
         log.warning(
             "run.output: %s is not shared: process %d, for one, does not see it. Checkpoints need "
             "a folder that all share (run.checkpoints)",
             folder.path,
-            sees.index(False),
+            unseen,
         )
     engine = source.engine()
     checkpointer = checkpointer_of(source)

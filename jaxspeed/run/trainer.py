@@ -159,7 +159,7 @@ class Trainer:
             jax.profiler.start_trace(str(self.folder.profile))
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
-        self._watchdog.stepped(time.perf_counter() - begun)
+        self._watchdog.sections.stepped(time.perf_counter() - begun)
         self.recorder.sent(metrics["loss"])
         self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
         self._pending.append(Pending(step, metrics, self.reached.tokens))
