@@ -19,6 +19,7 @@ from jax._src import distributed
 from jaxspeed.errors import CheckpointError, PeerError
 
 TIMEOUT_SECONDS = 1200
+GROUP = 16  # processes whose shares are one message
 HOURS = 12  # of waiting for a compilation; the watchdog of a run ends earlier
 
 # Channel numbers: all processes open the same channels in the same order.
@@ -83,18 +84,24 @@ class Processes:
         return self.all(what, lambda: work() if is_first() else None, lambda results: results[0])
 
     def share(self, what: str, work: Callable[[], list[Any]]) -> Any:
-        """Run `work()` on the first process; of its list, each process receives its own item."""
+        """Run `work()` on the first process; of its list, each process receives its own item.
+
+        A message has the items of a few: one for each would take the first process long.
+        """
         if jax.process_count() == 1:
             return work()[0]
         key = f"{self._channel}/{self._round}/items"
 
         def publish() -> None:
-            for process, item in enumerate(work()):
-                _client().key_value_set(f"{key}/{process}", json.dumps(item))
+            items = work()
+            for first in range(0, len(items), GROUP):
+                text = json.dumps(items[first : first + GROUP])
+                _client().key_value_set(f"{key}/{first // GROUP}", text)
 
         self.first(what, publish)
-        own = f"{key}/{jax.process_index()}"
-        return json.loads(_client().blocking_key_value_get(own, TIMEOUT_SECONDS * 1000))
+        group, number = divmod(jax.process_index(), GROUP)
+        text = _client().blocking_key_value_get(f"{key}/{group}", TIMEOUT_SECONDS * 1000)
+        return json.loads(text)[number]
 
     def wait(self, what: str) -> None:
         """Wait until all processes are here: unlike a collective, for hours if need be."""
