@@ -176,6 +176,15 @@ def test_the_cause_is_named_even_if_a_consequence_is_seen_first(consequence):
     assert "rank 0 of 3" in last_line(done)
 
 
+def test_a_process_that_is_stuck_is_named_as_its_peers_name_it():
+    """It cannot end by itself: the last line has what another one's watchdog found."""
+    fault = "process 2 on h, in step after step 7: no heartbeat for 60 s"
+    code = f"if rank == 1: print('jaxspeed: {fault}', file=sys.stderr); sys.exit(5)\n"
+    done = launch(code + "os.kill(os.getpid(), signal.SIGSTOP)", "--grace", 0.3)
+    assert done.returncode == ExitCode.PEER
+    assert f"(another process failed): {fault}, after" in last_line(done)
+
+
 def test_what_a_failed_process_started_is_ended_too(tmp_path):
     code = "if rank == 0:\n import subprocess\n child = subprocess.Popen(['sleep', '60'])\n"
     code += " print(child.pid, flush=True); sys.exit(1)\ntime.sleep(60)"
