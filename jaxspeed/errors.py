@@ -35,12 +35,20 @@ class CheckpointError(JaxspeedError, RuntimeError):
     """A checkpoint cannot be written, or must not be trusted."""
 
 
+class PeerError(CheckpointError):
+    """Another process of the run could not do its part."""
+
+
 class RunError(JaxspeedError, RuntimeError):
     """A run cannot start or continue."""
 
 
 class StateLostError(RunError):
     """The processes that held a run's state have died; the run can resume from a checkpoint."""
+
+
+class DivergedError(RunError):
+    """The loss or the gradients stayed non-finite."""
 
 
 class ExitCode(enum.IntEnum):
@@ -53,3 +61,14 @@ class ExitCode(enum.IntEnum):
     HANG = 4  # the watchdog ended it
     PEER = 5  # another process failed
     PREEMPTED = 75  # asked to stop, and the state is saved: start again to go on (EX_TEMPFAIL)
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Exit code of a process that this exception ends."""
+    if isinstance(error, DivergedError):
+        return ExitCode.DIVERGED
+    if isinstance(error, PeerError):
+        return ExitCode.PEER
+    if isinstance(error, (RunError, CheckpointError, OutOfMemoryError)):
+        return ExitCode.CRASH
+    return ExitCode.CONFIG if isinstance(error, JaxspeedError) else ExitCode.CRASH

@@ -71,6 +71,7 @@ def initialize(
     """
     from jaxspeed.metrics import require_monitors
     from jaxspeed.objective.batches import WithExtra
+    from jaxspeed.objective.config_model import hidden_size_of
 
     start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
@@ -78,7 +79,8 @@ def initialize(
     if auto is not None:
         platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
-    loaded = load_config(source, over, auto=auto, platform=platform)
+    known = hidden_size_of(model)
+    loaded = load_config(source, over, auto=auto, platform=platform, hidden_size=known)
     monitored = require_monitors(loaded)
     if example_extra is not None:
         example_batch = WithExtra(example_batch, example_extra)

@@ -8,7 +8,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspeed.cli.common import command, out, overrides_of, print_json, refuse_unwritable
+from jaxspeed.cli.common import (
+    command,
+    hidden_size,
+    out,
+    overrides_of,
+    print_json,
+    refuse_unwritable,
+)
 
 # In the order in which they are shown: what needs the user first.
 STYLES = {
@@ -47,7 +54,11 @@ def run(given: argparse.Namespace) -> int:
         return 0
     if given.config is None:
         given.parser.error("CONFIG is missing (or --schema)")
-    options = {"auto": given.auto, "strict": given.strict}
+    options: dict[str, Any] = {
+        "auto": given.auto,
+        "strict": given.strict,
+        "hidden_size": hidden_size,
+    }
     examined = examine(given.config, overrides_of(given), **options)
     fixed: list[Any] = []
     if given.fix:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.errors import ConfigError
+from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json
+from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from jaxspeed.config import Config
@@ -83,7 +83,7 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
         print_json(result)
     if trainer.stopped_by is None:
         return 0
-    return 128 + getattr(signal, trainer.stopped_by, signal.SIGTERM)
+    return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED
 
 
 def _again(given: argparse.Namespace, trainer: "Trainer") -> str:

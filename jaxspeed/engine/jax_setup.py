@@ -22,12 +22,10 @@ def start_devices(word: str | None) -> None:
       ConfigError: there are no such devices.
       JaxspeedError: JAX has already started with other devices.
     """
-    platform, _, count = (word or "").partition(":")
-    if platform == "cpu" and not xla_bridge.backends_are_initialized():
-        jax.config.update("jax_platforms", "cpu")  # what JAX detects of TPU pods does not count
-    start_processes()
+    join_processes(word)
     if word is None:
         return
+    platform, _, count = word.partition(":")
     if count:
         simulate(int(count))
         return
@@ -41,6 +39,13 @@ def start_devices(word: str | None) -> None:
         raise ConfigError(
             f"run.devices: {word}, but JAX has already started on {found[0].platform}"
         )
+
+
+def join_processes(word: str | None, seconds: float | None = None) -> None:
+    """Join the run's other processes, if there are any; the devices start later."""
+    if (word or "").startswith("cpu") and not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")  # what JAX detects of TPU pods does not count
+    start_processes(seconds)
 
 
 # -- simulated devices on one CPU -----------------------------------------------------------------

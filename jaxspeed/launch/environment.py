@@ -19,6 +19,7 @@ from jax._src import clusters, xla_bridge
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
+from jaxspeed.launch.rendezvous import meet
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
@@ -48,11 +49,12 @@ class Membership:
     gpus: tuple[int, ...] | None = None
 
 
-def start_processes() -> Membership | None:
+def start_processes(seconds: float | None = None) -> Membership | None:
     """Join the run's other processes, if the environment names any. Call it before JAX starts.
 
-    A no-op if this is the only process, or if `jax.distributed` is initialized. Commands call it,
-    and so does `jaxspeed.initialize`; a script that uses JAX before that calls it first.
+    Waits `seconds` for them, by default half an hour. A no-op if this is the only process, or if
+    `jax.distributed` is initialized. Commands call it, and so does `jaxspeed.initialize`; a script
+    that uses JAX before that calls it first.
 
     Raises:
       ConfigError: the environment is incomplete.
@@ -69,6 +71,11 @@ def start_processes() -> Membership | None:
             f"this is {which}, but JAX has started alone: call jaxspeed.start_processes() before "
             f"any use of JAX. For processes that train apart, set {COUNT}=1"
         )
+    seconds = START_SECONDS if seconds is None else seconds
+    try:
+        meet(found.coordinator, found.count, found.rank, seconds)
+    except RunError as error:
+        raise RunError(f"{which} cannot start: {error}") from None
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -76,7 +83,7 @@ def start_processes() -> Membership | None:
             found.rank,
             local_device_ids=found.gpus,
             cluster_detection_method="deactivate",
-            initialization_timeout=START_SECONDS,
+            initialization_timeout=max(int(seconds), 60),
         )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

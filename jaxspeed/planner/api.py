@@ -62,6 +62,7 @@ def plan(
       RunError: the compilation failed.
     """
     # A local import: grain, which reads the data, adds a handler to the root logger.
+    from jaxspeed.objective.config_model import hidden_size_of
     from jaxspeed.planner.make_plan import plan_run
     from jaxspeed.run import source_of
 
@@ -82,7 +83,7 @@ def plan(
             "keep: a search compiles several steps; use keep in a plan of the config that it writes"
         )
     devices = [f"run.devices=cpu:{found.count}"] if found else []
-    asked = load_config(config)
+    asked = load_config(config, hidden_size=hidden_size_of())
     source = source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan")
     made = plan_run(
         source,

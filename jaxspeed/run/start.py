@@ -18,16 +18,18 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
-from jaxspeed.engine.jax_setup import start_devices
+from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.objective.config_model import family_sizes, resolve_model
+from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
+from jaxspeed.run.watchdog import Watchdog, watchdog_of
 from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
@@ -41,6 +43,7 @@ class Source:
     config: Config
     folder: RunFolder
     reads: ModelLimits
+    watchdog: Watchdog
     model: Any = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     optimizer: optax.GradientTransformation | None = None
@@ -58,9 +61,14 @@ class Source:
         )
 
     @staticmethod
-    def start_devices(config: Config) -> None:
-        """Start the devices that this process computes on."""
+    def start(config: Config) -> Watchdog:
+        """Join the other processes, compare what they run, and start this one's devices."""
+        join_processes(config.run.devices, config.run.watchdog.start)
+        watchdog = watchdog_of(config.run.watchdog)
+        if watchdog.beats is not None:
+            meet(watchdog, facts_of(config))
         start_devices(config.run.devices)
+        return watchdog
 
     def engine(self) -> Engine:
         return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
@@ -74,9 +82,10 @@ class RaySource(Source):
     """A run whose workers and servers are processes on Ray; this one has no device but its CPU."""
 
     @staticmethod
-    def start_devices(config: Config) -> None:
+    def start(config: Config) -> Watchdog:
         ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
+        return watchdog_of(config.run.watchdog)
 
     def engine(self) -> RayEngine:
         return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
@@ -98,14 +107,14 @@ def source_of(
 
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
-    loaded = load_config(config)
+    loaded = load_config(config, hidden_size=hidden_size_of())
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
-    kind.start_devices(loaded)
+    watchdog = kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
     reads = limits_of(None if model is not None else family_sizes(loaded))
-    return kind(loaded, folder, reads, model, loss_fn, optimizer)
+    return kind(loaded, folder, reads, watchdog, model, loss_fn, optimizer)
 
 
 def open_run(source: Source, console: Any = None) -> Trainer:
@@ -130,7 +139,8 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
-    reached = begin()
+    with source.watchdog.section("restore"):
+        reached = begin()
     report_progress(reached.step)
     recorder = recorder_of(
         engine,
@@ -138,6 +148,7 @@ def open_run(source: Source, console: Any = None) -> Trainer:
         corpus,
         step=reached.step,
         seconds=_with_opening(reached, time.perf_counter() - begun),
+        watchdog=source.watchdog,
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)

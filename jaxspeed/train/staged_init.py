@@ -151,8 +151,7 @@ def _groups(jaxpr: Any) -> list[list[int]]:
 
 def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> list[list[int]]:
     """Groups of results joined in turn, to groups of bounded bytes."""
-    found: defaultdict[int, list[int]] = defaultdict(list)
-    total = 0
+    found, total = defaultdict[int, list[int]](list), 0
     for group in groups:
         found[total // most] += group
         total += sum(map(size, group))

@@ -215,6 +215,13 @@ def test_the_elastic_table_is_the_best_candidate_of_a_plain_search(most, micros,
         assert fits(config, ranks) == (ranks in tables[best])
 
 
+def test_of_two_batches_with_as_many_counts_the_config_chooses():
+    """6 and 4 of at most 6 samples: each for three device counts."""
+    keys = {"max_train_batch_size": 6, "micro_batch_sizes": [4, 6]}
+    assert elastic(**keys).batch(1).train == 6
+    assert elastic(**keys, prefer_larger_batch=False).batch(1).train == 4
+
+
 def test_the_mesh_words_give_the_data_parallel_size_at_load():
     tree = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "data_parallel_size": 4}
     with pytest.raises(ConfigError, match="x data-parallel size 4"):

@@ -5,16 +5,19 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed import Config, ConfigError, ModelError
 from jaxspeed.engine.jax_setup import enable_compilation_cache
+from jaxspeed.objective.config_model import hidden_size_of
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
 
@@ -74,6 +77,32 @@ def test_a_model_may_be_named_by_its_import_path():
     assert "blocks/1/linear/kernel" in engine.parameters
     assert "blocks/2/linear/kernel" not in engine.parameters
     assert np.isfinite(engine.train_batch(tiny.batch())["loss"])
+
+
+class Sized(Listed):
+    config = types.SimpleNamespace(text_config=types.SimpleNamespace(hidden_sizes=[8, 16]))
+
+
+SIZED_LINEN = type("SizedLinen", (tiny.Linen,), {"config": types.SimpleNamespace(d_model=16)})()
+
+
+@pytest.mark.parametrize("model", [Sized, SIZED_LINEN], ids=["nnx", "linen"])
+def test_an_auto_threshold_is_ten_times_the_models_hidden_size(model):
+    """As Hugging Face fills it in: of 160 elements, so that 8 x 16 is replicated, 16 x 16 not."""
+    auto = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
+    engine = tiny.engine(model, zero_optimization=auto)
+    spread = {x.shape: not x.sharding.is_fully_replicated for x in engine.parameters.values()}
+    assert (spread[8, 16], spread[16, 16]) == (False, True)
+    assert engine.config.given["zero_optimization"]["stage3_param_persistence_threshold"] == 160
+
+
+def test_the_hidden_size_of_a_family_is_that_of_its_preset():
+    section = {"family": "gpt2", "preset": "tiny"}
+    find = hidden_size_of()
+    assert find({"model": section}) == gpt2.PRESETS["tiny"].hidden_size
+    assert find({"model": {**section, "config": {"hidden_size": 48}}}) == 48
+    assert find({"model": {"family": "gpt3"}}) is find({}) is None
+    assert hidden_size_of(PAIR)({"model": section}) is None
 
 
 BAD_SECTIONS = {

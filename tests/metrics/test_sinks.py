@@ -237,13 +237,13 @@ def test_csv_lies_where_deepspeed_s_words_say_or_in_the_run_s_folder(tmp_path, s
 
 
 def test_tensorboard_gets_numbers_at_their_step_and_a_text_once(tmp_path, tensorboard):
-    config = Config(tensorboard={"enabled": True})
-    _, sink = sinks_of(config, tmp_path, resume_from_step=7)
+    section = {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "mine"}
+    _, sink = sinks_of(Config(tensorboard=section), tmp_path, resume_from_step=7)
     for step in (7, 8):
         sink.write({"step": step, "loss": loss(step), "mfu": None, "mfu_formula": "6 N"})
     sink.close()
     (writer,) = tensorboard
-    assert writer.how["logdir"] == str(tmp_path / "tensorboard")
+    assert writer.how["logdir"] == str(tmp_path / "events" / "mine")
     assert writer.how["purge_step"] == 7
     assert writer.said == [
         ("add_scalar", "loss", loss(7), 7),

@@ -4,8 +4,11 @@ As a pytest plugin (`-p tests.support.removed_keys`) it runs each collected test
 once for each of its keys with every config loaded as if the file did not have the key. Such a run
 passes if the test fails. With `--find` a test's keys are all that its configs set.
 
-    python -m tests.support.removed_keys [KEY...]                      # the pairs in the list
-    python -m tests.support.removed_keys --find [KEY...] -- TEST...    # which keys a test shows
+    python -m tests.support.removed_keys [KEY...]                        # the pairs of the list
+    python -m tests.support.removed_keys [KEY...] --find TEST... --write # pairs for missing keys
+
+The list `tests/config/honoured_keys.txt` is written by it: of each honoured key the test that
+failed without it.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +48,8 @@ ALLOWING = {"elasticity.ignore_non_elastic_batch_info"}
 
 def pairs() -> dict[str, str]:
     """The list: {key: the test that fails without its effect}."""
-    return dict(line.split() for line in LIST.read_text().splitlines())
+    lines = LIST.read_text().splitlines()
+    return dict(line.split(" ", 1) for line in lines)  # type: ignore[misc]
 
 
 # -- a config without one of its keys --------------------------------------------------------------
@@ -203,20 +208,40 @@ def run_pytest(arguments: list[str], **options: Any) -> subprocess.CompletedProc
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("keys", nargs="*")
-    parser.add_argument("--find", nargs="+", metavar="TEST", default=[])
-    parser.add_argument("--removals")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="by default all")
+    parser.add_argument("--find", nargs="+", metavar="TEST", help="tests that are not in the list")
+    parser.add_argument("--write", action="store_true", help="write the list of what was seen")
     given = parser.parse_args()
-    arguments = [f"--keys={','.join(given.keys)}"]
-    if given.removals:
-        arguments.append(f"--removals={given.removals}")
+    known = pairs()
     if given.find:
-        arguments += ["--find", *given.find]
+        arguments = ["--find", *given.find]
     else:
-        chosen = {test for key, test in pairs().items() if not given.keys or key in given.keys}
-        arguments += sorted(chosen)
-    return run_pytest(arguments).returncode
+        arguments = sorted({known[key] for key in given.keys or known})
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = Path(folder) / "outcomes.jsonl"
+        keys = f"--keys={','.join(given.keys)}"
+        code = run_pytest([keys, f"--removals={outcomes}", *arguments]).returncode
+        rows = [json.loads(line) for line in outcomes.read_text().splitlines()]
+    print(f"{sum(row['seen'] for row in rows)} of {len(rows)} removals made their test fail")
+    return write_list(known, rows) if given.write else code
+
+
+def write_list(known: dict[str, str], rows: list[dict[str, Any]]) -> int:
+    """Write the list: pairs that held, and tests that were found for other keys; 1 if some lack."""
+    from jaxspeed.config.tree import VOCABULARY
+
+    blind = {(row["key"], row["test"]) for row in rows if not row["seen"]}
+    found = {row["key"]: row["test"] for row in rows if row["seen"]}
+    found |= {key: test for key, test in known.items() if (key, test) not in blind}
+    honoured = [path for path, key in VOCABULARY.items() if key.verdict == "honoured"]
+    lines = [f"{key} {found[key]}\n" for key in honoured if key in found]
+    LIST.write_text("".join(lines))
+    missing = [key for key in honoured if key not in found]
+    print(
+        f"{len(lines)} of {len(honoured)} honoured keys have a test; missing: {missing or 'none'}"
+    )
+    return bool(missing)
 
 
 if __name__ == "__main__":

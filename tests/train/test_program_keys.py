@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.jaxpr.primitives import CHECKPOINTS
+from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train import build_program
 from tests.engine import tiny
 
@@ -87,7 +89,7 @@ def moments(made):
         ({"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2}, {"pipe": 2, "data": 4}),
         ({"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2}, {"pipe": 2, "data": 4}),
     ],
-    ids=lambda x: "-".join(x) if "data" not in x else "",
+    ids=["data", "replica", "tensor", "all ranks", "ranks", "autotp", "mics", "pipe", "stages"],
 )
 def test_weights_are_sharded_over_the_mesh_that_is_asked_for(sections, sizes):
     made = program(**{"zero_optimization": zero(3), **sections})
@@ -152,7 +154,7 @@ def dtypes(tree):
     return {x.dtype for x in jax.tree.leaves(tree) if x.ndim}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", BF16), ("fp16", FP16)])
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", BF16), ("fp16", FP16)], ids=["bf16", "fp16"])
 def test_masters_are_fp32_unless_they_are_asked_for_in_the_compute_dtype(name, dtype):
     made = program(**{name: {"enabled": True}})
     assert dtypes(made.state.params) == {dtype} and dtypes(made.state.master) == {FP32}
@@ -276,7 +278,9 @@ def test_a_step_is_not_skipped_where_overflows_are_not_looked_for():
     assert not trusts["is_finite"]
 
 
-@pytest.mark.parametrize(("dtype", "found"), [("bf16", BF16), ("fp16", FP16), (None, None)])
+@pytest.mark.parametrize(
+    ("dtype", "found"), [("bf16", BF16), ("fp16", FP16), (None, None)], ids=["bf16", "fp16", "off"]
+)
 def test_products_are_in_the_dtype_of_autocast(dtype, found):
     section = {"torch_autocast": {"enabled": True, "dtype": dtype}} if dtype else {}
     made = program(**section)
@@ -375,3 +379,45 @@ def test_stages_recompute_and_gather_as_keys_say():
     products, barriers = counted()
     assert counted(pipeline_recompute="save")[0] < products
     assert counted(pipeline_gather="step")[1] < barriers
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def test_the_model_is_the_one_that_is_named():
+    def shapes(**model):
+        config = Config(model=model, train_batch_size=8, optimizer={"type": "SGD"})
+        made = build_program(config, *resolve_model(config))
+        return {row.path: row.leaf.shape for row in made.table}
+
+    sizes = gpt2.PRESETS["tiny"]
+    found = shapes(family="gpt2", preset="tiny", config={"hidden_size": 48})
+    assert (sizes.vocab_size, 48) in found.values()
+    plain = shapes(family="llama", preset="tiny")
+    assert "blocks/mlp/gate/kernel" in plain and "blocks/mlp/gate/kernel" not in found
+
+
+# -- the batch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2},
+        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+    ],
+    ids=["train", "accumulation"],
+)
+def test_a_step_has_the_micro_batches_that_are_asked_for(sections):
+    """Two samples on each of 8 ranks, four times: the loss sees those of one rank or of all."""
+    rows = set()
+
+    def seen(model, batch):
+        rows.add(batch["x"].shape[0])
+        return loss(model, batch)
+
+    made = program(loss_fn=seen, **sections)
+    assert made.batch.train == 64
+    loops = [eqn for eqn in traced(made) if eqn.primitive.name == "scan"]
+    assert 4 in {eqn.params["length"] for eqn in loops}
+    assert rows - {1, 8} and rows <= {1, 8, 2, 16}

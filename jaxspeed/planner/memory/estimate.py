@@ -36,9 +36,12 @@ def memory_in(step: Step) -> Memory:
     scope, sizes, kinds = step.scope, step.sizes, step.kinds
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
-    state = _state(names, scope.ins, step.in_host, sizes)
-    temporary = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
-    return Memory((*state, *temporary))
+    found = [
+        *_state(names, scope.ins, step.in_host, sizes),
+        *_temporary(device, kinds, sizes, False),
+        *_temporary(host, kinds, sizes, True),
+    ]
+    return Memory(tuple(sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))))
 
 
 def _name(path: Sequence[Any]) -> str:
