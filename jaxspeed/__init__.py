@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ModelError,
         OutOfMemoryError,
         PlacementError,
+        PretrainedError,
         RunError,
     )
     from jaxspeed.initialization import initialize
@@ -36,7 +37,7 @@ _NAMES = {
     "engine": ("CheckReport", "Diagnosis", "Engine", "simulate"),
     "errors": (
         *("BatchError", "CheckpointError", "ConfigError", "DataError", "JaxspeedError"),
-        *("ModelError", "OutOfMemoryError", "PlacementError", "RunError"),
+        *("ModelError", "OutOfMemoryError", "PlacementError", "PretrainedError", "RunError"),
     ),
     "initialization": ("initialize",),
     "jaxpr.module_scopes": ("unit",),
@@ -67,6 +68,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "PlacementTable",
+    "PretrainedError",
     "RunError",
     "TiedLayerSpec",
     "TrainState",

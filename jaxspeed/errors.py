@@ -39,6 +39,10 @@ class PeerError(CheckpointError):
     """Another process of the run could not do its part."""
 
 
+class PretrainedError(JaxspeedError, ValueError):
+    """A folder of pretrained weights cannot be read, or does not fit the model."""
+
+
 class RunError(JaxspeedError, RuntimeError):
     """A run cannot start or continue."""
 

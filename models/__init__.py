@@ -1,7 +1,9 @@
 """Reference models in Flax NNX that call `jaxspeed.ops`, one file per family.
 
 A family's module has `Config` (a frozen dataclass of sizes), `PRESETS` (configs by name),
-`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. Families are imported on demand.
+`build(config, rngs)` and `loss(model, batch) -> (sum, weight)`. The file beside it, NAME_hf.py, has
+its form in Hugging Face's files: `read_config`, `write_config` and `table`, the rules by which
+tensors are read and written. Families are imported on demand.
 """
 
 from __future__ import annotations
@@ -10,16 +12,32 @@ import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from flax import nnx
+
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.pretrained import check_vocabulary, pretrained
+from jaxspeed.objective.pretrained import Pretrained
 
 FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",
     "llama": "jaxspeed.models.llama",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
+}
+
+# Hugging Face's model types: the family of each.
+MODEL_TYPES: dict[str, str] = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "vit": "vit",
 }
 
 
@@ -46,11 +64,57 @@ def build(
     """
     module = family(name)
     config = module.Config() if preset is None else _lookup("preset", preset, module.PRESETS)
-    fields = {field.name: field.name for field in dataclasses.fields(config)}
-    for key in overrides or {}:
-        _lookup(f"field of the {name} config", key, fields)
-    config = dataclasses.replace(config, **(overrides or {}))
+    config = _replaced(name, config, overrides or {})
     return Built(lambda rngs: module.build(config, rngs), module.loss, config)
+
+
+def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = None) -> Pretrained:
+    """The model of a Hugging Face folder, for `jaxspeed.initialize(model=...)`.
+
+    The weights are read when an engine is initialized, straight into its shards.
+
+    Args:
+      folder: a local folder, or the id of a model of the hub where that can be reached.
+      overrides: fields of the family's Config that are no sizes, such as dropout.
+
+    Raises:
+      PretrainedError: lists what cannot be read or is not supported.
+      ValueError: unknown field in `overrides`.
+    """
+    opened = PretrainedFolder(folder)
+    kind = opened.config["model_type"]
+    if kind not in MODEL_TYPES:
+        raise PretrainedError(
+            f"{opened.path}: model_type {kind!r} is of no known family: "
+            f"{_suggest(kind, MODEL_TYPES)}. A model of your own reads it with a mapping table: "
+            "jaxspeed.interop.pretrained"
+        )
+    name = MODEL_TYPES[kind]
+    module, form = family(name), hf_form(name)
+    try:
+        config = form.read_config(opened.config)
+    except PretrainedError as error:
+        raise PretrainedError(f"{opened.path}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise PretrainedError(f"{opened.path}: config.json: {error}") from None
+    config = _replaced(name, config, overrides or {})
+    if hasattr(config, "vocab_size"):
+        check_vocabulary(opened, config.vocab_size)
+    return pretrained(
+        lambda rngs: module.build(config, rngs), opened, form.table(config), module.loss, config
+    )
+
+
+def hf_form(name: str) -> ModuleType:
+    """The module with a family's form in Hugging Face's files."""
+    return importlib.import_module(f"{FAMILIES[name]}_hf")
+
+
+def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
+    fields = {field.name: field.name for field in dataclasses.fields(config)}
+    for key in overrides:
+        _lookup(f"field of the {name} config", key, fields)
+    return dataclasses.replace(config, **overrides)
 
 
 def _lookup(what: str, name: str, table: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
 from jax import lax
@@ -102,12 +103,20 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, size: int, *, eps: float, rngs: nnx.Rngs):
-        self.scale = param(rngs, ones, {"embed": size})
+    """RMSNorm; with an `offset` the scale is stored without it, as 0 instead of 1."""
+
+    def __init__(
+        self, size: int, *, eps: float, dim: str = "embed", offset: float = 0.0, rngs: nnx.Rngs
+    ):
+        self.scale = param(rngs, zeros if offset else ones, {dim: size})
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return ops.rms_norm(x, self.scale[...], eps=self.eps)
+        scale = self.scale[...]
+        if self.offset:  # in fp32: 1 + scale has few digits of a 16-bit scale
+            scale = self.offset + scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+        return ops.rms_norm(x, scale, eps=self.eps)
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:

@@ -1,4 +1,7 @@
-"""Llama 3 (arXiv:2407.21783): RMSNorm, rotary positions, SwiGLU, grouped queries, no biases."""
+"""Llama 3 (arXiv:2407.21783): RMSNorm, rotary positions, SwiGLU, grouped queries, no biases.
+
+With fields for what Mistral, Qwen2 and Qwen3 add: a sliding window, biases, query and key norms.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,12 @@ class Config:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: ops.RopeScaling | None = None  # or a mapping of its fields
+    rope_scaling: ops.Scaling | None = None  # or a mapping of its fields and rope_type
     sliding_window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query and key head, before the rotation
     initializer_range: float = 0.02
     dropout: float = 0.0
     tie_word_embeddings: bool = False
@@ -45,10 +52,7 @@ class Config:
         check_heads(width, self.num_attention_heads, self.num_key_value_heads)
         scaling: Any = self.rope_scaling
         if isinstance(scaling, Mapping):
-            fields = {name: value for name, value in scaling.items() if name != "rope_type"}
-            if scaling.get("rope_type", "llama3") != "llama3":
-                raise ValueError(f"rope_scaling {dict(scaling)}: only rope_type 'llama3' is known")
-            object.__setattr__(self, "rope_scaling", ops.RopeScaling(**fields))
+            object.__setattr__(self, "rope_scaling", ops.rope_scaling(scaling))
 
     @property
     def size_of_head(self) -> int:
@@ -117,21 +121,31 @@ class LlamaAttention(nnx.Module):
         heads = {"heads": c.num_attention_heads, "head_dim": c.size_of_head}
         kv_heads = {"kv_heads": c.num_key_value_heads, "head_dim": c.size_of_head}
         init = normal(c.initializer_range)
-        self.q_proj = Linear(embed, heads, init=init, bias=False, rngs=rngs)
-        self.k_proj = Linear(embed, kv_heads, init=init, bias=False, rngs=rngs)
-        self.v_proj = Linear(embed, kv_heads, init=init, bias=False, rngs=rngs)
-        self.o_proj = Linear(heads, embed, init=residual_init(c), bias=False, rngs=rngs)
+        self.q_proj = Linear(embed, heads, init=init, bias=c.qkv_bias, rngs=rngs)
+        self.k_proj = Linear(embed, kv_heads, init=init, bias=c.qkv_bias, rngs=rngs)
+        self.v_proj = Linear(embed, kv_heads, init=init, bias=c.qkv_bias, rngs=rngs)
+        self.o_proj = Linear(heads, embed, init=residual_init(c), bias=c.o_bias, rngs=rngs)
         self.window = c.sliding_window
+
+        self.q_norm = head_norm(c, rngs) if c.qk_norm else None
+        self.k_norm = head_norm(c, rngs) if c.qk_norm else None
 
     def __call__(
         self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None
     ) -> jax.Array:
-        q = checkpoint_name(ops.rotate(self.q_proj(x), rotation), "query")
-        k = checkpoint_name(ops.rotate(self.k_proj(x), rotation), "key")
+        q, k = self.q_proj(x), self.k_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = checkpoint_name(ops.rotate(q, rotation), "query")
+        k = checkpoint_name(ops.rotate(k, rotation), "key")
         v = checkpoint_name(self.v_proj(x), "value")  # [batch, seq, kv_heads, head_dim]
         return self.o_proj(
             ops.attention(q, k, v, window=self.window, segment_ids=segment_ids),
         )
+
+
+def head_norm(config: Config, rngs: nnx.Rngs) -> RMSNorm:
+    return RMSNorm(config.size_of_head, eps=config.rms_norm_eps, dim="head_dim", rngs=rngs)
 
 
 class LlamaMLP(nnx.Module):
@@ -141,9 +155,9 @@ class LlamaMLP(nnx.Module):
         c = config
         embed, mlp = {"embed": c.hidden_size}, {"mlp": c.intermediate_size}
         init = normal(c.initializer_range)
-        self.gate = Linear(embed, mlp, init=init, bias=False, rngs=rngs)
-        self.up = Linear(embed, mlp, init=init, bias=False, rngs=rngs)
-        self.down = Linear(mlp, embed, init=residual_init(c), bias=False, rngs=rngs)
+        self.gate = Linear(embed, mlp, init=init, bias=c.mlp_bias, rngs=rngs)
+        self.up = Linear(embed, mlp, init=init, bias=c.mlp_bias, rngs=rngs)
+        self.down = Linear(mlp, embed, init=residual_init(c), bias=c.mlp_bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
@@ -194,7 +208,7 @@ class Llama(language.Decoder):
         if positions is None:
             positions = jnp.arange(tokens.shape[1])
         freqs = ops.frequencies(c.size_of_head, c.rope_theta, c.rope_scaling)
-        rotation = ops.rotation(positions, freqs)  # once, for all layers
+        rotation = ops.rotation(positions, freqs, c.rope_scaling)  # once, for all layers
         x = self.embed(tokens)
         x = scan_blocks(self.blocks, x, rotation, segment_ids, unroll=c.unroll)
         return self.norm(x)

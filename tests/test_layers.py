@@ -34,6 +34,7 @@ LAYERS = (
     "train",
     "data",
     "checkpoint",
+    "interop",
     "hlo",
     "metrics",
     "planner/memory",

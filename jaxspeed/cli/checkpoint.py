@@ -2,14 +2,18 @@
 
 import argparse
 import datetime
+import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspeed.interop import HFForm
 
 
 def add(commands: Any) -> None:
@@ -40,6 +44,15 @@ def add(commands: Any) -> None:
         verb.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints/")
         if name == "export":
             verb.add_argument("out", metavar="OUT", help="the folder to write to")
+            verb.add_argument(
+                "--format",
+                choices=("native", "hf"),
+                default="native",
+                help="hf: Hugging Face's, with config.json and the tokenizer",
+            )
+            verb.add_argument(
+                "--config", help="with --format hf: names the model, if DIR is not a run's folder"
+            )
             verb.add_argument(
                 "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as stored"
             )
@@ -129,6 +142,33 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
+def _hf_form(given: argparse.Namespace) -> "HFForm":
+    """The form of the model that the run was of, or that a config names."""
+    from jaxspeed.run.folder import WHOSE
+
+    run = Path(given.folder)
+    run = run.parent if run.name == "checkpoints" else run
+    config = given.config
+    if config is None:
+        try:
+            config = {"model": json.loads((run / WHOSE).read_text())["model"]}
+        except (OSError, ValueError, KeyError):
+            raise ConfigError(
+                f"{given.folder}: is not a run's folder; name the model with --config"
+            ) from None
+        if config["model"] is None:
+            raise ConfigError(
+                f"{run}: its config names no model; engine.save_pretrained exports it"
+            )
+    from jaxspeed.config import load_config
+    from jaxspeed.interop.exporting import hf_form
+    from jaxspeed.objective.config_model import resolve_model
+
+    loaded = load_config(config)
+    model, _ = resolve_model(loaded)
+    return hf_form(loaded, model, [run / "tokenizer.json"])
+
+
 def _verify(given: argparse.Namespace) -> int:
     folder = _folder(given)
     from jaxspeed.checkpoint import Checkpointer, verify
@@ -152,10 +192,11 @@ def _verify(given: argparse.Namespace) -> int:
 
 def _export(given: argparse.Namespace) -> int:
     folder = _folder(given)
-    from jaxspeed.checkpoint import export
+    form = _hf_form(given) if given.format == "hf" else None
+    from jaxspeed.interop import export
     from jaxspeed.placement.show import bytes_text
 
-    summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype)
+    summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype, form=form)
     if given.json:
         print_json(asdict(summary))
         return 0

@@ -29,10 +29,11 @@ def add(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     config = loaded(given)
     from jaxspeed.data import limits_of, tokenize
+    from jaxspeed.interop.pretrained import data_section
     from jaxspeed.objective.config_model import family_sizes
 
     sizes = family_sizes(config)
-    summary = tokenize(config.data, given.out, vocab_size=limits_of(sizes).vocab_size)
+    summary = tokenize(data_section(config), given.out, vocab_size=limits_of(sizes).vocab_size)
     if given.json:
         print_json(asdict(summary))
     else:

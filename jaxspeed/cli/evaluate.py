@@ -19,9 +19,12 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     config = loaded(given)
+    from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import evaluate_run, source_of
 
     found = evaluate_run(source_of(config, name=given.config), given.tag)
+    if not is_first():
+        return 0
     if given.json:
         print_json(found)
         return 0

@@ -68,6 +68,7 @@ def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> "Config":
 
 
 def _train(given: argparse.Namespace, source: "Source") -> int:
+    from jaxspeed.checkpoint.process_agreement import is_first
     from jaxspeed.run import open_run, show_ending, show_opening
 
     console = out(stderr=given.json)
@@ -79,7 +80,7 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
     finally:
         trainer.close()
         trainer.engine.close()
-    if given.json:
+    if given.json and is_first():
         print_json(result)
     if trainer.stopped_by is None:
         return 0

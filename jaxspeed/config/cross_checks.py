@@ -224,12 +224,13 @@ def _model(settings: Settings) -> Iterator[Problem]:
     model = settings.model
     if model is None:
         return
-    if (model.family is None) == (model.factory is None):
-        found = "neither family nor factory" if model.family is None else "family and factory"
-        yield Problem("model", found, "Needs exactly one of the two.")
+    named = [n for n in ("family", "factory", "pretrained") if getattr(model, n) is not None]
+    if len(named) != 1:
+        found = " and ".join(named) or "neither family nor factory nor pretrained"
+        yield Problem("model", found, "Needs exactly one of the three.")
     elif model.preset is not None and model.family is None:
         works = "Presets belong to families; set the sizes of a factory in model.config."
-        yield Problem("model.preset", f'"{model.preset}" with a factory', works)
+        yield Problem("model.preset", f'"{model.preset}" with {named[0]}', works)
 
 
 def _run(settings: Settings) -> Iterator[Problem]:

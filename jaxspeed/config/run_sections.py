@@ -106,6 +106,11 @@ class ModelSection(Section):
     family: Text | None = honoured(
         None, "The registered family to build, such as gpt2, llama, vit or mlp."
     )
+    pretrained: Text | None = honoured(
+        None,
+        "A Hugging Face folder (or a model's id on the hub): its sizes and weights; model.config "
+        "overrides what is no size.",
+    )
     factory: Annotated[Text, AfterValidator(_import_path)] | None = honoured(
         None, "The import path of a factory, package.module:name."
     )

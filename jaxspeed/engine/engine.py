@@ -22,6 +22,7 @@ from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
 from jaxspeed.hlo import CompiledReport, report
+from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
@@ -205,6 +206,16 @@ class Engine:
         for note in restored.notes:
             log.warning("checkpoint %s: %s", restored.tag, note)
         return restored.tag, restored.client_state
+
+    def save_pretrained(
+        self, folder: str | Path, *, dtype: str | None = None, form: HFForm | None = None
+    ) -> ExportSummary:
+        """Write the parameters to a Hugging Face folder, with config.json and the tokenizer.
+
+        Called on every process. `dtype` is fp32, bf16 or fp16, by default that of the update; a
+        `form` is needed where the model is neither of a family nor pretrained.
+        """
+        return save_pretrained(self.program, self.state, folder, dtype=dtype, form=form)
 
     # -- inspection -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from jaxspeed.objective.batches import takes_rng
 from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.objective.nnx_model import NnxModel
 from jaxspeed.objective.pair_model import PairModel
+from jaxspeed.objective.pretrained import Pretrained
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.trainable import read_trainable
 
@@ -28,7 +29,7 @@ def adapt_model(
     state_collections: Sequence[str] | None = None,
     init_with: Callable[[Any, Any], Any] | None = None,
 ) -> Model:
-    """Adapt an nnx factory, a Linen module or a pair (init, apply).
+    """Adapt an nnx factory, a Linen module or a pair (init, apply), or one that is pretrained.
 
     Args:
       trainable: which parameters are trained: None for all, path patterns, a function of the path,
@@ -40,6 +41,19 @@ def adapt_model(
       init_with: the calls that create a Linen module's parameters, as init_with(model, batch);
         None for those of the loss.
     """
+    if isinstance(model, Pretrained):
+        adapted: Any = adapt_model(
+            model.model,
+            loss_fn,
+            example_batch=example_batch,
+            trainable=trainable,
+            frozen=frozen,
+            full_precision=full_precision,
+            state_collections=state_collections,
+            init_with=init_with,
+        )
+        adapted.weights = model.weights
+        return adapted
     wanted = read_trainable(trainable)
 
     def chosen(path: str, leaf: Any) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 from flax import nnx
 
 from jaxspeed.config import Config
-from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.errors import ConfigError, ModelError, PretrainedError
 from jaxspeed.objective.pipeline_module import PipelineModule
+from jaxspeed.objective.pretrained import Pretrained
 
 Loss = Callable[[Any, Any], Any]
 
@@ -36,6 +37,8 @@ def resolve_model(
                     "initialize(loss_fn=...); remove one"
                 )
             return model, model.batch_loss
+        if isinstance(model, Pretrained):
+            loss_fn = loss_fn or model.loss
         if loss_fn is None:
             raise ModelError("loss_fn is missing: initialize(model=..., loss_fn=...)")
         return model, loss_fn
@@ -48,12 +51,16 @@ def resolve_model(
         sizes = {**section.config, **(overrides or {})}
         return _from_import_path(section.factory, sizes, loss_fn)
     built = _built(config, overrides or {})
+    if isinstance(built, Pretrained):
+        assert built.loss is not None
+        # Of other sizes it has no weights, and is initialized.
+        return (built.model if overrides else built), loss_fn or built.loss
     return built.factory, loss_fn or built.loss
 
 
 def family_sizes(config: Config) -> Any:
     """Config of the model family that the config names; None for other models."""
-    if config.model is None or config.model.family is None:
+    if config.model is None or config.model.factory is not None:
         return None
     return _built(config, {}).config
 
@@ -64,7 +71,11 @@ def _built(config: Config, overrides: Mapping[str, Any]) -> Any:
     section = config.model
     assert section is not None
     try:
+        if section.pretrained is not None:
+            return families.from_pretrained(section.pretrained, {**section.config, **overrides})
         return families.build(section.family, section.preset, {**section.config, **overrides})
+    except PretrainedError:
+        raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
 

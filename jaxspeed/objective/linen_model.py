@@ -22,6 +22,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.own_axes import with_own_axes
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
@@ -45,6 +46,7 @@ _lock = RLock()
 class LinenModel:
     """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
 
+    weights: Weights | None = None
     needs_values = None  # Flax traces initializers in each call too, so that none can need values
 
     def __init__(

@@ -14,6 +14,7 @@ from flax.nnx.variablelib import VariableTypeCache
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
     EDITED,
     EVALUATION,
@@ -39,6 +40,8 @@ NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
 
 class NnxModel:
     """An nnx module as a Model; a shared Variable has one path, the first at which it is found."""
+
+    weights: Weights | None = None
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import jax
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,
@@ -32,6 +33,8 @@ from jaxspeed.placement.rows import Leaf
 
 class PairModel:
     """A pair as a Model; leaves that are not floating-point (index tables) are not trained."""
+
+    weights: Weights | None = None
 
     def __init__(
         self,

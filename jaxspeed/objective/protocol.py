@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batch_checks import is_numeric
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
@@ -35,6 +36,10 @@ SEED = "(seed)"  # the variable with the key from which every random stream is d
 
 class Model(Protocol):
     """A model as functions of flat dicts `{path: array}`."""
+
+    @property
+    def weights(self) -> Weights | None:
+        """What is read in place of the parameters of `init`, if the model is pretrained."""
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

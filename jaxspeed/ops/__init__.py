@@ -4,11 +4,24 @@ from jaxspeed.ops.attention import attention
 from jaxspeed.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from jaxspeed.ops.embed import embed
 from jaxspeed.ops.norms import layer_norm, rms_norm
-from jaxspeed.ops.rope import RopeScaling, Rotation, frequencies, rotate, rotation
+from jaxspeed.ops.rope import (
+    LinearScaling,
+    RopeScaling,
+    Rotation,
+    Scaling,
+    YarnScaling,
+    frequencies,
+    rope_scaling,
+    rotate,
+    rotation,
+)
 
 __all__ = [
+    "LinearScaling",
     "RopeScaling",
     "Rotation",
+    "Scaling",
+    "YarnScaling",
     "attention",
     "cross_entropy",
     "embed",
@@ -16,6 +29,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
+    "rope_scaling",
     "rotate",
     "rotation",
 ]

@@ -1,10 +1,12 @@
-"""Rotary position embeddings (Su et al., arXiv:2104.09864), with Llama 3's context scaling."""
+"""Rotary position embeddings (Su et al., arXiv:2104.09864), with scalings for long contexts."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,115 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of low frequencies, with the names of its published configs."""
+    """Llama 3's scaling of low frequencies, with the names of its published configs.
 
+    A frequency whose wavelength 2 pi / f exceeds original / low_freq_factor is divided by `factor`,
+    one below original / high_freq_factor is unchanged, and between them the two are interpolated by
+    s = (original / wavelength - low) / (high - low).
+    """
+
+    rope_type: ClassVar[str] = "llama3"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def scaled(self, f: np.ndarray, theta: float) -> np.ndarray:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_max_position_embeddings * f / (2 * math.pi)
+        s = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1 - s) * f / self.factor + s * f
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (Chen et al., arXiv:2306.15595)."""
+
+    rope_type: ClassVar[str] = "linear"
+    factor: float
+
+    def scaled(self, f: np.ndarray, theta: float) -> np.ndarray:
+        return f / self.factor
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv:2309.00071), with the names of published configs.
+
+    Frequencies of more than `beta_fast` turns in the original context are unchanged, those of fewer
+    than `beta_slow` are divided by `factor`, and those between are interpolated by their number.
+    """
+
+    rope_type: ClassVar[str] = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # of queries and keys; None: 0.1 ln(factor) + 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # the numbers between which is interpolated, to integers
+
+    def scaled(self, f: np.ndarray, theta: float) -> np.ndarray:
+        count = len(f)
+
+        def number(turns: float) -> float:  # of the frequency with so many turns
+            wavelengths = self.original_max_position_embeddings / (2 * math.pi * turns)
+            return count * math.log(wavelengths) / math.log(theta)
+
+        low, high = number(self.beta_fast), number(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        high += 0.001 if low == high else 0.0
+        s = np.clip((np.arange(count) - low) / (high - low), 0.0, 1.0)
+        return (1 - s) * f + s * f / self.factor
+
+    @property
+    def amplitude(self) -> float:
+        def of(scale: float) -> float:
+            return 0.1 * scale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return of(self.mscale) / of(self.mscale_all_dim)
+        return of(1.0)
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+SCALINGS = {each.rope_type: each for each in (RopeScaling, LinearScaling, YarnScaling)}
+
+
+def rope_scaling(fields: Mapping[str, Any]) -> Scaling | None:
+    """The scaling of a mapping with its fields and `rope_type`, Llama 3's by default.
+
+    Raises:
+      ValueError: unknown type or field.
+    """
+    given = {name: value for name, value in fields.items() if name not in ("rope_type", "type")}
+    kind = fields.get("rope_type", fields.get("type", "llama3"))
+    if kind == "default":
+        return None
+    if kind not in SCALINGS:
+        known = ", ".join(SCALINGS)
+        raise ValueError(f"rope_scaling {dict(fields)}: rope_type is {kind!r}; known are {known}")
+    names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"rope_scaling: {unknown[0]!r} is none of {kind}'s {', '.join(names)}")
+    try:
+        scaling: Scaling = SCALINGS[kind](**given)
+    except TypeError as error:
+        raise ValueError(f"rope_scaling {dict(fields)}: {error}") from None
+    return scaling
 
 
 class Rotation(NamedTuple):
@@ -28,27 +133,19 @@ class Rotation(NamedTuple):
     sin: jax.Array
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """theta^(-2i / head_dim) for i in 0 ... head_dim / 2 - 1, in radians per token.
-
-    With scaling, a frequency whose wavelength 2 pi / f exceeds original / low_freq_factor is
-    divided by `factor`, one below original / high_freq_factor is unchanged, and between them the
-    two are interpolated by s = (original / wavelength - low) / (high - low).
-    """
+def frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
+    """theta^(-2i / head_dim) for i in 0 ... head_dim / 2 - 1, in radians per token, scaled."""
     f = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return f
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position_embeddings * f / (2 * math.pi)
-    s = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - s) * f / scaling.factor + s * f
+    return f if scaling is None else scaling.scaled(f, theta)
 
 
-def rotation(positions: jax.Array, freqs: np.ndarray) -> Rotation:
+def rotation(positions: jax.Array, freqs: np.ndarray, scaling: Scaling | None = None) -> Rotation:
     """The rotation for `positions` [..., seq] at these frequencies, shared by all layers."""
     angles = positions[..., None, None] * jnp.asarray(freqs, jnp.float32)
     angles = angles.reshape(-1, *angles.shape[-3:])
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return Rotation(cos, sin) if amplitude == 1 else Rotation(cos * amplitude, sin * amplitude)
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:

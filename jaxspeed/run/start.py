@@ -21,6 +21,7 @@ from jaxspeed.engine import Engine
 from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
+from jaxspeed.interop.pretrained import data_section
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -43,7 +44,6 @@ class Source:
     config: Config
     folder: RunFolder
     reads: ModelLimits
-    watchdog: Watchdog
     model: Any = None
     loss_fn: Callable[[Any, Any], Any] | None = None
     optimizer: optax.GradientTransformation | None = None
@@ -53,7 +53,7 @@ class Source:
         saved = self.folder.path / TOKENIZER
         resumed = self.folder.has_begun() and saved.exists()
         return build(
-            self.config.data,
+            data_section(self.config),
             **vars(self.reads),
             batch_size=self.batch_size(),
             seed=self.config.run.seed,
@@ -61,14 +61,18 @@ class Source:
         )
 
     @staticmethod
-    def start(config: Config) -> Watchdog:
+    def start(config: Config) -> None:
         """Join the other processes, compare what they run, and start this one's devices."""
         join_processes(config.run.devices, config.run.watchdog.start)
         watchdog = watchdog_of(config.run.watchdog)
         if watchdog.beats is not None:
             meet(watchdog, facts_of(config))
         start_devices(config.run.devices)
-        return watchdog
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """That of this process; no field, since a plan sends the source to other processes."""
+        return watchdog_of(self.config.run.watchdog)
 
     def engine(self) -> Engine:
         return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
@@ -82,10 +86,10 @@ class RaySource(Source):
     """A run whose workers and servers are processes on Ray; this one has no device but its CPU."""
 
     @staticmethod
-    def start(config: Config) -> Watchdog:
+    def start(config: Config) -> None:
         ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
-        return watchdog_of(config.run.watchdog)
+        watchdog_of(config.run.watchdog)
 
     def engine(self) -> RayEngine:
         return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
@@ -109,12 +113,12 @@ def source_of(
     """
     loaded = load_config(config, hidden_size=hidden_size_of())
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
-    watchdog = kind.start(loaded)
+    kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
     reads = limits_of(None if model is not None else family_sizes(loaded))
-    return kind(loaded, folder, reads, watchdog, model, loss_fn, optimizer)
+    return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
 
 def open_run(source: Source, console: Any = None) -> Trainer:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
@@ -23,6 +23,7 @@ from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_batch
 from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
 from jaxspeed.objective.objective import Objective
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.pipeline import Pipeline, PipelineReport
@@ -277,7 +278,11 @@ class Program:
         at = self.shardings
 
         def init(seed: int) -> TrainState:
-            if self.model.needs_values:
+            if self.model.weights is not None:
+                params, master = self._read(self.model.weights)
+                draw = self.in_mesh(lambda seed: self.model.init(seed)[1])
+                variables = staged_init(draw, at.variables, seed)
+            elif self.model.needs_values:
                 params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
             else:
                 places = (at.params, at.master, at.variables)
@@ -287,6 +292,37 @@ class Program:
             return TrainState(params=params, master=master, variables=variables, **rest)
 
         return init
+
+    def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
+        """(params, masters), each shard read by itself, once for the devices that have it."""
+        weights.check({row.path: row.leaf.shape for row in self.table})
+        params: Arrays = {}
+        master: Arrays = {}
+        for row in self.table:
+            for stored, placement in ((params, row.param), (master, row.master)):
+                if placement is None:
+                    continue
+                shape, at = row.shape(placement), self.table.sharding(placement)
+                devices: dict[Any, list[jax.Device]] = {}
+                for device, index in at.addressable_devices_indices_map(shape).items():
+                    spans = [span.indices(size)[:2] for span, size in zip(index or (), shape)]
+                    devices.setdefault(tuple(spans), []).append(device)
+                shards = {}
+                for spans, where in devices.items():
+                    inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, row.leaf.shape)]
+                    block = weights.read(
+                        row.path, tuple(slice(a, b) for a, b in inside), placement.dtype
+                    )
+                    pads = [(0, b - a - n) for (a, b), n in zip(spans, block.shape)]
+                    block = np.pad(block, pads) if any(map(any, pads)) else block
+                    for device in where:
+                        here = SingleDeviceSharding(device, memory_kind=at.memory_kind)
+                        # Not as an alias of NumPy's memory: the step donates it.
+                        shards[device] = jax.device_put(block, here, may_alias=False)
+                    jax.block_until_ready([shards[device] for device in where])
+                order = [shards[d] for d in at.addressable_devices]
+                stored[row.path] = jax.make_array_from_single_device_arrays(shape, at, order)
+        return params, master
 
     def _sharded_one_by_one(
         self, values: Arrays, variables: Arrays

@@ -45,7 +45,8 @@ def write(folder: Path) -> None:
 
 
 def export(folder: Path) -> None:
-    from jaxspeed.checkpoint import export, show
+    from jaxspeed.checkpoint import show
+    from jaxspeed.interop import export
 
     tag = show(folder / "checkpoints").tag
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

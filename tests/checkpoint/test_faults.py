@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import jaxspeed
-from jaxspeed.checkpoint import Checkpointer, export, verify
+from jaxspeed.checkpoint import Checkpointer, verify
 from jaxspeed.checkpoint.header import NAME as HEADER
+from jaxspeed.interop import export
 from tests.checkpoint import states
 
 ROOT = Path(__file__).resolve().parents[2]

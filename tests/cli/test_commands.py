@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -150,6 +151,23 @@ def test_export_writes_what_safetensors_reads(trained, tmp_path):
     done = jaxspeed("checkpoint", "export", folder, tmp_path / "weights")
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "weights").glob("*.safetensors"))
+
+
+def test_a_run_is_exported_for_hugging_face_and_continued_from_there(trained, tmp_path):
+    _, folder, _ = trained
+    out = tmp_path / "hf"
+    done = jaxspeed("checkpoint", "export", folder, out, "--format", "hf", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    found = {file.name for file in out.iterdir()}
+    assert found == {"config.json", "model.safetensors", "tokenizer.json"}
+    model = json.dumps({"pretrained": str(out)})
+    config = small.write(tmp_path, model=json.loads(model), run={"steps": 1})
+    again = jaxspeed("train", config, "--json")
+    assert again.returncode == 0, again.stderr
+    alone = folder / "checkpoints"
+    shutil.copytree(alone, tmp_path / "alone")
+    refused = jaxspeed("checkpoint", "export", tmp_path / "alone", tmp_path / "x", "--format", "hf")
+    assert refused.returncode != 0 and "name the model with --config" in refused.stderr
 
 
 def test_config_gives_a_verdict_to_each_key_and_the_schema(tmp_path):

@@ -451,7 +451,7 @@ BAD = {
     "family and factory": (
         {"model": {"family": "gpt2", "factory": "a.b:c"}},
         "model",
-        "exactly one of the two",
+        "exactly one of the three",
     ),
     "factory without a name": (
         {"model": {"factory": "my_package.models"}},

@@ -3,6 +3,7 @@
 TEST_FAULT is `SECTION:KIND[:STEP]`; the process does KIND once the section begins (at this step).
 """
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import time
 from typing import Any
 
 from jaxspeed.cli import main
+from jaxspeed.data.split import Split
 from jaxspeed.run.watchdog import Watchdog
 
 
@@ -68,7 +70,23 @@ def inject(fault: str) -> None:
         Watchdog.start = started  # type: ignore[method-assign]
 
 
+def record_ids(path: str) -> None:
+    """Append the step and the sample ids of each batch that this process reads."""
+    batch = Split.batch
+
+    def recorded(self: Split, step: int, size: int, rows: Any = None) -> Any:
+        ids = self.sample_ids(step, size, rows).tolist()
+        if ids:
+            with open(path, "a") as file:
+                file.write(json.dumps([step, ids]) + "\n")
+        return batch(self, step, size, rows)
+
+    Split.batch = recorded  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if path := os.environ.get("TEST_IDS"):
+        record_ids(path + os.environ["JAX_PROCESS_ID"])
     fault = os.environ["TEST_FAULT"]
     if fault:
         inject(fault)

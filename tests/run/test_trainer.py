@@ -19,6 +19,7 @@ def config(tmp_path, **changes):
     return json.loads(small.write(tmp_path, **changes).read_text())
 
 
+@pytest.mark.full  # test_killed.py has it for a run that is killed, test_state_lost.py in a process
 def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
     given = config(tmp_path, run={"steps": 8})
     whole = given | {"run": given["run"] | {"output": str(tmp_path / "whole")}}

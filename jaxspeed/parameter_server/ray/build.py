@@ -10,7 +10,9 @@ import optax
 from jaxspeed.config import Batch, Config, load_config
 from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.engine.jax_setup import enable_compilation_cache
+from jaxspeed.errors import ModelError
 from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.objective.pretrained import Pretrained
 from jaxspeed.parameter_server.programs import worker_config
 from jaxspeed.train import Program, build_program
 
@@ -77,6 +79,9 @@ def _problems(config: Config) -> Iterator[Problem]:
     if parallel.worker_pace:
         works = "It simulates workers of one process; on Ray each has its own pace: remove it."
         yield Problem("parallel.worker_pace", str(parallel.worker_pace), works)
+    if config.model is not None and config.model.pretrained is not None:
+        works = "Servers on Ray initialize their own pieces: start from a run, with run.init_from."
+        yield Problem("model.pretrained", f'"{config.model.pretrained}"', works)
     for key in ("flops_profiler", "comms_logger"):
         if getattr(config, key).enabled:
             works = "They read one compiled step; on Ray a step is several in several processes."
@@ -97,6 +102,8 @@ class BuildArguments:
         config = load_config(given)
         enable_compilation_cache(config)
         model, loss_fn = resolve_model(config, self.model, self.loss_fn)
+        if isinstance(model, Pretrained):
+            raise ModelError("a pretrained model cannot be trained on Ray; use run.init_from")
         return build_program(
             config,
             model,

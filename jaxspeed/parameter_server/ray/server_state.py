@@ -20,6 +20,7 @@ from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
+from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, owner_of
 from jaxspeed.parameter_server.bucketed_update import bucket_paths, separated_update
 from jaxspeed.parameter_server.param_split import (
@@ -147,6 +148,7 @@ class ServerModel:
     model: Model
     splits: Splits
     owned: Mapping[str, Piece]
+    weights: Weights | None = None  # `ray_resources` refuses them
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:

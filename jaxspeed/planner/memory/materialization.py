@@ -79,9 +79,11 @@ class ScopeAnalysis:
                 else:
                     self.producers[out] = i
         for _ in range(ROUNDS):
-            self.sources = self._sources()
+            before, self.sources = self.materialized, self._sources()
             self.readers, self.forced, self.materialized = {}, set(), set()
             self._find_readers()
+            if self.materialized == before:
+                break
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
         if op.name in MOVES:

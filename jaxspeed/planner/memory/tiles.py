@@ -9,6 +9,7 @@ that needs the least.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def array_text(value: Value, mesh: Mapping[str, int]) -> str:
     return f"{dtype_text(value.dtype)}[{','.join(map(str, local_shape(value, mesh)))}]"
 
 
-def nbytes(shape: Sequence[int], dtype: Any, tiled: bool) -> int:
+@cache
+def nbytes(shape: tuple[int, ...], dtype: Any, tiled: bool) -> int:
     """Bytes of an array; `tiled` where device memory stores tiles."""
     width = _width(dtype)
     if not tiled or not shape:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jaxspeed
-from jaxspeed.checkpoint import Checkpointer, export
+from jaxspeed.checkpoint import Checkpointer
+from jaxspeed.interop import export
 from tests.checkpoint import states
 
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "U32": np.uint32, "I32": np.int32}
@@ -51,7 +52,7 @@ def test_an_export_holds_the_parameters_as_they_are_updated(saved, tmp_path):
 
 def test_blocks_of_a_tensor_are_joined(saved, tmp_path, monkeypatch):
     folder, parameters = saved
-    monkeypatch.setattr("jaxspeed.checkpoint.exporting._BLOCK_BYTES", 100)
+    monkeypatch.setattr("jaxspeed.interop.exporting._BLOCK_BYTES", 100)
     export(folder, tmp_path)
     states.assert_same(read(tmp_path / "model.safetensors"), parameters)
 

@@ -1,0 +1,15 @@
+"""Weights in the files of other libraries: read into shards, and written, by mapping tables."""
+
+from jaxspeed.interop.exporting import ExportSummary, HFForm, export, save_pretrained
+from jaxspeed.interop.mapping import MappingTable, TensorRule
+from jaxspeed.interop.pretrained import pretrained
+
+__all__ = [
+    "ExportSummary",
+    "HFForm",
+    "MappingTable",
+    "TensorRule",
+    "export",
+    "pretrained",
+    "save_pretrained",
+]

@@ -1,0 +1,159 @@
+"""A Hugging Face folder: config.json, and the tensors of its safetensors files."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.mapping import lines
+from jaxspeed.interop.safetensors import Tensor, TensorFile
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+# Files of a folder that an export copies: they belong to the tokenizer, or to generation.
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class PretrainedFolder:
+    """A folder of pretrained weights; no code of it is run, and nothing is unpickled."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = _local(folder)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        path = self.path / CONFIG
+        values = _read_json(path)
+        if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+            raise PretrainedError(f"{path}: has no model_type, which names the model's family")
+        return values
+
+    @cached_property
+    def _files(self) -> dict[str, TensorFile]:
+        """The file of each tensor."""
+        index = self.path / INDEX
+        if index.exists():
+            return self._indexed(index)
+        found = sorted(self.path.glob("*.safetensors"))
+        if not found:
+            pickled = [file.name for pattern in _PICKLED for file in self.path.glob(pattern)]
+            if pickled:
+                raise PretrainedError(
+                    f"{self.path}: has weights only as {', '.join(sorted(pickled)[:3])}, which is "
+                    "a pickle: reading it could run any code. Convert it where you trust it, with "
+                    "transformers: AutoModel.from_pretrained(...).save_pretrained(...) writes "
+                    "safetensors"
+                )
+            raise PretrainedError(f"{self.path}: has no *.safetensors file")
+        owners: dict[str, TensorFile] = {}
+        for file in map(TensorFile.open, found):
+            for name in file.tensors:
+                if name in owners:
+                    raise PretrainedError(
+                        f"{self.path}: {name} is in {owners[name].path.name} and in "
+                        f"{file.path.name}, and there is no {INDEX}"
+                    )
+                owners[name] = file
+        return owners
+
+    def _indexed(self, index: Path) -> dict[str, TensorFile]:
+        try:
+            where = dict(_read_json(index)["weight_map"])
+            names = sorted(set(where.values()))
+            files_there = {name for name in names if (self.path / name).is_file()}
+        except (KeyError, TypeError, ValueError):
+            raise PretrainedError(f"{index}: has no weight_map from tensors to files") from None
+        if outside := [name for name in names if Path(name).name != name]:
+            raise PretrainedError(f"{index}: names {outside[0]!r}, which is not in its folder")
+        if absent := [name for name in names if name not in files_there]:
+            raise PretrainedError(f"{index}: names files that are absent:{lines(absent)}")
+        files = {name: TensorFile.open(self.path / name) for name in names}
+        problems = [
+            f"{tensor} is not in {name}"
+            for tensor, name in where.items()
+            if tensor not in files[name].tensors
+        ]
+        problems += [
+            f"{tensor} is in {name} but not in the index"
+            for name, file in files.items()
+            for tensor in file.tensors
+            if where.get(tensor) != name
+        ]
+        if problems:
+            raise PretrainedError(f"{index}: does not fit its files:{lines(problems)}")
+        return {tensor: files[name] for tensor, name in where.items()}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors by name, of which only headers are read."""
+        return {name: file.tensors[name] for name, file in self._files.items()}
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor as a view of its file."""
+        return self._files[name].array(name)
+
+    def release(self) -> None:
+        """Drop what was read from memory."""
+        for file in set(self._files.values()):
+            file.release()
+
+    def extra_files(self) -> Sequence[Path]:
+        """The tokenizer's files and the generation config."""
+        return [self.path / name for name in COPIED if (self.path / name).is_file()]
+
+
+def _local(folder: str | Path) -> Path:
+    """A local folder, or the snapshot of a model of the hub where it can be reached."""
+    path = Path(folder).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise PretrainedError(f"{folder}: is a file; a folder with {CONFIG} is needed")
+    if not _HUB_ID.fullmatch(str(folder)):
+        raise PretrainedError(f"{folder}: no such folder")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise PretrainedError(
+            f"{folder}: no such folder; a model of the hub needs the package huggingface_hub"
+        )
+    import huggingface_hub
+
+    wanted = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(str(folder), allow_patterns=wanted))
+    except Exception as error:  # the library raises those of several HTTP clients
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PretrainedError(
+            f"{folder}: no such folder, and the hub has no such model or cannot be reached: "
+            f"{reason[0]}"
+        ) from None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PretrainedError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise PretrainedError(f"{path}: cannot be read: {error}") from None

@@ -1,0 +1,105 @@
+"""Weights of a folder, read block by block into the shards of a model's parameters."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspeed.config import Config
+from jaxspeed.config.run_sections import Data
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
+from jaxspeed.objective.pretrained import Pretrained
+
+TOKENIZER = "tokenizer.json"
+
+
+class FolderWeights:
+    """The tensors of a folder as a model's parameters, by a mapping table."""
+
+    def __init__(self, folder: PretrainedFolder, table: MappingTable) -> None:
+        self.folder = folder
+        self.table = table
+        self._bound: Bound | None = None
+        self._names: dict[str, str] = {}
+
+    def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        self._bound = bind(self.table, parameters)
+        there = {name: tensor.shape for name, tensor in self.folder.tensors.items()}
+        self._names = check_tensors(self._bound, there, str(self.folder.path))
+
+    def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
+        assert self._bound is not None, "checked first"
+        block = np.empty([span.stop - span.start for span in index], dtype)
+        for piece in self._bound.pieces[path]:
+            if piece.within(index):
+                piece.read(self.folder.array(self._names[piece.tensor]), index, block)
+        self.folder.release()
+        return block
+
+
+def pretrained(
+    model: Any,
+    folder: str | Path | PretrainedFolder,
+    table: MappingTable,
+    loss: Callable[[Any, Any], Any] | None = None,
+    config: Any = None,
+) -> Pretrained:
+    """A model with the weights of a folder, for `initialize(model=...)`.
+
+    The values are read when the engine is initialized, straight into its shards.
+
+    Args:
+      model: a factory of an nnx.Module, a Linen module, or a pair (init, apply).
+      folder: with safetensors files, or the id of a model of the hub.
+      table: which tensors are which parameters.
+      loss: the loss function, if `initialize` gets none.
+    """
+    opened = folder if isinstance(folder, PretrainedFolder) else PretrainedFolder(folder)
+    return Pretrained(model, FolderWeights(opened, table), loss, config)
+
+
+def data_section(config: Config) -> Data:
+    """The config's section `data`, with the tokenizer of a pretrained model unless it sets one.
+
+    Raises:
+      PretrainedError: the folder's tokenizer is only in a format that is not read.
+    """
+    data = config.data
+    if config.model is None or config.model.pretrained is None:
+        return data
+    if "tokenizer" in data.model_fields_set:
+        return data
+    folder = PretrainedFolder(config.model.pretrained).path
+    if (folder / TOKENIZER).is_file():
+        return data.model_copy(update={"tokenizer": str(folder / TOKENIZER)})
+    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+    if others:
+        raise PretrainedError(
+            f"{folder}: has {others[0]} but no {TOKENIZER}; write one with transformers: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}), or "
+            "set data.tokenizer"
+        )
+    return data
+
+
+def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
+    """Raise PretrainedError if the folder's tokenizer.json has ids that the model lacks."""
+    path = folder.path / TOKENIZER
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+        ids += [token["id"] for token in content.get("added_tokens") or ()]
+        largest = max(ids, default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PretrainedError(f"{path}: is not a tokenizer.json: {error!r}") from None
+    if largest >= vocab_size:
+        raise PretrainedError(
+            f"{path}: has ids up to {largest:,}, but vocab_size in config.json is {vocab_size:,}"
+        )

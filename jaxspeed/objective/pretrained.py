@@ -1,0 +1,35 @@
+"""A model whose parameters are read instead of initialized."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Index = tuple[slice, ...]
+
+
+class Weights(Protocol):
+    """The values of a model's parameters, of which any block can be read."""
+
+    def check(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise PretrainedError unless they have these parameters; reads no values."""
+
+    def read(self, path: str, index: Index, dtype: Any) -> np.ndarray:
+        """A new array with a block of a parameter, given as a slice with both ends per dim."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model for `initialize(model=...)`, with its weights.
+
+    Args:
+      model: a factory of an nnx.Module, a Linen module, or a pair (init, apply).
+      loss: its loss function, if it has one of its own.
+      config: its sizes, if it is of a family.
+    """
+
+    model: Any
+    weights: Weights
+    loss: Callable[[Any, Any], Any] | None = None
+    config: Any = None

@@ -1,0 +1,85 @@
+"""GPT-2 in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
+from jaxspeed.interop.mapping import MappingTable, TensorRule
+
+from .gpt2 import Config
+
+MODEL_TYPES = {"gpt2": "GPT2LMHeadModel"}
+
+FIELDS = (
+    Field("n_embd", "hidden_size"),
+    Field("n_layer", "num_hidden_layers"),
+    Field("n_head", "num_attention_heads"),
+    Field("n_inner", "intermediate_size", int, None),
+    Field("vocab_size", "vocab_size"),
+    Field("n_positions", "max_position_embeddings"),
+    Field("layer_norm_epsilon", "layer_norm_epsilon", float, 1e-5),
+    Field("initializer_range", "initializer_range", float, 0.02),
+    Field("tie_word_embeddings", "tie_word_embeddings", bool, True),
+    Fixed("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
+    Fixed("scale_attn_weights", (True,)),
+    Fixed("scale_attn_by_inverse_layer_idx", (False,)),
+    Fixed("add_cross_attention", (False,)),
+)
+
+
+def read_config(values: Mapping[str, Any]) -> Config:
+    return Config(**read_fields(values, FIELDS))
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    if config.num_key_value_heads not in (None, config.num_attention_heads):
+        raise ValueError("Hugging Face's GPT-2 has as many key heads as query heads")
+    return {"model_type": "gpt2", **write_fields(config, FIELDS)}
+
+
+def table(config: Config) -> MappingTable:
+    """Its linear layers have the input dim first, and queries, keys and values in one."""
+    block, ours = "transformer.h.{layer}", "blocks"
+    qkv = ("q_proj", "k_proj", "v_proj")
+    return MappingTable(
+        [
+            TensorRule("transformer.wte.weight", "embed/table"),
+            TensorRule("transformer.wpe.weight", "positions/table"),
+            TensorRule(f"{block}.ln_1.weight", f"{ours}/attn_norm/scale"),
+            TensorRule(f"{block}.ln_1.bias", f"{ours}/attn_norm/bias"),
+            TensorRule(
+                f"{block}.attn.c_attn.weight",
+                tuple(f"{ours}/attn/{name}/kernel" for name in qkv),
+                "embed (part heads dim) -> layer embed heads dim",
+            ),
+            TensorRule(
+                f"{block}.attn.c_attn.bias",
+                tuple(f"{ours}/attn/{name}/bias" for name in qkv),
+                "(part heads dim) -> layer heads dim",
+            ),
+            TensorRule(
+                f"{block}.attn.c_proj.weight",
+                f"{ours}/attn/o_proj/kernel",
+                "(heads dim) embed -> layer heads dim embed",
+            ),
+            TensorRule(f"{block}.attn.c_proj.bias", f"{ours}/attn/o_proj/bias"),
+            TensorRule(f"{block}.ln_2.weight", f"{ours}/mlp_norm/scale"),
+            TensorRule(f"{block}.ln_2.bias", f"{ours}/mlp_norm/bias"),
+            TensorRule(f"{block}.mlp.c_fc.weight", f"{ours}/mlp/up/kernel"),
+            TensorRule(f"{block}.mlp.c_fc.bias", f"{ours}/mlp/up/bias"),
+            TensorRule(f"{block}.mlp.c_proj.weight", f"{ours}/mlp/down/kernel"),
+            TensorRule(f"{block}.mlp.c_proj.bias", f"{ours}/mlp/down/bias"),
+            TensorRule("transformer.ln_f.weight", "norm/scale"),
+            TensorRule("transformer.ln_f.bias", "norm/bias"),
+            TensorRule("lm_head.weight", "head/table"),
+        ],
+        # The causal mask, which old versions stored; a tied head may be stored twice.
+        ignored=[
+            f"{block}.attn.bias",
+            f"{block}.attn.masked_bias",
+            *(["lm_head.weight"] if config.tie_word_embeddings else []),
+        ],
+        prefix="transformer.",
+    )

@@ -1,0 +1,267 @@
+"""Each family against `transformers`: logits, loss, gradients, and tensors that come back."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxspeed.models import from_pretrained
+
+import jaxspeed
+from jaxspeed.interop import save_pretrained
+from jaxspeed.interop.mapping import bind
+from jaxspeed.objective import adapt_model
+from jaxspeed.train import build_program
+
+torch = pytest.importorskip("torch", reason="needs the extra hf")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+VOCAB, SEQ = 199, 512
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 1024,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.15,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+# name: (configuration class, model class, fields)
+CASES = {
+    "gpt2": ("GPT2", "GPT2LMHeadModel", {
+        "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 512,
+        "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.15,
+    }),
+    "gpt2, untied": ("GPT2", "GPT2LMHeadModel", {
+        "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 512,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "n_inner": 80,
+        "initializer_range": 0.15,
+    }),
+    "llama": ("Llama", "LlamaForCausalLM", SIZES),
+    "llama, tied, with biases": ("Llama", "LlamaForCausalLM", SIZES | {
+        "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24,
+    }),
+    "llama, scaled as llama3": (
+        "Llama", "LlamaForCausalLM", SIZES | {"rope_parameters": LLAMA3},
+    ),
+    "llama, scaled linearly": ("Llama", "LlamaForCausalLM", SIZES | {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    }),
+    "llama, scaled by yarn": ("Llama", "LlamaForCausalLM", SIZES | {"rope_parameters": YARN}),
+    "mistral": ("Mistral", "MistralForCausalLM", SIZES | {"sliding_window": 100}),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", SIZES | {"num_key_value_heads": 1}),
+    "qwen2, windowed": ("Qwen2", "Qwen2ForCausalLM", SIZES | {
+        "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 0,
+    }),
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM", SIZES | {"head_dim": 32}),
+}  # fmt: skip
+BY_DEFAULT = ("gpt2", "llama, scaled as llama3", "qwen3")
+cases = pytest.mark.parametrize(
+    "case",
+    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """(their model with random weights, its folder) of a case."""
+    made = {}
+
+    def of(case):
+        if case not in made:
+            configuration, model, fields = CASES[case]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{configuration}Config")(
+                attn_implementation="eager", **fields
+            )
+            theirs = getattr(transformers, model)(config).eval()
+            for name, parameter in theirs.named_parameters():
+                if name.endswith(".bias") or parameter.ndim == 1:  # neither zeros nor ones
+                    mean = parameter.detach().mean().round()
+                    torch.nn.init.normal_(parameter, float(mean), 0.2)
+            folder = tmp_path_factory.mktemp("folder")
+            theirs.save_pretrained(folder)
+            made[case] = theirs, folder
+        return made[case]
+
+    return of
+
+
+def tokens(seed=0, batch=2):
+    return np.random.default_rng(seed).integers(0, VOCAB, (batch, SEQ))
+
+
+def read(pretrained):
+    """(the adapted model, its parameters)."""
+    model = adapt_model(pretrained, pretrained.loss)
+    shapes = {leaf.path: leaf.shape for leaf in model.leaves}
+    pretrained.weights.check(shapes)
+    index = {path: tuple(slice(0, n) for n in shape) for path, shape in shapes.items()}
+    return model, {path: pretrained.weights.read(path, index[path], np.float32) for path in shapes}
+
+
+def bound_model(model, params):
+    return model.bind(params, model.init(0)[1], train=False, step=0, micro=0)
+
+
+@cases
+def test_logits_loss_and_gradients_are_theirs(reference, case):
+    theirs, folder = reference(case)
+    pretrained = from_pretrained(folder)
+    model, params = read(pretrained)
+    batch = tokens()
+    with torch.enable_grad():
+        theirs.zero_grad()
+        out = theirs(torch.tensor(batch), labels=torch.tensor(batch))
+        out.loss.backward()
+
+    def loss(params):
+        bound = bound_model(model, params)
+        total, weight = pretrained.loss(bound, {"tokens": jnp.asarray(batch)})
+        return total / weight, bound(jnp.asarray(batch))
+
+    (mine, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    expected = out.logits.detach().numpy()
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(mine, out.loss.item(), atol=1e-4, rtol=0)
+    names = theirs_by_name(pretrained, grads)
+    tied = theirs.config.tie_word_embeddings
+    for name, parameter in theirs.named_parameters():
+        if not (tied and name == "lm_head.weight"):
+            np.testing.assert_allclose(
+                names.pop(name), parameter.grad.numpy(), atol=1e-4, rtol=0, err_msg=name
+            )
+    assert not names
+
+
+def theirs_by_name(pretrained, values):
+    """Arrays of the parameters' shapes as tensors of theirs."""
+    bound = bind(pretrained.weights.table, {path: x.shape for path, x in values.items()})
+    made = {name: np.full(shape, np.nan, np.float32) for name, shape in bound.tensors.items()}
+    for path, x in values.items():
+        for piece in bound.pieces[path]:
+            whole = tuple(slice(0, n) for n in x.shape)
+            piece.write(made[piece.tensor], whole, np.asarray(x))
+    return made
+
+
+@cases
+def test_tensors_come_back_bitwise(reference, case, tmp_path):
+    theirs, folder = reference(case)
+    rest = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    rest["zero_optimization"] = {"stage": 3}
+    engine = jaxspeed.initialize(config=rest | {"model": {"pretrained": str(folder)}})
+    engine.save_pretrained(tmp_path / "out")
+    assert_same(theirs, tmp_path / "out")
+    # And with a config.json of our own.
+    program, state = engine.program, engine.state
+    family = {"family": type(program.source.model.config).__module__.rpartition(".")[2]}
+    family["config"] = dataclasses.asdict(program.source.model.config)
+    if scaling := family["config"].get("rope_scaling"):
+        kind = type(program.source.model.config.rope_scaling).rope_type
+        family["config"]["rope_scaling"] = scaling | {"rope_type": kind}
+    other = jaxspeed.Config(**rest, model=family)
+    built = build_program(other, *jaxspeed.objective.config_model.resolve_model(other))
+    save_pretrained(built, state, tmp_path / "again")
+    again = assert_same(theirs, tmp_path / "again")
+    batch = torch.tensor(tokens())
+    with torch.no_grad():
+        assert torch.equal(again(batch).logits, theirs(batch).logits)
+
+
+def assert_same(theirs, folder):
+    again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
+    before, after = theirs.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+    return again
+
+
+def mutations(table):
+    """(description, table with one rule changed) for each rule and each change that it allows."""
+    for i, rule in enumerate(table.rules):
+
+        def changed(what, *, at=i, rule=rule, **fields):
+            rules = list(table.rules)
+            rules[at] = dataclasses.replace(rule, **fields)
+            return f"{rule.tensor}: {what}", dataclasses.replace(table, rules=rules)
+
+        rest = [each for each in table.rules if each is not rule]
+        yield f"{rule.tensor}: dropped", dataclasses.replace(table, rules=rest)
+        yield changed("renamed", tensor=f"{rule.tensor}s")
+        left, arrow, right = rule.layout.partition(" -> ")
+        if "(" in left:
+            begin, end = left.index("("), left.index(")")
+            factors = left[begin + 1 : end].split()
+            for order in itertools.permutations(factors):
+                if list(order) != factors:
+                    layout = f"{left[:begin]}({' '.join(order)}){left[end + 1 :]}{arrow}{right}"
+                    yield changed(f"({' '.join(order)})", layout=layout)
+        elif len(left.split()) == 2:
+            yield changed("transposed", layout=f"{' '.join(reversed(left.split()))}{arrow}{right}")
+        if isinstance(rule.paths, tuple):
+            for order in itertools.permutations(rule.paths):
+                if order != rule.paths:
+                    yield changed(f"order {order}", paths=order)
+        for j, other in enumerate(table.rules[:i]):
+            if other.layout == rule.layout and isinstance(rule.paths, str):
+                rules = list(table.rules)
+                rules[i] = dataclasses.replace(rule, paths=other.paths)
+                rules[j] = dataclasses.replace(other, paths=rule.paths)
+                what = f"{rule.tensor}: exchanged with {other.tensor}"
+                yield what, dataclasses.replace(table, rules=rules)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["gpt2", *(pytest.param(c, marks=pytest.mark.full) for c in CASES if c != "gpt2")],
+)
+def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(reference, case):
+    theirs, folder = reference(case)
+    pretrained = from_pretrained(folder)
+    model, params = read(pretrained)
+    used = {
+        piece.tensor for pieces in pretrained.weights._bound.pieces.values() for piece in pieces
+    }
+    batch = jnp.asarray(tokens(batch=1)[:, :64])
+    with torch.no_grad():
+        expected = theirs(torch.tensor(np.asarray(batch))).logits.numpy()
+    logits = jax.jit(lambda params: bound_model(model, params)(batch))
+    np.testing.assert_allclose(logits(params), expected, atol=1e-4, rtol=0)
+    caught = 0
+    for what, table in mutations(pretrained.weights.table):
+        try:
+            weights = type(pretrained.weights)(pretrained.weights.folder, table)
+            _, changed = read(dataclasses.replace(pretrained, weights=weights))
+        except jaxspeed.PretrainedError:
+            caught += 1
+            continue
+        found = np.abs(logits(changed) - expected).max()
+        inactive = not any(what.split(":")[0].replace("{layer}", "0") == name for name in used)
+        assert found > 1e-3 or inactive, what
+        caught += not inactive
+    assert caught >= 2 * len(used) / 4
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear"])
+def test_both_spellings_of_rotary_settings_are_read(reference, tmp_path, kind):
+    _, folder = reference(
+        "llama, scaled as llama3" if kind == "llama3" else "llama, scaled linearly"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    new = from_pretrained(folder).config
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    for spelled in ("rope_type", "type"):
+        config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_type"}
+        config["rope_scaling"][spelled] = kind
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert from_pretrained(tmp_path).config == new
