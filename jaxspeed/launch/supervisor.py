@@ -38,8 +38,7 @@ _MEANINGS: dict[int, str] = {
     ExitCode.PREEMPTED: "asked to stop, and the state is saved",
     LOST: "its host cannot be reached",
 }
-# The same again would fail again; and who asked for an end does not want a start.
-_FINAL = (ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.PREEMPTED)
+_FINAL = (ExitCode.CONFIG, ExitCode.DIVERGED)  # the same again would fail again
 
 
 class ProcessGroup(Protocol):
@@ -224,6 +223,8 @@ class _Watch:
         elif isinstance(event, Ended):
             self._codes[event.rank] = event.code
             self._progress = max(self._progress, event.progress)
+            if event.code == ExitCode.PREEMPTED and self._asked is None:
+                self._asked = signal.SIGTERM  # it was asked itself; all save and end
             if event.code and not (self._asked is not None and _is_stop(event.code)):
                 self._failed(event)
         elif isinstance(event, Asked):
