@@ -32,6 +32,10 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
 }  # fmt: skip
+# Without padding: torch has no gradient of a padding token's embedding.
+GEMMA = {
+    "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100, "pad_token_id": None,
+}  # fmt: skip
 # name: (configuration class, model class, fields)
 CASES = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", {
@@ -60,6 +64,10 @@ CASES = {
         "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 0,
     }),
     "qwen3": ("Qwen3", "Qwen3ForCausalLM", SIZES | {"head_dim": 32}),
+    "gemma2": ("Gemma2", "Gemma2ForCausalLM", SIZES | GEMMA | {"attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", "Gemma3ForCausalLM", SIZES | GEMMA | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }),
 }  # fmt: skip
 BY_DEFAULT = ("gpt2", "llama, scaled as llama3", "qwen3")
 cases = pytest.mark.parametrize(
