@@ -1,27 +1,55 @@
-"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model."""
+"""jaxspeed: DeepSpeed's config and ZeRO, tensor and pipeline parallelism for any Flax model.
 
-from jaxspeed.config import Config, explain_config
-from jaxspeed.engine import CheckReport, Diagnosis, Engine, simulate
-from jaxspeed.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    JaxspeedError,
-    ModelError,
-    OutOfMemoryError,
-    PlacementError,
-    PretrainedError,
-    RunError,
-)
-from jaxspeed.initialization import initialize
-from jaxspeed.jaxpr.module_scopes import unit
-from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
-from jaxspeed.objective.rng import micro_batch_key
-from jaxspeed.objective.train_state import TrainState
-from jaxspeed.placement import Placement, PlacementTable
-from jaxspeed.planner.api import plan
-from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
+A name or a folder is imported when it is first used: the command line shows help and errors in a
+config without an import of JAX.
+"""
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspeed.config import Config, explain_config
+    from jaxspeed.engine import CheckReport, Diagnosis, Engine, simulate
+    from jaxspeed.errors import (
+        BatchError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        JaxspeedError,
+        ModelError,
+        OutOfMemoryError,
+        PlacementError,
+        PretrainedError,
+        RunError,
+    )
+    from jaxspeed.initialization import initialize
+    from jaxspeed.jaxpr.module_scopes import unit
+    from jaxspeed.launch.environment import start_processes
+    from jaxspeed.objective import LayerSpec, PipelineModule, TiedLayerSpec
+    from jaxspeed.objective.rng import micro_batch_key
+    from jaxspeed.objective.train_state import TrainState
+    from jaxspeed.placement import Placement, PlacementTable
+    from jaxspeed.planner.api import plan
+    from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
+
+_NAMES = {
+    "config": ("Config", "explain_config"),
+    "engine": ("CheckReport", "Diagnosis", "Engine", "simulate"),
+    "errors": (
+        *("BatchError", "CheckpointError", "ConfigError", "DataError", "JaxspeedError"),
+        *("ModelError", "OutOfMemoryError", "PlacementError", "PretrainedError", "RunError"),
+    ),
+    "initialization": ("initialize",),
+    "jaxpr.module_scopes": ("unit",),
+    "launch.environment": ("start_processes",),
+    "objective": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "objective.rng": ("micro_batch_key",),
+    "objective.train_state": ("TrainState",),
+    "placement": ("Placement", "PlacementTable"),
+    "planner.api": ("plan",),
+    "train": ("propose_tensor_cuts", "propose_tensor_sharding"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BatchError",
@@ -51,5 +79,20 @@ __all__ = [
     "propose_tensor_cuts",
     "propose_tensor_sharding",
     "simulate",
+    "start_processes",
     "unit",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = found  # the next use finds it without this function
+        return found
+    if importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

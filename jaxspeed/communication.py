@@ -110,10 +110,12 @@ def ring_passes(kind: str) -> int:
 
 def dtypes_text(dtypes: Iterable[Any]) -> str:
     """HLO's dtype names, joined: `bf16+f32`."""
-    return "+".join(sorted({_dtype_name(str(dtype)) for dtype in dtypes}))
+    return "+".join(sorted(map(dtype_text, set(dtypes))))
 
 
-def _dtype_name(name: str) -> str:
+def dtype_text(dtype: Any) -> str:
+    """bfloat16 as bf16, int32 as s32, as compilers write them."""
+    name = str(dtype)
     for numpy, hlo in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
         name = name.replace(numpy, hlo)
     return name

@@ -1,4 +1,6 @@
-"""Exception classes: every error that jaxspeed raises on purpose."""
+"""Exception classes, one for every error that jaxspeed raises on purpose, and exit codes."""
+
+import enum
 
 
 class JaxspeedError(Exception):
@@ -33,6 +35,10 @@ class CheckpointError(JaxspeedError, RuntimeError):
     """A checkpoint cannot be written, or must not be trusted."""
 
 
+class PeerError(CheckpointError):
+    """Another process of the run could not do its part."""
+
+
 class PretrainedError(JaxspeedError, ValueError):
     """A folder of pretrained weights cannot be read, or does not fit the model."""
 
@@ -43,3 +49,30 @@ class RunError(JaxspeedError, RuntimeError):
 
 class StateLostError(RunError):
     """The processes that held a run's state have died; the run can resume from a checkpoint."""
+
+
+class DivergedError(RunError):
+    """The loss or the gradients stayed non-finite."""
+
+
+class ExitCode(enum.IntEnum):
+    """How a process of `jaxspeed` ended, for schedulers and launchers."""
+
+    SUCCESS = 0
+    CRASH = 1  # a failed check or run
+    CONFIG = 2  # a config or usage error: the same again would fail again
+    DIVERGED = 3  # the loss stayed non-finite
+    HANG = 4  # the watchdog ended it
+    PEER = 5  # another process failed
+    PREEMPTED = 75  # asked to stop, and the state is saved: start again to go on (EX_TEMPFAIL)
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Exit code of a process that this exception ends."""
+    if isinstance(error, DivergedError):
+        return ExitCode.DIVERGED
+    if isinstance(error, PeerError):
+        return ExitCode.PEER
+    if isinstance(error, (RunError, CheckpointError, OutOfMemoryError)):
+        return ExitCode.CRASH
+    return ExitCode.CONFIG if isinstance(error, JaxspeedError) else ExitCode.CRASH

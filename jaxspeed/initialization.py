@@ -1,25 +1,23 @@
-"""`jaxspeed.initialize`: an engine with a fresh state from a model, a loss and a config."""
+"""`jaxspeed.initialize`: an engine with a fresh state from a model, a loss and a config.
+
+What an engine needs is imported by the functions, so that `import jaxspeed` costs little more than
+JAX, Flax and Optax.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 
 from jaxspeed.config import AutoValues, Config, load_config
-from jaxspeed.engine import Engine
-from jaxspeed.engine.jax_setup import enable_compilation_cache
-from jaxspeed.engine.memory_precheck import warn_of_room
-from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
-from jaxspeed.engine.startup_log import log_startup
-from jaxspeed.metrics import Sink, monitors_of, require_monitors
-from jaxspeed.objective.batches import WithExtra
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.parameter_server import build
-from jaxspeed.parameter_server.engine import open_engine
-from jaxspeed.train.aot_step import read_identity
+from jaxspeed.launch.environment import start_processes
+
+if TYPE_CHECKING:
+    from jaxspeed.engine import Engine
+    from jaxspeed.metrics import Sink
 
 
 def initialize(
@@ -35,8 +33,10 @@ def initialize(
     init_with: Callable[[Any, Any], Any] | None = None,
     executable: str | Path | None = None,
     auto: AutoValues = None,
-) -> Engine:
+) -> "Engine":
     """An engine with a freshly initialized state, each array created as its shards.
+
+    If the environment names other processes they are joined, unless JAX has already started.
 
     Args:
       model: a factory of an `nnx.Module` (lambda rngs: ...), a PipelineModule, a Linen module, or
@@ -67,13 +67,20 @@ def initialize(
 
     Raises:
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
+      RunError: there are other processes, which were not joined before JAX started.
     """
+    from jaxspeed.metrics import require_monitors
+    from jaxspeed.objective.batches import WithExtra
+    from jaxspeed.objective.config_model import hidden_size_of
+
+    start_processes()
     over = [] if executable is None else [f"run.executable={json.dumps(str(executable))}"]
     platform = None
     if auto is not None:
         platform = devices[0].platform if devices else jax.default_backend()
     source = {} if config is None else config
-    loaded = load_config(source, over, auto=auto, platform=platform)
+    known = hidden_size_of(model)
+    loaded = load_config(source, over, auto=auto, platform=platform, hidden_size=known)
     monitored = require_monitors(loaded)
     if example_extra is not None:
         example_batch = WithExtra(example_batch, example_extra)
@@ -100,11 +107,20 @@ def engine_of(
     *,
     example_batch: Any = None,
     **options: Any,
-) -> Engine:
+) -> "Engine":
     """An engine that writes to no monitor, for a run that writes records of its own.
 
     Arguments are those of `initialize`.
     """
+    from jaxspeed.engine.jax_setup import enable_compilation_cache
+    from jaxspeed.engine.memory_precheck import warn_of_room
+    from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+    from jaxspeed.engine.startup_log import log_startup
+    from jaxspeed.objective.config_model import resolve_model
+    from jaxspeed.parameter_server import build
+    from jaxspeed.parameter_server.engine import open_engine
+    from jaxspeed.train.aot_step import read_identity
+
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config)
     program = build(
@@ -123,7 +139,7 @@ def engine_of(
     return open_engine(program, state)
 
 
-def write_monitors(engine: Engine) -> None:
+def write_monitors(engine: "Engine") -> None:
     """Write each step's metrics to the monitors that the config enables, until the engine closes.
 
     Those without an `output_path` write into `run.output`, or else into the current folder. As in
@@ -131,6 +147,8 @@ def write_monitors(engine: Engine) -> None:
     """
     if jax.process_index() != 0:
         return
+    from jaxspeed.metrics import monitors_of
+
     sinks: list[Sink] = []
 
     def write(step: int, metrics: dict[str, float]) -> None:

@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "--xla_force_host_platform_device_count"
 EMITTERS = "--xla_cpu_use_fusion_emitters"
 
+# Tests start many processes that import the package: its source is compiled to bytecode once, also
+# where the environment asks for none.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()

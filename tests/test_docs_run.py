@@ -19,6 +19,7 @@ from tests.support.documents import (
 )
 
 PARALLEL = "--set parallel.remat=full --set zero_optimization.offload_optimizer.device=cpu"
+ON = "jaxspeed launch --on"
 PIPELINE = "--set mesh.pipe=4 --set gradient_accumulation_steps=8"
 
 # Under 20 s each on an idle machine; `make test` runs them.
@@ -31,6 +32,9 @@ QUICK = (
     f"jaxspeed plan configs/tiny.yaml {PARALLEL}",
     "jaxspeed plan configs/llama3_8b.yaml --devices 8 --set mesh.pipe=4 --no-compile",
     "jaxspeed plan configs/llama3_8b.yaml --target v5p:2x2x2",
+    f"{ON} slurm --print --processes 16 --nodes 2 --devices-per-process 1 -- train config.yaml",
+    f"{ON} kubernetes --print --processes 2 --devices-per-process 8 --image repo/image:1 "
+    "--volume runs:/runs -- train config.yaml",
 )
 # Longer; `make test-full` runs them, the training ones for few steps.
 LONG = (
@@ -42,6 +46,8 @@ LONG = (
     f"jaxspeed train configs/tiny.yaml {PIPELINE}",
     "jaxspeed train configs/ds_config.json --set model.family=gpt2 --set model.preset=tiny "
     "--set run.steps=100",
+    "jaxspeed launch --processes 4 --devices-per-process 2 --max-restarts 3 "
+    "-- train configs/tiny.yaml",
     # of the run that the second one leaves
     "jaxspeed eval configs/tiny.yaml",
     "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
@@ -63,6 +69,9 @@ NOT_RUN = {
     "pip install 'jaxspeed[ray]'": "a network",
     "jaxspeed train configs/tiny.yaml --engine ray --set mesh.data=2 --set parallel.servers=2 "
     "--set zero_optimization.stage=0": "Ray; tests/parameter_server/ray runs it",
+    "jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml": "it is run with more",
+    "jaxspeed launch --hostfile hosts --include worker-0@worker-1:0,2 "
+    "-- train config.yaml": "hosts with ssh",
     "jaxspeed plan config.yaml --target v5e:2x4 --compile --keep step.exe": "a TPU v5e, to be used",
     "jaxspeed train config.yaml --set run.executable=step.exe": "a TPU v5e",
 }
@@ -95,7 +104,7 @@ def test_a_quick_command_runs(command, tmp_path, monkeypatch, capsys):
 @pytest.mark.full
 def test_the_long_commands_run(tmp_path):
     for command in LONG:
-        few = FEW_STEPS if command.startswith("jaxspeed train") else ""
+        few = FEW_STEPS if "train configs" in command else ""
         assert printed(command + few, "", tmp_path), command
 
 

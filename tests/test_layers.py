@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
     "errors.py",
     "communication.py",
+    "launch",
     "config",
     "hardware",
     "jaxpr",
@@ -41,6 +42,7 @@ LAYERS = (
     "engine",
     "parameter_server",
     "parameter_server/ray",
+    "launch/ray",
     "initialization.py",
     "run",
     "planner/compile",

@@ -14,9 +14,10 @@ import jax
 # JAX has no public name for its coordination client (0.10.2 to 0.12).
 from jax._src import distributed
 
-from jaxspeed.errors import CheckpointError
+from jaxspeed.errors import CheckpointError, PeerError
 
 TIMEOUT_SECONDS = 1200
+HOURS = 12  # of waiting for a compilation; the watchdog of a run ends earlier
 
 # Channel numbers: all processes open the same channels in the same order.
 _channels = itertools.count()
@@ -38,7 +39,7 @@ class Processes:
         """Run `work()` on every process; the JSON results of all.
 
         Raises:
-          CheckpointError: on all processes, if it failed on one.
+          PeerError: it failed on another process; on that one its own exception is raised.
         """
         if jax.process_count() == 1:
             return [work()]
@@ -53,28 +54,60 @@ class Processes:
             raise failure
         for process, other in enumerate(received):
             if other["error"] is not None:
-                raise CheckpointError(f"process {process}, {what}: {other['error']}")
+                raise PeerError(f"process {process}, {what}: {other['error']}")
         return [other["result"] for other in received]
 
     def first(self, what: str, work: Callable[[], Any]) -> Any:
         """Run `work()` on the first process; its result, on all."""
         return self.all(what, lambda: work() if is_first() else None)[0]
 
-    def _exchange(self, what: str, text: str) -> list[str]:
-        client = distributed.global_state.client
-        assert client is not None
-        number = next(self._round)
-        key = f"{self._channel}/{number}"
-        client.key_value_set(f"{key}/{jax.process_index()}", text)
-        received = []
-        for process in range(jax.process_count()):
+    def wait(self, what: str) -> None:
+        """Wait until all processes are here: unlike a collective, for hours if need be."""
+        if jax.process_count() > 1:
+            key = f"{self._channel}/{next(self._round)}"
             try:
-                wait = TIMEOUT_SECONDS * 1000
-                received.append(client.blocking_key_value_get(f"{key}/{process}", wait))
+                _client().wait_at_barrier(key, HOURS * 3_600_000)
             except jax.errors.JaxRuntimeError as error:
-                raise CheckpointError(
-                    f"{what}: no answer from process {process} for {TIMEOUT_SECONDS} seconds"
-                ) from error
+                raise CheckpointError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _exchange(self, what: str, text: str) -> list[str]:
+        """The texts of all: process 0 collects them, and the others read them together.
+
+        So a round has as many messages as processes, a few times, and not their square.
+        """
+        client, number = _client(), next(self._round)
+        key, own = f"{self._channel}/{number}", jax.process_index()
+        client.key_value_set(f"{key}/{own}", text)
+        if own == 0:
+            received: dict[str, Any] = {"texts": []}
+            for process in range(jax.process_count()):
+                try:
+                    wait = TIMEOUT_SECONDS * 1000
+                    found = client.blocking_key_value_get(f"{key}/{process}", wait)
+                    received["texts"].append(found)
+                except jax.errors.JaxRuntimeError:
+                    received = {"silent": process}
+                    break
+            client.key_value_set(f"{key}/all", json.dumps(received))
+        else:
+            try:
+                wait = (TIMEOUT_SECONDS + 60) * 1000
+                received = json.loads(client.blocking_key_value_get(f"{key}/all", wait))
+            except jax.errors.JaxRuntimeError:
+                received = {"silent": 0}
+        if "silent" in received:
+            raise CheckpointError(
+                f"{what}: no answer from process {received['silent']} for {TIMEOUT_SECONDS} seconds"
+            )
         if number:  # all have sent in this round, so all have received the last round's messages
-            client.key_value_delete(f"{self._channel}/{number - 1}/{jax.process_index()}")
-        return received
+            client.key_value_delete(f"{self._channel}/{number - 1}/{own}")
+            if own == 0:
+                client.key_value_delete(f"{self._channel}/{number - 1}/all")
+        texts: list[str] = received["texts"]
+        return texts
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    assert client is not None
+    return client

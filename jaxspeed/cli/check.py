@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.run import check_run, source_of
 
 
 def add(commands: Any) -> None:
@@ -24,7 +23,10 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    report = check_run(source_of(loaded(given), name=given.config), layers=given.layers)
+    config = loaded(given)
+    from jaxspeed.run import check_run, source_of
+
+    report = check_run(source_of(config, name=given.config), layers=given.layers)
     if given.json:
         print_json({"ok": report.ok, "gradient": report.gradient, **asdict(report)})
     else:

@@ -5,20 +5,15 @@ import datetime
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 from rich.table import Table
 
-from jaxspeed.checkpoint import Checkpointer, show, verify
 from jaxspeed.cli.common import command, out, print_json
-from jaxspeed.config import load_config
 from jaxspeed.errors import ConfigError
-from jaxspeed.interop import HFForm, export
-from jaxspeed.interop.exporting import hf_form
-from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.placement.show import bytes_text, mesh_text
-from jaxspeed.run.folder import WHOSE
+
+if TYPE_CHECKING:
+    from jaxspeed.interop import HFForm
 
 
 def add(commands: Any) -> None:
@@ -67,19 +62,22 @@ def add(commands: Any) -> None:
 
 
 def _folder(given: argparse.Namespace) -> str:
+    folder = str(given.folder)
+    if "://" not in folder:  # of an object store
+        inside = Path(folder) / "checkpoints"
+        folder = str(inside if inside.is_dir() else Path(folder))
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{folder}: no such folder")
+    import jax
+
     jax.config.update("jax_platforms", "cpu")  # these commands read files and need no accelerator
-    if "://" in given.folder:  # of an object store
-        return str(given.folder)
-    folder = Path(given.folder)
-    inside = folder / "checkpoints"
-    folder = inside if inside.is_dir() else folder
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder")
-    return str(folder)
+    return folder
 
 
 def _tag(given: argparse.Namespace, folder: str) -> str | None:
     """The given tag, if there is such a checkpoint."""
+    from jaxspeed.checkpoint import Checkpointer
+
     tags = [info.tag for info in Checkpointer(folder).list() if info.time]
     if not tags:
         raise ConfigError(f"{folder}: holds no checkpoint")
@@ -89,7 +87,11 @@ def _tag(given: argparse.Namespace, folder: str) -> str | None:
 
 
 def _list(given: argparse.Namespace) -> int:
-    found = Checkpointer(_folder(given)).list()
+    folder = _folder(given)
+    from jaxspeed.checkpoint import Checkpointer
+    from jaxspeed.placement.show import bytes_text
+
+    found = Checkpointer(folder).list()
     if given.json:
         print_json([asdict(info) for info in found])
         return 0
@@ -114,6 +116,9 @@ def _list(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from jaxspeed.checkpoint import show
+    from jaxspeed.placement.show import bytes_text, mesh_text
+
     info = show(folder, _tag(given, folder))
     if given.json:
         print_json(asdict(info))
@@ -137,8 +142,10 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _hf_form(given: argparse.Namespace) -> HFForm:
+def _hf_form(given: argparse.Namespace) -> "HFForm":
     """The form of the model that the run was of, or that a config names."""
+    from jaxspeed.run.folder import WHOSE
+
     run = Path(given.folder)
     run = run.parent if run.name == "checkpoints" else run
     config = given.config
@@ -153,6 +160,10 @@ def _hf_form(given: argparse.Namespace) -> HFForm:
             raise ConfigError(
                 f"{run}: its config names no model; engine.save_pretrained exports it"
             )
+    from jaxspeed.config import load_config
+    from jaxspeed.interop.exporting import hf_form
+    from jaxspeed.objective.config_model import resolve_model
+
     loaded = load_config(config)
     model, _ = resolve_model(loaded)
     return hf_form(loaded, model, [run / "tokenizer.json"])
@@ -160,6 +171,8 @@ def _hf_form(given: argparse.Namespace) -> HFForm:
 
 def _verify(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from jaxspeed.checkpoint import Checkpointer, verify
+
     asked = _tag(given, folder)
     infos = Checkpointer(folder).list()
     tags = [asked] if asked else [info.tag for info in infos if info.time]
@@ -180,6 +193,9 @@ def _verify(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     folder = _folder(given)
     form = _hf_form(given) if given.format == "hf" else None
+    from jaxspeed.interop import export
+    from jaxspeed.placement.show import bytes_text
+
     summary = export(folder, given.out, tag=_tag(given, folder), dtype=given.dtype, form=form)
     if given.json:
         print_json(asdict(summary))

@@ -4,14 +4,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspeed.config import Config
+
+INTERRUPTED = 130  # by Ctrl-C, as shells have it
 
 
 def command(
@@ -72,10 +76,20 @@ def overrides_of(given: argparse.Namespace) -> list[str]:
     return [*given.overrides, *devices]
 
 
-def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> Config:
+def hidden_size(tree: Mapping[str, Any]) -> int | None:
+    """The hidden size of the family that a config names; imports JAX only where it is asked for."""
+    from jaxspeed.objective.config_model import hidden_size_of
+
+    return hidden_size_of()(tree)
+
+
+def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     """The command's config with its overrides."""
+    from jaxspeed.config import load_config
+
     overrides = [*overrides_of(given), *more]
-    return load_config(given.config, overrides, auto=given.auto, strict=given.strict)
+    options: dict[str, Any] = {"auto": given.auto, "strict": given.strict}
+    return load_config(given.config, overrides, hidden_size=hidden_size, **options)
 
 
 class Out(Console):

@@ -8,10 +8,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from jaxspeed.cli.common import command, out, overrides_of, print_json, refuse_unwritable
-from jaxspeed.config import Config, examine, fix_config
-from jaxspeed.config.explain import explain
-from jaxspeed.config.verdicts import shortened
+from jaxspeed.cli.common import (
+    command,
+    hidden_size,
+    out,
+    overrides_of,
+    print_json,
+    refuse_unwritable,
+)
 
 # In the order in which they are shown: what needs the user first.
 STYLES = {
@@ -42,12 +46,19 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    from jaxspeed.config import Config, examine, fix_config
+    from jaxspeed.config.explain import explain
+
     if given.schema:
         print_json(Config.json_schema())
         return 0
     if given.config is None:
         given.parser.error("CONFIG is missing (or --schema)")
-    options = {"auto": given.auto, "strict": given.strict}
+    options: dict[str, Any] = {
+        "auto": given.auto,
+        "strict": given.strict,
+        "hidden_size": hidden_size,
+    }
     examined = examine(given.config, overrides_of(given), **options)
     fixed: list[Any] = []
     if given.fix:
@@ -65,6 +76,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) -> None:
     """Print the keys by verdict, what was filled in and from where, and what was fixed."""
+    from jaxspeed.config.verdicts import shortened
+
     console = out()
     table = Table(box=None)
     for name in ("key", "value", "verdict", ""):

@@ -5,9 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.data import limits_of, tokenize
-from jaxspeed.interop.pretrained import data_section
-from jaxspeed.objective.config_model import family_sizes
 
 
 def add(commands: Any) -> None:
@@ -31,6 +28,10 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     config = loaded(given)
+    from jaxspeed.data import limits_of, tokenize
+    from jaxspeed.interop.pretrained import data_section
+    from jaxspeed.objective.config_model import family_sizes
+
     sizes = family_sizes(config)
     summary = tokenize(data_section(config), given.out, vocab_size=limits_of(sizes).vocab_size)
     if given.json:

@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.run import evaluate_run, source_of
 
 
 def add(commands: Any) -> None:
@@ -19,7 +18,13 @@ def add(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    found = evaluate_run(source_of(loaded(given), name=given.config), given.tag)
+    config = loaded(given)
+    from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.run import evaluate_run, source_of
+
+    found = evaluate_run(source_of(config, name=given.config), given.tag)
+    if not is_first():
+        return 0
     if given.json:
         print_json(found)
         return 0

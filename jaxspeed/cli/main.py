@@ -1,7 +1,7 @@
 """`jaxspeed COMMAND`: argument parsing, errors and exit codes.
 
-Exit codes: 0; 1 for a failed check or run; 2 for a user error, which prints one message and no
-traceback; 128 + n if signal n ended a run (its state is saved).
+Exit codes are those of `errors.ExitCode`, and 130 after Ctrl-C. An error that jaxspeed raises
+prints one message and no traceback.
 """
 
 import argparse
@@ -13,11 +13,22 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxspeed.cli import check, checkpoint, config, data, evaluate, plan, report, sample, train
-from jaxspeed.errors import CheckpointError, JaxspeedError, OutOfMemoryError, RunError
+from jaxspeed.cli import (
+    check,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    launch,
+    plan,
+    report,
+    sample,
+    train,
+)
+from jaxspeed.cli.common import INTERRUPTED
+from jaxspeed.errors import JaxspeedError, exit_code
 
-COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report)
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report, launch)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,12 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger.propagate = False  # a library may have added a handler to the root logger
     try:
         return int(given.run(given) or 0)
-    except (RunError, CheckpointError, OutOfMemoryError) as error:
-        _say(errors, error)
-        return FAILED
     except JaxspeedError as error:
         _say(errors, error)
-        return MISTAKE
+        _end_others(error)
+        return exit_code(error)
     except KeyboardInterrupt:
         errors.print("interrupted")
         return INTERRUPTED
@@ -58,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
+
+
+def _end_others(error: JaxspeedError) -> None:
+    """End the run's other processes, if this is one of several."""
+    if "jaxspeed.run.watchdog" in sys.modules:  # some commands do not import JAX
+        sys.modules["jaxspeed.run.watchdog"].end_all(error)
 
 
 def _say(errors: Console, error: Exception) -> None:

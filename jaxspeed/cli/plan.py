@@ -8,12 +8,8 @@ from typing import Any
 
 from jaxspeed.cli.common import add_overrides, command, loaded, out, print_json, refuse_unwritable
 from jaxspeed.errors import ConfigError
-from jaxspeed.hardware.known_chips import chips_of, speeds_table
-from jaxspeed.planner.api import SEARCH_SECONDS, plan
-from jaxspeed.planner.compile.in_child import PATIENCE
-from jaxspeed.planner.make_plan import plan_run
-from jaxspeed.planner.search.result import refuse_path
-from jaxspeed.run import source_of
+from jaxspeed.planner import SEARCH_SECONDS
+from jaxspeed.planner.compile import PATIENCE
 
 FAILED = 1
 
@@ -109,13 +105,18 @@ def run(given: argparse.Namespace) -> int:
     if given.search and not given.target:
         raise ConfigError("--search needs a --target")
     if given.write is not None:
+        from jaxspeed.planner.search.result import refuse_path
+
         refuse_path(given.write, given.search)
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
+        config = loaded(given)
+        from jaxspeed.planner.api import plan
+
         # Shown only on a terminal.
         with out(stderr=True).status(f"{doing} for {given.target}") as status:
             found = plan(
-                loaded(given),
+                config,
                 given.target,
                 compile=bool(given.compile),
                 hardware=given.hardware,
@@ -130,7 +131,11 @@ def run(given: argparse.Namespace) -> int:
     else:
         if given.devices and given.devices.isdecimal():
             given.devices = f"cpu:{given.devices}"
-        source = source_of(loaded(given), name=given.config)
+        config = loaded(given)
+        from jaxspeed.planner.make_plan import plan_run
+        from jaxspeed.run import source_of
+
+        source = source_of(config, name=given.config)
         found = plan_run(source, compiling=given.compile is not False)
     if given.html:
         Path(given.html).write_text(found.html(), "utf-8")
@@ -154,6 +159,8 @@ def tokens_of(written: str) -> float:
 
 
 def _list_targets(given: argparse.Namespace) -> int:
+    from jaxspeed.hardware.known_chips import chips_of, speeds_table
+
     chips = chips_of(given.hardware)
     if given.json:
         print_json(

@@ -6,13 +6,9 @@ import platform
 import sys
 from typing import Any
 
-import jax
 from rich.table import Table
 
-import jaxspeed
 from jaxspeed.cli.common import command, out, print_json
-from jaxspeed.engine.jax_setup import start_devices
-from jaxspeed.placement.show import bytes_text
 
 CORE = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"),
@@ -43,7 +39,11 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     if given.devices:
-        jaxspeed.Config.load({"run": {"devices": given.devices}})  # the error of a config
+        from jaxspeed.config import Config
+
+        Config.load({"run": {"devices": given.devices}})  # the error of a config
+    from jaxspeed.engine.jax_setup import start_devices
+
     start_devices(given.devices)
     found = machine()
     if given.json:
@@ -60,6 +60,10 @@ def run(given: argparse.Namespace) -> int:
 
 def machine() -> dict[str, Any]:
     """Versions, devices and extras, as reported by JAX and the installation."""
+    import jax
+
+    from jaxspeed.placement.show import bytes_text
+
     devices = jax.devices()
     first = devices[0]
     stats = first.memory_stats() or {}

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, print_json
-from jaxspeed.run import sample_run, source_of
 
 
 def add(commands: Any) -> None:
@@ -32,8 +31,14 @@ def run(given: argparse.Namespace) -> int:
     ):
         if value is not None:
             given.overrides.append(f"run.{name}={json.dumps(value)}")
-    source = source_of(loaded(given), name=given.config)
-    parts = sample_run(source, given.tag, seed=given.seed)
+    config = loaded(given)
+    from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.run import sample_run, source_of
+
+    parts = sample_run(source_of(config, name=given.config), given.tag, seed=given.seed)
+    if not is_first():  # each process computes the same text
+        "".join(parts)
+        return 0
     if given.json:
         print_json({"text": "".join(parts)})
         return 0

@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import command, loaded, out, print_json
-from jaxspeed.config import Config
-from jaxspeed.errors import ConfigError
-from jaxspeed.parameter_server.ray import connected, ray_resources
-from jaxspeed.run import RaySource, Source, Trainer, open_run, show_ending, show_opening, source_of
+from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json
+from jaxspeed.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from jaxspeed.config import Config
+    from jaxspeed.run import Source, Trainer
 
 
 def add(commands: Any) -> None:
@@ -45,22 +46,31 @@ def run(given: argparse.Namespace) -> int:
         return _on_ray(given)
     if given.ray_address:
         raise ConfigError("--ray-address: needs --engine ray")
-    return _train(given, source_of(_config(given), name=given.config))
+    config = _config(given)
+    from jaxspeed.run import source_of
+
+    return _train(given, source_of(config, name=given.config))
 
 
 def _on_ray(given: argparse.Namespace) -> int:
     config = _config(given, ["parallel.data_reduction=parameter_server"])
+    from jaxspeed.parameter_server.ray import connected, ray_resources
+    from jaxspeed.run import RaySource, source_of
+
     ray_resources(config)  # before anything starts
     with connected(given.ray_address):
         return _train(given, source_of(config, name=given.config, kind=RaySource))
 
 
-def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> "Config":
     output = [f"run.output={json.dumps(given.output)}"] if given.output else []
     return loaded(given, [*output, *more])
 
 
-def _train(given: argparse.Namespace, source: Source) -> int:
+def _train(given: argparse.Namespace, source: "Source") -> int:
+    from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.run import open_run, show_ending, show_opening
+
     console = out(stderr=given.json)
     trainer = open_run(source, console)
     try:
@@ -70,14 +80,14 @@ def _train(given: argparse.Namespace, source: Source) -> int:
     finally:
         trainer.close()
         trainer.engine.close()
-    if given.json:
+    if given.json and is_first():
         print_json(result)
     if trainer.stopped_by is None:
         return 0
-    return 128 + getattr(signal, trainer.stopped_by, signal.SIGTERM)
+    return INTERRUPTED if trainer.stopped_by == signal.SIGINT.name else ExitCode.PREEMPTED
 
 
-def _again(given: argparse.Namespace, trainer: Trainer) -> str:
+def _again(given: argparse.Namespace, trainer: "Trainer") -> str:
     """The command that resumes this run; for a finished one, with more steps."""
     words = [*_program(), "train", given.config]
     if given.engine == "ray":

@@ -19,6 +19,8 @@ from jaxspeed.config.verdicts import shown
 
 Tree = dict[str, Any]
 AutoValues = Mapping[str, Any] | Iterable[str] | str | None
+# Of a config's tree, the hidden size of its model; None where it is unknown.
+HiddenSize = Callable[[Tree], int | None]
 
 PRESETS = ("hf",)
 
@@ -36,7 +38,8 @@ OWN_AUTO = {
 }
 _LR, _PEAK = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 _STEPS = "scheduler.params.total_num_steps"
-_THRESHOLD = "zero_optimization.stage3_param_persistence_threshold"
+# What Hugging Face fills in by the hidden size; the other keys of its formula are harmless here.
+BY_HIDDEN_SIZE = "zero_optimization.stage3_param_persistence_threshold"
 # What only the user knows: the key that is asked for, and an example.
 _ASKED = {
     **dict.fromkeys((TRAIN, MICRO, ACCUMULATION), (MICRO, 8)),
@@ -90,7 +93,12 @@ def read_auto(auto: AutoValues) -> tuple[str | None, dict[str, Any], list[Proble
     return preset, {path: v for path, v in values.items() if declared(path)}, problems
 
 
-def fill_autos(tree: Tree, auto: AutoValues = None, platform: str | None = None) -> Autos:
+def fill_autos(
+    tree: Tree,
+    auto: AutoValues = None,
+    platform: str | None = None,
+    hidden_size: HiddenSize | None = None,
+) -> Autos:
     """Fill in every "auto", and the caller's values for keys that the config does not have.
 
     Args:
@@ -98,6 +106,8 @@ def fill_autos(tree: Tree, auto: AutoValues = None, platform: str | None = None)
       auto: as for `read_auto`.
       platform: cpu, gpu or tpu, by which the preset chooses the precision; by default that of
         `run.devices`, and an accelerator if the config does not set it.
+      hidden_size: finds that of the model, by which Hugging Face fills in a threshold; by default
+        it is model.config.hidden_size.
     """
     preset, values, problems = read_auto(auto)
     autos = Autos(tree, problems=problems)
@@ -108,6 +118,10 @@ def fill_autos(tree: Tree, auto: AutoValues = None, platform: str | None = None)
         for path, value in given_leaves(autos.tree)
         if value == "auto" and path not in OWN_AUTO and _is_key(path)
     ]
+    if BY_HIDDEN_SIZE in open_paths and hidden_size and (size := hidden_size(autos.tree)):
+        open_paths.remove(BY_HIDDEN_SIZE)
+        autos.filled[BY_HIDDEN_SIZE] = Filled(10 * size, _RESOLVERS[BY_HIDDEN_SIZE][0])
+        autos.tree = _with(autos.tree, BY_HIDDEN_SIZE, 10 * size)
     asked: dict[str, Any] = {}
     for path in open_paths:
         _fill(autos, path, preset, platform or _platform(autos.tree), asked)
@@ -241,8 +255,8 @@ _RESOLVERS: dict[str, tuple[str, Callable[[Tree], Any]]] = {
     "bf16.enabled": ("fp16.enabled true", _unless("fp16.enabled")),
     "mesh.tensor": ("tensor_parallel.autotp_size", _number("tensor_parallel.autotp_size")),
     "tensor_parallel.autotp_size": ("mesh.tensor", _number("mesh.tensor")),
-    _THRESHOLD: (
-        "model.config.hidden_size, times 10 as Hugging Face does",
+    BY_HIDDEN_SIZE: (
+        "the model's hidden size, times 10 as Hugging Face does",
         _number("model.config.hidden_size", 10),
     ),
 }

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import PrivateAttr
 
-from jaxspeed.config.auto import AutoValues
+from jaxspeed.config.auto import BY_HIDDEN_SIZE, AutoValues, HiddenSize
 from jaxspeed.config.batch import Batch, batch_keys, solve_batch
 from jaxspeed.config.elastic import solve_elastic
 from jaxspeed.config.equivalent_keys import stages_of
@@ -45,6 +45,7 @@ class Config(Settings):
         auto: AutoValues = None,
         strict: bool = False,
         platform: str | None = None,
+        hidden_size: HiddenSize | None = None,
     ) -> Self:
         """Load a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
 
@@ -55,6 +56,7 @@ class Config(Settings):
             `["hf", "train_batch_size=8"]`. The preset "hf" has Hugging Face's defaults.
           strict: whether unknown keys are errors also where DeepSpeed ignores them.
           platform: cpu, gpu or tpu, by which the preset "hf" chooses the precision.
+          hidden_size: finds that of the model, for "auto" keys that depend on it.
 
         Raises:
           ConfigError: lists every problem of the config, each with its key's path.
@@ -63,10 +65,13 @@ class Config(Settings):
         if isinstance(source, cls) and not overrides and auto is None and not strict:
             return source
         plain = source.given if isinstance(source, Config) else source
-        examined = examine(plain, overrides, auto=auto, strict=strict, platform=platform)
+        options: dict[str, Any] = {"auto": auto, "strict": strict, "platform": platform}
+        examined = examine(plain, overrides, hidden_size=hidden_size, **options)
         if examined.problems:
             raise config_error(examined.problems, examined.origin, examined.advice)
-        return cls._of(examined, filled=auto is not None)
+        # A value by the model's size is kept: the config may be loaded again without the model.
+        by_size = hidden_size is not None and BY_HIDDEN_SIZE in examined.filled
+        return cls._of(examined, filled=auto is not None or by_size)
 
     @classmethod
     def _of(cls, examined: Examined, filled: bool) -> Self:

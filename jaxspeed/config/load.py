@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxspeed.config.auto import AutoValues, Filled, fill_autos
+from jaxspeed.config.auto import AutoValues, Filled, HiddenSize, fill_autos
 from jaxspeed.config.cross_checks import check
 from jaxspeed.config.deepspeed_forms import rewrite
 from jaxspeed.config.equivalent_keys import mesh_from_keys, with_one_offload, with_one_recompute
@@ -48,6 +48,7 @@ def examine(
     auto: AutoValues = None,
     strict: bool = False,
     platform: str | None = None,
+    hidden_size: HiddenSize | None = None,
 ) -> Examined:
     """Read and validate a config without raising: its settings and all its problems as data.
 
@@ -59,6 +60,7 @@ def examine(
       auto: values for "auto" keys, or the preset "hf": see `auto.read_auto`.
       strict: whether unknown keys are problems that DeepSpeed ignores.
       platform: cpu, gpu or tpu, by which the preset chooses the precision.
+      hidden_size: finds that of the model, for "auto" keys that depend on it.
     """
     given, problems, origin = read_source(source)
     if isinstance(overrides, str):
@@ -68,7 +70,7 @@ def examine(
     plain = _without_comments(given)
     forms = rewrite(plain, strict or plain.get("strict") is True)
     problems += forms.problems
-    autos = fill_autos(forms.tree, auto, platform)
+    autos = fill_autos(forms.tree, auto, platform, hidden_size)
     tree = autos.tree
     problems += autos.problems
     settings, wrong = _validated(tree)

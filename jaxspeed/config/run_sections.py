@@ -139,6 +139,36 @@ Devices = Annotated[Text, AfterValidator(_devices)]
 CacheFolder = Annotated[bool | str, BeforeValidator(_flag_or_folder)]
 
 
+_LEARNT = "by default ten times the longest so far, and at least {floor}."
+
+
+class WatchdogSection(Section):
+    """Time-outs after which all processes of a run end, with the name of the one that is stuck."""
+
+    enabled: Flag | None = honoured(
+        None,
+        "Whether stuck sections and silent processes end the run; by default with several "
+        "processes.",
+    )
+    silence: Positive = honoured(
+        60.0, "Seconds without a heartbeat after which a process counts as dead."
+    )
+    start: Positive | None = honoured(
+        None, "Seconds to start; by default 1800, also between the first and the last host."
+    )
+    compile: Positive | None = honoured(None, f"Seconds to compile; {_LEARNT.format(floor='3600')}")
+    step: Positive | None = honoured(
+        None, f"Seconds without progress in training; {_LEARNT.format(floor='600')}"
+    )
+    evaluate: Positive | None = honoured(
+        None, f"Seconds for a batch of an evaluation; {_LEARNT.format(floor='600')}"
+    )
+    save: Positive | None = honoured(
+        None, f"Seconds to start a save, or to end one; {_LEARNT.format(floor='1800')}"
+    )
+    restore: Positive | None = honoured(None, f"Seconds to restore; {_LEARNT.format(floor='3600')}")
+
+
 class RunSection(Section):
     """One training run."""
 
@@ -187,6 +217,7 @@ class RunSection(Section):
     max_skipped: Count = honoured(
         30, "Consecutive skipped steps after which the run stops with a diagnosis."
     )
+    watchdog: WatchdogSection = Field(default_factory=WatchdogSection)
     profile_step: Count | None = honoured(None, "First step of a trace for xprof.")
     profile_steps: Count = honoured(3, "Number of steps in the trace.")
     sample_tokens: Natural = honoured(

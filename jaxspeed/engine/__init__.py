@@ -1,6 +1,6 @@
 """The engine: training and evaluation steps, checkpoints, parity check, NaN diagnosis, logs."""
 
-from jaxspeed.engine.check import CheckReport
+from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis
 from jaxspeed.engine.engine import Engine, compiled_report
 from jaxspeed.engine.jax_setup import simulate

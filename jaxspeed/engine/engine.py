@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
@@ -48,7 +49,8 @@ class Engine:
         self._reporter = Reporter(program, step)
         self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
-        self._moves_checked = False
+        self._moves_checked = self._new_shapes = False
+        self._processes = Processes()
         self._profile = StepProfile(program)
         self._closing: list[Callable[[], None]] = []
 
@@ -86,6 +88,7 @@ class Engine:
             self._moves_checked = True
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
+        self._compile_together(self.step, placed)
         self._state, metrics = self._run(self.step, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
@@ -95,7 +98,9 @@ class Engine:
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
-        metrics = self._run(self.program.evaluate, self._place(batch, "eval_batch", None, extra))
+        placed = self._place(batch, "eval_batch", None, extra)
+        self._compile_together(self.program.evaluate, placed)
+        metrics = self._run(self.program.evaluate, placed)
         self._pace.sent(metrics["loss"])
         return metrics
 
@@ -135,6 +140,16 @@ class Engine:
     def _run(self, function: Any, batch: Any) -> Any:
         return self._explained(function, self.state, batch)
 
+    def _compile_together(self, function: Any, batch: Any) -> None:
+        """Compile for new shapes, and wait until all processes have.
+
+        Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
+        """
+        if self._new_shapes and jax.process_count() > 1:
+            if hasattr(function, "lower"):  # a step from a file is compiled
+                self._explained(lambda: function.lower(self.state, batch).compile())
+            self._processes.wait("compiling")
+
     def _explained(self, function: Any, *args: Any) -> Any:
         """Call the function; on OOM raise a report built from the placement table."""
         try:
@@ -147,7 +162,7 @@ class Engine:
     def _place(self, batch: Batch, what: str, size: int | None, extra: Any = None) -> Any:
         batch = self.program.read_batch(batch, size, self._not_donated(extra))
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
-        self._shapes[what].see(placed)
+        self._new_shapes = self._shapes[what].see(placed)
         return placed
 
     def _not_donated(self, extra: Any) -> Any:

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import jax
+from jax._src import distributed, xla_bridge
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.launch.environment import start_processes
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 
@@ -14,10 +16,13 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 def start_devices(word: str | None) -> None:
     """Start JAX on a platform (`gpu`) or on simulated devices (`cpu:8`); None: JAX's default.
 
+    If there are other processes, they are joined first, and share the simulated devices.
+
     Raises:
       ConfigError: there are no such devices.
       JaxspeedError: JAX has already started with other devices.
     """
+    join_processes(word)
     if word is None:
         return
     platform, _, count = word.partition(":")
@@ -36,20 +41,34 @@ def start_devices(word: str | None) -> None:
         )
 
 
+def join_processes(word: str | None, seconds: float | None = None) -> None:
+    """Join the run's other processes, if there are any; the devices start later."""
+    if (word or "").startswith("cpu") and not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")  # what JAX detects of TPU pods does not count
+    start_processes(seconds)
+
+
 # -- simulated devices on one CPU -----------------------------------------------------------------
 
 
 def simulate(devices: int) -> None:
     """Start JAX with this many simulated CPU devices. Call it before any other use of JAX.
 
+    With several processes it is the number of all of them together.
+
     Raises:
       JaxspeedError: JAX has already started with other devices, which cannot be changed.
     """
     if devices < 1:
         raise JaxspeedError(f"simulate({devices}): at least one device is needed")
+    processes = distributed.global_state.num_processes
+    if devices % processes:
+        raise JaxspeedError(
+            f"simulate({devices}): not divisible by the {processes} processes of this run"
+        )
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", devices // processes)
     except RuntimeError:
         pass  # already started; checked below
     found = jax.devices()

@@ -13,7 +13,7 @@ from jaxspeed.placement.rows import Row
 from jaxspeed.placement.rules import DATA_NAMES
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.placement.specs import spec_axes
-from jaxspeed.placement.stacks import Stack
+from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.tensor_parallel import dims_sharded_over
 from jaxspeed.train.program import Program
@@ -148,6 +148,8 @@ def _remedy(largest: Sequence[Row], stack: Stack) -> str:
     def of_any_member(path: str) -> str:
         return re.sub(r"\d+/", "*/", path)
 
+    if isinstance(stack, UnlikeStages):
+        return "More than one stage reads them"
     first = largest[0]
     kinds = [(of_any_member(row.path), row.leaf.shape) for row in largest]
     if kinds[0][0] in map(of_any_member, stack.paths):

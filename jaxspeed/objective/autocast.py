@@ -30,7 +30,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
-from jaxspeed.jaxpr.module_scopes import Call, calls_in
+from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.primitives import (
     CASTS,
     CHECKPOINTS,
@@ -50,6 +50,7 @@ from jaxspeed.jaxpr.primitives import (
 )
 from jaxspeed.jaxpr.slicing import sub_jaxpr
 from jaxspeed.jaxpr.traverse import bodies, is_var, open_jaxpr, with_functions
+from jaxspeed.objective.safe_modules import SafeModules
 
 LOWER = PRODUCTS | RAGGED_PRODUCTS
 # Element-wise, but too steep for 8 bits of mantissa, or the terms of a sum of squares.
@@ -89,7 +90,7 @@ class Autocast:
     dtype: Any  # bf16 or fp16
     full: frozenset[str] = frozenset()  # the parameters whose products keep fp32
     sharded: frozenset[str] = frozenset()  # the parameters that may be inputs in the low dtype
-    is_safe: Callable[[Call], bool] = lambda call: True  # the modules of those
+    is_safe: SafeModules = field(default_factory=SafeModules)  # the modules of those
 
 
 def with_autocast(closed: Any, autocast: Autocast, parameters: Mapping[Any, str]) -> Any:
@@ -287,7 +288,7 @@ class _Rewriter:
             for i, x in enumerate(inside)
         ]
         self._note_readers(eqn, [x for i, x in enumerate(values) if i in fixed], None)
-        dtypes = [jnp.dtype(x.array.dtype) if hasattr(x.array, "dtype") else None for x in inside]
+        dtypes = [getattr(x.array, "dtype", None) for x in inside]
 
         def as_traced(i: int) -> bool:
             return name == "cond" or i < body.num_carry

@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flax import nnx
+
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError, PretrainedError
 from jaxspeed.objective.pipeline_module import PipelineModule
@@ -87,3 +89,45 @@ def _from_import_path(path: str, sizes: Mapping[str, Any], loss_fn: Loss | None)
     if loss_fn is None:
         raise ModelError(f"loss_fn is missing: model.factory {path!r} has no loss")
     return (lambda rngs: made(rngs=rngs, **sizes)), loss_fn
+
+
+def hidden_size_of(model: Any = None) -> Callable[[Mapping[str, Any]], int | None]:
+    """Find the hidden size of this model, or of the family that a config's tree names.
+
+    As in transformers: `hidden_size` (`d_model` and `n_embd` are its names in some models), or the
+    largest of `hidden_sizes`, of the model's `config` or of its `text_config`.
+    """
+
+    def find(tree: Mapping[str, Any]) -> int | None:
+        sizes = _sizes_of(model) if model is not None else _named_sizes(tree.get("model"))
+        for each in (sizes, getattr(sizes, "text_config", None)):
+            for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
+                size = getattr(each, name, None)
+                if isinstance(size, list | tuple) and size:
+                    size = max(size)
+                if isinstance(size, int):
+                    return size
+        return None
+
+    return find
+
+
+def _named_sizes(section: Any) -> Any:
+    if not isinstance(section, Mapping) or section.get("family") is None:
+        return None
+    families = importlib.import_module("jaxspeed.models")
+    try:
+        made = families.build(section["family"], section.get("preset"), section.get("config") or {})
+    except (ValueError, TypeError):  # reported where the model is built
+        return None
+    return made.config
+
+
+def _sizes_of(model: Any) -> Any:
+    """The `config` of a module, or of the one that a factory builds, without its arrays."""
+    if hasattr(model, "config") or not callable(model):
+        return getattr(model, "config", None)
+    try:
+        return getattr(nnx.eval_shape(lambda: model(nnx.Rngs(0))), "config", None)
+    except Exception:  # the model's own, reported where it is built
+        return None

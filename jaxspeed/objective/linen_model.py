@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from threading import RLock
 from typing import Any, NamedTuple
 from unittest import mock
@@ -162,7 +163,8 @@ class LinenModel:
             # is on where it has its stream (`self.has_rng("dropout")`) evaluates without it.
             rngs = {FALLBACK: rngs[FALLBACK]}
         constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
-        return BoundLinen(self._module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
+        module = self._module if train else _in_evaluation(self._module)
+        return BoundLinen(module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
     def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
         after = _flat(bound.variables)
@@ -306,7 +308,20 @@ def _traced_within(x: Any, key: Any) -> bool:
 
 def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
     called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
-    return mode_arguments(inspect.signature(called).parameters, training)
+    modes = mode_arguments(inspect.signature(called).parameters, training)
+    # Flax refuses a mode that is both a field and an argument (`nn.merge_param`).
+    return {name: on for name, on in modes.items() if name not in _mode_fields(module)}
+
+
+def _mode_fields(module: nn.Module) -> dict[str, bool]:
+    """The module's own fields that hold a mode, with their values in evaluation."""
+    modes = mode_arguments({field.name: field for field in fields(module)}, False)
+    return {name: on for name, on in modes.items() if isinstance(getattr(module, name, None), bool)}
+
+
+def _in_evaluation(module: nn.Module) -> nn.Module:
+    modes: dict[str, Any] = _mode_fields(module)
+    return module.clone(**modes) if modes else module
 
 
 class _Seen(NamedTuple):

@@ -59,14 +59,14 @@ class NnxModel:
         self.leaves = tuple(
             Leaf(
                 path,
-                tuple(v.shape),
-                v.dtype,
+                tuple(value_of(v).shape),  # v.shape and v.dtype may be metadata of the model's own
+                value_of(v).dtype,
                 dim_names(v),
                 trainable(path, v),
                 full_precision(path) or bool(v.get_metadata().get("full_precision")),
             )
             for path, (_, v) in self._kinds.items()
-            if is_inexact(v) and (isinstance(v, nnx.Param) or trainable.adds(path, v))
+            if is_inexact(value_of(v)) and (isinstance(v, nnx.Param) or trainable.adds(path, v))
         )
         self._state_collections = state_collections
         every = [v for _, v in flat if isinstance(v, nnx.Variable)]
@@ -80,7 +80,7 @@ class NnxModel:
         ]
         own = {leaf.path for leaf in self.leaves}
         self.variables = {
-            path: jax.ShapeDtypeStruct(v.shape, v.dtype)
+            path: jax.ShapeDtypeStruct(value_of(v).shape, value_of(v).dtype)
             for path, (_, v) in self._kinds.items()
             if path not in own
         }

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.config import Config, match
-from jaxspeed.jaxpr.module_scopes import Call
+from jaxspeed.config import Config
 from jaxspeed.objective.autocast import Autocast
+from jaxspeed.objective.safe_modules import SafeModules
 from jaxspeed.placement.rows import Precision
 from jaxspeed.placement.table import PlacementTable
 
@@ -27,26 +27,8 @@ def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
     gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
     sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
     safe = config.torch_autocast.lower_precision_safe_modules
-
-    def is_safe(call: Call) -> bool:
-        return safe is None or any(_is_of(call, module) for module in safe)
-
+    is_safe = SafeModules(None if safe is None else tuple(safe))
     return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)
-
-
-# Flax's classes for those of torch.
-_FLAX = {
-    "Linear": ("Linear", "LinearGeneral", "Einsum", "Dense", "DenseGeneral"),
-    **dict.fromkeys(("Conv1d", "Conv2d", "Conv3d"), ("Conv",)),
-    **dict.fromkeys(("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"), ("ConvTranspose",)),
-    "Embedding": ("Embed",),
-}
-
-
-def _is_of(call: Call, module: str) -> bool:
-    """Whether a call is of a module: a class, by its name in Flax or torch, or a path pattern."""
-    name = module.rpartition(".")[2]
-    return call.kind in _FLAX.get(name, (name,)) or match(module, call.path)
 
 
 def precision_of(config: Config) -> Precision:

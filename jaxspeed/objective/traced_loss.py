@@ -173,6 +173,8 @@ class LossTraces:
         loss, written, form = shape
         _note_ignored(form.own_axes.constraints)
         if self._autocast:
+            if not self._programs:  # once
+                self._autocast.is_safe.check(closed.jaxpr, list(self._params))
             paths = dict(zip(closed.jaxpr.invars, self._params, strict=False))
             closed = with_autocast(closed, self._autocast, paths)
         closed, out_tree = _without_unwritten(closed, (loss, written), self._params, variables)

@@ -59,11 +59,14 @@ class Traffic:
         return iter(jax.device_put(list(arrays), list(to)))
 
 
+Pieces = dict[str, list[jax.Array]]  # of each parameter, on the servers that own them
+
+
 class PulledVersion(NamedTuple):
     """What workers pull of a version."""
 
     version: int | None  # None: a bucket, of a version that is not complete
-    params: Callable[[], Arrays]  # sharded over the servers
+    params: Callable[[], Pieces]
     state: TrainState  # its loss scale and variables
     scale: Any  # a copy of the loss scale on the servers, if it is dynamic
 
@@ -73,14 +76,13 @@ class LocalWorkers:
 
     def __init__(self, program: LocalProgram, traffic: Traffic) -> None:
         self.program, self.traffic = program, traffic
-        self._servers = list(program.mesh.devices.flat)
         self._frozen = {row.path for row in program.table if not row.leaf.trainable}
         self.begin()
 
     def begin(self) -> None:
         """Discard pulled parameters, after the state was replaced."""
         self.clock = VirtualClock(self.program.paces, self.program.config.run.seed)
-        self._pulled: list[dict[str, list[jax.Array]]] = [{} for _ in self.program.paces]
+        self._pulled: list[Pieces] = [{} for _ in self.program.paces]
         self._scale: list[Any] = [None for _ in self.program.paces]
         self._variables: list[Any] = [None for _ in self.program.paces]
         self._versions: list[int | None] = [None for _ in self.program.paces]
@@ -98,8 +100,9 @@ class LocalWorkers:
         """Dispatch the gradients, or the loss, of a part."""
         self._pull(worker, task.published)
         step = self.program.worker(worker)
-        mesh = self.program.worker_meshes[worker]
-        at = jax.tree.map(lambda spec: place(mesh, spec), batch_specs(task.batch))
+        mesh, at = self.program.worker_meshes[worker], place(self.program.worker_meshes[worker])
+        if mesh.size > 1:
+            at = jax.tree.map(lambda spec: place(mesh, spec), batch_specs(task.batch))
         part = jax.device_put(task.batch, at)  # it may have been placed for another worker
         args = (self._pulled[worker], self._variables[worker], part)
         version = np.int32(task.published.version)
@@ -131,7 +134,7 @@ class LocalWorkers:
         return self.program.worker(0).state(self._pulled[0], published.state)
 
     def _pull(self, worker: int, published: PulledVersion) -> None:
-        """Send a worker the parameters that it lacks; frozen ones and variables only once."""
+        """Send a worker what it lacks; frozen ones, variables and a static scale only once."""
         if published.version is not None and self._versions[worker] == published.version:
             return
         params = published.params()
@@ -143,24 +146,21 @@ class LocalWorkers:
             self._variables[worker] = one_copy(published.state.variables, here)
             self._send(worker, {path: params[path] for path in self._frozen})
         self._send(worker, {p: x for p, x in params.items() if p not in self._frozen})
-        scale = published.state.loss_scale.scale.addressable_shards[0].data
-        here = place(self.program.worker_meshes[worker])
-        (self._scale[worker],) = self.traffic.send(PULL, worker, "scale", [scale], [here])
+        if self._scale[worker] is None or published.scale is not None:
+            scale = published.state.loss_scale.scale.addressable_shards[0].data
+            here = place(self.program.worker_meshes[worker])
+            (self._scale[worker],) = self.traffic.send(PULL, worker, "scale", [scale], [here])
         self._versions[worker] = published.version
 
-    def _send(self, worker: int, params: Arrays) -> None:
-        """Send the pieces of some parameters, sharded over `tensor` where that divides them."""
-        step, mesh = self.program.worker(worker), self.program.worker_meshes[worker]
+    def _send(self, worker: int, params: Pieces) -> None:
+        """Send some parameters, sharded over `tensor` where that divides their pieces."""
+        specs, mesh = self.program.worker(worker).piece_specs, self.program.worker_meshes[worker]
         flat, to = [], []
-        for path, x in params.items():
-            by_device = {shard.device: shard.data for shard in x.addressable_shards}
-            pieces = [by_device[self._servers[p.server]] for p in step.splits[path].pieces]
+        for path, pieces in params.items():
             flat += pieces
-            to += [place(mesh, step.piece_specs[path])] * len(pieces)
+            to += [place(mesh, specs[path])] * len(pieces)
         sent = self.traffic.send(PULL, worker, "parameters", flat, to)
-        self._pulled[worker] |= {
-            path: [next(sent) for _ in step.splits[path].pieces] for path in params
-        }
+        self._pulled[worker] |= {path: [next(sent) for _ in x] for path, x in params.items()}
 
 
 class ReducedSums(NamedTuple):
@@ -207,15 +207,22 @@ class LocalServers:
     def publish(self, bucket: int | None = None) -> PulledVersion:
         """Parameters as layers read them; with the last bucket the version is complete."""
         if bucket is not None:
-            params, self._bucket = self._bucket, {}
+            params, self._bucket = self._pieces(self._bucket), {}
             version = self.version if self._update is None else None
             return PulledVersion(version, lambda: params, self._state, None)
         if self._published is None:
             state, dynamic = self._state, self.program.optimizer.rule != StaticRule()
-            made = cache(lambda: self.program.server.publish(state))
+            made = cache(lambda: self._pieces(self.program.server.publish(state)))
             scale = jnp.copy(state.loss_scale.scale) if dynamic else None
             self._published = PulledVersion(self.version, made, state, scale)
         return self._published
+
+    def _pieces(self, params: Arrays) -> Pieces:
+        splits, found = self.program.worker(0).splits, {}
+        for path, x in params.items():
+            by_device = {shard.device: shard.data for shard in x.addressable_shards}
+            found[path] = [by_device[self._servers[p.server]] for p in splits[path].pieces]
+        return found
 
     def losses(self, done: Finished) -> Sums:
         """Send loss, weight and metrics to every server."""
@@ -251,23 +258,24 @@ class LocalServers:
 
     def _sent(self, done: Finished, paths: Iterable[str] | None) -> Arrays:
         """Send gradients, each piece to the server that owns it."""
-        splits = self.program.worker(done.worker).splits
-        pushed, servers = done.push.grads, self._servers
-        chosen = list(pushed if paths is None else paths)
+        step, servers = self.program.worker(done.worker), self._servers
+        pushed = done.push.grads
+        shards: dict[str, list[list[jax.Array]]] = {}  # by server
         flat, to = [], []
-        for path in chosen:
-            pieces = pushed[path] if splits[path].dim is not None else pushed[path] * len(servers)
-            for x, server in zip(pieces, servers, strict=True):
-                shards = _shards(x)
-                flat += shards
-                to += [server] * len(shards)
+        for path in pushed if paths is None else paths:
+            shards[path] = list(map(_shards, pushed[path]))
+            if step.splits[path].dim is None:
+                shards[path] *= len(servers)
+            for own, server in zip(shards[path], servers, strict=True):
+                flat += own
+                to += [server] * len(own)
         sent = self.traffic.send(PUSH, done.worker, "gradients", flat, to)
         grads = {}
-        for path in chosen:
-            count, dim = len(_shards(pushed[path][0])), _sharded_dim(pushed[path][0])
-            arrived = [[next(sent) for _ in range(count)] for _ in servers]
-            pieces = [x[0] if count == 1 else jnp.concatenate(x, dim) for x in arrived]
-            shape, at = splits[path].stored, self._at[path]
+        for path, by_server in shards.items():
+            arrived = [[next(sent) for _ in own] for own in by_server]
+            dim = sharded_dim(step.piece_specs[path], "tensor") or 0
+            pieces = [x[0] if len(x) == 1 else jnp.concatenate(x, dim) for x in arrived]
+            shape, at = step.splits[path].stored, self._at[path]
             grads[path] = jax.make_array_from_single_device_arrays(shape, at, pieces)
         return grads
 
@@ -303,11 +311,7 @@ class LocalServers:
 
 def _shards(x: jax.Array) -> list[jax.Array]:
     """The shards of a worker's array over `tensor`, in order, without their replicas."""
-    if len(x.devices()) == 1:
+    if x.sharding.num_devices == 1:
         return [x]
     starts = {tuple(i.start or 0 for i in s.index): s.data for s in x.addressable_shards}
     return [starts[start] for start in sorted(starts)]
-
-
-def _sharded_dim(x: jax.Array) -> int:
-    return sharded_dim(getattr(x.sharding, "spec", ()), "tensor") or 0

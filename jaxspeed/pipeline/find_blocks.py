@@ -1,5 +1,9 @@
 """The blocks that become stages: found by the names of parameters, or in the traced loss.
 
+Equal blocks run as one program on all stages. Where none are found, or where they are only a part
+of the model (an encoder beside a decoder, a UNet's levels), unlike blocks are partitioned into
+contiguous stages (`partition_stages.py`).
+
 Equal parameters under numbered names may be blocks (`layers/0`, `layers/1`) or not (`conv1`,
 `conv2`): with a traced loss the largest stack is taken at which the loss can be split. A scan over
 parameters shows a stack by itself, on any dim and without names.
@@ -8,14 +12,78 @@ parameters shows a stack by itself, on any dim and without names.
 from collections.abc import Callable, Sequence
 
 from jaxspeed.config import match
-from jaxspeed.errors import ModelError
+from jaxspeed.errors import ModelError, PlacementError
 from jaxspeed.objective.traced_loss import Traced
+from jaxspeed.pipeline.partition_stages import partition_stages
 from jaxspeed.pipeline.scanned_stack import scanned_stacks
 from jaxspeed.pipeline.split_loss import split_loss
 from jaxspeed.placement.rows import Leaf
-from jaxspeed.placement.stacks import Stack, find_stacks, largest_first
+from jaxspeed.placement.stacks import (
+    Stack,
+    find_stacks,
+    largest_first,
+    refuse_stages,
+    stack_bytes,
+)
 
 SHOWN = 3
+# Equal blocks are only a part of the model if they have less than this share of the parameters (a
+# vocabulary aside), or if other blocks repeat that have this share of theirs.
+LEAST_SHARE, OTHER_SHARE = 0.5, 0.25
+
+
+def find_stages(
+    leaves: Sequence[Leaf],
+    patterns: Sequence[str],
+    trace: Callable[[], Traced] | None,
+    stages: int,
+    chunks: int,
+    against: Sequence[str],
+) -> Stack:
+    """The blocks that become stages, equal or unlike.
+
+    Args:
+      leaves, patterns, trace: as in `find_blocks`.
+      chunks: of each stage.
+      against: what a config with unlike stages needs, and this one has not.
+
+    Raises:
+      PlacementError: there are no blocks, or too few.
+      ModelError: the loss cannot be split into stages, with the reasons.
+    """
+    found: Stack | None = None
+    try:
+        found = find_blocks(leaves, patterns, trace)
+        refuse_stages(found, stages, chunks)
+        assert found is not None
+        if trace is None or patterns or _is_most(found, leaves, patterns):
+            return found
+        reason = None
+    except (ModelError, PlacementError) as error:
+        if trace is None or patterns:
+            raise
+        reason = error
+    try:
+        if against:
+            raise ModelError(f"they need {', '.join(against)}")
+        program = trace()
+        paths = (leaf.path for leaf in leaves)
+        return partition_stages(program.closed, dict(zip(program.parameters, paths)), stages)
+    except ModelError as error:
+        if reason is None:
+            assert found is not None
+            return found
+        text = str(error).removeprefix("mesh.pipe: ")
+        raise type(reason)(f"{reason}. Nor can unlike blocks be stages: {text}") from None
+
+
+def _is_most(stack: Stack, leaves: Sequence[Leaf], patterns: Sequence[str]) -> bool:
+    """Whether equal blocks are about the entire model."""
+    every = Stack(1, {leaf.path: (leaf.path,) for leaf in leaves if "vocab" not in leaf.names})
+    own = stack_bytes(stack, leaves)
+    others = [s for s in find_stacks(leaves, patterns, match) if not s.paths & stack.paths]
+    largest = max((stack_bytes(s, leaves) for s in others), default=0)
+    return own >= LEAST_SHARE * stack_bytes(every, leaves) and largest < OTHER_SHARE * own
 
 
 def find_blocks(

@@ -11,12 +11,15 @@ from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline.evaluation import evaluate
+from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.schedule import Schedule, forward_only, schedule
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.stage_program import Stage
 from jaxspeed.pipeline.step_values import SplitStep
 from jaxspeed.pipeline.training import Training
+from jaxspeed.pipeline.unlike_program import UnlikeStage
 from jaxspeed.placement.mesh import data_parallel_size
+from jaxspeed.placement.stacks import UnlikeStages
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class Pipeline:
     gather: str = "tick"  # or "step": when ZeRO 3 gathers a stage's weights
 
     @property
-    def layout(self) -> StageLayout:
+    def layout(self) -> StageLayout | PackedLayout:
+        if isinstance(self.objective.table.stack, UnlikeStages):
+            return PackedLayout(self.objective.table)
         return StageLayout(self.objective.table, self.chunks)
 
     @property
@@ -80,7 +85,8 @@ class Pipeline:
             recompute = Recompute("full")
         # Only the inputs saved between ticks are offloaded, not the residuals within a tick.
         recompute = replace(recompute, on_host=False)
-        stage = Stage(split, self.chunks, recompute, self.gather == "step")
+        kind = UnlikeStage if isinstance(split.layout.stack, UnlikeStages) else Stage
+        stage = kind(split, self.chunks, recompute, self.gather == "step")
         # Computed once, here: first used in the loop over ticks, they would be computed per tick.
         _ = split.outer, stage.weights, stage.context
         return stage

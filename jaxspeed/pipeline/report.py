@@ -70,6 +70,7 @@ class PipelineReport:
       reduced_bytes: gradients of one layer that ZeRO 2 and 3 reduce-scatter in each tick.
       moved_bytes: weights sent to their stages at the start of a step, where they are stored in
         another layout, and gradients sent back at its end.
+      unlike: the stages have unlike blocks, and room for the largest.
     """
 
     schedule: Schedule
@@ -83,6 +84,7 @@ class PipelineReport:
     gathered_bytes: int = 0
     reduced_bytes: int = 0
     moved_bytes: int = 0
+    unlike: bool = False
 
     # -- messages between stages ----------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class PipelineReport:
                 )
             )
         count = plan.chunks * self.rows
-        layers = f"{count} layer{'s' if count > 1 else ''}"
+        layers = "the largest stage" if self.unlike else f"{count} layer{'s' if count > 1 else ''}"
         lines.append(("weights", f"{bytes_text(self.weight_bytes)} as read, of {layers}"))
         for name, gathers in self.gatherings.items():
             chosen = " (chosen)" if name == self.gather else ""

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
+from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.pipeline import Pipeline
 from jaxspeed.pipeline.report import PipelineReport
-from jaxspeed.pipeline.split_loss import split_loss
+from jaxspeed.pipeline.step_values import split_program
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import by_dim, num_shards, spec_axes
@@ -27,10 +28,7 @@ def pipeline_report(
     Call it with the mesh in the context: the loss is traced.
     """
     table, own = pipeline.objective.table, pipeline.layout
-    blocks = [own.row(name) for name in own.names()]
-    one = _LayerBytes(table, pipeline.objective.wire)
-    slots = pipeline.stages * pipeline.chunks * own.rows
-    return PipelineReport(
+    first = (
         pipeline.schedule(micro_batches),
         _carry(pipeline.objective, variables, batch, micro_batches),
         own.layers,
@@ -38,6 +36,15 @@ def pipeline_report(
         pipeline.recompute,
         pipeline.gather,
         table.mesh.shape["data"],
+    )
+    if isinstance(own, PackedLayout):
+        weights, gradients = own.packed_bytes
+        return PipelineReport(*first, weights, moved_bytes=weights + gradients, unlike=True)
+    blocks = [own.row(name) for name in own.names()]
+    one = _LayerBytes(table, pipeline.objective.wire)
+    slots = pipeline.stages * pipeline.chunks * own.rows
+    return PipelineReport(
+        *first,
         pipeline.chunks * own.rows * sum(map(one.read, blocks)),
         sum(map(one.gathered, blocks)),
         sum(map(one.reduced, blocks)),
@@ -57,9 +64,8 @@ def _carry(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = objective.trace((shapes, one, index, index), train=True)
-    read = {row.path: v for row, v in zip(objective.table, traced.parameters, strict=True)}
-    blocks = {name: [read[path] for path in paths] for name, paths in stack.leaves.items()}
-    carry, samples = split_loss(traced.closed, blocks).carry, objective.samples(one)
+    carry = split_program(traced, [row.path for row in objective.table], stack, one).carry
+    samples = objective.samples(one)
     ranks = data_parallel_size(mesh)
     tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1
 

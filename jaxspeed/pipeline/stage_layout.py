@@ -65,6 +65,17 @@ class StageLayout:
         """The table's row of a parameter of the blocks; in a list, of the first block."""
         return self.table[self.stack.leaves[name][0]]
 
+    def trained(self, name: str) -> bool:
+        """Whether a parameter of the blocks has a gradient."""
+        return self.row(name).leaf.trainable
+
+    def accumulator(self, name: str) -> tuple[tuple[int, ...], Any, PartitionSpec]:
+        """(shape, dtype, spec) of a chunk's gradients of a parameter of the blocks."""
+        grad = self.row(name).grad
+        assert grad is not None
+        spec = PartitionSpec(None, *self.spec(name, grad))
+        return (self.rows, *self.gradient_shape(name)), grad.dtype, spec
+
     # -- all parameters ---------------------------------------------------------------------------
 
     def by_stage(self, sources: Mapping[str, Any], step: Any) -> Arrays:
@@ -242,8 +253,8 @@ class OrderedExchanges:
     def per_device(
         self,
         exchange: Callable[..., list[jax.Array]],
-        in_spec: PartitionSpec,
-        out_spec: PartitionSpec,
+        in_spec: Any,
+        out_spec: Any,
         arrays: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Run `exchange` on each device's shards, manual over all axes.
@@ -264,5 +275,5 @@ class OrderedExchanges:
             out_specs=out_spec,
             check_vma=False,
         )(self.never, [x for x, _ in last], list(arrays))
-        self.last = outs[0], out_spec
+        self.last = outs[0], out_spec[0] if isinstance(out_spec, list) else out_spec
         return outs

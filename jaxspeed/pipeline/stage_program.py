@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.pipeline import stage_shard_map
+from jaxspeed.pipeline.split_loss import LossParts
+from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.stage_shard_map import PIPE
 from jaxspeed.pipeline.step_values import SplitStep, Values, at, inexact
 from jaxspeed.pipeline.tick_loops import StageWork
@@ -20,6 +22,7 @@ from jaxspeed.placement.memory_kinds import on_device, on_host
 from jaxspeed.placement.specs import without_axes
 from jaxspeed.tensor_parallel import with_boundary_constraints
 from jaxspeed.zero3 import ShardedParam, run_segmented
+from jaxspeed.zero3.segment_vjp import Passes
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,17 @@ class Stage:
     @property
     def names(self) -> list[str]:
         """The parameters of the blocks, in the order of `weights`."""
-        return self.split.parts.names
+        return self._like_parts.names
+
+    @property
+    def _like_parts(self) -> LossParts:
+        assert isinstance(self.split.parts, LossParts)
+        return self.split.parts
+
+    @property
+    def _layout(self) -> StageLayout:
+        assert isinstance(self.split.layout, StageLayout)
+        return self.split.layout
 
     @cached_property
     def weights(self) -> Values:
@@ -43,7 +56,7 @@ class Stage:
 
     def _gathered_once(self, name: str) -> jax.Array:
         split = self.split
-        stored = split.layout.sharded_param(name, split.table.mesh, None)
+        stored = self._layout.sharded_param(name, split.table.mesh, None)
         source = split.sources[name]
         if not self.gather_once or stored.gathered == stored.sharding:
             return source
@@ -127,12 +140,17 @@ class Stage:
         """The carry after a chunk."""
         return self._program(*args)
 
+    def passes(self, active: list[bool], args: Values) -> Any:
+        """Forward and backward pass of a chunk."""
+        return Passes(lambda *args: self.run(list(args)), active, args, len(self.names))
+
     @cached_property
     def _program(self) -> Any:
         """The chunk's program, traced in the first stage context that runs it: all are equal."""
         split, mesh = self.split, jax.sharding.get_abstract_mesh()
         program, parts = split.traced()
-        layout, table, reads = split.layout, split.table, parts.context_reads
+        assert isinstance(parts, LossParts)
+        layout, table, reads = self._layout, split.table, parts.context_reads
         own = {n: layout.sharded_param(n, mesh, split.objective.wire) for n in self.names}
 
         def chunk(weights: Values, context: Values, first: Any, carry: Values) -> Values:

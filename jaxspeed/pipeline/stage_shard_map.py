@@ -53,21 +53,21 @@ def send_to_stage(values: Sequence[jax.Array], stages: int, by: int) -> list[jax
 
 def broadcast_from(values: Sequence[jax.Array], is_source: jax.Array) -> list[jax.Array]:
     """One stage's values on all stages; those of the others are ignored."""
-    return [_sum(jnp.where(is_source, x, jnp.zeros_like(x))) for x in values]
+    return [sum_over(jnp.where(is_source, x, jnp.zeros_like(x)), (PIPE,)) for x in values]
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    """Sum over all stages.
+def sum_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sum over manual axes.
 
     XLA:CPU aborts where it widens a 16-bit sum by itself in a manual region ("Invalid binary
     instruction opcode copy", jax 0.10.2 and 0.12.0).
     """
 
     def widened(x: jax.Array) -> jax.Array:
-        return lax.psum(x.astype(jnp.float32), PIPE).astype(x.dtype)
+        return lax.psum(x.astype(jnp.float32), axes).astype(x.dtype)
 
     def plain(x: jax.Array) -> jax.Array:
-        return lax.psum(x, PIPE)
+        return lax.psum(x, axes)
 
     if x.dtype.itemsize != 2:
         return plain(x)

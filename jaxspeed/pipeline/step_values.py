@@ -4,7 +4,8 @@ The loss is traced for each context: inside a stage, where `pipe` is manual, ker
 see another mesh than in the global view.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,13 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.objective import Objective, Traced
 from jaxspeed.objective.train_state import Arrays, unpad
+from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
 from jaxspeed.pipeline.stage_layout import StageLayout
+from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
+from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 
 Values = list[Any]
@@ -27,7 +33,7 @@ class SplitStep:
     """The parts of a loss and their inputs in one step."""
 
     objective: Objective
-    layout: StageLayout
+    layout: StageLayout | PackedLayout
     sources: Arrays  # in the stage layout
     variables: Arrays
     micro: Any  # the batch, [micro-batches, ...]
@@ -42,7 +48,7 @@ class SplitStep:
     def stages(self) -> int:
         return self.layout.stages
 
-    def traced(self) -> tuple[Traced, LossParts]:
+    def traced(self) -> tuple[Traced, LossParts | UnlikeParts]:
         """The loss of one micro-batch and its parts, traced in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         rest = (jax.tree.map(_shape, self.variables), self._one, index, index)
@@ -53,10 +59,7 @@ class SplitStep:
                 "statistics of a BatchNorm), and the stages work on several micro-batches at once; "
                 "use a normalization without running statistics, or mesh.pipe 1"
             )
-        variables = dict(zip(self._paths, program.parameters, strict=True))
-        leaves = self.layout.stack.leaves
-        stack = {name: [variables[p] for p in paths] for name, paths in leaves.items()}
-        return program, split_loss(program.closed, stack)
+        return program, split_program(program, self._paths, self.layout.stack, self._one)
 
     @property
     def _paths(self) -> list[str]:
@@ -79,7 +82,7 @@ class SplitStep:
     # -- in the global view -----------------------------------------------------------------------
 
     @cached_property
-    def _in_global_view(self) -> tuple[Traced, LossParts]:
+    def _in_global_view(self) -> tuple[Traced, LossParts | UnlikeParts]:
         return self.traced()
 
     @property
@@ -87,7 +90,7 @@ class SplitStep:
         return self._in_global_view[0]
 
     @property
-    def parts(self) -> LossParts:
+    def parts(self) -> LossParts | UnlikeParts:
         return self._in_global_view[1]
 
     @cached_property
@@ -111,6 +114,39 @@ class SplitStep:
         batch = jax.tree.map(lambda x: self.objective.cast(at(x, micro)), self.micro)
         rest = jax.tree.leaves((self.variables, batch, jnp.asarray(self.step), micro))
         return [*self.parts.constants, *(outer.get(path) for path in self._paths), *rest]
+
+
+def split_program(
+    program: Traced, paths: Sequence[str], stack: Stack, one: Any
+) -> LossParts | UnlikeParts:
+    """The parts of a traced loss.
+
+    Args:
+      paths: of its parameters.
+      stack: the blocks that become stages.
+      one: the shapes of a micro-batch.
+    """
+    variables = dict(zip(paths, program.parameters, strict=True))
+    if isinstance(stack, UnlikeStages):
+        own = {v: path for path, v in variables.items()}
+        return split_unlike(program.closed, own, stack, _lead(one), program.batch)
+    leaves = {name: [variables[p] for p in own] for name, own in stack.leaves.items()}
+    return split_loss(program.closed, leaves)
+
+
+def _lead(one: Any) -> int:
+    """The first dim of messages between unlike stages: the samples if data ranks shard them."""
+    free = free_axes()
+    if math.prod(free.get(axis, 1) for axis in DATA_AXES) == 1:
+        return 1
+    sizes = {x.shape[0] for x in jax.tree.leaves(one) if x.shape}
+    if len(sizes) == 1:
+        return int(sizes.pop())
+    raise ModelError(
+        "mesh.pipe: with unlike stages and data ranks, the arrays of a batch need one first dim, "
+        f"the samples, and they have {', '.join(map(str, sorted(sizes)))}; set mesh.data and "
+        "mesh.replica to 1, or pass what has no samples as train_batch(batch, extra=...)"
+    )
 
 
 def at(x: jax.Array, index: Any) -> jax.Array:

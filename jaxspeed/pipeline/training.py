@@ -40,7 +40,6 @@ from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.tick_loops import Phase, StageWork, Tick, run_ticks
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.zero3.segment_vjp import Passes
 
 
 class TickState(NamedTuple):
@@ -82,8 +81,7 @@ class Training:
     @property
     def _trained(self) -> list[str]:
         """The parameters of the blocks that have gradients."""
-        row = self.split.layout.row
-        return [name for name in self.stage.names if row(name).leaf.trainable]
+        return [name for name in self.stage.names if self.split.layout.trained(name)]
 
     # -- before the first tick --------------------------------------------------------------------
 
@@ -106,14 +104,11 @@ class Training:
 
     def _zero_gradient(self, name: str) -> jax.Array:
         layout = self.split.layout
-        grad = layout.row(name).grad
-        assert grad is not None
-        shape = (layout.stages, layout.chunks, layout.rows, *layout.gradient_shape(name))
-        zero = jnp.zeros(shape, grad.dtype)
+        shape, dtype, spec = layout.accumulator(name)
+        zero = jnp.zeros((layout.stages, layout.chunks, *shape), dtype)
         if not self.placed:
             return zero
-        spec = PartitionSpec(PIPE, None, None, *layout.spec(name, grad))
-        return constrain(zero, in_context(spec), "pipeline.gradients")
+        return constrain(zero, in_context(PartitionSpec(PIPE, None, *spec)), "pipeline.gradients")
 
     def _zero_shared_gradient(self, path: str) -> jax.Array:
         grad = self.split.table[path].grad
@@ -182,9 +177,7 @@ class Training:
     def _forward(self, args: Values) -> tuple[Values, Values]:
         """A chunk's outputs, and its residuals that are not weights."""
         active = self.stage.active(self._trained)
-        self.passes = Passes(
-            lambda *args: self.stage.run(list(args)), active, args, len(self.stage.names)
-        )
+        self.passes = self.stage.passes(active, args)
         return self.passes.forward(args)
 
     def _backward_tick(self, phase: Phase, state: TickState, row: Tick) -> TickState:
@@ -236,13 +229,11 @@ class Training:
         self, name: str, total: Any, grad: Any, number: Any, work: StageWork, factor: Any
     ) -> jax.Array:
         """Add a chunk's gradient to those of the stage, [chunks, layers, ...]."""
-        layout = self.split.layout
-        placement, busy = layout.row(name).grad, work.micro >= 0
-        assert placement is not None
+        layout, busy = self.split.layout, work.micro >= 0
         grad = on_device(grad)
         grad = pad(grad.astype(total.dtype), total.shape[1:])
         if self.placed:
-            spec = PartitionSpec(None, *layout.spec(name, placement))
+            spec = layout.accumulator(name)[2]
             grad = constrain(grad, in_context(spec), "pipeline.accumulate")
         if layout.padded:
             real = self.stage.first_layer(number, work) + jnp.arange(layout.rows) < layout.layers

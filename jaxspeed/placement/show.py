@@ -1,4 +1,4 @@
-"""The placement table as text, and the formats of bytes, seconds and dtypes in all reports."""
+"""The placement table as text, and the formats of bytes and seconds in all reports."""
 
 import io
 import math
@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspeed.communication import dtype_text
 from jaxspeed.placement.rows import ROLES, Placement, Row
 from jaxspeed.placement.specs import entry_axes
 
@@ -41,14 +42,6 @@ def seconds_text(seconds: float) -> str:
     if 0 < seconds < 1e-9:
         return "<1 ns"
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
-
-
-def dtype_text(dtype: Any) -> str:
-    """bfloat16 as bf16, int32 as s32, as compilers write them."""
-    name = str(dtype)
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s")):
-        name = name.replace(long, short)
-    return name
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:

@@ -55,6 +55,20 @@ class Stack:
         return frozenset(path for paths in self.leaves.values() for path in paths)
 
 
+@dataclass(frozen=True)
+class UnlikeStages(Stack):
+    """Unlike blocks: one layer per stage, and the stage of each parameter that one stage reads."""
+
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.layers} unlike stages"
+
+    @property
+    def stacked(self) -> bool:
+        return False
+
+
 def find_stack(
     leaves: Sequence[Leaf],
     patterns: Sequence[str] = (),
@@ -78,8 +92,13 @@ def find_stacks(
 
 def largest_first(stacks: Sequence[Stack], leaves: Sequence[Leaf]) -> list[Stack]:
     """Sort stacks by their bytes."""
-    sizes = {leaf.path: math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves}
-    return sorted(stacks, key=lambda s: -sum(sizes[p] for p in s.paths))
+    return sorted(stacks, key=lambda s: -stack_bytes(s, leaves))
+
+
+def stack_bytes(stack: Stack, leaves: Sequence[Leaf]) -> int:
+    """The bytes of a stack's parameters."""
+    own = [leaf for leaf in leaves if leaf.path in stack.paths]
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in own)
 
 
 def with_stages(leaves: Sequence[Leaf], stack: Stack) -> tuple[Leaf, ...]:
@@ -105,8 +124,8 @@ def refuse_stages(stack: Stack | None, stages: int, chunks: int) -> None:
             "(parallel.logical_axes gives names), or along any dim with initialize(..., "
             "example_batch=...), by which the scan over them is found in the traced loss; a list "
             "of two or more blocks with equal parameters; parallel.units patterns that name the "
-            "members of such a list; or a jaxspeed.PipelineModule. Blocks of different shapes "
-            "cannot be stages of one program"
+            "members of such a list; or a jaxspeed.PipelineModule. Unlike blocks become stages "
+            "with initialize(..., example_batch=...), by which the traced loss is divided"
         )
     layers = stack.layers
     if stages * chunks <= layers:

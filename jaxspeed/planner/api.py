@@ -10,13 +10,13 @@ from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.compile.in_child import PATIENCE, refuse_missing
+from jaxspeed.planner import SEARCH_SECONDS
+from jaxspeed.planner.compile import PATIENCE
+from jaxspeed.planner.compile.in_child import refuse_missing
 from jaxspeed.planner.search.result import refuse_path, write_config
 
 if TYPE_CHECKING:
     from jaxspeed.planner.plan import Plan
-
-SEARCH_SECONDS = 240.0
 
 
 def plan(
@@ -62,6 +62,7 @@ def plan(
       RunError: the compilation failed.
     """
     # A local import: grain, which reads the data, adds a handler to the root logger.
+    from jaxspeed.objective.config_model import hidden_size_of
     from jaxspeed.planner.make_plan import plan_run
     from jaxspeed.run import source_of
 
@@ -82,7 +83,7 @@ def plan(
             "keep: a search compiles several steps; use keep in a plan of the config that it writes"
         )
     devices = [f"run.devices=cpu:{found.count}"] if found else []
-    asked = load_config(config)
+    asked = load_config(config, hidden_size=hidden_size_of())
     source = source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan")
     made = plan_run(
         source,

@@ -15,7 +15,8 @@ from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
-from jaxspeed.planner.compile.in_child import PATIENCE, compile_for
+from jaxspeed.planner.compile import PATIENCE
+from jaxspeed.planner.compile.in_child import compile_for
 from jaxspeed.planner.memory import memory_in, read_step
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.plan import Plan

@@ -1,7 +1,6 @@
 """`plan --search`: the fastest config on a target; and advice for a config that does not fit."""
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import jax
 
 from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
-from jaxspeed.errors import ConfigError, JaxspeedError
+from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
@@ -19,30 +18,28 @@ from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import AXES
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
-from jaxspeed.planner.compile.in_child import compile_for
+from jaxspeed.planner.compile.in_child import compile_for, pickled
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Inline, Workers
 from jaxspeed.planner.memory import Memory, memory_in, read_step
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
-from jaxspeed.planner.search import (
-    FAST,
+from jaxspeed.planner.search.advice import Advice, Adviser
+from jaxspeed.planner.search.analytic_cost import CostModel, memory_excess
+from jaxspeed.planner.search.candidate import (
+    ACCUMULATION,
+    MESH,
+    MICRO,
+    NONE,
     Choice,
-    CostModel,
-    Estimate,
-    Limits,
-    SearchLoop,
-    Space,
     choice_of,
     keys_of,
-    memory_excess,
-    sizes_of,
     with_keys,
 )
-from jaxspeed.planner.search.advice import Advice, Adviser
-from jaxspeed.planner.search.candidate import ACCUMULATION, MESH, MICRO, NONE
-from jaxspeed.planner.search.candidate_estimate import COMPUTE, MEMORY, PIPELINE
+from jaxspeed.planner.search.candidate_estimate import COMPUTE, MEMORY, PIPELINE, Estimate
+from jaxspeed.planner.search.model_sizes import sizes_of
 from jaxspeed.planner.search.result import SearchResult, make_result, with_outcomes
-from jaxspeed.planner.search.space import divisors
+from jaxspeed.planner.search.space import FAST, Space, divisors
+from jaxspeed.planner.search.walk import Limits, SearchLoop
 from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.torus import can_hold
 from jaxspeed.run.start import Source
@@ -313,12 +310,9 @@ def search_run(
 def _pool(problem: SearchProblem) -> Workers | Inline:
     """Worker processes; this process if the problem cannot be pickled."""
     try:
-        job = pickle.dumps(problem)
-    except (pickle.PicklingError, AttributeError, TypeError):
+        return Workers(pickled(problem), WORKERS, {"JAX_PLATFORMS": "cpu"})
+    except ModelError:
         return Inline(problem.estimate)
-    if b"__main__" in job:
-        return Inline(problem.estimate)
-    return Workers(job, WORKERS, {"JAX_PLATFORMS": "cpu"})
 
 
 def _compile_best(

@@ -44,7 +44,9 @@ def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
     engine, corpus, step, tag = _restored(source, tag)
     if corpus.held_out is None:
         raise DataError("data.held_out: 0, so no samples are held out to evaluate on")
-    found = evaluate(engine, corpus.held_out, source.config.run.eval_batches) or {}
+    with source.watchdog.section("evaluate"):
+        most = source.config.run.eval_batches
+        found = evaluate(engine, corpus.held_out, most, source.watchdog.progressed) or {}
     return {"step": step, "checkpoint": tag, **found, "unigram_entropy": corpus.unigram_entropy}
 
 
@@ -83,5 +85,6 @@ def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str
             "trained on there",
             source.folder.path,
         )
-    found, reached = restore(engine, checkpointer, tag)
+    with source.watchdog.section("restore"):
+        found, reached = restore(engine, checkpointer, tag)
     return engine, corpus, reached.step, found

@@ -1,5 +1,6 @@
 """Stop requests: SIGTERM (from a scheduler) or SIGINT (Ctrl-C), agreed between processes."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,17 +8,31 @@ from types import FrameType
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-AGREE_EVERY = 10  # steps between agreements of several processes
+from jaxspeed.run.heartbeats import Heartbeats
+from jaxspeed.run.watchdog import Watchdog
 
 
 class StopRequest:
-    """Inside of the `with` block the first signal is recorded, a second one ends the process."""
+    """Inside of the `with` block the first signal is recorded, a second one ends the process.
 
-    def __init__(self) -> None:
+    With several processes, all of them stop at the same call of `agreed`. They agree in threads, by
+    notices, and no collective is needed: on the first signal each process says how many calls it
+    has made, and makes none until process 0 has said at which one to stop, the largest number plus
+    one. So a process stops at the next step that it begins, or soon after.
+    """
+
+    def __init__(self, watchdog: Watchdog | None = None) -> None:
         self.signal: signal.Signals | None = None
+        self._beats: Heartbeats | None = watchdog.beats if watchdog is not None else None
+        self._calls = 0
+        self._stop_at: int | None = None
+        self._waits = False  # whether `_agreeing` is held until all know where to stop
+        self._agreeing = threading.Lock()
         self._before: dict[signal.Signals, Any] = {}
+        if watchdog is not None and self._beats is not None:
+            watchdog.on_notice("stop", self._say_calls)
+            watchdog.on_notice("stop at", self._stop_there)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -34,14 +49,43 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
+        if self._beats is not None:
+            # Not in this thread, which may be sending something else.
+            threading.Thread(target=self._pass_on, args=(self._beats,), daemon=True).start()
 
-    def agreed(self, step: int) -> bool:
-        """Whether to stop now; all processes return the same at the same step."""
-        if jax.process_count() == 1:
+    def _pass_on(self, beats: Heartbeats) -> None:
+        assert self.signal is not None
+        # Without an answer the coordination service is gone, and the watchdog ends the run.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            beats.post({"kind": "stop", "signal": int(self.signal)})
+
+    def agreed(self) -> bool:
+        """Whether to stop now. All processes make the same calls, and return the same in each."""
+        if self._beats is None:
             return self.signal is not None
-        if step % AGREE_EVERY:
-            return False
-        from jax.experimental import multihost_utils
+        with self._agreeing:
+            self._calls += 1
+            return self._stop_at is not None and self._calls >= self._stop_at
 
-        asked = multihost_utils.process_allgather(np.array(self.signal is not None))
-        return bool(np.any(asked))
+    # -- in the thread of messages -----------------------------------------------------------------
+
+    def _say_calls(self, notice: dict[str, Any]) -> None:
+        if self._waits or self._stop_at is not None:
+            return  # a scheduler sends the signal to every process
+        assert self._beats is not None
+        self._agreeing.acquire()
+        self._waits = True
+        self.signal = self.signal or signal.Signals(notice["signal"])
+        self._beats.say("calls", self._calls)
+        if self._beats.rank == 0:
+            threading.Thread(target=self._decide, args=(self._beats,), daemon=True).start()
+
+    def _decide(self, beats: Heartbeats) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            calls = beats.wait_for_all("calls", float("inf"))
+            beats.post({"kind": "stop at", "call": max(calls.values()) + 1})
+
+    def _stop_there(self, notice: dict[str, Any]) -> None:
+        if self._waits:
+            self._stop_at, self._waits = notice["call"], False
+            self._agreeing.release()

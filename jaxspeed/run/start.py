@@ -18,16 +18,19 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
-from jaxspeed.engine.jax_setup import start_devices
+from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
 from jaxspeed.interop.pretrained import data_section
-from jaxspeed.objective.config_model import family_sizes, resolve_model
+from jaxspeed.launch.variables import report_progress
+from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
 from jaxspeed.parameter_server.ray import initialize as initialize_on_ray
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.same_run import facts_of, meet
 from jaxspeed.run.step_records import recorder_of
 from jaxspeed.run.trainer import Reached, Trainer
+from jaxspeed.run.watchdog import Watchdog, watchdog_of
 from jaxspeed.train.build import batch_of
 
 log = logging.getLogger("jaxspeed")
@@ -58,9 +61,18 @@ class Source:
         )
 
     @staticmethod
-    def start_devices(config: Config) -> None:
-        """Start the devices that this process computes on."""
+    def start(config: Config) -> None:
+        """Join the other processes, compare what they run, and start this one's devices."""
+        join_processes(config.run.devices, config.run.watchdog.start)
+        watchdog = watchdog_of(config.run.watchdog)
+        if watchdog.beats is not None:
+            meet(watchdog, facts_of(config))
         start_devices(config.run.devices)
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """That of this process; no field, since a plan sends the source to other processes."""
+        return watchdog_of(self.config.run.watchdog)
 
     def engine(self) -> Engine:
         return engine_of(self.config, self.model, self.loss_fn, self.optimizer)
@@ -74,9 +86,10 @@ class RaySource(Source):
     """A run whose workers and servers are processes on Ray; this one has no device but its CPU."""
 
     @staticmethod
-    def start_devices(config: Config) -> None:
+    def start(config: Config) -> None:
         ray_resources(config)  # reports what Ray does not support before anything starts
         start_devices("cpu")
+        watchdog_of(config.run.watchdog)
 
     def engine(self) -> RayEngine:
         return initialize_on_ray(self.model, self.loss_fn, self.config, self.optimizer)
@@ -98,9 +111,9 @@ def source_of(
 
     The run's folder is run.output, or `runs/<name>`, by default the name of the config file.
     """
-    loaded = load_config(config)
+    loaded = load_config(config, hidden_size=hidden_size_of())
     resolve_model(loaded, model, loss_fn)  # report problems of the model before those of its data
-    kind.start_devices(loaded)
+    kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
     folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
@@ -130,13 +143,16 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)
     begin = functools.partial(_begin, engine, checkpointer, config.run.init_from)
-    reached = begin()
+    with source.watchdog.section("restore"):
+        reached = begin()
+    report_progress(reached.step)
     recorder = recorder_of(
         engine,
         folder,
         corpus,
         step=reached.step,
         seconds=_with_opening(reached, time.perf_counter() - begun),
+        watchdog=source.watchdog,
         console=console,
     )
     return Trainer(engine, corpus, folder, checkpointer, recorder, files, begin, reached)

@@ -23,6 +23,18 @@ from jaxspeed.metrics import (
     utilisation,
 )
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.watchdog import Watchdog
+
+# The watchdog's section of each phase.
+SECTIONS = {
+    "data": "step",
+    "compute": "step",
+    "compile": "compile",
+    "evaluate": "evaluate",
+    "other": "evaluate",
+    "checkpoint": "save",
+    "restart": "restore",
+}
 
 
 class Instant(NamedTuple):
@@ -42,6 +54,7 @@ class Recorder:
     ledger: TimeLedger
     flops: ModelFlops | None
     opened: Callable[[int], list[Sink]]  # the sinks of a run that resumes after a step
+    watchdog: Watchdog
     _compiled: bool = False
     _compile_began: Instant | None = None  # of the first step, until that is sent
     _since: Instant = field(
@@ -81,7 +94,7 @@ class Recorder:
             self._compiled, name = True, "compile"
             self._compile_began = self._now()
         shown = {"checkpoint": "saving", "evaluate": "evaluating", "compile": "compiling"}.get(name)
-        with self.ledger.phase(name):
+        with self.watchdog.section(SECTIONS[name]), self.ledger.phase(name):
             if shown is None:
                 yield
                 return
@@ -187,6 +200,7 @@ def recorder_of(
     *,
     step: int,
     seconds: Mapping[str, float],
+    watchdog: Watchdog,
     console: Console | None = None,
 ) -> Recorder:
     """The recorder of a run at a step. Only the first process writes."""
@@ -199,4 +213,4 @@ def recorder_of(
     progress = Progress(engine.config.run.steps or 0, step, shown)
     program = engine.program
     flops = program_model_flops(program, corpus.train.batch(0, program.batch.train))
-    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened)
+    return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened, watchdog)

@@ -15,7 +15,8 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
-from jaxspeed.errors import CheckpointError, RunError, StateLostError
+from jaxspeed.errors import CheckpointError, DivergedError, StateLostError
+from jaxspeed.launch.variables import report_progress
 from jaxspeed.run.evaluation import evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.signals import StopRequest
@@ -72,10 +73,13 @@ class Trainer:
         self._profiling = self._diverged = False
         self._losses, self._lost_at = 0, -1  # losses of the state: in a row, step of the last
         self._stop = StopRequest()
+        self._watchdog = self.recorder.watchdog
+        self._watchdog.tick(self.reached.step)
 
     def run(self) -> Reached:
         """Run the remaining steps, then evaluate and save a checkpoint."""
-        with StopRequest() as self._stop, self.recorder:
+        watched = self._watchdog.section("step")
+        with StopRequest(self._watchdog) as self._stop, self.recorder, watched:
             while True:
                 try:
                     self._train()
@@ -100,7 +104,8 @@ class Trainer:
                     self._end_profile()
             except StateLostError:  # there is nothing left to save
                 raise
-            except BaseException:
+            except BaseException as error:
+                self._watchdog.failed(error)  # before anything that waits for other processes
                 self._save_after_error()
                 raise
             self._save()
@@ -135,9 +140,11 @@ class Trainer:
         return self.reached.step % (self.config.run.checkpoint_every or tenth) == 0
 
     def _asked_to_stop(self) -> bool:
-        if self.stopped_by is None and self._stop.agreed(self.reached.step):
+        self._watchdog.tick(self.reached.step)
+        if self.stopped_by is None and self._stop.agreed():
             signal = self._stop.signal
-            self.stopped_by = signal.name if signal else "another process"
+            assert signal is not None
+            self.stopped_by = signal.name
         return self.stopped_by is not None
 
     # -- a step ---------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ class Trainer:
             diagnosis = self.engine.diagnose(batch)
         self.checkpointer.wait()
         newest = self.checkpointer.latest()
-        raise RunError(
+        raise DivergedError(
             f"step {step}: the loss or the gradients were not finite in {self._bad_in_a_row} steps "
             f"in a row (run.max_skipped). Diagnosis with the current parameters: {diagnosis}. "
             + (f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet.")
@@ -229,6 +236,8 @@ class Trainer:
                 self.checkpointer.wait()
             except CheckpointError as error:  # of the previous save: the current state is valid
                 log.warning("the previous checkpoint could not be saved: %s", error)
+            else:
+                report_progress(self._saved)
             self.checkpointer.save(
                 self.engine.program,
                 self.engine.state,

@@ -69,6 +69,10 @@ class PropagatedDims:
     def frames(self) -> Iterator[CallFrame]:
         return self.top.walk()
 
+    def is_sample(self, node: Node | None) -> bool:
+        """Whether a dim is that of the batch's samples."""
+        return self.classes.same(node, self.samples)
+
 
 def propagate_dims(
     jaxpr: Any, parameters: Mapping[str, Any], batch: Iterable[Any] = ()

@@ -21,12 +21,12 @@ from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.pipeline import Pipeline
-from jaxspeed.pipeline.find_blocks import find_blocks
+from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
-from jaxspeed.placement.stacks import Stack, refuse_stages, with_stages
+from jaxspeed.placement.stacks import Stack, with_stages
 from jaxspeed.placement.table import PlacementTable, StateLeaf, build_table, device_memory_kind
 from jaxspeed.ring_reduction import PER_DEVICE, Reduction, rings_of
 from jaxspeed.tensor_parallel import ActivationLayout, best_overlap
@@ -162,14 +162,28 @@ def _check_patterns(config: Config, model: Model) -> None:
 def _stack_of(
     config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], Traced] | None
 ) -> Stack | None:
-    """The stack of blocks that is partitioned over `pipe`."""
+    """The blocks that are partitioned over `pipe`."""
     stages, chunks = mesh.shape["pipe"], _chunks_of(config)
     if stages == 1:
         return None
-    stack = find_blocks(leaves, config.parallel.units, trace)
-    refuse_stages(stack, stages, chunks)
-    assert stack is not None
+    against = _against_unlike_stages(config, mesh)
+    stack = find_stages(leaves, config.parallel.units, trace, stages, chunks, against)
     return replace(stack, chunks=chunks)
+
+
+def _against_unlike_stages(config: Config, mesh: Mesh) -> list[str]:
+    """The settings that stages of unlike blocks exclude, each with what to set."""
+    zero, parallel = config.zero_optimization, config.parallel
+    axes = [axis for axis in ("tensor", "seq", "expert") if mesh.shape[axis] > 1]
+    sharded = zero.stage >= 2 and mesh.shape["data"] > 1
+    found = {f"mesh.{axis} 1": True for axis in axes} | {
+        'parallel.pipeline_schedule "1f1b" or "gpipe"': parallel.pipeline_schedule == "interleaved",
+        'parallel.pipeline_recompute "stage"': config.pipeline_recompute != "stage",
+        "no remat": bool(config.recompute),
+        "zero_optimization.stage 0 or 1": sharded,
+        "no offload_param": zero.offload_param.device == "cpu",
+    }
+    return [setting for setting, excluded in found.items() if excluded]
 
 
 def _chunks_of(config: Config) -> int:

@@ -2,9 +2,12 @@
 
 The initialization of a model, traced once, is sliced into one program for each group of results
 that share computation, mostly a single parameter. Of a hundred layers, the programs of one weight
-are equal but for the numbers that are folded into their random keys, which become arguments. It
-also bounds the memory of a device where the arrays are in host memory: one program for all of them
-may compute them all before it copies any, at its scheduler's choice.
+are equal but for the numbers that are folded into their random keys, which become arguments. Those
+that no other equals are joined while they are small: each program costs a tenth of a second. A
+later call with an equal program, as of another engine for the same model, compiles nothing.
+
+Small programs also bound the memory of a device where the arrays are in host memory: one program
+for all of them may compute them all before it copies any, at its scheduler's choice.
 """
 
 import math
@@ -21,12 +24,13 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_programs
 from jaxspeed.jaxpr.slicing import slice_of
-from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.jaxpr.traverse import is_var, nested_constants
 from jaxspeed.placement.memory_kinds import in_host
 
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
 _REPEATED = 4  # slices may have this many times the equations of the one program
 _HOST_BYTES = 256 << 20  # per device, on their way to host memory
+_JOINED_BYTES = 32 << 20  # per device, of results that no other equals: one program
 
 
 def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
@@ -39,7 +43,7 @@ def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
     results: list[Any] = [None] * len(jaxpr.outvars)
     waiting = 0
     for merged, atoms, members in _programs(jaxpr, sources, places):
-        run = jax.jit(as_function(merged), out_shardings=[places[i] for i in members[0]])
+        run = _compiled(merged, tuple(places[i] for i in members[0]))
         for number, outputs in enumerate(members):
             inputs = (group[number] for group in atoms)
             made = run(*(values[v] if is_var(v) else v.val for v in inputs))
@@ -61,15 +65,20 @@ def _programs(
         outputs = ([jaxpr.outvars[i] for i in group] for group in groups)
         return [slice_of(jaxpr, jaxpr.eqns, sources, each) for each in outputs]
 
+    def size(result: int) -> int:
+        return _device_bytes(jaxpr.outvars[result].aval, places[result])
+
     groups = _groups(jaxpr)
     parts = slices(groups)
     if sum(len(part.eqns) for part in parts) > _REPEATED * len(jaxpr.eqns):
         # A chain through all of them, as of keys that are split one after another.
-        groups = _groups_by_bytes(jaxpr, places)
-        parts = [
-            slice_of(jaxpr, jaxpr.eqns, sources, [jaxpr.outvars[i] for i in g]) for g in groups
-        ]
-    alike = defaultdict(list)
+        groups = _joined(
+            [[i] for i in range(len(places))],
+            lambda i: size(i) if in_host(places[i]) else 0,
+            _HOST_BYTES,
+        )
+        parts = slices(groups)
+    alike, alone = defaultdict(list), []
     for group, part in zip(groups, parts, strict=True):
         made = tuple((e.primitive.name, str(e.outvars[0].aval)) for e in part.eqns)
         out = tuple((str(v.aval), places[i]) for v, i in zip(part.outvars, group, strict=True))
@@ -83,8 +92,39 @@ def _programs(
                     break
                 except DifferentProgram as different:
                     others.append(members.pop(different.number))
-            yield merged, atoms, [group for group, _ in members]
+            if len(members) > 1:
+                yield merged, atoms, [group for group, _ in members]
+            else:
+                alone.append(members[0][0])
             members = others
+    for group in _joined(alone, size, min(_JOINED_BYTES, _HOST_BYTES)):
+        merged, atoms = merge_programs(slices([group]))
+        yield merged, atoms, [group]
+
+
+_COMPILED: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}  # (program, its jit), by its kind
+_MOST_COMPILED = 64  # kinds
+
+
+def _compiled(program: Any, places: tuple[Any, ...]) -> Callable[..., Any]:
+    """The program's jit, or that of an equal one of an earlier call."""
+    inputs = tuple((v.aval.shape, v.aval.dtype) for v in program.invars)
+    kind = inputs, places, tuple(eqn.primitive.name for eqn in program.eqns)
+    for earlier, run in _COMPILED.get(kind, ()):
+        try:
+            _, atoms = merge_programs([earlier, program])
+        except DifferentProgram:
+            continue
+        if len(atoms) == len(inputs):  # otherwise they differ in a literal
+            return run
+    run = jax.jit(as_function(program), out_shardings=list(places))
+    # Arrays within would stay in memory, and functions of Python are compared by name alone.
+    constants = any(True for eqn in program.eqns for _ in nested_constants(eqn))
+    if not constants and " at 0x" not in str(program):
+        if len(_COMPILED) == _MOST_COMPILED and kind not in _COMPILED:
+            _COMPILED.pop(next(iter(_COMPILED)))
+        _COMPILED.setdefault(kind, []).append((program, run))
+    return run
 
 
 def _groups(jaxpr: Any) -> list[list[int]]:
@@ -109,12 +149,12 @@ def _groups(jaxpr: Any) -> list[list[int]]:
     return list(found.values())
 
 
-def _groups_by_bytes(jaxpr: Any, places: Sequence[Any]) -> list[list[int]]:
-    """The numbers of the results, in groups of bounded bytes on their way to host memory."""
-    found, total = defaultdict(list), 0
-    for i, (v, place) in enumerate(zip(jaxpr.outvars, places, strict=True)):
-        found[total // _HOST_BYTES].append(i)
-        total += _device_bytes(v.aval, place) if in_host(place) else 0
+def _joined(groups: list[list[int]], size: Callable[[int], int], most: int) -> list[list[int]]:
+    """Groups of results joined in turn, to groups of bounded bytes."""
+    found, total = defaultdict[int, list[int]](list), 0
+    for group in groups:
+        found[total // most] += group
+        total += sum(map(size, group))
     return list(found.values())
 
 

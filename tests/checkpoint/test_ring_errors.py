@@ -40,7 +40,7 @@ def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"stage": 0, "parallel": PACKED}, id="stage"),
+        pytest.param({"stage": 0, "parallel": PACKED}, id="stage", marks=pytest.mark.full),
         pytest.param({"stage": 2, "parallel": PACKED, "devices": 4}, id="devices"),
         pytest.param(
             {"stage": 2, "parallel": PACKED, "mesh": {"replica": 2}},

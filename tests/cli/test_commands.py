@@ -109,11 +109,11 @@ def test_check_agrees_and_says_so(trained):
 
 
 def test_a_failed_check_ends_with_1(monkeypatch, tmp_path, capsys):
-    from jaxspeed.cli import check
-    from jaxspeed.engine.check import CheckReport, LeafDifference
+    from jaxspeed import run
+    from jaxspeed.engine.check_report import CheckReport, LeafDifference
 
     bad = CheckReport(0.5, (LeafDifference("w", 0.5, 0.5),), 1e-4, 8)
-    monkeypatch.setattr(check, "check_run", lambda *_, **__: bad)
+    monkeypatch.setattr(run, "check_run", lambda *_, **__: bad)
     config = str(small.write(tmp_path))
     assert main(["check", config]) == 1
     assert "DIFFERS" in capsys.readouterr().out

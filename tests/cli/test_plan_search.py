@@ -11,7 +11,7 @@ from jaxspeed.planner import search_run
 from jaxspeed.planner.compile.outcome import Outcome, Refusal
 from jaxspeed.planner.compile.workers import Inline
 from jaxspeed.planner.make_plan import plan_run
-from jaxspeed.planner.search import choice_of
+from jaxspeed.planner.search.candidate import choice_of
 from jaxspeed.run import source_of
 from tests.cli.planning import plan
 from tests.engine.tiny import Listed, batch, squared_error

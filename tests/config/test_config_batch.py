@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxspeed.config import Batch, Config, load_config
@@ -159,6 +159,18 @@ def test_an_elastic_count_outside_the_table_names_its_neighbours():
         config.batch(outside)
 
 
+def test_the_table_has_the_device_counts_within_the_bounds():
+    bounds = {"min_gpus": 3, "max_gpus": 8}
+    config = elastic(max_train_batch_size=24, micro_batch_sizes=[1], **bounds)
+    assert [ranks for ranks in range(1, 30) if fits(config, ranks)] == [3, 4, 6, 8]
+
+
+def test_a_batch_outside_of_the_section_is_ignored_where_that_is_asked_for():
+    keys = {"max_train_batch_size": 32, "micro_batch_sizes": [1, 2, 3, 7]}
+    elasticity = {"enabled": True, **keys, "ignore_non_elastic_batch_info": True}
+    assert Config(train_batch_size=8, elasticity=elasticity).batch(4) == Batch(24, 3, 2)
+
+
 def test_the_largest_micro_batch_that_divides_is_taken():
     config = elastic(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], max_gpus=1500)
     assert config.batch(4) == Batch(24, 3, 2)
@@ -177,6 +189,8 @@ def divisor_counts(limit):
     micros=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     larger=st.booleans(),
 )
+@example(most=7, micros=[4, 6], larger=True)  # 6 and 4 have as many counts: the preference decides
+@example(most=7, micros=[4, 6], larger=False)
 def test_the_elastic_table_is_the_best_candidate_of_a_plain_search(most, micros, larger):
     if max(micros) > most:
         return
@@ -199,6 +213,13 @@ def test_the_elastic_table_is_the_best_candidate_of_a_plain_search(most, micros,
     assert config.batch(1).train == best
     for ranks in range(1, min(best, 50) + 1):
         assert fits(config, ranks) == (ranks in tables[best])
+
+
+def test_of_two_batches_with_as_many_counts_the_config_chooses():
+    """6 and 4 of at most 6 samples: each for three device counts."""
+    keys = {"max_train_batch_size": 6, "micro_batch_sizes": [4, 6]}
+    assert elastic(**keys).batch(1).train == 6
+    assert elastic(**keys, prefer_larger_batch=False).batch(1).train == 4
 
 
 def test_the_mesh_words_give_the_data_parallel_size_at_load():

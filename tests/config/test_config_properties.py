@@ -13,6 +13,7 @@ from test_config_samples import SAMPLES
 from jaxspeed.config import Config, explain_config, load_config
 from jaxspeed.config.tree import VOCABULARY
 from jaxspeed.errors import ConfigError
+from tests.support.covering import examples
 
 GOOD = [*SAMPLES.values(), HF]
 PATHS = sorted(VOCABULARY)
@@ -72,7 +73,7 @@ def mutated(draw):
     return tree
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(150, 600), deadline=None)
 @given(mutated())
 def test_a_mutated_config_loads_or_is_one_config_error(tree):
     before = copy.deepcopy(tree)
@@ -91,7 +92,7 @@ def test_a_mutated_config_loads_or_is_one_config_error(tree):
     assert repr(tree) == repr(before)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(75, 300), deadline=None)
 @given(mutated())
 def test_explaining_never_raises_and_refuses_exactly_what_does_not_load(tree):
     rows = explain_config(tree)
@@ -112,7 +113,7 @@ def test_any_value_at_all_loads_or_is_a_config_error(source):
         load_config(source)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(
     st.text(alphabet=st.characters(codec="utf-8"), max_size=40), st.sampled_from([".json", ".yaml"])
 )
@@ -123,7 +124,7 @@ def test_any_text_loads_or_is_a_config_error(tmp_path_factory, text, suffix):
         load_config(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(st.text(max_size=12) | st.from_regex(r"[a-z0-9_.]{1,12}=[a-z0-9\[\]{}:, '\"-]{0,8}"))
 def test_any_override_loads_or_is_a_config_error(override):
     with contextlib.suppress(ConfigError):
@@ -142,7 +143,7 @@ SAID = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(st.data(), st.sampled_from(sorted(SAID)), st.sampled_from([json.dumps, yaml.safe_dump]))
 def test_an_override_sets_exactly_its_key(data, path, dump):
     value = data.draw(SAID[path])

@@ -233,6 +233,8 @@ CORRECTED = {
     "memory_breakdown": "it is logged every steps_per_print steps",
     "wall_clock_breakdown": "it is logged every steps_per_print steps",
     "optimizer.params.torch_adam": "torch's AdamW decays by 0.01 by default",
+    "model.pretrained": "it is built",
+    "run.watchdog": "it is built",
     "flops_profiler": "it is built",
     "comms_logger": "it is built",
     "csv_monitor": "it is written under initialize too",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import jaxspeed.data
-from jaxspeed.config.run_sections import Data
+from jaxspeed.config import Config
 from jaxspeed.data import Corpus
 
 WORDS = ["the", "of", "to", "and", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"]
@@ -33,4 +33,4 @@ def json_lines(file: Path, texts: list[str], field: str = "text") -> Path:
 def opened(data: dict[str, Any] | None = None, **limits: Any) -> Corpus:
     """A corpus for a language model of 512 ids and 16 positions, but for what `limits` say."""
     known = {"sample": "tokens", "seq_len": 16, "vocab_size": 512, "seed": 0}
-    return jaxspeed.data.build(Data(**(data or {})), **known | limits)
+    return jaxspeed.data.build(Config(data=data or {}).data, **known | limits)

@@ -1,7 +1,9 @@
 """A corpus as a run opens it."""
 
 import math
+import sys
 import time
+import types
 from collections import Counter
 
 import numpy as np
@@ -117,6 +119,66 @@ def test_facts_are_read_from_a_familys_sizes(family, expected):
     assert {k: getattr(found, k) for k in expected} == expected
     if found.sample:
         assert build(Data(source="synthetic"), **vars(found), seed=0).train.samples
+
+
+# -- each key of the section ----------------------------------------------------------------------
+
+
+FILLER = {"source": "synthetic", "samples": 1, "weight": 1e-9}
+
+
+def decoded(data, **limits):
+    """The first that is trained on, in order."""
+    c = opened(data | {"held_out": 0, "shuffle": False}, **limits)
+    ids = np.concatenate([c.train.batch(t, 1)["tokens"][0, :-1] for t in range(8)])
+    return c.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["one source", "a mixture's"])
+@pytest.mark.parametrize("key", ["path", "paths", "text_field", "split", "samples"])
+def test_a_source_is_read_where_its_keys_say(key, mixed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = json_lines(
+        tmp_path / "a.jsonl", ["abcdefgh" * 40], field="body" if key == "text_field" else "text"
+    )
+    asked = {
+        "path": {"source": "jsonl", "path": str(file)},
+        "paths": {"source": "jsonl", "paths": [str(file)]},
+        "text_field": {"source": "jsonl", "path": str(file), "text_field": "body"},
+        "split": {"source": "huggingface", "path": "letters", "split": "odd"},
+        "samples": {"source": "synthetic", "samples": 7},
+    }[key]
+    splits = {"train": [{"text": "zyxw" * 80}], "odd": [{"text": "abcdefgh" * 40}]}
+    library = types.ModuleType("datasets")
+    library.load_dataset = lambda name, split: splits[split]
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    data = {"mixture": [asked, FILLER]} if mixed else asked
+    if key == "samples":
+        parts = opened(data | {"held_out": 0}).train.parts
+        assert len(parts[0]) == 7
+    else:
+        assert "abcdefghabcdefg" in decoded(data)
+
+
+def test_order_and_samples_follow_the_sections_keys(folder):
+    in_turn = decoded(text(folder))
+    assert in_turn[:100] == "\0".join(TEXTS)[:100]
+
+    def first(**more):
+        return opened(text(folder, held_out=0, **more), seed=1).train.batch(0, 4)
+
+    shuffled = first()["tokens"]
+    assert (first(seed=1)["tokens"] == shuffled).all()
+    assert not (first(seed=2)["tokens"] == shuffled).all()
+    assert first(shuffle=False)["tokens"][0, 0] == ord(TEXTS[0][0])
+    assert first(seq_len=8)["tokens"].shape == (4, 9)
+    assert set(first(document_masks=False)) == {"tokens"} != set(first())
+
+
+def test_the_tokenizer_is_the_one_that_is_asked_for(folder):
+    bpe = opened(text(folder, tokenizer="bpe", vocab_size=270)).tokenizer
+    assert isinstance(bpe, BPETokenizer) and bpe.vocab_size == 270
+    assert len(bpe.encode(TEXTS[1])) < len(TEXTS[1].encode())
 
 
 # -- being continued ----------------------------------------------------------------------------

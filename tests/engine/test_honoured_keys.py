@@ -1,4 +1,4 @@
-"""Ten configs as people write them: every key with the verdict `honoured` is seen in the run.
+"""Twelve configs as people write them: every key with the verdict `honoured` is seen in the run.
 
 Each trains the tiny GPT-2 for five steps on 8 devices. `SEEN` has, for a key, what shows its
 effect: array bytes, dtypes, memory kinds, learning rates, loss scales, log lines, files; and where
@@ -18,6 +18,8 @@ from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed.config import explain_config
+from tests.optim.test_lr_schedules import one_cycle
+from tests.train.test_program_keys import equations
 
 STEPS, SEQ, DEVICES = 5, 32, 8
 
@@ -48,6 +50,7 @@ CONFIGS = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 4,
         "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
         "optimizer": adam(weight_decay=0.3),
         "scheduler": {
             "type": "WarmupDecayLR",
@@ -114,6 +117,25 @@ CONFIGS = {
         "optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.7}},
         "zero_optimization": {"stage": 1},
     },
+    "an elastic batch, a cycle": {
+        "elasticity": {"enabled": True, "version": 0.1, "max_train_batch_size": 32}
+        | {"micro_batch_sizes": [1, 2, 3, 7], "min_gpus": 2, "max_gpus": 16},
+        "optimizer": adam(),
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_momentum": False}
+            | {"cycle_first_step_size": 2, "cycle_second_step_size": 1}
+            | {"decay_lr_rate": 0.25, "decay_step_size": 1},
+        },
+    },
+    "stages and tensor": {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 4,
+        "mesh": {"data": 2},
+        "pipeline": {"stages": 2},
+        "tensor_parallel": {"autotp_size": 2},
+        "optimizer": adam(weight_decay=0.3),
+    },
     "files": {
         "train_batch_size": 8,
         "optimizer": adam(),
@@ -133,6 +155,7 @@ class Run:
     metrics: list = field(default_factory=list)  # of each step, as numbers
     log: str = ""
     shapes: set = field(default_factory=set)  # of tokens, as the loss was traced with
+    program: object = None
     states: list = field(default_factory=list)  # before each step, and after the last
     refused: bool = False  # whether a batch of another size is
 
@@ -149,6 +172,12 @@ class Run:
     def rows(self):
         """Samples of a step, over all devices."""
         return round(self.metrics[-1]["weight"] / SEQ)
+
+    @property
+    def ranks(self):
+        """Those that share a batch."""
+        other = self.key("pipeline.stages", 1) * self.key("tensor_parallel.autotp_size", 1)
+        return DEVICES // other
 
     def updated(self, step):
         """{path: fp32 array} that is updated, as it is before this step."""
@@ -181,6 +210,7 @@ def run_of(config, folder, caplog):
     engine = jaxspeed.initialize(
         lambda rngs: gpt2.build(gpt2.PRESETS["tiny"], rngs), loss, config=config
     )
+    run.program = engine.program
     rows = engine.program.batch.train
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
@@ -208,11 +238,50 @@ def copied(x):
 def seen_batch(run):
     micro = run.key("train_micro_batch_size_per_gpu")
     accumulation = run.key("gradient_accumulation_steps", 1)
-    total = run.key("train_batch_size") or micro * accumulation * DEVICES
-    micro = micro or total // accumulation // DEVICES
+    total = run.key("train_batch_size") or micro * accumulation * run.ranks
+    micro = micro or total // accumulation // run.ranks
     assert run.rows == total and run.refused
-    # The loss is traced with the micro-batch of all devices, or of one.
-    assert run.shapes and run.shapes <= {(micro * n, SEQ + 1) for n in (1, DEVICES)}
+    # The loss is traced with the micro-batch of all ranks, or of one.
+    assert run.shapes and run.shapes <= {(micro * n, SEQ + 1) for n in (1, run.ranks)}
+
+
+def seen_elastic_batch(run):
+    """DeepSpeed's candidates are micro-batches times a highly composite number, below the bound.
+
+    It takes that with the most device counts from 2 to 16, and of those the largest.
+    """
+    micros, composites = run.key("elasticity.micro_batch_sizes"), (1, 2, 4, 6, 12, 24)
+    batches = {m * max(n for n in composites if m * n <= 32) for m in micros}
+
+    def counts(batch):
+        return sum(any(batch % (m * n) == 0 for m in micros) for n in range(2, 17))
+
+    assert run.rows == 24 == max(batches, key=lambda batch: (counts(batch), batch))
+    assert run.refused and run.shapes <= {(3 * n, SEQ + 1) for n in (1, DEVICES)}
+
+
+def seen_mesh(run):
+    assert math.prod(run.program.mesh.shape.values()) == DEVICES
+    matrices = {path: x for path, x in run.states[-1].params.items() if x.ndim == 3}
+    assert matrices  # of the blocks, along whose first dim are the layers
+    for x in matrices.values():
+        assert x.sharding.shard_shape(x.shape)[0] == x.shape[0] // run.key("pipeline.stages")
+        assert local_fraction(x) == run.ranks / DEVICES
+
+
+def seen_accumulation_dtype(run):
+    """The carry of the loop over micro-batches has the gradients of the largest parameter."""
+    tokens = jax.ShapeDtypeStruct((run.rows, SEQ + 1), np.int32)
+    traced = run.program.step.trace(run.program.state, {"tokens": tokens}).jaxpr
+    loops = [
+        eqn
+        for eqn in equations(traced)
+        if eqn.primitive.name == "scan"
+        and eqn.params["length"] == run.key("gradient_accumulation_steps")
+    ]
+    largest = max(x.size for x in run.states[-1].params.values())
+    summed = {x.aval.dtype for eqn in loops for x in eqn.outvars if x.aval.size == largest}
+    assert summed == {np.dtype(run.key("data_types.grad_accum_dtype").replace("bf", "bfloat"))}
 
 
 def seen_precision(run, dtype):
@@ -346,6 +415,12 @@ def learning_rates(run, **changed):
     given = run.key("scheduler.params") | changed
     kind, base = run.key("scheduler.type"), run.key("optimizer.params.lr")
     low, high = given.get("warmup_min_lr", 0.0), given.get("warmup_max_lr", base)
+    if kind == "OneCycle":
+        steps = given["cycle_first_step_size"], given["cycle_second_step_size"]
+        decay = given["decay_lr_rate"], given["decay_step_size"]
+        return one_cycle(STEPS, *steps, given["cycle_min_lr"], given["cycle_max_lr"], decay=decay)[
+            0
+        ]
     warmup, total = given["warmup_num_steps"], given.get("total_num_steps")
     rates = []
     for k in range(-1, STEPS - 1):
@@ -375,6 +450,9 @@ def seen_in_rate(run, name):
             "warmup_type": "linear" if warmup == "log" else "log",
             "warmup_num_steps": 3,
             "total_num_steps": 50,
+            "cycle_first_step_size": 3,
+            "cycle_second_step_size": 2,
+            "decay_step_size": 3,
         }.get(name, 0.5)
         assert run.values("lr") != pytest.approx(learning_rates(run, **{name: other}), rel=1e-3)
 
@@ -463,6 +541,17 @@ SEEN = {
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
         seen_batch,
     ),
+    **{
+        f"elasticity.{name}": seen_elastic_batch
+        for name in (
+            *("enabled", "version", "max_train_batch_size", "micro_batch_sizes"),
+            *("min_gpus", "max_gpus"),
+        )
+    },
+    # A first beta that is cycled does not give the updates that are seen.
+    "scheduler.params.cycle_momentum": lambda run: seen_in_update(run, "betas"),
+    **dict.fromkeys(("mesh.data", "pipeline.stages", "tensor_parallel.autotp_size"), seen_mesh),
+    "data_types.grad_accum_dtype": seen_accumulation_dtype,
     "bf16.enabled": lambda run: seen_precision(run, "bfloat16"),
     "fp16.enabled": lambda run: seen_precision(run, "float16"),
     "zero_optimization.stage": seen_stage,
@@ -491,7 +580,9 @@ SEEN = {
         for name in (
             *("type", "params.warmup_min_lr", "params.warmup_max_lr", "params.warmup_type"),
             *("params.warmup_num_steps", "params.total_num_steps"),
-            *("params.warmup_min_ratio", "params.cos_min_ratio"),
+            *("params.warmup_min_ratio", "params.cos_min_ratio", "params.cycle_min_lr"),
+            *("params.cycle_max_lr", "params.cycle_first_step_size", "params.decay_lr_rate"),
+            *("params.cycle_second_step_size", "params.decay_step_size"),
         )
     },
     **{

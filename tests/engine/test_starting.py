@@ -5,16 +5,19 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jaxspeed.models import gpt2
 
 import jaxspeed
 from jaxspeed import Config, ConfigError, ModelError
 from jaxspeed.engine.jax_setup import enable_compilation_cache
+from jaxspeed.objective.config_model import hidden_size_of
 from tests.engine import tiny
 from tests.engine.tiny import PAIR, Listed, squared_error
 
@@ -76,6 +79,32 @@ def test_a_model_may_be_named_by_its_import_path():
     assert np.isfinite(engine.train_batch(tiny.batch())["loss"])
 
 
+class Sized(Listed):
+    config = types.SimpleNamespace(text_config=types.SimpleNamespace(hidden_sizes=[8, 16]))
+
+
+SIZED_LINEN = type("SizedLinen", (tiny.Linen,), {"config": types.SimpleNamespace(d_model=16)})()
+
+
+@pytest.mark.parametrize("model", [Sized, SIZED_LINEN], ids=["nnx", "linen"])
+def test_an_auto_threshold_is_ten_times_the_models_hidden_size(model):
+    """As Hugging Face fills it in: of 160 elements, so that 8 x 16 is replicated, 16 x 16 not."""
+    auto = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
+    engine = tiny.engine(model, zero_optimization=auto)
+    spread = {x.shape: not x.sharding.is_fully_replicated for x in engine.parameters.values()}
+    assert (spread[8, 16], spread[16, 16]) == (False, True)
+    assert engine.config.given["zero_optimization"]["stage3_param_persistence_threshold"] == 160
+
+
+def test_the_hidden_size_of_a_family_is_that_of_its_preset():
+    section = {"family": "gpt2", "preset": "tiny"}
+    find = hidden_size_of()
+    assert find({"model": section}) == gpt2.PRESETS["tiny"].hidden_size
+    assert find({"model": {**section, "config": {"hidden_size": 48}}}) == 48
+    assert find({"model": {"family": "gpt3"}}) is find({}) is None
+    assert hidden_size_of(PAIR)({"model": section}) is None
+
+
 BAD_SECTIONS = {
     "unknown family": ({"family": "gpt3"}, ConfigError, "gpt3.*did you mean 'gpt2'"),
     "unknown preset": ({"family": "gpt2", "preset": "tny"}, ConfigError, "did you mean 'tiny'"),
@@ -113,6 +142,11 @@ def test_a_subset_of_the_devices_may_be_used():
     assert engine.program.batch.train == 2
     metrics = engine.train_batch(tiny.batch(2))
     assert metrics["loss"].sharding.device_set == set(jax.devices()[4:6])
+
+
+def test_the_file_of_the_step_is_the_one_that_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"step\.exe"):
+        tiny.engine(PAIR, run={"executable": str(tmp_path / "step.exe")})
 
 
 # -- what compiled ------------------------------------------------------------------------------

@@ -207,3 +207,13 @@ def test_arrays_that_a_module_keeps_without_a_variable_are_used_as_they_are(stag
     assert loss == pytest.approx(np.square(out - batch["y"]).mean(), rel=1e-5)
     np.testing.assert_array_equal(engine.module.scale, jnp.arange(1.0, 1 + tiny.FEATURES))
     assert set(engine.parameters) == {"linear/kernel", "linear/bias"}
+
+
+def test_summed_gradients_move_the_weights_by_as_many_ranks():
+    moved = []
+    for op in ("mean", "sum"):
+        engine = tiny.engine(PAIR, gradient_allreduce_op=op)
+        before = np.asarray(engine.parameters["out"])
+        engine.train_batch(tiny.batch())
+        moved.append(np.asarray(engine.parameters["out"]) - before)
+    np.testing.assert_allclose(moved[1], 8 * moved[0], rtol=1e-4)

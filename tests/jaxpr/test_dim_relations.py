@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxspeed.jaxpr.dim_relations import RULES, DimRelations, Factors, relations
+from tests.support.covering import examples
 
 Draw = Callable[..., Any]
 
@@ -426,7 +427,7 @@ def test_every_rule_is_tested():
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=10)
+@settings(max_examples=examples(5, 10))
 @given(st.data())
 def test_an_operation_does_what_its_relations_say(name, data):
     function, operands, indexed, stays = CASES[name](data.draw)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxspeed.config.run_sections import FileMonitor, Wandb
+from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.metrics import CsvSink, JsonlSink, TensorBoardSink, read_records, sinks_of
 
@@ -183,16 +183,6 @@ def test_csv_files_read_as_one_run_after_a_restart(tmp_path):
 # -- what a config asks for ---------------------------------------------------------------------
 
 
-def asked(tensorboard=None, csv_monitor=None, wandb=None, given=None):
-    """What sinks_of reads of a config."""
-    return types.SimpleNamespace(
-        tensorboard=FileMonitor(**tensorboard or {}),
-        csv_monitor=FileMonitor(**csv_monitor or {}),
-        wandb=Wandb(**wandb or {}),
-        given=given or {},
-    )
-
-
 class Recorder:
     """Stands in for a library's writer, and keeps what it was told."""
 
@@ -224,7 +214,7 @@ def wandb(monkeypatch):
 
 
 def test_jsonl_is_always_written_and_nothing_else_unasked(tmp_path):
-    (sink,) = sinks_of(asked(), tmp_path)
+    (sink,) = sinks_of(Config(), tmp_path)
     written(sink, [1])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -240,20 +230,20 @@ def test_jsonl_is_always_written_and_nothing_else_unasked(tmp_path):
 )
 def test_csv_lies_where_deepspeed_s_words_say_or_in_the_run_s_folder(tmp_path, section, place):
     said = {key: value.format(tmp=tmp_path) for key, value in section.items()}
-    config = asked(csv_monitor={"enabled": True, **said})
+    config = Config(csv_monitor={"enabled": True, **said})
     _, sink = sinks_of(config, tmp_path / "run")
     written(sink, [1])
     assert csv_rows(tmp_path / place / "loss.csv") == [["step", "loss"], ["1", "5.0"]]
 
 
 def test_tensorboard_gets_numbers_at_their_step_and_a_text_once(tmp_path, tensorboard):
-    config = asked(tensorboard={"enabled": True})
-    _, sink = sinks_of(config, tmp_path, resume_from_step=7)
+    section = {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "mine"}
+    _, sink = sinks_of(Config(tensorboard=section), tmp_path, resume_from_step=7)
     for step in (7, 8):
         sink.write({"step": step, "loss": loss(step), "mfu": None, "mfu_formula": "6 N"})
     sink.close()
     (writer,) = tensorboard
-    assert writer.how["logdir"] == str(tmp_path / "tensorboard")
+    assert writer.how["logdir"] == str(tmp_path / "events" / "mine")
     assert writer.how["purge_step"] == 7
     assert writer.said == [
         ("add_scalar", "loss", loss(7), 7),
@@ -284,7 +274,7 @@ def test_a_wandb_run_is_one_run_after_a_restart(tmp_path, wandb):
     section = {"enabled": True, "project": "p", "team": "t", "group": "g"}
     given = {"train_batch_size": 1, "wandb": section}
     for _ in range(2):
-        _, sink = sinks_of(asked(wandb=section, given=given), tmp_path)
+        _, sink = sinks_of(Config(**given), tmp_path)
     first, second = wandb
     assert first.how["id"] == second.how["id"]
     assert second.how["resume"] == "allow"
@@ -309,7 +299,7 @@ def test_a_wandb_run_that_cannot_start_says_what_would_work(tmp_path, wandb, mon
 
     monkeypatch.setattr(sys.modules["wandb"], "init", fails)
     with pytest.raises(RunError, match=r"'deepspeed': no route; .*WANDB_MODE=offline"):
-        sinks_of(asked(wandb={"enabled": True}), tmp_path)
+        sinks_of(Config(wandb={"enabled": True}), tmp_path)
 
 
 @pytest.mark.parametrize(("section", "library"), [("tensorboard", "tensorboardX"), ("wandb",) * 2])
@@ -318,7 +308,7 @@ def test_a_missing_library_is_named_with_its_extra_before_anything_is_written(
 ):
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = asked(**{section: {"enabled": True}})
+    config = Config(**{section: {"enabled": True}})
     with pytest.raises(ConfigError, match=rf'needs {library}.*pip install "jaxspeed\[{section}\]"'):
         sinks_of(config, tmp_path / "run")
     assert not Path(tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import jaxspeed
-from jaxspeed.errors import ModelError
+from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.autocast import Autocast, autocast_function
 from jaxspeed.ops import attention
@@ -201,7 +201,7 @@ def test_a_tpu_program_multiplies_in_the_low_dtype(name):
     assert operands and {tuple(pair) for pair in operands} == {("bf16", "bf16")}
 
 
-def test_stage_3_gathers_and_reduces_safe_modules_in_the_low_dtype():
+def test_stage_3_gathers_and_reduces_safe_modules_in_the_low_dtype(caplog):
     case = CASES["a decoder's cache"]
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     low = {"qkv/kernel", "qkv/bias", "out/kernel", "out/bias", "head/kernel"}
@@ -218,7 +218,24 @@ def test_stage_3_gathers_and_reduces_safe_modules_in_the_low_dtype():
     assert read_low(None) == low  # norms and the embedding are read in fp32
     assert read_low(["torch.nn.Linear"]) == low
     assert read_low(["head"]) == {"head/kernel"}
-    assert read_low(["torch.nn.Conv2d"]) == set()
+    with caplog.at_level("WARNING", logger="jaxspeed"):
+        assert read_low(["torch.nn.Conv2d"]) == set()
+    assert "calls no module of torch.nn.Conv2d" in caplog.text
+
+
+def test_safe_modules_that_the_model_does_not_have_are_named(caplog):
+    case = CASES["a decoder's cache"]
+
+    def trained(*modules):
+        autocast = {**AUTOCAST["torch_autocast"], "lower_precision_safe_modules": list(modules)}
+        return losses_of(engine_of(case, torch_autocast=autocast), case, 1)
+
+    with pytest.raises(ConfigError, match=r"'haed' is no class or path .* nearest: head"):
+        trained("haed")
+    with caplog.at_level("WARNING", logger="jaxspeed"):
+        trained("head", "Linaer", "torch.nn.Conv2d")
+    assert caplog.text.count("'Linaer' is no class or path") == 1
+    assert "nearest: Linear" in caplog.text and "Conv2d" not in caplog.text
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -303,6 +320,14 @@ def test_products_of_other_dtypes_are_as_they_are():
         assert found["dot_general"] == jnp.float64
 
 
+KEY = jax.random.key(0)
+
+
+def noise(key):
+    """Drawn in a scan, as an RNN that samples does."""
+    return jax.random.normal(key, X.shape)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -311,6 +336,7 @@ def test_products_of_other_dtypes_are_as_they_are():
         lambda x: lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, x),
         lambda x: jax.checkpoint(lambda x: jnp.sin(x @ x))(x),
         lambda x: jax.jit(lambda x: x @ x)(x),
+        lambda x: lax.scan(lambda c, key: (c, c @ c * noise(key)), x, jax.random.split(KEY, 3)),
     ],
 )
 def test_inner_programs_keep_the_types_of_their_boundaries(function):

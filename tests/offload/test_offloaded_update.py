@@ -162,7 +162,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=examples(5, 12), deadline=None)
+@settings(max_examples=examples(3, 12), deadline=None)
 @given(
     shapes=shapes,
     mesh=st.sampled_from(MESHES),

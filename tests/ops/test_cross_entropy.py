@@ -12,9 +12,10 @@ from jaxspeed.errors import ModelError
 from jaxspeed.ops import cross_entropy, linear_cross_entropy
 from jaxspeed.ops.vocabulary_parallel import AUTO_CHUNK, chunks_of
 from tests.ops.cross_entropy_reference import IGNORED, assert_near, problem, reference
+from tests.support.covering import examples
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6, 15), deadline=None)
 @given(
     vocab=st.integers(2, 24),
     chunk=st.one_of(st.none(), st.integers(1, 26)),

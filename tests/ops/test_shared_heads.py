@@ -18,6 +18,7 @@ from jaxspeed.ops.mask import Mask
 from jaxspeed.ops.per_device import over_batch_and_heads
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.ops.meshes import simulated_mesh
+from tests.support.covering import examples
 
 HEAD_DIM, SEQ, BATCH = 4, 6, 4
 
@@ -31,7 +32,7 @@ def as_a_kernel(q, k, v):
 FORMS = {"plain": functools.partial(attention, scale=0.5), "kernel": as_a_kernel}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4, 8), deadline=None)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     parts=st.sampled_from([2, 4, 8]),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.ops import embed, linear_cross_entropy
 from tests.ops.cross_entropy_reference import IGNORED, assert_near, problem, reference
 from tests.ops.meshes import simulated_mesh
+from tests.support.covering import examples
 
 
 def on_mesh(mesh, function, *args, cut=()):
@@ -29,7 +30,7 @@ def on_mesh(mesh, function, *args, cut=()):
 # -- cross-entropy --------------------------------------------------------------------------------
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4, 8), deadline=None)
 @given(
     parts=st.sampled_from([2, 4, 8]),
     vocab=st.integers(2, 40),
@@ -151,7 +152,7 @@ def test_bf16_gradients_are_summed_in_fp32_over_chunks():
 # -- lookups --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(3, 6), deadline=None)
 @given(parts=st.sampled_from([2, 4, 8]), vocab=st.integers(3, 40), seed=st.integers(0, 99))
 def test_lookups_in_shared_rows_equal_plain_ones(parts, vocab, seed):
     """The rows of a vocabulary that was padded to be cut, and ids that are outside of it."""

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspeed.optim import PathGroup, PathRules, build_optimizer, is_norm_or_bias
 from jaxspeed.optim.norms_and_biases import map_with_path
+from tests.optim.from_config import built
 
 
 class Pair(NamedTuple):
@@ -103,7 +104,7 @@ def ones():
 
 def decrements(type_, params, **options):
     """How far each leaf falls in one update, by path: all parameters and gradients are 1."""
-    optimizer = build_optimizer(type_, params, match=fnmatch_path, **options)
+    optimizer = built(type_, params, **options).transform
     updates, _ = jax.jit(optimizer.update)(ones(), optimizer.init(ones()), ones())
     falls: dict[str, float] = {}
 
@@ -136,9 +137,9 @@ def test_without_being_asked_all_leaves_decay():
 
 
 GROUPS = [
-    PathGroup("blocks/*bias", lr_factor=2.0),
-    PathGroup("blocks/*", lr_factor=3.0, weight_decay=0.2),
-    PathGroup("embed/*", frozen=True),
+    {"pattern": "blocks/**/bias", "lr_factor": 2.0},
+    {"pattern": "blocks/**", "lr_factor": 3.0, "weight_decay": 0.2},
+    {"pattern": "embed/**", "frozen": True},
 ]
 
 
@@ -163,7 +164,7 @@ def test_excluding_norms_is_stronger_than_a_group_that_names_their_layer():
 @pytest.mark.parametrize("type_", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon"])
 def test_every_optimizer_honours_a_groups_rate(type_):
     plain = decrements(type_, {"lr": 0.1})
-    rates = [group._replace(weight_decay=None) for group in GROUPS]
+    rates = [group | {"weight_decay": None} for group in GROUPS]
     grouped = decrements(type_, {"lr": 0.1}, groups=rates)
     factors = {"blocks/mlp/kernel": 3, "blocks/mlp/bias": 2, "blocks/norm/scale": 3}
     factors |= {"embed/embedding": 0, "head/kernel": 1}
@@ -186,7 +187,8 @@ def test_masked_leaves_are_passed_over(type_):
 
 def test_rules_tell_what_is_frozen_and_which_patterns_name_nothing():
     shadowed = PathGroup("blocks/mlp/bias", lr_factor=5.0)
-    rules = PathRules([*GROUPS, shadowed, PathGroup("decoder/*")], match=fnmatch_path)
+    groups = [PathGroup("blocks/*bias"), PathGroup("embed/*", frozen=True)]
+    rules = PathRules([*groups, shadowed, PathGroup("decoder/*")], match=fnmatch_path)
     assert rules.frozen("embed/embedding") and not rules.frozen("head/kernel")
     paths = ["blocks/mlp/kernel", "blocks/mlp/bias", "embed/embedding"]
     assert rules.unused_patterns(paths) == ["blocks/mlp/bias", "decoder/*"]

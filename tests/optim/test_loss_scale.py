@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.optim import loss_scale
+from tests.optim.from_config import built
 
 
 def reference(overflows, *, scale, window, hysteresis, consecutive, minimum):
@@ -50,7 +51,8 @@ def trajectory(rule, overflows):
 
 
 def scales(overflows, **fp16):
-    return [scale for scale, _ in trajectory(loss_scale.make_rule(**fp16), overflows)]
+    rule = built(fp16={"enabled": True, **fp16}).rule
+    return [scale for scale, _ in trajectory(rule, overflows)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,10 +122,14 @@ def test_the_scale_stops_at_its_minimum_and_reports_it():
         assert loss_scale.is_exhausted(state, rule)
 
 
+def test_the_scale_does_not_fall_below_its_minimum():
+    assert scales([True] * 4, initial_scale_power=4, hysteresis=1, min_loss_scale=4) == [8, 4, 4, 4]
+
+
 def test_a_static_scale_never_moves():
-    rule = loss_scale.make_rule(loss_scale=128, loss_scale_window=1)
-    assert rule == loss_scale.StaticRule(128.0)
+    rule = built(fp16={"enabled": True, "loss_scale": 128, "loss_scale_window": 1}).rule
     assert {scale for scale, _ in trajectory(rule, [True, True, False, False, False])} == {128.0}
+    assert rule == loss_scale.StaticRule(128.0)
     assert not loss_scale.is_exhausted(loss_scale.init(rule), rule)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.errors import ModelError, PlacementError
+from jaxspeed.placement.stacks import UnlikeStages
 from jaxspeed.train import build_program
 
 WIDTH = 16
@@ -59,6 +60,7 @@ def stack_of(model, **config):
     return build_program(settings, model, loss, example_batch=BATCH).table.stack
 
 
+EQUAL_BLOCKS = {"parallel": {"pipeline_recompute": "layers"}}  # unlike blocks exclude it
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 SETTINGS = {
     "first dim": (0, {"mesh": {"pipe": 2}}),
@@ -142,7 +144,7 @@ class Numbered(nnx.Module):
 
 
 def test_numbered_submodules_that_do_not_follow_each_other_are_no_blocks():
-    assert next(iter(stack_of(Numbered).leaves)).startswith("layers/*")
+    assert next(iter(stack_of(Numbered, **EQUAL_BLOCKS).leaves)).startswith("layers/*")
 
 
 class Unlike(nnx.Module):
@@ -159,6 +161,7 @@ class Unlike(nnx.Module):
 
 def test_where_no_stack_can_be_split_the_reason_names_each():
     with pytest.raises(ModelError) as error:
-        stack_of(Unlike)
+        stack_of(Unlike, **EQUAL_BLOCKS)
     assert "conv*" in str(error.value) and "norm*" in str(error.value)
     assert "reads no output of block 0" in str(error.value)
+    assert isinstance(stack_of(Unlike), UnlikeStages)

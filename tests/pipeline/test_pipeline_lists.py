@@ -415,6 +415,7 @@ IN_FULL = {
     "a list",
     "a list that drops",
     "recomputed calls",
+    "recomputed class",
     "a table that all read",
     "a price that travels",
     "penalties that travel",
@@ -424,6 +425,7 @@ IN_FULL = {
     "a pair",
     "a pair of lambdas",
     "layers that take turns",
+    "layers, tied",  # test_pipeline_module.py has them
     "packed gpt2",
 }
 SCHEDULES = ("interleaved", "1f1b", "gpipe")

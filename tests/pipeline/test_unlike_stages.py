@@ -1,18 +1,330 @@
-"""Why lists of unlike layers are refused: what a program that branches by stage would come to.
+"""Unlike blocks become contiguous stages: an encoder and a decoder, a UNet with skip connections.
 
-All stages run one program. Stages of unlike layers would each take a branch of it, and what data
-and tensor exchange would be inside of the branches. XLA's partitioner puts exchanges among *all*
-devices there, which wait for stages that are in another branch: on simulated devices such a program
-hangs (jax 0.10.2). Where this test fails, the partitioner has learnt it: lift the refusal.
+Losses and parameters equal a plain Optax loop's, for any mesh of stages and data ranks.
+
+Each stage takes a branch of one program. XLA's partitioner would put exchanges among *all* devices
+into the branches, which wait for stages that are in another branch (the last test, jax 0.10.2: on
+simulated devices such a program hangs). So the data axes are manual around the branches.
 """
 
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import jaxspeed
+from jaxspeed.config import Config
+from jaxspeed.errors import ModelError, PlacementError
+from jaxspeed.pipeline.step_values import split_program
+from jaxspeed.placement.specs import spec_axes
+from jaxspeed.placement.stacks import UnlikeStages
+from jaxspeed.train import build_program
+from jaxspeed.train.tensor_names import traced_example
+
+WIDTH, VOCAB, SAMPLES = 8, 16, 8
+RNG = np.random.default_rng(0)
+
+
+class Mixer(nnx.Module):
+    def __init__(self, rngs, wide):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, wide * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(wide * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class Reader(nnx.Module):
+    """A decoder's block: it reads the encoder's output, whichever stage that is on."""
+
+    def __init__(self, rngs):
+        self.query, self.key, self.out = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3))
+        self.mixer = Mixer(rngs, 3)
+
+    def __call__(self, x, memory):
+        scores = jnp.einsum("bqe,bke->bqk", self.query(x), self.key(memory))
+        return self.mixer(x + self.out(jax.nn.softmax(scores) @ memory))
+
+
+class Seq2Seq(nnx.Module):
+    """The embedding is read by both halves and by the head."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.encoder = nnx.List([Mixer(rngs, 2) for _ in range(2)])
+        self.decoder = nnx.List([Reader(rngs) for _ in range(2)])
+
+    def __call__(self, source, target):
+        memory = self.embed(source)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.embed(target)
+        for block in self.decoder:
+            x = block(x, memory)
+        return self.embed.attend(x)
+
+
+class Level(nnx.Module):
+    def __init__(self, rngs, width, out):
+        self.norm = nnx.GroupNorm(width, num_groups=2, rngs=rngs)
+        self.conv = nnx.Conv(width, out, (3,), rngs=rngs)
+
+    def __call__(self, x):
+        return self.conv(jax.nn.silu(self.norm(x)))
+
+
+class UNet(nnx.Module):
+    """Two skip connections; no two blocks are alike."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Conv(2, 4, (3,), rngs=rngs)
+        self.down1, self.down2 = Level(rngs, 4, 8), Level(rngs, 8, 16)
+        self.middle = Level(rngs, 16, 16)
+        self.up2, self.up1 = Level(rngs, 32, 8), Level(rngs, 16, 4)
+        self.last = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        a = self.down1(self.first(x))
+        b = self.down2(nnx.avg_pool(a, (2,), (2,)))
+        x = self.up2(jnp.concatenate([self.middle(b), b], -1))
+        x = self.up1(jnp.concatenate([jnp.repeat(x, 2, axis=1), a], -1))
+        return self.last(x)
+
+
+class BatchMean(UNet):
+    """A block subtracts the mean over samples."""
+
+    def __call__(self, x):
+        x = self.down2(self.down1(self.first(x)))
+        x = self.middle(x - x.mean(0))
+        return self.last(self.up1(jnp.concatenate([self.up2(jnp.concatenate([x, x], -1))] * 2, -1)))
+
+
+def translation(model, batch):
+    logits = model(batch["source"], batch["target"][:, :-1])
+    targets = batch["target"][:, 1:]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def denoising(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+def signal():
+    return RNG.normal(size=(SAMPLES, 8, 2)).astype(np.float32)
+
+
+def tokens(length):
+    return RNG.integers(0, VOCAB, (SAMPLES, length)).astype(np.int32)
+
+
+CASES = {
+    "encoder-decoder": (Seq2Seq, translation, {"source": tokens(5), "target": tokens(7)}),
+    "UNet": (UNet, denoising, {"x": signal(), "y": signal()}),
+    "batch mean": (BatchMean, denoising, {"x": signal(), "y": signal()}),
+}
+CONFIG = {
+    "train_batch_size": SAMPLES,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+}
+
+
+def engine(name, pipe, data=1, **config):
+    model, loss, batch = CASES[name]
+    config = {**CONFIG, "mesh": {"pipe": pipe, "data": data}, **config}
+    devices = jax.devices()[: pipe * data]
+    return jaxspeed.initialize(
+        model, loss, config=config, example_batch=batch, devices=devices
+    ), batch
+
+
+def plain(name, steps):
+    """Losses, and the parameters after them."""
+    model, loss, batch = CASES[name]
+    graph, params, rest = nnx.split(model(nnx.Rngs(0)), nnx.Param, ...)
+    tx = optax.sgd(0.05, momentum=0.9)
+    state, losses = tx.init(params), []
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p, rest), batch))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return losses, {"/".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(params)}
+
+
+SETTINGS = {
+    "encoder-decoder, data, stage 1": (
+        "encoder-decoder",
+        2,
+        2,
+        {"zero_optimization": {"stage": 1}},
+    ),
+    "UNet, three stages": ("UNet", 3, 1, {"zero_optimization": {"stage": 3}}),
+    "encoder-decoder, four stages": (
+        "encoder-decoder",
+        4,
+        1,
+        {"parallel": {"pipeline_schedule": "gpipe"}},
+    ),
+    "UNet, data": ("UNet", 2, 2, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if i < 2 else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(SETTINGS)],
+)
+def test_unlike_stages_train_as_plain_optax(name):
+    case, pipe, data, config = SETTINGS[name]
+    run, batch = engine(case, pipe, data, **config)
+    losses, params = plain(case, 3)
+    evaluated = float(run.eval_batch(batch)["loss"])
+    np.testing.assert_allclose(evaluated, losses[0], rtol=1e-5)
+    got = [float(run.train_batch(batch)["loss"]) for _ in range(3)]
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    assert losses[2] < losses[0]
+    found = run.parameters
+    assert found.keys() == params.keys()
+    for path, x in params.items():
+        np.testing.assert_allclose(found[path], x, atol=1e-5, err_msg=path)
+
+
+def program_of(name, pipe, data=1, **config):
+    model, loss, batch = CASES[name]
+    config = Config(**{**CONFIG, "mesh": {"pipe": pipe, "data": data}, **config})
+    devices = jax.devices()[: pipe * data]
+    return build_program(config, model, loss, example_batch=batch, devices=devices)
+
+
+def test_each_parameter_is_of_one_stage_unless_several_read_it():
+    table = program_of("encoder-decoder", 2).table
+    assert isinstance(table.stack, UnlikeStages)
+    assert [row.path for row in table if row.path not in table.stack.paths] == ["embed/embedding"]
+    for path, stage in table.stack.stage_of.items():
+        assert stage == 0 or path.startswith("decoder"), path
+        assert "pipe" in spec_axes(table[path].source.spec), path
+
+
+def parts_of(name, pipe):
+    _, loss, batch = CASES[name]
+    program = program_of(name, pipe)
+    traced = traced_example(program.model, loss, batch, program.mesh)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    paths = [row.path for row in program.table]
+    return split_program(traced, paths, program.table.stack, one)
+
+
+def test_skip_connections_are_sent_through_the_stages_between():
+    messages = parts_of("UNet", 3).messages
+    sent = [[v.aval.shape for v in values] for values in messages.sent]
+    assert (SAMPLES, 8, 8) in sent[0] and (SAMPLES, 8, 8) in sent[1]  # of the outer level
+    (buffer,) = messages.shapes  # all messages have the shape of the largest
+    assert buffer.size == max(sum(map(np.prod, shapes)) for shapes in sent)
+
+
+def test_no_branch_of_a_compiled_step_communicates():
+    run, batch = engine("UNet", 2, 2)
+    program = run.program
+    given = program.abstract_batch(batch)
+    text = program.step.lower(program.state, given).compile().as_text()
+    bodies = branch_bodies(text)
+    assert len(bodies) >= 4  # forward and backward of two stages
+    for body in bodies:
+        assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", body)
+
+
+def test_a_checkpoint_of_unlike_stages_continues_without_stages(tmp_path):
+    run, batch = engine("UNet", 2)
+    run.train_batch(batch)
+    run.save_checkpoint(tmp_path)
+    run.wait()
+    other, _ = engine("UNet", 1)
+    other.load_checkpoint(tmp_path)
+    losses, _ = plain("UNet", 2)
+    np.testing.assert_allclose(float(other.train_batch(batch)["loss"]), losses[1], rtol=1e-5)
+
+
+REFUSED = {
+    "tensor": ({"mesh": {"pipe": 2, "tensor": 2}}, "Nor can unlike blocks .* need mesh.tensor 1"),
+    "sharded gradients": (
+        {"mesh": {"pipe": 2, "data": 2}, "zero_optimization": {"stage": 3}},
+        "need zero_optimization.stage 0 or 1",
+    ),
+    "remat": ({"mesh": {"pipe": 2}, "parallel": {"remat": "full"}}, "need .*no remat"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_unlike_stages_exclude_are_named(name):
+    model, loss, batch = CASES["UNet"]
+    config, reason = REFUSED[name]
+    count = int(np.prod([*config["mesh"].values()]))
+    with pytest.raises((ModelError, PlacementError), match=reason):
+        build_program(
+            Config(**{**CONFIG, **config}),
+            model,
+            loss,
+            example_batch=batch,
+            devices=jax.devices()[:count],
+        )
+
+
+def test_blocks_that_mix_samples_are_refused_over_data_ranks_by_name():
+    run, batch = engine("batch mean", 2, 2)
+    with pytest.raises(ModelError, match=r"a reduce_sum mixes.*\(down1/conv, down1/norm"):
+        run.train_batch(batch)
+
+
+def test_more_stages_than_parts_are_refused_with_the_blocks():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Param(rngs.params.normal((3, 2, 2)))
+            self.second = nnx.Param(rngs.params.normal((2, 2, 2)))
+
+        def __call__(self, x):
+            for weights in (self.first[...], self.second[...]):
+                x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+            return x
+
+    batch = CASES["UNet"][2]
+    reason = r"reads its parameters \(first, second\) in 2 operations"
+    with pytest.raises(PlacementError, match=reason):
+        build_program(
+            Config(**{**CONFIG, "mesh": {"pipe": 4}}),
+            Scanned,
+            denoising,
+            example_batch=batch,
+            devices=jax.devices()[:4],
+        )
+
+
+def branch_bodies(text):
+    """The branches of the conditionals of a compiled program."""
+    branches = re.findall(r"branch_computations=\{([^}]*)\}", text)
+    branches += re.findall(r"(?:true|false)_computation=([^,\s]+)", text)
+    names = {name.strip().lstrip("%") for found in branches for name in found.split(",")}
+    assert names
+    return [
+        body
+        for name, body in re.findall(r"^%([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+        if name in names
+    ]
+
 
 WIDTHS, EMBED = (64, 96, 48, 80), 256
 ROOM = 2 * EMBED * max(WIDTHS)  # the weights of any stage in one row, padded
@@ -52,14 +364,7 @@ def test_branches_of_unlike_stages_hold_exchanges_with_the_devices_of_other_bran
         jax.ShapeDtypeStruct((4, 16, EMBED), jnp.float32, sharding=cut),
     ]
     text = jax.jit(step).lower(*shapes).compile().as_text()
-    branches = re.findall(r"branch_computations=\{([^}]*)\}", text)
-    names = {name.strip().lstrip("%") for found in branches for name in found.split(",")}
-    assert names
-    inside = [
-        body
-        for name, body in re.findall(r"^%([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
-        if name in names
-    ]
+    inside = branch_bodies(text)
     pairs = re.findall(r"source_target_pairs=\{(\{.*?\})\}", "\n".join(inside))
     devices = [set(map(int, re.findall(r"\d+", found))) for found in pairs]
     assert set(range(8)) in devices

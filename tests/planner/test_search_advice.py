@@ -11,6 +11,7 @@ from jaxspeed.planner.search.analytic_cost import AnalyticCost
 from jaxspeed.planner.search.candidate import keys_of
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from tests.planner.choices import LIMIT, made_up, space_of
+from tests.support.covering import examples
 
 WRITTEN = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}
 FEW = frozenset({"data", "stage", "recompute", "offload_optimizer", "micro"})
@@ -32,7 +33,7 @@ def within_three(space):
     return reached
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6, 15), deadline=None)
 @given(st.integers(0, 10**6))
 def test_with_exact_formulas_the_advice_is_the_exhaustive_one(seed):
     space = space_of(WRITTEN, 4, layers=4, tensor=(1, 2), changing=FEW)

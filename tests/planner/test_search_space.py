@@ -3,13 +3,19 @@
 import random
 from dataclasses import replace
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspeed.config import Config
+from jaxspeed.hardware.targets import target_of
+from jaxspeed.planner.compile.workers import Inline
 from jaxspeed.planner.search.candidate import choice_of, keys_of, with_keys
 from jaxspeed.planner.search.space import FAST
+from jaxspeed.planner.search_run import Job, SearchProblem, search_problem, search_run, search_space
+from jaxspeed.run import source_of
+from tests.engine import tiny
 from tests.planner.choices import space_of
 from tests.support.covering import examples
 
@@ -152,3 +158,48 @@ def test_without_host_memory_nothing_is_offloaded():
     assert not any(
         c.offload_optimizer or c.offload_parameters or c.offload_activations for c in choices
     )
+
+
+# -- the section `autotuning` ---------------------------------------------------------------------
+
+
+def asked(**tuning):
+    """A search of 64 samples on 8 GPUs with this section."""
+    batch = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    source = source_of(tiny.config(autotuning=tuning, **batch), tiny.PAIR, tiny.squared_error)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.batch(64))
+    program, _ = Job(source, shapes)(None)
+    return source, program, shapes, target_of("h100:8")
+
+
+def space_within(**tuning):
+    source, program, shapes, target = asked(**tuning)
+    return list(search_space(search_problem(source, program, shapes, target), program).all())
+
+
+def test_the_section_bounds_the_choices():
+    assert {choice.micro for choice in space_within(enabled=False)} == {1, 2, 4, 8}
+    low = space_within(enabled=True, min_train_micro_batch_size_per_gpu=4)
+    assert {choice.micro for choice in low} == {4, 8}
+    high = space_within(enabled=True, max_train_micro_batch_size_per_gpu=4)
+    assert {choice.micro for choice in high} == {1, 2, 4}
+    assert len({choice.offload_optimizer for choice in low}) == 2
+    fast = space_within(enabled=True, fast=True)
+    assert len({choice.offload_optimizer for choice in fast}) == 1
+    assert {choice.tensor for choice in space_within(enabled=True, mp_size=2)} == {1, 2}
+    assert {choice.tensor for choice in low} == {1}
+
+
+def test_so_many_candidates_are_estimated(monkeypatch):
+    first, real = [], SearchProblem.estimate
+
+    def estimate(problem, choice):
+        """The first one's for all, which is quicker."""
+        return first[0] if first else first.append(real(problem, choice)) or first[0]
+
+    monkeypatch.setattr(SearchProblem, "estimate", estimate)
+    monkeypatch.setattr("jaxspeed.planner.search_run._pool", lambda given: Inline(given.estimate))
+    few = {"enabled": True, "fast": True, "tuner_num_trials": 3}
+    source, program, shapes, target = asked(**few)
+    found = search_run(source, program, shapes, target, seconds=60, patience=1)
+    assert len(found.candidates) == 3 < found.considered

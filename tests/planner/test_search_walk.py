@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.walk import NEAR, Limits, SearchLoop, best_of, order_of
 from tests.planner.choices import LIMIT, made_up, space_of, submitted
+from tests.support.covering import examples
 
 WRITTEN = {"train_batch_size": 64}
 # Of which an exhaustive search takes a second.
@@ -23,7 +24,7 @@ def walked(space, estimate, costs, **limits):
     return walk
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(4, 10), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([4, 8]), st.sampled_from([0.0, 0.1]))
 def test_the_best_of_all_choices_is_found_with_few_estimates(seed, devices, noise):
     space = space_of(WRITTEN, devices, layers=4, tensor=(1, 2, 4), changing=FEW)
@@ -40,7 +41,7 @@ def test_the_best_of_all_choices_is_found_with_few_estimates(seed, devices, nois
     assert len(walk.done) < len(everything) / 3
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(4, 10), deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_config_as_it_is_is_always_estimated_and_never_beats_the_best(seed):
     space = space_of({**WRITTEN, "mesh": {"tensor": 2}}, 8, changing=FEW)

@@ -4,7 +4,7 @@ import functools
 import signal
 import sys
 
-from jaxspeed.cli.main import INTERRUPTED
+from jaxspeed.cli.common import INTERRUPTED
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner.compile.in_child import compile_for
 from tests.planner import jobs

@@ -19,6 +19,7 @@ from jaxspeed import ops
 from jaxspeed.remat.budget import RematCosts, UnitResiduals, cheapest
 from jaxspeed.remat.resolve import names_policy
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
+from tests.support.covering import examples
 
 EMBED, SEQ, BATCH = 256, 24, 2  # wide: matmuls outweigh what XLA takes an erf for
 SIZES = {"hidden_size": EMBED, "num_attention_heads": 4}
@@ -77,7 +78,7 @@ def any_choice(costs, room, generator):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6, 15), deadline=None)
 @given(share=st.floats(0, 1.1), seed=st.integers(0, 999))
 def test_no_random_choice_that_fits_costs_less(family, share, seed):
     costs, generator = case(family)[3], random.Random(seed)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
@@ -29,40 +30,44 @@ def filled(found):
     leaves, start = {}, 1
     for part in found:
         values = np.arange(start, start + part.size).reshape(part.shape)
-        leaves[part.path], start = jnp.asarray(values, part.dtype), start + part.size
+        leaves[part.path], start = values.astype(part.dtype), start + part.size
     return leaves
 
 
-@settings(deadline=None, max_examples=examples(15, 60))
+@settings(deadline=None, max_examples=examples(10, 60))
 @given(parts(), st.integers(1, 200))
 def test_leaves_round_trip_through_buckets(given_parts, nbytes):
     ranks, found = given_parts
     leaves = filled(found)
     buckets = buckets_of(found, ranks, nbytes)
     assert sorted(p.path for b in buckets for p in b.parts) == sorted(leaves)
-    for bucket in buckets:
-        chunks = bucket.to_chunks(leaves)
+    # One program an example: operation by operation, each would be one.
+    every = jax.jit(lambda leaves: [bucket.to_chunks(leaves) for bucket in buckets])(leaves)
+    back = jax.jit(lambda every: [b.leaves(x) for b, x in zip(buckets, every, strict=True)])(every)
+    for bucket, chunks, found_leaves in zip(buckets, every, back, strict=True):
         assert chunks.shape == (ranks, bucket.length)
         assert len({(p.dim is None, p.dtype) for p in bucket.parts}) == 1
         assert len(bucket.parts) == 1 or sum(p.nbytes for p in bucket.parts) <= nbytes
-        for path, leaf in bucket.leaves(chunks).items():
+        for path, leaf in found_leaves.items():
             np.testing.assert_array_equal(leaf, leaves[path])
 
 
-@settings(deadline=None, max_examples=examples(15, 60))
+@settings(deadline=None, max_examples=examples(10, 60))
 @given(parts())
 def test_a_chunk_is_the_shard_that_a_rank_stores(given_parts):
     ranks, found = given_parts
     leaves = filled(found)
     for bucket in buckets_of(found, ranks, 1 << 20):
-        chunks = bucket.to_chunks(leaves)
+        chunks = jax.jit(bucket.to_chunks)(leaves)
+        both = jax.jit(lambda own, chunk, b=bucket: (b.own_chunk(own), b.shards(chunk)))
         for rank in range(ranks if bucket.is_sharded else 0):
             shards = {
                 part.path: np.split(np.asarray(leaves[part.path]), ranks, part.dim)[rank]
                 for part in bucket.parts
             }
-            np.testing.assert_array_equal(bucket.own_chunk(shards), chunks[rank])
-            for path, shard in bucket.shards(chunks[rank]).items():
+            chunk, found_shards = both(shards, np.asarray(chunks)[rank])
+            np.testing.assert_array_equal(chunk, chunks[rank])
+            for path, shard in found_shards.items():
                 np.testing.assert_array_equal(shard, shards[path])
 
 

@@ -45,7 +45,7 @@ def write(folder: Path, **changes: dict[str, Any]) -> Path:
     config["data"]["path"] = str(corpus)
     config["run"]["output"] = str(folder / "run")
     for section, values in changes.items():
-        config[section] = {**config[section], **values}
+        config[section] = {**config.get(section, {}), **values}
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path

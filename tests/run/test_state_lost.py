@@ -45,7 +45,11 @@ def lossy(trainer, lost_at):
 
 @pytest.mark.parametrize(
     "lost_at",
-    [pytest.param({5}, marks=pytest.mark.full), {2}, {5, 6, 9}],
+    [
+        pytest.param({5}, marks=pytest.mark.full),
+        pytest.param({2}, marks=pytest.mark.full),
+        {2, 7, 8, 11},  # before any save; then later, in a row, and once more
+    ],
     ids=["later", "before any save", "often"],
 )
 def test_a_run_ends_bitwise_as_one_that_lost_nothing(config, whole, tmp_path, lost_at):

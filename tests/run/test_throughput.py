@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from jaxspeed.config.run_sections import WatchdogSection
 from jaxspeed.metrics import Progress, TimeLedger
 from jaxspeed.run import step_records
 from jaxspeed.run.step_records import Recorder
 from jaxspeed.run.trainer import LAG
+from jaxspeed.run.watchdog import Watchdog
 
 pytestmark = pytest.mark.fast
 
@@ -37,7 +39,15 @@ def paces(clock, ready_in, returns_in, every=None, later=0.0):
     program = SimpleNamespace(batch=SimpleNamespace(train=BATCH))
     ledger = TimeLedger(clock=lambda: clock.now)
     console = Progress(STEPS, console=Console(quiet=True))
-    recorder = Recorder(SimpleNamespace(program=program), [], console, ledger, None, lambda _: [])
+    recorder = Recorder(
+        SimpleNamespace(program=program),
+        [],
+        console,
+        ledger,
+        None,
+        lambda _: [],
+        Watchdog(WatchdogSection()),
+    )
     found, pending, device = [], [], clock.now
 
     def read(count):

@@ -64,7 +64,10 @@ def span_problems(span: str) -> Iterator[str]:
     """What is wrong with inline code that is a command, or a part of one."""
     program, _, rest = span.partition(" ")
     if program == "jaxspeed" and rest:
-        found, options = _subcommand(rest.split())
+        words, inner = _launched(rest.split())
+        found, options = _subcommand(words)
+        if inner:
+            yield from span_problems(f"jaxspeed {' '.join(inner)}")
         if found is None:
             yield f"no command {span!r}"
         else:
@@ -81,8 +84,11 @@ def span_problems(span: str) -> Iterator[str]:
 
 
 def _jaxspeed_problems(words: list[str]) -> Iterator[str]:
+    words, inner = _launched(words)
+    if inner and not inner[0].endswith(".py"):
+        yield from _jaxspeed_problems(inner)
     try:
-        given = _strict(parser()).parse_args(words)
+        given = _strict(parser()).parse_args([*words, *inner])
     except ValueError as error:
         yield f"jaxspeed {shlex.join(words)}: {error}"
         return
@@ -98,6 +104,12 @@ def _jaxspeed_problems(words: list[str]) -> Iterator[str]:
             target_of(given.target)
     except JaxspeedError as error:
         yield f"jaxspeed {shlex.join(words)}: {error}"
+
+
+def _launched(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of `jaxspeed launch`, and those of the command that it starts."""
+    end = words.index("--") if words[:1] == ["launch"] and "--" in words else len(words)
+    return words[:end], words[end + 1 :]
 
 
 def _strict(found: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -167,7 +167,7 @@ def train(
     params, rest = model.init(seed)
     fixed = {path: x for path, x in params.items() if frozen(path)}
     params = {path: x for path, x in params.items() if path not in fixed}
-    opt = optimizer.init(params)
+    opt = jax.jit(optimizer.init)(params)
     run = Run(first=_copied({**params, **fixed}), ema=_copied(params))
 
     def narrow(x: Any) -> Any:
@@ -201,16 +201,21 @@ def train(
         return norm, optax.apply_updates(params, updates), opt
 
     for t, batch in enumerate(batches):
-        sums = {path: jnp.zeros_like(x) for path, x in params.items()}
+        # NumPy's sums: each would be a program to compile for every shape, as jax.numpy's.
+        sums = {path: np.zeros(x.shape, x.dtype) for path, x in params.items()}
         total = weight = 0.0
         carried = rest
         for i in range(accumulation):
             part = jax.tree.map(lambda x, i=i: slice_of_each_rank(x, i, accumulation, ranks), batch)
             (_, (s, w, changed)), grads = micro_batch(params, carried, part, t, i, scale.scale)
-            sums = {path: sums[path] + grads[path] * w for path in sums}
+            s, w, grads = jax.tree.map(np.asarray, (s, w, grads))
+            with np.errstate(all="ignore"):  # of gradients that overflow
+                sums = {path: sums[path] + grads[path] * w for path in sums}
             total, weight, carried = total + s, weight + w, {**carried, **changed}
-        factor = gradient_factor / (weight * scale.scale)
-        norm, moved, moved_opt = update({p: g * factor for p, g in sums.items()}, opt, params)
+        with np.errstate(all="ignore"):
+            factor = gradient_factor / (weight * scale.scale)
+            grads = {path: g * factor for path, g in sums.items()}
+        norm, moved, moved_opt = update(grads, opt, params)
         run.losses.append(float(total / weight))
         run.norms.append(float(norm))
         if np.isfinite(norm):

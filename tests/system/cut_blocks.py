@@ -11,7 +11,7 @@ from jaxspeed.train.program import Program
 from tests.system import stacks
 from tests.system.measured import compile_step, measure, without
 
-LAYERS, EMBED, SEQ, MICRO = 4, 512, 256, 2
+LAYERS, EMBED, SEQ, MICRO = 2, 512, 256, 2
 HEADS, VOCABULARY, MLP = 8, 2048, 2048
 ACTIVATION = MICRO * SEQ * EMBED  # elements of one between the blocks, on each data rank
 SIZES: dict[str, Any] = {

@@ -20,7 +20,7 @@ from jaxspeed.train.program import Program
 from tests.system import stacks
 
 PACKAGE = Path(jaxspeed.__file__).parent
-LAYERS, WIDTH = 4, 1024
+LAYERS, WIDTH = 3, 1024
 
 
 @contextlib.contextmanager

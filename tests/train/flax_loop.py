@@ -1,5 +1,6 @@
 """Training loops of plain Flax and Optax on one device, as a user writes them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jaxspeed
+from tests.support import covering
 from tests.support.reference import slice_of_each_rank
 
 SEED, DEVICES = 3, 8
@@ -97,27 +99,33 @@ def train_nnx(
     def trained() -> dict[str, Any]:
         return {path: x for path, x in flat(nnx.Param).items() if not frozen(path)}
 
-    state, losses = optimizer.init(trained()), []
+    micro_batch = nnx.jit(nnx.value_and_grad(loss_fn))
+    state, losses = jax.jit(optimizer.init)(trained()), []
     for batch in batches:
         sums: dict[str, Any] = {}
         seen = []
         for part in setting.micro_batches(batch):
-            loss, grads = nnx.value_and_grad(loss_fn)(module, part)
+            loss, grads = micro_batch(module, part)
             nnx.pop(module, nnx.Intermediate)
             seen.append(float(loss))
             for keys, g in nnx.to_flat_state(grads):
-                path, g = "/".join(map(str, keys)), jnp.conj(g.get_value()) / setting.accumulation
+                path, g = "/".join(map(str, keys)), np.conj(g.get_value()) / setting.accumulation
                 sums[path] = sums.get(path, 0) + g
         losses.append(float(np.mean(seen)))
         old = trained()
-        updates, state = optimizer.update({path: sums[path] for path in old}, state, old)
-        new = optax.apply_updates(old, updates)
+        new, state = updated(optimizer, {path: sums[path] for path in old}, state, old)
         for keys, _ in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             path = "/".join(map(str, keys))
             if path in new:
                 _at(module, keys).set_value(new[path])
     every = flat(nnx.Not(nnx.RngState))
     return Ended(losses, {path: np.array(x) for path, x in every.items()})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def updated(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any) -> Any:
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def _at(module: Any, keys: tuple[Any, ...]) -> Any:
@@ -143,23 +151,25 @@ def train_linen(
     state = {name: variables[name] for name in carried if name in variables}
     fixed = {path: x for path, x in params.items() if frozen(path)}
     params = {path: x for path, x in params.items() if path not in fixed}
-    opt, losses = optimizer.init(params), []
+    opt, losses = jax.jit(optimizer.init)(params), []
 
-    def loss_of(params: Any, state: Any, part: Any) -> Any:
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def micro_batch(params: Any, state: Any, part: Any) -> Any:
         tree = {"params": unflatten_dict({**params, **fixed}, sep="/"), **state}
         out, after = module.apply(tree, part["x"], mutable=list(MUTABLE), **kwargs)
         return loss_fn(out, after, part), {name: after[name] for name in state}
 
     for batch in batches:
-        sums: Any = jax.tree.map(jnp.zeros_like, params)
+        sums = {path: np.zeros(x.shape, x.dtype) for path, x in params.items()}
         seen = []
         for part in setting.micro_batches(batch):
-            (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params, state, part)
+            (loss, state), grads = micro_batch(params, state, part)
             seen.append(float(loss))
-            sums = jax.tree.map(lambda s, g: s + jnp.conj(g) / setting.accumulation, sums, grads)
+            for path, g in grads.items():
+                sums[path] = sums[path] + np.conj(g) / setting.accumulation
         losses.append(float(np.mean(seen)))
-        updates, opt = optimizer.update(sums, opt, params)
-        params = optax.apply_updates(params, updates)
+        params, opt = updated(optimizer, sums, opt, params)
     values = {**params, **fixed, **flatten_dict(state, sep="/")}
     return Ended(losses, {path: np.array(x) for path, x in values.items()})
 
@@ -174,11 +184,16 @@ def train_jaxspeed(
     transform: optax.GradientTransformation | None,
     setting: Setting,
     *,
-    check: bool = True,
+    check: bool | None = None,
     trainable: Any = None,
     **sections: Any,
 ) -> Ended:
-    """The same by jaxspeed, which also has to agree with its own check."""
+    """The same by jaxspeed, which also has to agree with its own check.
+
+    By default not where ZeRO 3 is with micro-batches, unless all tests run: it compiles four more
+    programs, and tests/engine/test_check.py has it for such models.
+    """
+    check = (covering.is_full or setting != Setting(*SHARDED)) if check is None else check
     samples = batches[0]["x"].shape[0]
     engine = jaxspeed.initialize(
         model,

@@ -1,4 +1,4 @@
-"""Arrays that an nnx module keeps in lists, dicts and tuples."""
+"""Arrays that an nnx module keeps in lists, dicts and tuples, and Variables with metadata."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,19 @@ class Normalized(nnx.Module):
         return self.head(jnp.tanh(self.inner(x)))[:, 0]
 
 
+class Described(nnx.Module):
+    """Variables whose metadata has the names of an array's own attributes."""
+
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(WIDTH), dtype=jnp.bfloat16, shape="a row")
+        self.seen = nnx.Variable(jnp.zeros(()), dtype=jnp.int32)
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x):
+        self.seen[...] = self.seen[...] + x.mean()
+        return self.head(jnp.tanh(x * self.scale))[:, 0]
+
+
 def loss(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -56,7 +69,7 @@ def batches():
 
 
 @settings(SHARDED)
-@pytest.mark.parametrize("model", [Tables, Normalized])
+@pytest.mark.parametrize("model", [Tables, Normalized, Described])
 def test_arrays_in_containers_are_state_as_for_plain_flax(model, setting):
     plain = train_nnx(model, loss, batches(), SGD, setting)
     assert_alike(train_jaxspeed(model, loss, batches(), SGD, setting), plain)

@@ -222,3 +222,34 @@ def test_the_loss_may_take_the_mode():
     engine = tiny.engine(loss_fn=loss)
     assert float(engine.train_batch(tiny.batch())["loss"]) > 50
     assert float(engine.eval_batch(tiny.batch())["loss"]) < 50
+
+
+class Fielded(nn.Module):
+    """A mode that is a field of the module, as of many GANs, and may be an argument as well."""
+
+    training: bool = True
+
+    @nn.compact
+    def __call__(self, x, training=None):
+        training = nn.merge_param("training", self.training, training)
+        h = nn.BatchNorm(use_running_average=not training, momentum=0.5)(nn.Dense(WIDTH)(x))
+        return nn.Dense(1)(jnp.tanh(h))[:, 0]
+
+
+def test_a_mode_that_is_a_field_is_off_in_evaluation():
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    engine = tiny.engine(Fielded(), loss)
+    before = engine.module.variables
+    plain, changed = Fielded().apply(before, tiny.batch()["x"], mutable=["batch_stats"])
+    wanted = jnp.mean((plain - tiny.batch()["y"]) ** 2)
+    np.testing.assert_allclose(engine.train_batch(tiny.batch())["loss"], wanted, rtol=1e-5)
+    after = engine.module.variables
+    for ours, theirs in zip(*map(jax.tree.leaves, (after["batch_stats"], changed)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+    out = Fielded(training=False).apply(after, tiny.batch()["x"])
+    wanted = jnp.mean((out - tiny.batch()["y"]) ** 2)
+    np.testing.assert_allclose(engine.eval_batch(tiny.batch())["loss"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(engine.module(tiny.batch()["x"]), out, rtol=1e-5, atol=1e-6)

@@ -122,7 +122,8 @@ RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
 DEPTH = {2: 5, 4: 6, 8: 9}
 
 
-ALWAYS = {COVERING[i] for i in (2, 15, 22)}
+# GPT-2 has the schedules and dropout that ViT and LLaMA have, and takes twice as long to compile.
+ALWAYS = {COVERING[i] for i in (15, 20, 22)}
 
 
 def grid():
@@ -169,7 +170,7 @@ def test_the_covering_points_hold_every_pair():
     assert len(COVERING) >= 24
     assert {p.schedule for p in ALWAYS} == {*SCHEDULES}
     assert {p.stage for p in ALWAYS} == {0, 1, 3}
-    assert {p.model for p in ALWAYS} == {"gpt2", "llama", "vit"}
+    assert {p.model for p in ALWAYS} == {"llama", "vit"}
     assert pairs("schedule", "pipe") == {*itertools.product(SCHEDULES, PIPE)}
     assert pairs("pipe", "stage") == {*itertools.product(PIPE, STAGES)}
     assert pairs("schedule", "stage") == {*itertools.product(SCHEDULES, STAGES)}

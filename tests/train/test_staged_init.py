@@ -13,6 +13,7 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.train.staged_init import staged_init
 
 WIDTH = 48  # a square of it is above what is computed again for each result
+SPLITS = 13  # a program for each result would have more than four times the equations of one
 
 
 class Layer(nnx.Module):
@@ -32,7 +33,7 @@ def of_flax(layers):
 
 def keys_split_in_turn(seed):
     key, found = jax.random.key(seed), []
-    for _ in range(40):
+    for _ in range(SPLITS):
         key, own = jax.random.split(key)
         found.append(jax.random.normal(own, (WIDTH, WIDTH)))
     return found
@@ -93,9 +94,37 @@ def test_a_chain_to_host_memory_passes_by_group(monkeypatch):
     shapes = jax.eval_shape(keys_split_in_turn, 0)
     at = [placed(x).with_memory_kind("pinned_host") for x in shapes]
     found = staged_init(keys_split_in_turn, at, 7)
-    assert sizes == [3] * 13 + [1]
+    assert sizes == [3] * 4 + [1]
     for a, b in zip(found, jax.jit(keys_split_in_turn)(7), strict=True):
         np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 1)
+
+
+def test_an_equal_call_later_compiles_nothing(monkeypatch):
+    from jaxspeed.train import staged_init as module
+
+    compiled = []
+    monkeypatch.setattr(module, "_COMPILED", {})
+    monkeypatch.setattr(
+        module, "as_function", lambda jaxpr: compiled.append(jaxpr) or as_function(jaxpr)
+    )
+
+    def scaled(by):
+        return lambda seed: by * jax.random.normal(jax.random.key(seed), (WIDTH, WIDTH))
+
+    def with_table(table):
+        return lambda seed: jax.jit(lambda x: x * table)(scaled(1)(seed))
+
+    table = np.ones((WIDTH, WIDTH), np.float32)
+    functions = [*map(scaled, (1, 1, 2)), *map(with_table, (table, 2 * table))]
+    at = placed(jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32))
+    one, again, two, *tables = (staged_init(function, at, 7) for function in functions)
+    np.testing.assert_array_equal(one, again)
+    np.testing.assert_array_equal(2 * np.asarray(one), two)
+    np.testing.assert_array_equal(tables, [one, two])
+    assert len(compiled) == 4  # all but the second
+    staged_init(scaled(2), at, 8)
+    staged_init(scaled(2), placed(jax.ShapeDtypeStruct((1,), jnp.float32)), 7)
+    assert len(compiled) == 5  # of another placement
 
 
 def programs_compiled(layers):

@@ -386,4 +386,9 @@ MUTATIONS: list[tuple[str, str, str]] = [
         ("if now > units_free + 1e9:\n                        idle.append((units_free, now))"),
         "test_an_operation_waits_for_the_communication_that_it_reads",
     ),
+    (
+        "return [x if of_samples or not axes else self._sum(x, axes) for x, of_samples in pairs]",
+        "return list(found)",
+        "test_unlike_stages_train_as_plain_optax[encoder-decoder, data, stage 1]",
+    ),
 ]

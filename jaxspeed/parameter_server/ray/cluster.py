@@ -102,6 +102,7 @@ class Cluster:
       processes: how many.
       accelerated: how many of them, the first ones, use accelerators of the platform.
       devices: the accelerators of each of those.
+      whose: what sets their number, for messages.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Cluster:
         accelerated: int = 0,
         platform: str | None = None,
         devices: int = 1,
+        whose: str = "mesh.data workers and parallel.servers servers",
     ) -> None:
-        self._ray = ray_module()
+        self._ray, self._whose = ray_module(), whose
         self._reserved = self._reserve(processes, accelerated, platform, devices)
         self._actors: dict[int, Any] = {}
 
@@ -131,13 +133,16 @@ class Cluster:
         wanted = {"CPU": cores * processes} | ({kind: accelerated * devices} if kind else {})
         lacking = {name: need for name, need in wanted.items() if need > has.get(name, 0)}
         if lacking:
-            raise RunError(_lacks(processes, lacking, has, "has"))
+            raise RunError(_lacks(self._of(processes), lacking, has, "has"))
         reserved = group.placement_group(bundles, strategy="SPREAD")
         if not reserved.wait(SECONDS_TO_RESERVE):
             free = self._ray.available_resources()
             group.remove_placement_group(reserved)
-            raise RunError(_lacks(processes, wanted, free, "has free"))
+            raise RunError(_lacks(self._of(processes), wanted, free, "has free"))
         return reserved
+
+    def _of(self, processes: int) -> str:
+        return f"the {processes} processes ({self._whose})"
 
     # -- processes ------------------------------------------------------------------------------
 
@@ -180,10 +185,10 @@ class Cluster:
             group.remove_placement_group(self._reserved)
 
 
-def _lacks(processes: int, wanted: dict[str, float], has: dict[str, float], verb: str) -> str:
+def _lacks(processes: str, wanted: dict[str, float], has: dict[str, float], verb: str) -> str:
     needs = " and ".join(f"{need:g} {name}s" for name, need in wanted.items())
     there = " and ".join(f"{has.get(name, 0):g}" for name in wanted)
     return (
-        f"Ray: the {processes} processes (mesh.data workers and parallel.servers servers) need "
-        f"{needs}, and the cluster {verb} {there}; ask for fewer, or join a larger cluster"
+        f"Ray: {processes} need {needs}, and the cluster {verb} {there}; ask for fewer, or join a "
+        "larger cluster"
     )

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import optax
 
-from jaxspeed.config import Config, load_config
-from jaxspeed.engine.check import CheckReport
+from jaxspeed.config import AutoValues, Config, load_config
+from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.engine.engine import Batch
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo import CompiledReport
+from jaxspeed.objective.config_model import hidden_size_of
 from jaxspeed.parameter_server.engine import ServedEngine
 from jaxspeed.parameter_server.programs import ServedProgram, gradient_factor, rule_of
 from jaxspeed.parameter_server.ray.actors import Build
@@ -88,12 +89,13 @@ def initialize(
     address: str | None = None,
     example_batch: Any = None,
     trainable: Any = None,
+    auto: AutoValues = None,
 ) -> RayEngine:
     """An engine whose workers and servers are processes on Ray, with a fresh state in them.
 
-    `model`, `loss_fn`, `config`, `optimizer`, `example_batch` and `trainable` as
-    `jaxspeed.initialize` takes them; they are pickled for the processes. `mesh.data` is the number
-    of workers and `parallel.servers` that of servers.
+    `model`, `loss_fn`, `config`, `optimizer`, `example_batch`, `trainable` and `auto` as
+    `jaxspeed.initialize` takes them; all but the last are pickled for the processes. `mesh.data` is
+    the number of workers and `parallel.servers` that of servers.
 
     Args:
       address: of a Ray cluster; None for the one that this process is connected to, or else a local
@@ -103,7 +105,8 @@ def initialize(
       ConfigError, ModelError: the config or the model is wrong.
       RunError: the cluster cannot be joined, or lacks resources.
     """
-    loaded = load_config({} if config is None else config)
+    source = {} if config is None else config
+    loaded = load_config(source, auto=auto, hidden_size=hidden_size_of(model))
     ray_resources(loaded)  # before anything starts
     with contextlib.ExitStack() as opened:
         opened.enter_context(connected(address))

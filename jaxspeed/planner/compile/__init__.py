@@ -1,1 +1,3 @@
 """Compile a step for absent devices, in a child process."""
+
+PATIENCE = 1800.0  # seconds; ten times the longest compile that was measured

@@ -77,12 +77,10 @@ def run(
         devices = devices_of(target)
         program, batch = job(devices)
         traced = program.step.trace(program.state, program.abstract_batch(batch))
-        if target.chip.platform == "cuda":
-            lowered = traced.lower(lowering_platforms=("cuda",))
-        else:
-            lowered = traced.lower()
+        cuda = target.chip.platform == "cuda"
+        lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
         lowering = time.perf_counter() - started
-        compiled = _compile(lowered, target)
+        compiled = deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()
         seconds = time.perf_counter() - started - lowering
         if executable:
             write(executable, compiled, identity_of(lowered, program.devices, program.mesh))
@@ -94,12 +92,6 @@ def run(
     with_text = PrintedProgram(compiled, dump_folder, target)
     found = _report(with_text, program, batch, target, seconds)
     return Outcome(found, None, time.perf_counter() - started)
-
-
-def _compile(lowered: Any, target: Target) -> Any:
-    if target.chip.platform == "cuda":
-        return deviceless_cuda.compile_lowered(lowered, target)
-    return lowered.compile()
 
 
 def _report(

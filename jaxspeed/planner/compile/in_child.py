@@ -10,12 +10,10 @@ from typing import Any
 
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.planner.compile import deviceless_cuda
+from jaxspeed.planner.compile import PATIENCE, deviceless_cuda
 from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, CompileJob
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Workers
-
-PATIENCE = 1800.0  # seconds; ten times the longest compile that was measured
 
 
 def compile_for(
@@ -37,7 +35,7 @@ def compile_for(
       JaxspeedError: raised by building the program in the child process.
     """
     refuse_missing(target, keep is not None)
-    job_bytes = _pickled(job)
+    job_bytes = pickled(job)
     with tempfile.TemporaryDirectory(prefix="jaxspeed-plan-") as folder:
         compiling = pickle.dumps(CompileJob(job_bytes, target, folder, keep is not None))
         failing, environment = f"target {target}: the compile failed", _environment(target, folder)
@@ -85,7 +83,8 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _pickled(job: Any) -> bytes:
+def pickled(job: Any) -> bytes:
+    """A job for another process; ModelError if it cannot be sent there."""
     try:
         data = pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -42,7 +42,7 @@ class Memory:
     All stages of a pipeline run one program over arrays of the same shapes, so they need the same.
     """
 
-    components: tuple[Component, ...]
+    components: tuple[Component, ...]  # host memory last; state first, the largest first
 
     def _sum(self, host: bool, lasting: bool | None = None) -> int:
         return sum(
@@ -87,7 +87,7 @@ class Memory:
         table.add_column("component")
         table.add_column("bytes", justify="right")
         table.add_column("arrays", overflow="fold")
-        for c in sorted(self.components, key=lambda c: (c.host, not c.lasting, -c.bytes)):
+        for c in self.components:
             where = f"{c.name} (host memory)" if c.host else c.name
             table.add_row(where, bytes_text(c.bytes), c.formula)
         table.add_row("sum", bytes_text(self.device), "on the device", style="bold")

@@ -4,11 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxspeed.placement.show import bytes_text, dtype_text
+from jaxspeed.communication import dtype_text
+from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
-from jaxspeed.planner.memory.tiles import Sizes, local_shape, nbytes
+from jaxspeed.planner.memory.tiles import Sizes, array_text, local_shape, nbytes
 from jaxspeed.planner.memory.trace_ir import Value
 from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.train.program import Program
@@ -35,9 +36,12 @@ def memory_in(step: Step) -> Memory:
     scope, sizes, kinds = step.scope, step.sizes, step.kinds
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
-    state = _state(names, scope.ins, step.in_host, sizes)
-    temporary = [*_temporary(device, kinds, sizes, False), *_temporary(host, kinds, sizes, True)]
-    return Memory((*state, *temporary))
+    found = [
+        *_state(names, scope.ins, step.in_host, sizes),
+        *_temporary(device, kinds, sizes, False),
+        *_temporary(host, kinds, sizes, True),
+    ]
+    return Memory(tuple(sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))))
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -78,8 +82,7 @@ def _formula(arrays: Sequence[LiveArray], sizes: Sizes) -> str:
     bytes_: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for array in arrays:
-        shape = ",".join(map(str, local_shape(array.value, sizes.mesh)))
-        text = f"{dtype_text(array.value.dtype)}[{shape}]"
+        text = array_text(array.value, sizes.mesh)
         bytes_[text] += array.bytes
         counts[text] += 1
     largest = sorted(bytes_.items(), key=lambda item: (-item[1], item[0]))[:MOST_TERMS]

@@ -79,17 +79,16 @@ class ScopeAnalysis:
                 else:
                     self.producers[out] = i
         for _ in range(ROUNDS):
-            self.sources = self._sources()
+            before, self.sources = self.materialized, self._sources()
             self.readers, self.forced, self.materialized = {}, set(), set()
             self._find_readers()
+            if self.materialized == before:
+                break
 
     def _is_view(self, op: Op, source: Value, out: Value) -> bool:
         if op.name in MOVES:
-            same = (
-                self.sizes.sharded_axes(source) == self.sizes.sharded_axes(out)
-                and source.host == out.host
-            )
-            return same and source.shape == out.shape
+            kept = (source.spec, source.host, source.shape)
+            return kept == (out.spec, out.host, out.shape)
         if op.name == "broadcast_in_dim":
             return source.size == out.size
         return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)

@@ -68,5 +68,5 @@ class OrderedScope(ScopeAnalysis):
         if op.name != "dot_general" or op.ins[0] is None:
             return False
         (summed, _), _ = op.params["dimension_numbers"]
-        axes = {axis for dim in summed for axis in self.sizes.sharded_axes(op.ins[0])[dim]}
-        return any(axes.intersection(dim) for dim in self.sizes.sharded_axes(op.outs[0]))
+        axes = {axis for dim in summed for axis in op.ins[0].spec[dim]}
+        return any(axes.intersection(dim) for dim in op.outs[0].spec)

@@ -5,15 +5,15 @@ against it, until nothing changes. Two dims are tied where an operation reads th
 both.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from jaxspeed.jaxpr.dim_relations import DimRelations, pairwise, relations, same_place
+from jaxspeed.jaxpr.primitives import CONSTRAINT
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.placement.specs import by_dim, entry_axes
+from jaxspeed.placement.specs import by_dim, entry_axes, num_shards
 from jaxspeed.planner.memory.trace_ir import (
     LEAVE,
     PAIRWISE,
@@ -22,24 +22,23 @@ from jaxspeed.planner.memory.trace_ir import (
     Scope,
     Value,
     all_ops,
+    wires,
 )
 
-DimAxes = tuple[str, ...]
 Tie = tuple[Value, int, Value, int]  # (an input, its dim, an output, its dim)
-CONSTRAINT = "sharding_constraint"
 
 
 def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, int]) -> None:
     """Set the `spec` of every value from `given`, the PartitionSpecs of the scope's inputs."""
     for value, spec in zip(scope.ins, given, strict=True):
-        _set(value, spec)
+        _set(value, spec, mesh)
     ops = list(all_ops(scope))
     for op in ops:
         if op.name == CONSTRAINT:
-            _set(op.outs[0], op.params["sharding"].spec)
+            _set(op.outs[0], op.params["sharding"].spec, mesh)
         elif op.name in (PLACED, LEAVE):
             for out, spec in zip(op.outs, op.params["specs"], strict=True):
-                _set(out, spec, fixed=False)
+                _set(out, spec, mesh, fixed=False)
     ties = [tie for op in ops for tie in ties_of(op)]
     changed = True
     while changed:
@@ -54,30 +53,24 @@ def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, i
             changed |= _propagate(target, e, source, d, mesh)
 
 
-def dim_axes(spec: Any, rank: int) -> list[DimAxes]:
-    """The axes of each dim of a PartitionSpec."""
-    return [entry_axes(entry) for entry in by_dim(spec, rank)]
-
-
 def shards_per_dim(value: Value, mesh: Mapping[str, int]) -> list[int]:
     """The number of shards of each dim."""
-    return [math.prod(mesh[a] for a in axes) for axes in value.spec]
+    return [num_shards(axes, mesh) for axes in value.spec]
 
 
-def _set(value: Value, spec: Any, fixed: bool = True) -> None:
-    value.spec = dim_axes(spec, len(value.shape))
-    value.axes |= {axis for entry in value.spec for axis in entry}
-    constrained = [entry is not PartitionSpec.UNCONSTRAINED for entry in spec]
-    constrained += [True] * (len(value.shape) - len(constrained))
-    value.fixed = frozenset(d for d, is_set in enumerate(constrained) if is_set and fixed)
+def _set(value: Value, spec: Any, mesh: Mapping[str, int], fixed: bool = True) -> None:
+    entries = by_dim(spec, len(value.shape))
+    value.spec = [tuple(axis for axis in entry_axes(e) if mesh[axis] > 1) for e in entries]
+    value.axes |= {axis for axes in value.spec for axis in axes}
+    free = PartitionSpec.UNCONSTRAINED
+    value.fixed = frozenset(d for d, e in enumerate(entries) if fixed and e is not free)
 
 
 def _propagate(source: Value, d: int, target: Value, e: int, mesh: Mapping[str, int]) -> bool:
     axes = source.spec[d]
     if not axes or e in target.fixed or target.spec[e] or target.axes.intersection(axes):
         return False
-    shards = math.prod(mesh[axis] for axis in axes)
-    if shards == 1 or target.shape[e] % shards:
+    if target.shape[e] % num_shards(axes, mesh):
         return False
     target.spec[e] = axes
     target.axes.update(axes)
@@ -91,8 +84,8 @@ def ties_of(op: Op) -> Iterator[Tie]:
     position and size: XLA's partitioner propagates there too. Constraints propagate to their
     operand.
     """
-    if op.name in _LOOPS_AND_BRANCHES:
-        yield from _LOOPS_AND_BRANCHES[op.name](op)
+    if op.bodies:
+        yield from _of_bodies(op)
         return
     if op.name == "pallas_call":  # a kernel may mix along any dim
         return
@@ -121,36 +114,16 @@ def _leading(v: Value | None, more: int, out: Value, skip: int) -> Iterator[Tie]
         yield from ((v, d + more, out, d + skip) for d in range(count))
 
 
-def _scan(op: Op) -> Iterator[Tie]:
-    body, (consts, carry) = op.bodies[0], consts_and_carry(op)
-    for i, (v, inner) in enumerate(zip(op.ins, body.ins, strict=True)):
-        yield from _leading(v, i >= consts + carry, inner, 0)
-    for i, (inner_out, out) in enumerate(zip(body.outs, op.outs, strict=True)):
-        if inner_out is None:
-            continue
-        yield from _leading(inner_out, 0, out, i >= carry)
-        if i < carry:
-            yield from _leading(inner_out, 0, body.ins[consts + i], 0)
-            yield from _leading(op.ins[consts + i], 0, out, 0)
-
-
-def _while(op: Op) -> Iterator[Tie]:
-    body = op.bodies[0]
-    skip = op.params["cond_nconsts"]
-    for v, inner in zip(op.ins[skip:], body.ins, strict=True):
-        yield from _leading(v, 0, inner, 0)
-    for inner_out, out in zip(body.outs, op.outs, strict=True):
-        if inner_out is not None:
-            yield from _leading(inner_out, 0, out, 0)
-
-
-def _cond(op: Op) -> Iterator[Tie]:
+def _of_bodies(op: Op) -> Iterator[Tie]:
+    """Ties of a loop or cond: an array that a scan slices or stacks has one dim more."""
+    scan = op.name == "scan"
+    consts, carry = consts_and_carry(op) if scan else (len(op.ins), len(op.outs))
     for body in op.bodies:
-        for v, inner in zip(op.ins[1:], body.ins, strict=True):
-            yield from _leading(v, 0, inner, 0)
-        for inner_out, out in zip(body.outs, op.outs, strict=True):
-            if inner_out is not None:
-                yield from _leading(inner_out, 0, out, 0)
-
-
-_LOOPS_AND_BRANCHES = {"scan": _scan, "while": _while, "cond": _cond}
+        given, outs, _ = wires(op, body)
+        for i, (v, inner) in enumerate(given):
+            yield from _leading(v, i >= consts + carry, inner, 0)
+        for i, (made, out) in enumerate(outs):
+            yield from _leading(made, 0, out, i >= carry)
+            if scan and i < carry:
+                yield from _leading(made, 0, body.ins[consts + i], 0)
+                yield from _leading(op.ins[consts + i], 0, out, 0)

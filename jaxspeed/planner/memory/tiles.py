@@ -9,11 +9,13 @@ that needs the least.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxspeed.communication import dtype_text
 from jaxspeed.planner.memory.partitioning import shards_per_dim
 from jaxspeed.planner.memory.trace_ir import Value
 
@@ -37,9 +39,6 @@ class Sizes:
         """Bytes without tiles, as in a message."""
         return nbytes(local_shape(value, self.mesh), value.dtype, False)
 
-    def sharded_axes(self, value: Value) -> list[tuple[str, ...]]:
-        return [tuple(a for a in entry if self.mesh[a] > 1) for entry in value.spec]
-
 
 def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Shape of one device's shard."""
@@ -47,7 +46,13 @@ def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(-(-n // shards) for n, shards in pairs)
 
 
-def nbytes(shape: Sequence[int], dtype: Any, tiled: bool) -> int:
+def array_text(value: Value, mesh: Mapping[str, int]) -> str:
+    """`bf16[4096,14336]`: one device's shard."""
+    return f"{dtype_text(value.dtype)}[{','.join(map(str, local_shape(value, mesh)))}]"
+
+
+@cache
+def nbytes(shape: tuple[int, ...], dtype: Any, tiled: bool) -> int:
     """Bytes of an array; `tiled` where device memory stores tiles."""
     width = _width(dtype)
     if not tiled or not shape:

@@ -28,7 +28,7 @@ class Value:
     """One array of the program, with its global shape over the axes that are not manual.
 
     Attributes:
-      spec: for each dim the mesh axes over which it is sharded.
+      spec: for each dim the mesh axes over which it is sharded, of more than one device.
       fixed: the dims whose sharding the program sets, in contrast to propagated ones.
     """
 

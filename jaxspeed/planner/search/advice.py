@@ -142,9 +142,7 @@ class Adviser:
         kinds: dict[str, tuple[float, Choice]] = {}
         for choice in self.space.single(self.space.base):
             device = self.analytic_cost(choice).device
-            kind = (
-                "mesh" if choice.mesh != self.space.base.mesh else _field(self.space.base, choice)
-            )
+            kind = _changes(self.space.base, choice)[0]
             if kind not in kinds or device < kinds[kind][0]:
                 kinds[kind] = device, choice
         order = heapq.nsmallest(SINGLES, kinds.values(), key=lambda item: item[0])
@@ -226,15 +224,7 @@ def _changes(base: Choice, choice: Choice) -> list[str]:
     return found + [name for name in rest if getattr(base, name) != getattr(choice, name)]
 
 
-def _field(base: Choice, choice: Choice) -> str:
-    return next(iter(_changes(base, choice)))
-
-
 def _shown(value: Any) -> str:
-    return (
-        "removed"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "removed"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,33 +168,27 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
       choice: the wanted settings.
       samples: per step, unchanged.
     """
-    return dict(_keys(given, base, choice, samples))
-
-
-def _keys(
-    given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
-) -> Iterator[tuple[str, Any]]:
     changed = {field for field in _KEYS if getattr(base, field) != getattr(choice, field)}
+    keys: dict[str, Any] = {}
     if "offload_activations" in changed:  # cpu_checkpointing implies full remat unless remat is set
         changed.add("recompute")
     shards = "stage" in changed and _found(given, "zero_optimization.mics_shard_size")
     if choice.mesh != base.mesh or shards:  # a shard size is refused at stage 0
         changed.add("mesh")
         # Another key that sets an axis is removed, so that unchanged axes have to be set too.
-        others = [key for key in _OTHER_KEYS["mesh"] if _found(given, key)]
-        for axis, was, now in zip(MESH, base.mesh, choice.mesh):
-            if was != now or others:
-                yield f"mesh.{axis}", now
+        others = any(_found(given, key) for key in _OTHER_KEYS["mesh"])
+        axes = zip(MESH, base.mesh, choice.mesh)
+        keys |= {f"mesh.{axis}": now for axis, was, now in axes if was != now or others}
     for field, key in _KEYS.items():
         if field in changed:
-            yield key, _value(field, getattr(choice, field))
-    for field in changed:
-        for key, neutral in _OTHER_KEYS.get(field, {}).items():
-            if _found(given, key) and not (field == "sequence" and choice.sequence):
-                yield key, neutral
+            keys[key] = _value(field, getattr(choice, field))
+    for field, others_of in _OTHER_KEYS.items():
+        if field in changed and not (field == "sequence" and choice.sequence):
+            keys |= {key: value for key, value in others_of.items() if _found(given, key)}
     if choice.mesh != base.mesh or choice.micro != base.micro:
         numbers = {MICRO: choice.micro, ACCUMULATION: choice.accumulation(samples)}
-        yield from ((key, n) for key, n in numbers.items() if given.get(key) != n)
+        keys |= {key: n for key, n in numbers.items() if given.get(key) != n}
+    return keys
 
 
 def _value(field: str, value: Any) -> Any:

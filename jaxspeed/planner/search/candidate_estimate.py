@@ -44,6 +44,12 @@ class Estimate:
         """Needed over available memory; below 1 if it fits."""
         return max(self.device / self.device_limit, self.host / self.host_limit)
 
+    def figures(self) -> dict[str, Any]:
+        """The estimate as JSON values of a plan."""
+        same = ("seconds", "tokens_per_second", "mfu", "fits")
+        found = {name: getattr(self, name) for name in same}
+        return {"device_bytes": self.device, "host_bytes": self.host, **found}
+
 
 def why_lost(lost: Estimate, best: Estimate) -> str:
     """Why `lost` is not the best, as text."""
@@ -76,15 +82,3 @@ def _of(needs: int, has: int) -> str:
     scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}[unit]
     digits = 0 if abs(needs - has) >= scale and has / scale >= 10 else 1
     return f"{needs / scale:.{digits}f} {unit} of {has / scale:.{digits}f}"
-
-
-def figures(estimate: Estimate) -> dict[str, Any]:
-    """The estimate as JSON values of a plan."""
-    return {
-        "device_bytes": estimate.device,
-        "host_bytes": estimate.host,
-        "seconds": estimate.seconds,
-        "tokens_per_second": estimate.tokens_per_second,
-        "mfu": estimate.mfu,
-        "fits": estimate.fits,
-    }

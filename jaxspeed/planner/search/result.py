@@ -15,7 +15,7 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.show import as_text, bytes_text, seconds_text
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.search.candidate import Choice, with_keys
-from jaxspeed.planner.search.candidate_estimate import Estimate, figures, why_lost
+from jaxspeed.planner.search.candidate_estimate import Estimate, why_lost
 
 SHOWN = 12  # rows of the table
 
@@ -46,7 +46,7 @@ class Candidate:
         return {
             "name": self.name,
             "set": dict(self.keys),
-            **figures(self.estimate),
+            **self.estimate.figures(),
             "lost": self.lost,
             "compiled": outcome
             and {

@@ -178,16 +178,15 @@ class Space:
 
     def all(self) -> Iterator[Choice]:
         """Every choice, once; the base first."""
-        yield self.base
-        for mesh in self.meshes:
-            yield from (choice for choice in self._on(mesh, {}) if choice != self.base)
+        return self._choices({})
 
     def coarse(self) -> Iterator[Choice]:
         """Choices to start from: one value of `gather` and at most two of `sequence`."""
-        some = {
-            "gather": (self.base.gather,),
-            "sequence": (True, self.base.sequence),
-        }
+        return self._choices(
+            {"gather": (self.base.gather,), "sequence": (True, self.base.sequence)}
+        )
+
+    def _choices(self, some: Mapping[str, tuple[Any, ...]]) -> Iterator[Choice]:
         yield self.base
         for mesh in self.meshes:
             yield from (choice for choice in self._on(mesh, some) if choice != self.base)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtypes_text
+from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, dtype_text
 from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
@@ -153,7 +153,7 @@ class _TransferCounter:
             self.sizes.plain(value),
             move.runs,
             "trace",
-            dtypes_text([value.dtype]),
+            dtype_text(value.dtype),
             math.prod(local_shape(value, self.sizes.mesh)),
             purpose=purpose,
             site=path,

@@ -10,25 +10,18 @@ A collective is needed where an operation requires another sharding of an array 
 - In regions that are manual over an axis the collectives are in the program.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxspeed.communication import Communication, dtypes_text
-from jaxspeed.jaxpr.primitives import REDUCTIONS, RESHAPES, SCATTERS
+from jaxspeed.communication import Communication, dtype_text
+from jaxspeed.jaxpr.primitives import CONSTRAINT, REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.placement.specs import num_shards
 from jaxspeed.planner.memory.classify import Kinds
-from jaxspeed.planner.memory.partitioning import CONSTRAINT, relations_of, ties_of
+from jaxspeed.planner.memory.partitioning import relations_of, ties_of
 from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import (
-    ENTER,
-    LEAVE,
-    PLACED,
-    Op,
-    Scope,
-    Value,
-)
+from jaxspeed.planner.memory.trace_ir import ENTER, LEAVE, PLACED, Op, Scope, Value
 
 _SUMS_OF_SUMS = {"add", "add_any", "sub"}
 _PASS = {CONSTRAINT, *RESHAPES, "convert_element_type", "name", "transpose", "neg"}
@@ -131,7 +124,6 @@ class _Inference:
             if v.spec and any(v.spec):
                 spec = [tuple(a for a in e if a in required[v, d]) for d, e in enumerate(v.spec)]
                 self._reshard(v, spec, op)
-        partial = {a for a in partial if self.mesh[a] > 1}
         if partial:
             if op.name in REDUCTIONS and op.name not in ("reduce", "reduce_sum"):
                 self._send("all-reduce", partial, out, op, before=False)
@@ -177,7 +169,6 @@ class _Inference:
             spec = [spec[int(e)] if n > 1 else v.spec[d] for d, (n, e) in _dims(v, dims)]
         remaining = {a for e in spec for a in e}
         moved = {a for e, new in zip(v.spec, spec, strict=True) for a in e if a not in new}
-        moved = {a for a in moved if self.mesh[a] > 1}
         gathers = {a for a in moved - remaining if (v, a) not in self.gathered}
         changes = {a for a in moved & remaining if (v, a) not in self.gathered}
         self.gathered |= {(v, a) for a in moved}
@@ -239,34 +230,21 @@ class _Inference:
         sum, whose dtype is sent.
         """
         ordered = tuple(a for a in self.mesh if a in axes and self.mesh[a] > 1)
-        shards = math.prod(self.mesh[a] for a in ordered)
+        shards, sent = num_shards(ordered, self.mesh), original or v
         if shards == 1 or v.dtype is None or not v.size:
             return
-        local = self.sizes.plain(v) * _width(original or v) / max(_width(v), 1)
-        payload = local * shards if kind in ("all-gather", "reduce-scatter") else local
-        self._add(kind, ordered, int(payload), v, op, original or v, before=before)
-
-    def _add(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        payload: int,
-        v: Value,
-        op: Op,
-        original: Value,
-        *,
-        before: bool = True,
-    ) -> None:
+        local = self.sizes.plain(v) * _width(sent) / max(_width(v), 1)
+        payload = int(local * shards if kind in ("all-gather", "reduce-scatter") else local)
         communication = Communication(
             kind,
-            axes,
+            ordered,
             payload,
             self.runs,
             "trace",
-            dtypes_text([original.dtype]),
-            payload // _width(original),
-            group_size=math.prod(self.mesh[a] for a in axes),
-            purpose=self._purpose(v, kind, axes),
+            dtype_text(sent.dtype),
+            payload // _width(sent),
+            group_size=shards,
+            purpose=self._purpose(v, kind, ordered),
             backward=op.backward,
         )
         self.found.append(CollectiveOp(communication, v, self.scope, op, before))
@@ -329,7 +307,7 @@ class _Inference:
     def gather_slice(self, spec: Sequence[tuple[str, ...]], inner: Value) -> None:
         """Gather a scanned array's slice whose sharding differs from the array's."""
         current = {a for e in inner.spec for a in e}
-        axes = {a for e in spec for a in e if a not in current and self.mesh[a] > 1}
+        axes = {a for e in spec for a in e if a not in current}
         reader = next((op for op in self.scope.ops if inner in op.values), None)
         if axes and reader:
             self._send("all-gather", axes, _with_spec(inner, spec), reader)

@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import program_model_flops
-from jaxspeed.placement.show import dtype_text
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
-from jaxspeed.planner.memory.tiles import local_shape
+from jaxspeed.planner.memory.tiles import array_text
 from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.planner.time.host_transfers import host_moves
@@ -181,8 +180,7 @@ def _formula(group: Sequence[CollectiveOp], mesh: Mapping[str, int]) -> str:
     """`32 x bf16[4096,14336] + ...`: runs and shape per device, the largest first."""
     terms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for m in group:
-        shape = ",".join(map(str, local_shape(m.value, mesh)))
-        name = f"{dtype_text(m.value.dtype)}[{shape}]"
+        name = array_text(m.value, mesh)
         terms[name][0] += m.communication.runs
         terms[name][1] += m.communication.payload
     most = sorted(terms.items(), key=lambda item: -item[1][1])

@@ -5,7 +5,8 @@ import pytest
 from jaxspeed.config import load_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.parameter_server.programs import gradient_factor
-from jaxspeed.parameter_server.ray import ray_resources
+from jaxspeed.parameter_server.ray import ray_engine, ray_resources
+from tests.engine import tiny
 from tests.parameter_server.ray.ray_parts import config, plain
 
 
@@ -63,3 +64,20 @@ def test_unsupported_configs_are_refused_with_the_reason(changes, message):
 def test_another_data_reduction_is_refused():
     with pytest.raises(ConfigError, match='data_reduction: found "xla"'):
         ray_resources(load_config(plain()))
+
+
+def test_auto_is_filled_in_before_anything_starts(monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def stop(config):
+        raise Loaded(config)
+
+    monkeypatch.setattr(ray_engine, "ray_resources", stop)
+    given = config(gradient_clipping="auto")
+    values = {"preset": "hf"}
+    with pytest.raises(Loaded) as found:
+        ray_engine.initialize(tiny.PAIR, tiny.squared_error, given, auto=values)
+    assert found.value.args[0].gradient_clipping == 1.0
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        ray_engine.initialize(tiny.PAIR, tiny.squared_error, given)

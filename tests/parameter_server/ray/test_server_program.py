@@ -33,7 +33,10 @@ def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        # test_on_ray.py has it, with the processes.
+        pytest.param(
+            {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}, marks=pytest.mark.full
+        ),
         pytest.param({"type": "Lamb", "params": {"lr": 0.01}}, marks=pytest.mark.full),
         pytest.param({"type": "Muon", "params": {"lr": 0.01}}, marks=pytest.mark.full),
     ],
@@ -114,6 +117,7 @@ def test_an_update_in_buckets_equals_the_update_at_once(monkeypatch):
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full  # test_worker_meshes.py has it for the same programs on local devices
 def test_a_worker_of_several_devices_computes_as_one_device():
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     mesh = {"data": 2, "tensor": 2, "replica": 2}

@@ -1,0 +1,307 @@
+"""`jaxspeed launch ... -- train CONFIG`: a command in many processes."""
+
+import argparse
+import os
+import random
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxspeed.errors import ConfigError
+from jaxspeed.launch.binding import has_gpus
+from jaxspeed.launch.hostfile import exported_environment, read_hostfile, selected
+from jaxspeed.launch.local_group import HostJob, LocalGroup
+from jaxspeed.launch.output import Display
+from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
+from jaxspeed.launch.schedulers import ClusterJob, mpi_script, ray_script, slurm_script, submit
+from jaxspeed.launch.supervisor import Restarts, supervise
+
+# Commands of jaxspeed whose processes join each other.
+JOINING = ("train", "eval", "sample", "check")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "launch",
+        help="run a command in many processes",
+        description="Run a command in many processes: on this host, on those of a hostfile, or by "
+        "a scheduler.",
+        epilog="example: jaxspeed launch --processes 4 --logs logs -- train configs/tiny.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs=argparse.REMAINDER,
+        help=f"after --: {', '.join(JOINING)} with its arguments, a Python file, or a program",
+    )
+    parser.add_argument("--processes", type=_positive, metavar="N", help="number of processes")
+    parser.add_argument(
+        "--devices-per-process",
+        type=_positive,
+        metavar="N",
+        help="GPUs of each process, or, on a host without any, simulated devices",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rank-N.log"
+    )
+    parser.add_argument(
+        "--all-output",
+        action="store_true",
+        help="show the output of all ranks, each line with its rank; by default that of rank 0, "
+        "and warnings and errors of the others",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL for the others when one fails (10)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a failed run again, from its newest checkpoint, at most N times (0)",
+    )
+    parser.add_argument(
+        "--max-restarts-without-progress",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="of these in a row without a newer checkpoint (3)",
+    )
+    parser.add_argument(
+        "--no-core-binding",
+        action="store_true",
+        help="let each process use all cores instead of its share",
+    )
+    hosts = parser.add_argument_group("several hosts, over ssh")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", help="DeepSpeed's: lines of the form: HOST slots=4"
+    )
+    hosts.add_argument(
+        "--include",
+        default="",
+        metavar="HOSTS",
+        help="of the hostfile only these: HOST[:SLOT[,SLOT ...]], joined by @",
+    )
+    hosts.add_argument("--exclude", default="", metavar="HOSTS", help="all but these")
+    hosts.add_argument(
+        "--coordinator",
+        metavar="HOST[:PORT]",
+        help="address of the first host, as the others reach it",
+    )
+    hosts.add_argument(
+        "--ssh", default=SSH, metavar="COMMAND", help=f"the command before a host ({SSH})"
+    )
+    cluster = parser.add_argument_group("by a scheduler")
+    cluster.add_argument(
+        "--on",
+        choices=("slurm", "mpi", "kubernetes", "jobset", "ray"),
+        help="submit a job; kubernetes is an Indexed Job",
+    )
+    cluster.add_argument(
+        "--print", action="store_true", help="print the script or manifest instead of submitting it"
+    )
+    cluster.add_argument(
+        "--nodes", type=_positive, default=1, metavar="N", help="hosts of the job (1)"
+    )
+    cluster.add_argument("--name", default="jaxspeed", help="the job's name (jaxspeed)")
+    cluster.add_argument(
+        "--cache",
+        metavar="DIR",
+        default="cache",
+        help="compilation cache, on storage that all hosts share (cache)",
+    )
+    cluster.add_argument(
+        "--save-seconds",
+        type=_positive,
+        default=300,
+        metavar="S",
+        help="time for the last checkpoint before a job is ended (300)",
+    )
+    cluster.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="an option of sbatch, mpirun, kubectl or ray job submit, like "
+        "--option=--partition=gpu; may be repeated",
+    )
+    cluster.add_argument("--image", help="container image (kubernetes, jobset)")
+    cluster.add_argument(
+        "--accelerator",
+        default="nvidia.com/gpu",
+        metavar="RESOURCE",
+        help="what --devices-per-process counts on Kubernetes (nvidia.com/gpu)",
+    )
+    cluster.add_argument(
+        "--volume",
+        action="append",
+        default=[],
+        metavar="CLAIM:/PATH",
+        help="a persistent volume claim for runs and cache (kubernetes, jobset); may be repeated",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    return _supervise(given) if given.on is None else _submit(given)
+
+
+def _submit(given: argparse.Namespace) -> int:
+    """Print or submit the job of a scheduler."""
+    if given.processes is None:
+        raise ConfigError(f"--on {given.on}: needs --processes N, of all hosts")
+    restarts = _restarts(given)
+    on_kubernetes = given.on in ("kubernetes", "jobset")
+    command = command_of(given.words, None)
+    if on_kubernetes and command[0] == sys.executable:
+        command = ("python", *command[1:])
+    job = ClusterJob(
+        command,
+        given.processes,
+        given.nodes,
+        given.devices_per_process,
+        name=given.name,
+        folder=os.getcwd(),
+        logs=os.path.abspath(given.logs or "logs"),
+        cache=given.cache if on_kubernetes else os.path.abspath(given.cache),
+        save_seconds=given.save_seconds,
+        max_restarts=given.max_restarts,
+        options=tuple(given.option),
+    )
+    program = ["sbatch"] if given.on == "slurm" else ["bash", "-s"]
+    if on_kubernetes:
+        from jaxspeed.launch.kubernetes import indexed_job, jobset
+
+        if given.image is None:
+            raise ConfigError(f"--on {given.on}: needs --image")
+        write = indexed_job if given.on == "kubernetes" else jobset
+        text = write(job, given.image, given.accelerator, given.volume)
+        program = ["kubectl", *given.option, "create", "-f", "-"]
+    elif given.on == "slurm":
+        text = slurm_script(job)
+        if not given.print:
+            Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
+    elif given.on == "ray":
+        text = ray_script(job, restarts)
+    else:
+        text = mpi_script(job, given.hostfile)
+    if given.print:
+        sys.stdout.write(text)
+        return 0
+    return submit(program, text)
+
+
+def _restarts(given: argparse.Namespace) -> Restarts:
+    return Restarts(given.max_restarts, given.max_restarts_without_progress, given.grace)
+
+
+def _supervise(given: argparse.Namespace) -> int:
+    hosts = _hosts(given)
+    count = sum(job.processes for job in hosts.values())
+    ranks = [host for host, job in hosts.items() for _ in range(job.processes)]
+    display = Display(given.logs, given.all_output)
+    restarts = _restarts(given)
+
+    def start(events: Any, progress: str) -> LocalGroup | RemoteGroup:
+        address = _coordinator(given.coordinator, list(hosts))
+        jobs = {host: replace(job, coordinator=address) for host, job in hosts.items()}
+        (first, job), *others = jobs.items()
+        if is_here(first) and not others:
+            return LocalGroup(job, events, progress)
+        return RemoteGroup(jobs, events, given.ssh)
+
+    try:
+        return supervise(start, count, display, restarts, lambda rank: ranks[rank])
+    finally:
+        display.close()
+
+
+def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
+    """What each host starts; without a hostfile, this one alone."""
+    devices, here = given.devices_per_process, socket.gethostname()
+    if given.hostfile:
+        if given.processes is not None:
+            raise ConfigError("--processes: with --hostfile it is the number of slots")
+        slots = selected(read_hostfile(given.hostfile), given.include, given.exclude)
+        if uneven := [host for host, of in slots.items() if len(of) % (devices or 1)]:
+            raise ConfigError(
+                f"--devices-per-process {devices}: {uneven[0]} has {len(slots[uneven[0]])} slots"
+            )
+        processes = {host: len(of) // (devices or 1) for host, of in slots.items()}
+        simulated = None if devices is None else sum(map(len, slots.values()))
+    else:
+        if given.include or given.exclude:
+            raise ConfigError("--include and --exclude need --hostfile")
+        if given.processes is None:
+            raise ConfigError("launch: needs --processes N, or --hostfile FILE")
+        slots, processes = {}, {here: given.processes}
+        simulated = None if devices is None else given.processes * devices
+    if has_gpus(os.environ):
+        simulated = None
+    command, firsts = command_of(given.words, simulated), 0
+    jobs = {}
+    for host, number in processes.items():
+        jobs[host] = HostJob(
+            command,
+            processes=number,
+            count=sum(processes.values()),
+            coordinator="",  # another one for each start
+            first=firsts,
+            devices=devices,
+            slots=slots.get(host),
+            bind=not given.no_core_binding,
+            terminal=not given.hostfile and sys.stdout.isatty() and not given.all_output,
+            environment=exported_environment() if given.hostfile else {},
+            folder=os.getcwd(),
+        )
+        firsts += number
+    return jobs
+
+
+def _coordinator(given: str | None, hosts: list[str]) -> str:
+    """Where rank 0 listens: on one host, a free port; elsewhere one that is seldom in use."""
+    if given and ":" in given:
+        return given
+    if given is None and len(hosts) == 1 and is_here(hosts[0]):
+        return free_address()
+    return f"{given or coordinator_host(hosts)}:{random.randrange(20000, 30000)}"
+
+
+def command_of(words: list[str], simulated: int | None) -> tuple[str, ...]:
+    """The program of the given words: a command of jaxspeed, a Python file, or any program.
+
+    `simulated` devices in all override the config's.
+    """
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise ConfigError(
+            "launch: no COMMAND, as in: jaxspeed launch --processes 4 -- train CONFIG"
+        )
+    if words[0] in JOINING:
+        if simulated is not None and "--devices" not in words:
+            words = [*words, "--devices", f"cpu:{simulated}"]
+        return (sys.executable, "-m", "jaxspeed", *words)
+    if words[0].endswith(".py"):
+        return (sys.executable, *words)
+    return tuple(words)
+
+
+def free_address() -> str:
+    """An address of this host alone where nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value}; needs at least 1")
+    return value

@@ -1,0 +1,208 @@
+"""The report of `engine.check`: a step's values by three programs, leaf by leaf."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspeed.config import match
+from jaxspeed.engine.plain_flax import PlainGradients
+from jaxspeed.objective.train_state import Arrays
+from jaxspeed.objective.trainable import read_trainable
+from jaxspeed.placement.paths import listed
+from jaxspeed.placement.show import as_text
+from jaxspeed.train.program import Program
+
+# Tolerance for the order of summation, relative to the leaf's norm. fp32: sums of up to a million
+# terms at eps 6e-8. 16 bits: eps 4e-3 (bf16) or 5e-4 (fp16) on each activation and gradient, whose
+# errors mostly average out over a leaf.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
+# Tolerance for ring messages, rounded N - 1 times: bf16 as above; int8 by up to 1/254 of a block's
+# largest number, so a small leaf in the same block has few significant digits.
+OF_WIRE = {"none": 0.0, "bf16": 5e-2, "int8": 0.5}
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+# A value is rounding noise up to this many times what it moves by when each parameter moves by one
+# unit in its last place: the bias before a batch normalization, whose gradient is 0 but for that.
+NOISE = 4.0
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """Relative differences of one parameter, ||sharded - plain|| / ||plain||.
+
+    A leaf with less than 1/1000 of the global gradient norm is measured against that 1/1000, and
+    one that is rounding noise (`NOISE`) against that: pure noise has no meaningful relative
+    difference.
+    """
+
+    path: str
+    gradient: float  # the larger of those against the plain step and against plain Flax
+    update: float  # of the parameter's change, not of the parameter
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Differences between the sharded and the plain step."""
+
+    loss: float
+    leaves: tuple[LeafDifference, ...]
+    tolerance: float
+    devices: int
+    # Parameters and state that are not trained or carried as by plain JAX and Flax.
+    faults: tuple[str, ...] = ()
+    lower: str = ""  # the 16-bit dtype in which the model computes by itself
+
+    @property
+    def gradient(self) -> float:
+        """The largest relative difference of a gradient."""
+        return max((leaf.gradient for leaf in self.leaves), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        """Whether loss and gradients agree, and the trained parameters and carried state.
+
+        Updates do not count: Adam turns the rounding noise of a zero gradient into full steps.
+        """
+        differences = [self.loss, *(leaf.gradient for leaf in self.leaves)]
+        # Not "any(d > ...)": a NaN must fail.
+        return not self.faults and all(d <= self.tolerance for d in differences)
+
+    def __rich__(self) -> Group:
+        verdict = "agrees with" if self.ok else "DIFFERS from"
+        title = (
+            f"the step on {self.devices} devices {verdict} the step on one device "
+            f"(tolerance {self.tolerance:g}"
+            + (f": the model computes in {self.lower})" if self.lower else ")")
+        )
+        table = Table(box=None)
+        for name in ("relative difference of", "gradient", "update"):
+            table.add_column(name, justify="left" if name[0] == "r" else "right")
+        table.add_row("loss", f"{self.loss:.2e}", "")
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.gradient)
+        for leaf in worst[:SHOWN]:
+            table.add_row(leaf.path, f"{leaf.gradient:.2e}", f"{leaf.update:.2e}")
+        if len(worst) > SHOWN:
+            table.add_row(f"{len(worst) - SHOWN} others, all smaller", "", "")
+        notes = self.faults
+        apart = [leaf.path for leaf in worst if leaf.update > self.tolerance]
+        if self.ok and apart:
+            notes = (
+                f"updates of {listed(apart)} differ although the gradients agree: an optimizer "
+                "that divides by a gradient's size (Adam) makes full steps of rounding noise",
+            )
+        return Group(Text(title), table, *map(Text, notes))
+
+    def __str__(self) -> str:
+        return as_text(self, width=100)
+
+
+class StepValues(NamedTuple):
+    """The values of a step that are compared."""
+
+    loss: Any
+    grads: Arrays
+    old: Arrays  # parameters, trained or not, before the step
+    new: Arrays  # ... and after it
+    variables: Arrays  # after it, without random keys
+
+
+def compare_steps(
+    program: Program,
+    lower: str,
+    ours: StepValues,
+    theirs: StepValues,
+    by_flax: PlainGradients,
+    nudged: PlainGradients,
+) -> CheckReport:
+    """Compare the sharded step with the plain one and with plain Flax.
+
+    `nudged` are plain Flax's values with each parameter moved by one unit in its last place: their
+    distance is the noise of a value. `lower` is the 16-bit dtype in which the model computes.
+    """
+    tolerance = TOLERANCE[DTYPE_NAMES.get(lower, program.config.compute_dtype)]
+    if program.update.ring:
+        tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
+
+    def noise(of: Any, nudged: Any) -> float:
+        """The size up to which a value is noise, over the tolerance."""
+        return NOISE * norm(_wide(of) - _wide(nudged)) / tolerance
+
+    floor = 1e-3 * math.sqrt(sum(norm(g) ** 2 for g in theirs.grads.values()))
+
+    def gradient(path: str) -> float:
+        sides = [theirs.grads[path], by_flax.grads.get(path, theirs.grads[path])]
+        least = floor
+        if path in by_flax.grads:
+            least = max(floor, noise(by_flax.grads[path], nudged.grads[path]))
+        return max(_difference(ours.grads[path], side, least) for side in sides)
+
+    leaves = tuple(
+        LeafDifference(
+            path,
+            gradient(path),
+            _difference(ours.new[path] - ours.old[path], theirs.new[path] - theirs.old[path]),
+        )
+        for path in ours.grads
+    )
+    least = noise(by_flax.loss, nudged.loss)
+    loss = max(_difference(ours.loss, side, least) for side in (theirs.loss, by_flax.loss))
+    kept = {
+        path: max(tolerance, noise(x, nudged.values[path])) for path, x in by_flax.values.items()
+    }
+    faults = _faults(program, ours, by_flax, tolerance, kept)
+    return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
+
+
+def _faults(
+    program: Program,
+    ours: StepValues,
+    by_flax: PlainGradients,
+    tolerance: float,
+    floors: Mapping[str, float],
+) -> Iterator[str]:
+    """Parameters and state that are not trained or carried as by plain JAX and Flax.
+
+    `floors` are the sizes against which carried values are measured at least.
+    """
+    for path, grad in by_flax.grads.items():
+        if path not in ours.grads and norm(grad) > 0 and not _frozen_by_user(program, path):
+            yield f"{path} is not trained: its jax.grad has norm {norm(grad):.3g}"
+    for path in ours.grads.keys() - by_flax.grads.keys():
+        yield f"{path} is trained, but is not a parameter for Flax"
+    # Untrained parameters and all variables have the values that the loss assigned.
+    carried = {path: x for path, x in ours.new.items() if path not in ours.grads} | ours.variables
+    for path, value in carried.items():
+        wanted = by_flax.values.get(path)
+        off = 0.0 if wanted is None else _difference(value, wanted, floors[path])
+        if not off <= tolerance:  # a NaN must fail
+            yield f"{path} is carried to the next step with a relative difference of {off:.2e}"
+
+
+def _frozen_by_user(program: Program, path: str) -> bool:
+    """Whether `trainable` or an optimizer group freezes a parameter."""
+    optimizer, trainable = program.config.optimizer, read_trainable(program.source.trainable)
+    if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
+        return True
+    if trainable.by_leaf:  # only the table has the variables' types
+        return path in program.table.rows
+    return not trainable(path, None)
+
+
+def _wide(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def norm(x: Any) -> float:
+    return float(np.linalg.norm(_wide(x).reshape(-1)))
+
+
+def _difference(a: Any, b: Any, floor: float = 0.0) -> float:
+    apart = norm(_wide(a) - _wide(b))
+    return 0.0 if apart == 0 else apart / (max(norm(b), floor) or math.nan)

@@ -1,0 +1,186 @@
+"""The processes of a run, found from the environment and joined through `jax.distributed`.
+
+Coordinator, count and rank are what `jaxspeed launch` and its manifests set (`VARIABLES`), or what
+JAX detects of SLURM, Open MPI, Kubernetes and TPU pods. Two things differ from
+`jax.distributed.initialize()` without arguments: the processes of a host share its GPUs evenly,
+where JAX gives one GPU to each, and Open MPI 5 is found, which no longer sets what JAX reads.
+"""
+
+import importlib.util
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import clusters, xla_bridge
+
+from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.launch.binding import shared_evenly, visible_gpus
+from jaxspeed.launch.rendezvous import meet
+from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
+
+START_SECONDS = 1800  # between the first and the last host of a run
+# Rank and count of the processes of one host, by what started them.
+_LOCAL = {
+    "slurm": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "ompi": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One process of a run.
+
+    Attributes:
+      coordinator: host and port on which process 0 listens.
+      count: number of processes.
+      rank: this one's number.
+      found_by: what the values are from, for messages.
+      gpus: indices of the visible GPUs that this process computes on; None: all of them.
+    """
+
+    coordinator: str
+    count: int
+    rank: int
+    found_by: str
+    gpus: tuple[int, ...] | None = None
+
+
+def start_processes(seconds: float | None = None) -> Membership | None:
+    """Join the run's other processes, if the environment names any. Call it before JAX starts.
+
+    Waits `seconds` for them, by default half an hour. A no-op if this is the only process, or if
+    `jax.distributed` is initialized. Commands call it, and so does `jaxspeed.initialize`; a script
+    that uses JAX before that calls it first.
+
+    Raises:
+      ConfigError: the environment is incomplete.
+      RunError: JAX has started without the others, or they cannot be joined.
+    """
+    if jax.distributed.is_initialized():
+        return None
+    found = find_membership()
+    if found is None:
+        return None
+    which = f"process {found.rank} of {found.count} (from {found.found_by})"
+    if xla_bridge.backends_are_initialized():
+        raise RunError(
+            f"this is {which}, but JAX has started alone: call jaxspeed.start_processes() before "
+            f"any use of JAX. For processes that train apart, set {COUNT}=1"
+        )
+    seconds = START_SECONDS if seconds is None else seconds
+    try:
+        meet(found.coordinator, found.count, found.rank, seconds)
+    except RunError as error:
+        raise RunError(f"{which} cannot start: {error}") from None
+    try:
+        jax.distributed.initialize(
+            found.coordinator,
+            found.count,
+            found.rank,
+            local_device_ids=found.gpus,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(int(seconds), 60),
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error
+    return found
+
+
+def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
+    """The place of this process among those of its run; None if it is alone.
+
+    Raises:
+      ConfigError: the environment is incomplete, or Kubernetes does not answer.
+    """
+    given = {name: environment[name] for name in VARIABLES if environment.get(name)}
+    if given.get(COUNT) == "1":
+        return None
+    if COUNT in given or RANK in given:
+        return _stated(given)
+    for cluster in clusters.ClusterEnv._cluster_types:
+        if _concerns(cluster, environment) and cluster.is_env_present():
+            return _detected(cluster, environment)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return _open_mpi_5(environment)
+    return None
+
+
+def _stated(given: Mapping[str, str]) -> Membership:
+    if missing := [name for name in VARIABLES if name not in given]:
+        raise ConfigError(f"{' and '.join(given)} set, but not {' and '.join(missing)}")
+    try:
+        count, rank = int(given[COUNT]), int(given[RANK])
+    except ValueError:
+        raise ConfigError(f"{COUNT}={given[COUNT]}, {RANK}={given[RANK]}: not numbers") from None
+    if not 0 <= rank < count:
+        raise ConfigError(f"{RANK}={rank}: needs 0 to {count - 1}, as {COUNT} is {count}")
+    return Membership(given[COORDINATOR], count, rank, COUNT)
+
+
+def _concerns(cluster: Any, environment: Mapping[str, str]) -> bool:
+    """Whether to ask JAX's detection: it queries servers, and warns, of Kubernetes and TPUs."""
+    if cluster.opt_in_only_method:
+        return False
+    if cluster.name == "k8s":
+        has_client = importlib.util.find_spec("kubernetes") is not None
+        return has_client and "JOB_COMPLETION_INDEX" in environment
+    on_cpu = jax.config.jax_platforms == "cpu"  # type: ignore[attr-defined]
+    return not (on_cpu and cluster.name.endswith("tpu"))
+
+
+def _detected(cluster: Any, environment: Mapping[str, str]) -> Membership | None:
+    """What JAX detects, if that is more than one process."""
+    try:
+        count = cluster.get_process_count()
+        if count == 1:
+            return None
+        coordinator = environment.get(COORDINATOR) or cluster.get_coordinator_address(
+            timeout_secs=START_SECONDS,
+            override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+        )
+        rank = cluster.get_process_id()
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"JAX cannot detect the processes of {cluster.name}: {error}\nSet "
+            f"{', '.join(VARIABLES)}; {COUNT}=1 for processes that train apart"
+        ) from error
+    gpus = _gpus(environment, *_LOCAL[cluster.name]) if cluster.name in _LOCAL else None
+    return Membership(coordinator, count, rank, cluster.name, gpus)
+
+
+def _open_mpi_5(environment: Mapping[str, str]) -> Membership:
+    count = int(environment["OMPI_COMM_WORLD_SIZE"])
+    coordinator = environment.get(COORDINATOR)
+    if coordinator is None:
+        if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != str(count):
+            raise ConfigError(
+                "Open MPI 5 does not name the host of rank 0: mpirun -x "
+                f"{COORDINATOR}=HOST:PORT, or `jaxspeed launch --on mpi`"
+            )
+        job = environment.get("PMIX_NAMESPACE", "")
+        coordinator = f"127.0.0.1:{61440 + zlib.crc32(job.encode()) % 4096}"  # JAX's port range
+    rank = int(environment["OMPI_COMM_WORLD_RANK"])
+    return Membership(coordinator, count, rank, "ompi", _gpus(environment, *_LOCAL["ompi"]))
+
+
+def _gpus(environment: Mapping[str, str], rank: str, count: str) -> tuple[int, ...] | None:
+    """This process's share of the GPUs that all processes of its host see."""
+    here = _expanded(environment.get(count, ""))
+    if not here or rank not in environment:
+        return None
+    processes = here[int(environment.get("SLURM_NODEID", 0)) if len(here) > 1 else 0]
+    gpus = range(len(visible_gpus(environment)))
+    if len(gpus) < processes:  # each sees its own
+        return None
+    return tuple(shared_evenly(gpus, int(environment[rank]), processes))
+
+
+def _expanded(counts: str) -> list[int]:
+    """Processes by host, from SLURM's form: 4(x2),3 is 4, 4, 3."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

@@ -1,0 +1,47 @@
+"""The Ray actor around one process of a run: it starts the process where Ray has room for it."""
+
+import queue
+import socket
+import tempfile
+from queue import SimpleQueue
+from typing import Any
+
+from jaxspeed.launch.agent import decoded_job, encoded
+from jaxspeed.launch.local_group import LocalGroup
+
+_SECONDS_A_POLL = 0.2
+
+
+class HostActor:
+    """One process, whose events are asked for. Ray calls an actor's methods one at a time."""
+
+    def __init__(self) -> None:
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxspeed-launch-")
+        self._group: LocalGroup | None = None
+
+    def place(self) -> tuple[str, str]:
+        """The name of this host, and an address of it where nothing listens."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return socket.gethostname(), f"{ray.util.get_node_ip_address()}:{port}"
+
+    def start(self, job: str) -> None:
+        self._group = LocalGroup(decoded_job(job), self._events, f"{self._folder.name}/progress")
+
+    def poll(self) -> list[str]:
+        """The new events; none if nothing happens for a moment."""
+        found = []
+        try:
+            found.append(encoded(self._events.get(timeout=_SECONDS_A_POLL)))
+            while True:
+                found.append(encoded(self._events.get_nowait()))
+        except queue.Empty:
+            return found
+
+    def signal(self, number: int) -> None:
+        if self._group is not None:
+            self._group.signal(number)

@@ -1,0 +1,19 @@
+"""Environment variables between a launcher and its processes."""
+
+import contextlib
+import os
+from pathlib import Path
+
+COORDINATOR, COUNT, RANK = VARIABLES = (
+    "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+    "JAX_PROCESS_ID",
+)
+PROGRESS = "JAXSPEED_PROGRESS_FILE"
+
+
+def report_progress(step: int) -> None:
+    """Report the step of the newest checkpoint to the launcher, which counts restarts by it."""
+    if (path := os.environ.get(PROGRESS)) and os.environ.get(RANK, "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(str(step))

@@ -1,0 +1,100 @@
+"""Start-up check: all processes have the same config, code, versions and compiler flags.
+
+A difference would show much later, as a collective that never ends.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspeed.config import Config
+from jaxspeed.config.verdicts import shortened
+from jaxspeed.errors import ConfigError, RunError
+from jaxspeed.run.watchdog import Watchdog
+
+_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """What must be equal in all processes, by name."""
+    facts: dict[str, Any] = {f"config {key}": x for key, x in _flat(config.given)}
+    facts["python"] = platform.python_version()
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    facts["jaxspeed's code"] = _code()
+    return {**facts, **{name: os.environ.get(name) for name in _FLAGS}}
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from _flat(value[key], f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.loads(json.dumps(value, default=str))
+
+
+def _code() -> str:
+    """Digest of the package's files."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
+    """Wait for all processes, and compare their facts with those of process 0.
+
+    Raises:
+      RunError: on all processes, with the ranks that are missing at the time-out.
+      ConfigError: on all processes, with each difference.
+    """
+    beats = watchdog.beats
+    if beats is None or watchdog.met:
+        return
+    beats.write(watchdog.beat())
+    beats.say("facts", {"host": watchdog.host, **facts})
+    seconds = watchdog.limit("start")
+    if beats.rank == 0:
+        found = beats.wait_for_all("facts", seconds)
+        missing = [rank for rank in range(beats.count) if rank not in found]
+        beats.answer("met", {"missing": missing, "different": _differences(found)})
+    try:
+        result = beats.answered("met", seconds + 10)
+    except jax.errors.JaxRuntimeError:
+        raise RunError(f"process 0 has not answered for {seconds:.0f} s") from None
+    if result["missing"]:
+        raise RunError(
+            f"of {beats.count} processes, {', '.join(map(str, result['missing']))} did not start "
+            f"within {seconds:.0f} s (run.watchdog.start)"
+        )
+    if result["different"]:
+        raise ConfigError("the processes of this run differ:\n" + "\n".join(result["different"]))
+    watchdog.has_met()
+
+
+def _differences(found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """A line for each fact in which a process differs from process 0."""
+    first = found[0]
+    lines = []
+    for rank, facts in sorted(found.items()):
+        for name in sorted({*first, *facts} - {"host"}):
+            if facts.get(name) != first.get(name):
+                there, here = (
+                    shortened(json.dumps(of[name]) if of.get(name) is not None else "not set")
+                    for of in (facts, first)
+                )
+                lines.append(
+                    f"  {name}: {there} in process {rank} ({facts['host']}), {here} in process 0 "
+                    f"({first['host']})"
+                )
+    return lines

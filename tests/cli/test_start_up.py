@@ -1,0 +1,82 @@
+"""What the command line and `import jaxspeed` load before they need an array."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxspeed
+
+pytestmark = pytest.mark.fast
+
+HEAVY = ("flax", "jax", "numpy", "optax", "orbax", "pydantic", "rich", "yaml")
+PARSING = ["rich"]
+READING = ["pydantic", "rich", "yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        (["--help"], PARSING),
+        (["plan", "--help"], PARSING),
+        (["nonsense"], PARSING),
+        (["checkpoint", "list", "no-such-folder"], PARSING),
+        (["train", "no-such-file.yaml"], ["pydantic", "rich"]),
+        (["train", "{config}"], READING),
+        (["plan", "{config}", "--target", "v5e:2x2"], READING),
+        (["config", "{config}"], READING),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_libraries_that_a_command_loads(arguments, loaded, tmp_path):
+    config = tmp_path / "bad.yaml"
+    config.write_text("optimizer: {type: adamw, params: {lr: fast}}\n")
+    given = [text.format(config=config) for text in arguments]
+    code = (
+        "import atexit, sys\n"
+        f"atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules]))\n"
+        "from jaxspeed.cli import main\n"
+        f"sys.exit(main({given!r}))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == (0 if "--help" in given else 2), child.stderr
+    assert child.stdout.splitlines()[-1] == str(loaded)
+
+
+def test_importing_jaxspeed_loads_nothing_else():
+    code = f"import jaxspeed, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "[]\n"
+
+
+def test_initialize_and_config_load_no_engine():
+    code = (
+        "import jaxspeed, sys; jaxspeed.initialize, jaxspeed.Config\n"
+        "folders = {m.split('.')[1] for m in sys.modules if m.startswith('jaxspeed.')}\n"
+        "print(sorted(folders))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "['config', 'errors', 'initialization', 'launch']\n"
+
+
+def test_every_public_name_is_imported_from_the_module_that_type_checkers_see():
+    tree = ast.parse(Path(jaxspeed.__file__).read_text())
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxspeed.")
+        for alias in node.names
+    }
+    assert sorted(seen) == jaxspeed.__all__
+    for name, module in seen.items():
+        assert getattr(jaxspeed, name) is getattr(importlib.import_module(module), name)
+        assert jaxspeed._MODULE_OF[name] == module.removeprefix("jaxspeed.")
+    assert set(jaxspeed.__all__) <= set(dir(jaxspeed))
+    code = "import jaxspeed; print(jaxspeed.config.Config is jaxspeed.Config)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "True\n"
+    with pytest.raises(AttributeError, match="has no attribute 'initialise'"):
+        jaxspeed.initialise  # noqa: B018

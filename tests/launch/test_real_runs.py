@@ -1,0 +1,125 @@
+"""A run in several processes on this host: as in one process, and after failures."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from jaxspeed.errors import ExitCode
+from jaxspeed.metrics import read_records
+from jaxspeed.run import train
+from tests.run import small
+
+STEPS = 12
+
+
+def command(config, *options, output, processes=2, devices=4):
+    launch = [*small.command("launch", "--processes", processes, "--no-core-binding")]
+    launch += ["--devices-per-process", devices, *options]
+    return [*map(str, launch), "--", "train", str(config), "--output", str(output)]
+
+
+def launched(*words, **more):
+    done = subprocess.run(
+        command(*words, **more), capture_output=True, text=True, env=environment(), timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def environment():
+    return {k: v for k, v in small.environment().items() if k != "JAX_NUM_CPU_DEVICES"}
+
+
+def losses(folder):
+    return [r["loss"] for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+
+
+def wait_for_steps(child, folder, more):
+    records, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+    while not records.exists() or len(records.read_bytes().splitlines()) < more:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return small.write(folder, run={"steps": STEPS, "checkpoint_every": 3}, bf16={"enabled": False})
+
+
+@pytest.fixture(scope="module")
+def one_process(config):
+    given = json.loads(config.read_text())
+    folder = config.parent / "one"
+    train(given | {"run": given["run"] | {"output": str(folder)}})
+    return folder
+
+
+def test_two_processes_train_as_one(config, one_process):
+    two = config.parent / "two"
+    done = launched(config, output=two)
+    assert "8 devices simulated on this CPU, 2 processes" in done.stdout
+    assert losses(two) == pytest.approx(losses(one_process), abs=1e-6)
+
+
+@pytest.mark.full
+def test_four_processes_train_as_one(config, one_process):
+    four = config.parent / "four"
+    launched(config, output=four, processes=4, devices=2)
+    assert losses(four) == pytest.approx(losses(one_process), abs=1e-6)
+
+
+@pytest.mark.full
+def test_a_run_whose_process_is_killed_restarts_and_ends_bitwise_as_one_never_killed(config):
+    undisturbed, killed = (config.parent / name for name in ("undisturbed", "killed"))
+    launched(config, output=undisturbed)
+    words = command(config, "--max-restarts", 2, "--logs", config.parent / "logs", output=killed)
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+    wait_for_steps(child, killed, 5)
+    (rank_1,) = (pid for pid in children(child.pid) if b"JAX_PROCESS_ID=1" in variables(pid))
+    os.kill(rank_1, signal.SIGKILL)
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0, err[-4000:]
+    assert "rank 1 of 2" in err and "was killed by SIGKILL" in err and "restart 1 of" in err
+    small.assert_bitwise_equal(small.kept(config, undisturbed), small.kept(config, killed))
+    assert losses(killed) == losses(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_in_all_processes(config, number, tmp_path):
+    words = command(config, "--max-restarts", 2, output=tmp_path / "run")
+    words += ["--set", "run.steps=4000", "--set", "run.checkpoint_every=4000"]
+    child = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    wait_for_steps(child, tmp_path / "run", 3)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=600)
+    assert child.returncode in (ExitCode.PREEMPTED, 128 + number), err[-4000:]
+    assert "everything is saved" in out and "restart" not in err
+    assert f"jaxspeed launch: stopped by {number.name}" in err.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_a_config_error_is_one_message_of_each_rank_and_no_restart(config, tmp_path):
+    words = command(config, "--max-restarts", 2, output=tmp_path / "run")
+    done = subprocess.run(
+        [*words, "--set", "run.stepz=1"], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == ExitCode.CONFIG
+    assert done.stderr.count("Did you mean") <= 3 and "Traceback" not in done.stderr
+    assert "(a config or usage error)" in done.stderr.splitlines()[-1]
+
+
+def children(pid):
+    return [int(p) for p in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+
+
+def variables(pid):
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().split(b"\0")

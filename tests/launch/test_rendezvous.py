@@ -1,0 +1,103 @@
+"""Processes that meet before JAX starts, as threads: what is wrong is named within the time-out."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxspeed.errors import RunError
+from jaxspeed.launch.rendezvous import meet
+from tests.support.processes import free_port
+
+pytestmark = pytest.mark.fast
+
+
+def met(port, count, ranks, seconds=1.0, delay=0.0, host="127.0.0.1"):
+    """What each rank raises, by rank; process 0 comes later."""
+    found = {}
+
+    def one(rank):
+        if rank == 0:
+            time.sleep(delay)
+        try:
+            meet(f"{host}:{port}", count, rank, seconds)
+            found[rank] = None
+        except RunError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_all_meet_whoever_comes_first_and_the_port_is_free_for_jax():
+    port = free_port()
+    for _ in range(2):  # at once again, as a restarted run
+        assert met(port, 4, range(4), seconds=20, delay=0.7) == dict.fromkeys(range(4))
+    with socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True):
+        pass
+
+
+def test_processes_that_never_start_are_named_on_all_that_did():
+    found = met(free_port(), 5, (0, 2, 4))
+    assert set(found) == {0, 2, 4}
+    for text in found.values():
+        assert "of 5 processes, 2 did not start within 1 s: 1, 3." in text
+        assert f"The others are on {socket.gethostname()}" in text
+
+
+def test_a_closed_port_and_a_loopback_address_are_named(monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    port = free_port()
+    text = met(port, 2, (1,))[1]
+    assert text.startswith(f"the coordinator 127.0.0.1:{port} was not reached for 1 s: nothing ")
+    assert "right only on the host of process 0" in text
+    assert "set here: HTTPS_PROXY" in text
+
+
+def test_a_wrong_coordinator_is_named():
+    assert "no host has this name" in met(1234, 2, (1,), host="no-such-host.invalid")[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet():
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = server.accept()
+                    peer.close()
+
+        threading.Thread(target=greet, daemon=True).start()
+        text = met(server.getsockname()[1], 2, (1,))[1]
+    assert "not process 0 of this run" in text or "reset" in text
+
+
+def test_an_occupied_port_is_named_at_once():
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = server.getsockname()[1]
+        began = time.monotonic()
+        text = met(port, 2, (0,), seconds=60)[0]
+    assert time.monotonic() - began < 10
+    assert text.startswith(f"port {port} on {socket.gethostname()}") and "in use" in text
+
+
+def test_a_rank_that_is_started_twice_is_named():
+    found = {}
+    port = free_port()
+
+    def one(name, rank):
+        try:
+            meet(f"127.0.0.1:{port}", 3, rank, 5.0)
+        except RunError as error:
+            found[name] = str(error)
+
+    threads = [threading.Thread(target=one, args=pair) for pair in (("a", 0), ("b", 1), ("c", 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(found) == {"a", "b", "c"}
+    assert all("process 1 was started twice" in text for text in found.values())

@@ -1,0 +1,136 @@
+"""What each key of the section `run` changes of a run, with a model that compiles in a second."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspeed
+from jaxspeed.engine import Engine
+from jaxspeed.metrics import read_records
+from jaxspeed.run import open_run, sampling, source_of, train
+from tests.engine import tiny
+from tests.engine.tiny import PAIR, squared_error
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A run without an output writes into the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def samples():
+    """One sample after another of the model's own."""
+    every = tiny.batch(64)
+    return [{name: x[i] for name, x in every.items()} for i in range(64)]
+
+
+def config(folder: Path, **run):
+    data = {"source": "tests.run.test_run_keys:samples", "samples": 64, "held_out": 0.25}
+    own = {"output": str(folder / "run"), "steps": STEPS, "sample_tokens": 0}
+    return tiny.config(data=data, run=own | run)
+
+
+def trained(folder: Path, loss_fn=squared_error, **run):
+    return train(config(folder, **run), PAIR, loss_fn)
+
+
+def test_steps_evaluations_and_checkpoints_are_those_that_are_asked_for(tmp_path, monkeypatch):
+    evaluated = []
+    real = Engine.eval_batch
+    monkeypatch.setattr(
+        Engine, "eval_batch", lambda *given, **more: evaluated.append(1) or real(*given, **more)
+    )
+    run = trained(
+        tmp_path,
+        seed=5,
+        eval_every=5,
+        eval_batches=1,
+        checkpoints=str(tmp_path / "elsewhere"),
+        checkpoint_every=2,
+        keep=2,
+        keep_every=3,
+    )
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records if "eval_loss" in r] == [5, 10, 12]
+    assert len(evaluated) == 3  # of the two batches that are held out
+    kept = sorted(int(path.name[-8:]) for path in (tmp_path / "elsewhere").glob("step-*"))
+    assert kept == [info.step for info in run.checkpointer.list()] == [6, 10, 12]
+
+
+def test_the_weights_begin_at_the_seed_or_where_another_run_ended(tmp_path):
+    first = open_run(source_of(config(tmp_path, seed=5, steps=2), PAIR, squared_error))
+    start = PAIR[0](jax.random.key(5))
+    weight = first.engine.parameters["layers/1/w"]
+    np.testing.assert_allclose(weight, start["layers"][1]["w"], rtol=2**-20)
+    first.run()
+    first.close()
+    ended = np.asarray(first.engine.parameters["layers/1/w"])
+    again = config(tmp_path / "second", init_from=str(tmp_path / "run"))
+    second = open_run(source_of(again, PAIR, squared_error))
+    np.testing.assert_array_equal(second.engine.parameters["layers/1/w"], ended)
+    assert second.reached.step == 0
+    second.close()
+
+
+def test_a_run_ends_after_so_many_skipped_steps(tmp_path):
+    def broken(model, batch):
+        return jnp.sum(model(batch["x"])) * jnp.inf, jnp.ones(())
+
+    with pytest.raises(jaxspeed.RunError, match="not finite in 3 steps"):
+        trained(tmp_path, broken, max_skipped=3)
+
+
+def test_the_steps_that_are_named_are_traced(tmp_path, monkeypatch):
+    during = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: during.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: during.append("stop"))
+    real = Engine.train_batch
+    monkeypatch.setattr(
+        Engine, "train_batch", lambda self, batch: during.append("step") or real(self, batch)
+    )
+    trained(tmp_path, steps=6, profile_step=2, profile_steps=2)
+    assert during == ["step", "start", "step", "step", "stop", "step", "step", "step"]
+
+
+def test_batches_are_read_ahead_as_far_as_is_asked_for(tmp_path):
+    given = config(tmp_path)
+    given["data"]["prefetch"] = 5
+    run = open_run(source_of(given, PAIR, squared_error))
+    feeder = run._feeder()
+    try:
+        with feeder._changed:
+            assert feeder._changed.wait_for(lambda: len(feeder._ready) == 5, timeout=5)
+    finally:
+        feeder.close()
+        run.close()
+
+
+def test_a_run_starts_the_devices_that_it_names(tmp_path):
+    with pytest.raises(jaxspeed.JaxspeedError, match=r"simulate\(3\): JAX has already started"):
+        source_of(config(tmp_path, devices="cpu:3"), PAIR, squared_error)
+
+
+def test_text_is_sampled_as_the_keys_say(monkeypatch):
+    asked = {}
+
+    def drawn(program, state, prompt, count, *, window, temperature, seed):
+        asked.update(prompt=bytes(prompt), count=count, temperature=temperature)
+        return iter(())
+
+    monkeypatch.setattr(sampling, "sample_tokens", drawn)
+    model = {"family": "gpt2", "preset": "tiny"}
+    run = {"sample_prompt": "Once", "sample_tokens": 7, "sample_temperature": 0.25}
+    given = jaxspeed.Config(**tiny.config(model=model, run=run, data={"source": "synthetic"}))
+    source = source_of(given)
+    corpus = jaxspeed.data.build(
+        jaxspeed.Config(data={"source": "stdlib"}).data, **vars(source.reads), seed=0
+    )
+    engine = type("Engine", (), {"config": given, "runnable": (None, None)})()
+    assert "".join(sampling.sample_text(engine, corpus)) == "Once"
+    assert asked == {"prompt": b"Once", "count": 7, "temperature": 0.25}

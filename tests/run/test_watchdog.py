@@ -1,0 +1,226 @@
+"""The watchdog's decisions, with messages in a dict and a clock of the test's."""
+
+import jax
+import pytest
+
+from jaxspeed.config import Config
+from jaxspeed.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    ExitCode,
+    PeerError,
+    exit_code,
+)
+from jaxspeed.run.heartbeats import Heartbeats, shown
+from jaxspeed.run.signals import StopRequest
+from jaxspeed.run.watchdog import FACTOR, FIRST, FLOORS, TimeOuts, Watchdog, message
+
+pytestmark = pytest.mark.fast
+
+
+class Store:
+    """The key-value store of JAX's coordination service, without waiting."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        if key in self.values and not allow_overwrite:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: config key")
+        self.values[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: config key")
+        return self.values[key]
+
+    def key_value_dir_get(self, prefix):
+        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+
+    def blocking_key_value_get(self, key, milliseconds):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+        return self.values[key]
+
+
+def configured(**given):
+    return Config.load({"run": {"watchdog": given}}).run.watchdog
+
+
+class Run:
+    """Watchdogs of several processes, none with a thread."""
+
+    def __init__(self, count, **given):
+        self.now, self.store, self.ended = 0.0, Store(), {}
+        section = configured(**given)
+        self.dogs = [
+            Watchdog(
+                section,
+                Heartbeats(self.store, rank, count),
+                clock=lambda: self.now,
+                end=lambda code, rank=rank: self.ended.update({rank: code}),
+            )
+            for rank in range(count)
+        ]
+        for rank, dog in enumerate(self.dogs):  # all of them run on this host, as this process
+            dog._neighbours = {}
+            dog._here = {**dog._here, "host": f"host{rank}"}
+
+    def beat(self, *ranks):
+        for rank in ranks:
+            self.dogs[rank].check(self.now)
+            self.dogs[rank].exchange()
+
+    def notice(self):
+        return Heartbeats(self.store, 0, len(self.dogs)).next_notice(0)
+
+
+def test_a_time_out_is_learnt_and_never_below_its_floor():
+    limits = TimeOuts(configured(save=7.0))
+    assert limits.of("step") == FLOORS["compile"]  # the first ones wait for a compilation
+    limits.took("step", 900.0)  # it compiled
+    for _ in range(FIRST):
+        limits.took("step", 1.0)
+    assert limits.of("step") == FLOORS["step"]
+    limits.took("step", 200.0)
+    assert limits.of("step") == FACTOR * 200.0
+    for _ in range(FIRST):
+        limits.took("save", 100.0)
+    assert limits.of("save") == 7.0  # as the config says
+
+
+@pytest.mark.parametrize("section", list(FLOORS))
+def test_a_time_out_of_the_config_is_that_of_its_section(section):
+    limits = TimeOuts(configured(**{section: 7.0}))
+    limits.took(section, 100.0)
+    assert limits.of(section) == 7.0
+
+
+def test_a_watchdog_can_be_disabled_among_processes():
+    run = Run(2, enabled=False)
+    run.beat(0, 1)
+    run.now = 1e6
+    run.beat(1)
+    run.beat(0)
+    assert run.notice() is None
+
+
+@pytest.mark.parametrize("section", ["compile", "step"])
+def test_a_first_compilation_of_ten_minutes_is_no_false_alarm(section):
+    """In the section `compile`, or in the first step: heartbeats go on, and nothing is posted."""
+    run = Run(2)
+    for dog in run.dogs:
+        dog._enter(section)
+    for run.now in range(0, 600, 5):
+        run.beat(0, 1)
+    assert run.notice() is None and not run.ended
+
+
+def test_the_process_that_is_furthest_behind_is_named_not_those_that_wait_for_it():
+    run = Run(3, step=10.0)
+    for dog in run.dogs:
+        dog.tick(4)
+        dog._enter("step")
+    for rank in (0, 2):  # they have sent more steps, and wait for one of process 1
+        run.dogs[rank].tick(6)
+    run.beat(0, 1, 2)
+    run.now = 11.0
+    run.beat(0, 1, 2)
+    fault = run.notice()
+    assert (fault["rank"], fault["why"], fault["section"]) == (1, "stuck", "step 5")
+    assert message(fault) == (
+        "jaxspeed: process 1 on host1, in step 5: stuck for 11 s; the time-out of "
+        "run.watchdog.step is 10 s"
+    )
+    run.dogs[1]._end(fault)
+    run.dogs[2]._end(fault)
+    assert run.ended == {1: ExitCode.HANG, 2: ExitCode.PEER}
+
+
+def test_those_that_wait_for_a_long_compilation_of_another_process_do_not_end_it():
+    run = Run(2, silence=1e6, step=10.0, compile=1000.0)
+    run.dogs[1]._enter("compile")
+    run.dogs[0]._enter("compile")
+    run.dogs[0]._enter("step")
+    run.beat(0, 1)
+    run.now = 500.0
+    run.beat(1, 0)
+    assert run.notice() is None
+    run.now = 1001.0
+    run.beat(1, 0)
+    assert run.notice()["rank"] == 1
+
+
+def test_a_process_without_a_heartbeat_counts_as_dead_and_a_suspended_run_does_not():
+    run = Run(3, silence=60.0)
+    run.beat(0, 1, 2)
+    for run.now in range(0, 60, 5):
+        run.beat(0, 1)
+    assert run.notice() is None
+    run.now = 61.0
+    run.beat(0, 1)
+    fault = run.notice()
+    assert (fault["rank"], fault["why"], fault["host"]) == (2, "silent", "host2")
+    other = Run(2, silence=60.0)
+    other.beat(1, 0)
+    other.now = 5000.0
+    for dog in other.dogs:
+        dog._resumed(other.now)
+    other.beat(0, 1)
+    assert other.notice() is None and not other.ended
+
+
+def test_a_coordination_service_that_does_not_answer_ends_the_process():
+    run = Run(2, silence=60.0)
+    run.beat(0, 1)
+    run.now = 61.0
+    run.dogs[1].check(run.now)
+    assert run.ended == {1: ExitCode.PEER}
+
+
+def test_a_process_that_is_done_may_end_before_the_others():
+    run = Run(2, silence=60.0)
+    run.beat(1, 0)
+    run.dogs[1].close()
+    for run.now in range(0, 200, 5):
+        run.beat(0)
+    assert run.notice() is None
+
+
+def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
+    run = Run(3)
+    requests = [StopRequest(dog) for dog in run.dogs]
+    for rank, calls in enumerate((4, 7, 5)):
+        assert not any(requests[rank].agreed() for _ in range(calls))
+    stop = {"kind": "stop", "signal": 15}
+    for dog in run.dogs:
+        dog._listeners["stop"](stop)
+        dog._listeners["stop"](stop)  # a scheduler sends it to every process
+    notice = None
+    while notice is None:  # process 0 decides in a thread
+        notice = run.notice()
+    assert notice == {"kind": "stop at", "call": 8}
+    for dog in run.dogs:
+        dog._listeners["stop at"](notice)
+    made = [
+        next(i for i in range(calls + 1, 100) if r.agreed())
+        for r, calls in zip(requests, (4, 7, 5))
+    ]
+    assert made == [8, 8, 8]
+    assert {r.signal.name for r in requests} == {"SIGTERM"}
+
+
+def test_processes_in_the_same_section_are_shown_together():
+    beat = {"section": "step", "step": 11, "seconds": 3.0}
+    beats = {0: beat, 1: {**beat, "seconds": 8.0}, 3: beat, 4: {**beat, "section": "save"}}
+    assert shown(beats, 5).splitlines() == [
+        "  processes 0-1, 3: step 12, for 3 to 8 s",
+        "  process 2: no heartbeat",
+        "  process 4: save after step 11, for 3 to 3 s",
+    ]
+
+
+def test_exit_codes_tell_how_a_run_ended():
+    errors = (ConfigError(), CheckpointError(), DivergedError(), PeerError(), ValueError())
+    assert [int(exit_code(error)) for error in errors] == [2, 1, 3, 5, 1]
