@@ -7,7 +7,9 @@ local layers have a rotation of their own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ class Config:
     max_position_embeddings: int = 8192  # trained context length; no array has this size
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: ops.Scaling | None = None  # of global layers
+    rope_scaling: ops.Scaling | None = None  # of global layers; or a mapping of its fields
     rope_local_theta: float | None = None  # of local layers; None: as global ones
     query_pre_attn_scalar: float = 256.0  # scores are divided by its square root
     sliding_window: int = 4096  # of local layers
@@ -53,6 +55,10 @@ class Config:
     def __post_init__(self) -> None:
         width = self.head_dim * self.num_attention_heads
         check_heads(width, self.num_attention_heads, self.num_key_value_heads)
+        scaling: Any = self.rope_scaling
+        if isinstance(scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", ops.rope_scaling(scaling))
+        ops.frequencies(self.head_dim, self.rope_theta, self.rope_scaling)  # or an error
         if self.global_layers is not None:
             object.__setattr__(self, "global_layers", tuple(self.global_layers))
 

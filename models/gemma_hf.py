@@ -48,11 +48,11 @@ def read_config(values: Mapping[str, Any]) -> Config:
     rope = values.get("rope_parameters") or {}
     if third and GLOBAL in rope:  # transformers 5: one for each kind of layer
         found["rope_theta"], found["rope_scaling"] = read_rope(
-            {"rope_parameters": rope[GLOBAL]}, 1e6
+            {**values, "rope_parameters": rope[GLOBAL]}, 1e6
         )
         local, scaling = read_rope({"rope_parameters": rope.get(LOCAL, {})}, 1e4)
         if scaling is not None:
-            raise PretrainedError("config.json: a scaling of local layers is not supported")
+            raise PretrainedError("config.json: rope_parameters: only global layers are scaled")
         found["rope_local_theta"] = local
     else:
         found["rope_theta"], found["rope_scaling"] = read_rope(values, 1e6 if third else 1e4)

@@ -143,14 +143,20 @@ BROKEN = {
         with_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu' is supported",
     ),
     "unsupported scaling": (
-        with_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "rope_type is 'dynamic'; known are llama3, linear, yarn",
+        with_config(rope_scaling={"rope_type": "cubic", "factor": 2.0}),
+        "rope_type is 'cubic'; known are llama3, linear, yarn, dynamic, longrope",
     ),
     "scaling without its fields": (
         with_config(rope_scaling={"type": "linear"}), "missing 1 required positional argument",
     ),
     "scaling with other fields": (
         with_config(rope_scaling={"type": "linear", "factor": 2.0, "fctor": 1}), "'fctor' is none",
+    ),
+    "scaling of other heads": (
+        with_config(rope_scaling={
+            "type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0],
+        }),
+        "short_factor has 1 factors; the heads have 2 frequencies",
     ),
     "a tokenizer larger than the vocabulary": (
         large_tokenizer, "has ids up to 40, but vocab_size in config.json is 40",
