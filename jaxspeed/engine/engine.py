@@ -247,7 +247,7 @@ class Engine:
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Replace the parameters at these paths; the optimizer's state and the step stay."""
         state = self.state
-        params, master = self.program.placed_parameters(values)
+        params, master = self.program.storage.placed(values)
         self.state = replace(
             state, params={**state.params, **params}, master={**state.master, **master}
         )
