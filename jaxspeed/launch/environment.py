@@ -19,7 +19,7 @@ from jax._src import clusters, xla_bridge
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
-from jaxspeed.launch.rendezvous import meet
+from jaxspeed.launch.rendezvous import meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
@@ -76,6 +76,7 @@ def start_processes(seconds: float | None = None) -> Membership | None:
         meet(found.coordinator, found.count, found.rank, seconds)
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
+    _reach_without_proxy(found.coordinator)
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -89,6 +90,19 @@ def start_processes(seconds: float | None = None) -> Membership | None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error
     return found
+
+
+def _reach_without_proxy(coordinator: str) -> None:
+    """Exempt the coordinator from the environment's proxies, which gRPC uses, but `meet` does not.
+
+    A proxy that cannot reach it ends JAX natively (0.10.2), after the whole time-out.
+    """
+    if not set_proxies():
+        return
+    names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")  # gRPC reads the first that is set
+    exempt = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    host = coordinator.rpartition(":")[0].strip("[]")
+    os.environ[names[0]] = f"{exempt},{host}".lstrip(",")
 
 
 def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
