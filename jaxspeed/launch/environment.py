@@ -95,7 +95,7 @@ def start_processes(seconds: float | None = None) -> Membership | None:
 def _reach_without_proxy(coordinator: str) -> None:
     """Exempt the coordinator from the environment's proxies, which gRPC uses, but `meet` does not.
 
-    A proxy that cannot reach it ends JAX natively (0.10.2), after the whole time-out.
+    A proxy that cannot reach it ends JAX natively (0.10.2), when the time-out is over.
     """
     if not set_proxies():
         return

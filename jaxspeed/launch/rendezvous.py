@@ -134,7 +134,7 @@ def _allow_files(count: int) -> None:
 
 
 class _Silence:
-    """How long a process that waits says nothing."""
+    """When a process that waits shows what it waits for: less and less often."""
 
     def __init__(self) -> None:
         self._seconds = _SILENCE
