@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 
+from jaxspeed.checkpoint.process_agreement import HOURS
 from jaxspeed.run.heartbeats import Heartbeats
 from jaxspeed.run.watchdog import Watchdog
 
@@ -85,7 +86,7 @@ class StopRequest:
 
     def _decide(self, beats: Heartbeats) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            calls = beats.wait_for_all("calls", float("inf"))
+            calls = beats.wait_for_all("calls", HOURS * 3600.0)
             beats.post({"kind": "stop at", "call": max(calls.values()) + 1})
 
     def _stop_there(self, notice: dict[str, Any]) -> None:
