@@ -23,6 +23,7 @@ from jaxspeed.launch.rendezvous import meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
+_OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
 # Rank and count of the processes of one host, by what started them.
 _LOCAL = {
     "slurm": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -116,11 +117,18 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
         return None
     if COUNT in given or RANK in given:
         return _stated(given)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and _OPEN_MPI_4 not in environment:
+        return _open_mpi_5(environment)  # first: SLURM may have started Open MPI's daemons
     for cluster in clusters.ClusterEnv._cluster_types:
-        if _concerns(cluster, environment) and cluster.is_env_present():
-            return _detected(cluster, environment)
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return _open_mpi_5(environment)
+        try:
+            if _concerns(cluster, environment) and cluster.is_env_present():
+                return _detected(cluster, environment)
+        # It may ask a server, of a TPU pod or of Kubernetes.
+        except (RuntimeError, KeyError, ValueError, OSError, ImportError) as error:
+            raise ConfigError(
+                f"JAX cannot detect the processes of {cluster.name}: {error}\nSet "
+                f"{', '.join(VARIABLES)}; {COUNT}=1 for processes that train apart"
+            ) from error
     return None
 
 
@@ -149,20 +157,14 @@ def _concerns(cluster: Any, environment: Mapping[str, str]) -> bool:
 
 def _detected(cluster: Any, environment: Mapping[str, str]) -> Membership | None:
     """What JAX detects, if that is more than one process."""
-    try:
-        count = cluster.get_process_count()
-        if count == 1:
-            return None
-        coordinator = environment.get(COORDINATOR) or cluster.get_coordinator_address(
-            timeout_secs=START_SECONDS,
-            override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
-        )
-        rank = cluster.get_process_id()
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"JAX cannot detect the processes of {cluster.name}: {error}\nSet "
-            f"{', '.join(VARIABLES)}; {COUNT}=1 for processes that train apart"
-        ) from error
+    count = cluster.get_process_count()
+    if count == 1:
+        return None
+    coordinator = environment.get(COORDINATOR) or cluster.get_coordinator_address(
+        timeout_secs=START_SECONDS,
+        override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+    )
+    rank = cluster.get_process_id()
     gpus = _gpus(environment, *_LOCAL[cluster.name]) if cluster.name in _LOCAL else None
     return Membership(coordinator, count, rank, cluster.name, gpus)
 
