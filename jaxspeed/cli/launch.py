@@ -223,6 +223,8 @@ def _submit(given: argparse.Namespace) -> int:
 
         if given.image is None:
             raise ConfigError(f"--on {given.on}: needs --image")
+        if not given.volume:
+            print("no --volume: checkpoints are lost with the pods", file=sys.stderr)
         write = indexed_job if given.on == "kubernetes" else jobset
         text = write(job, given.image, given.accelerator, given.volume)
         program = ["kubectl", *given.option, "create", "-f", "-"]

@@ -259,6 +259,7 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
         (["--on", "kubernetes", "--processes", "2", *TRAIN], "needs --image"),
         (["--on", "slurm", "--processes", "3", "--nodes", "2", *TRAIN], "not divisible"),
         (["--on", "jobset", "--processes", "2", *IMAGE, "--volume", "x", *TRAIN], "CLAIM:/PATH"),
+        (["--on", "kubernetes", "--processes", "2", *IMAGE, "--name", "my_run", *TRAIN], "a-z"),
         (["--on", "mpi", "--processes", "2", "--print"], "no COMMAND"),
     ],
 )
