@@ -42,6 +42,8 @@ _FOR: dict[str, tuple[str | None, ...]] = {
     ),
 }
 
+_SUBMITS = {"slurm": "sbatch", "mpi": "mpirun", "ray": "ray"}
+
 
 def _number(text: str, least: int, kind: Any) -> Any:
     try:
@@ -217,7 +219,7 @@ def _submit(given: argparse.Namespace) -> int:
         max_restarts=given.max_restarts,
         options=tuple(given.option),
     )
-    program = ["sbatch"] if given.on == "slurm" else ["bash", "-s"]
+    program = ["bash", "-s"]
     if on_kubernetes:
         from jaxspeed.launch.kubernetes import indexed_job, jobset
 
@@ -229,7 +231,7 @@ def _submit(given: argparse.Namespace) -> int:
         text = write(job, given.image, given.accelerator, given.volume)
         program = ["kubectl", *given.option, "create", "-f", "-"]
     elif given.on == "slurm":
-        text = slurm_script(job)
+        text, program = slurm_script(job), ["sbatch"]
         if not given.print:
             Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
     elif given.on == "ray":
@@ -239,6 +241,8 @@ def _submit(given: argparse.Namespace) -> int:
     if given.print:
         sys.stdout.write(text)
         return 0
+    if shutil.which(needed := _SUBMITS.get(given.on, "kubectl")) is None:
+        raise ConfigError(f"{needed} is not installed here; --print shows the job")
     return submit(program, text)
 
 

@@ -197,17 +197,8 @@ exec ray job submit {_quoted(*words)} \\
 
 
 def submit(program: list[str], text: str) -> int:
-    """Hand a script or manifest to a program's standard input; its exit code.
-
-    Raises:
-      ConfigError: the program is not installed.
-    """
-    try:
-        process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
-    except FileNotFoundError:
-        raise ConfigError(f"{program[0]} is not installed here; --print shows the job") from None
+    """Hand a script or manifest to a program's standard input; its exit code."""
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
     # Also a Ctrl-C comes from here alone, once.
     pass_on = lambda number, _: process.send_signal(number)  # noqa: E731
     before = {number: signal.signal(number, pass_on) for number in STOPS}
