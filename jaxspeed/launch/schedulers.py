@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import zlib
 from dataclasses import asdict, dataclass
 
@@ -188,7 +189,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
         *("--runtime-env-json", json.dumps({"env_vars": environment})),
         *job.options,
     ]
-    driver = [job.command[0] if job.command[1:2] == ("-m",) else "python", "-m", _RAY_DRIVER]
+    driver = [sys.executable, "-m", _RAY_DRIVER]
     return f"""\
 #!/bin/bash
 exec ray job submit {_quoted(*words)} \\
