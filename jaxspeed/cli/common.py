@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from jaxspeed.errors import ConfigError
+from jaxspeed.launch.variables import LAUNCHER
 
 if TYPE_CHECKING:
     from jaxspeed.config import Config
@@ -116,3 +119,15 @@ def print_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=1, default=str)
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def program() -> list[str]:
+    """The program as it was called, so that a printed command can be run as it is."""
+    if launcher := os.environ.get(LAUNCHER):
+        return shlex.split(launcher)
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py":
+        return ["python", "-m", "jaxspeed"]
+    if called.name == "jaxspeed" and shutil.which("jaxspeed") is None:  # the venv is not activated
+        return [str(called)]
+    return ["jaxspeed"]

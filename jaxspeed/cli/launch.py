@@ -3,12 +3,16 @@
 import argparse
 import os
 import random
+import shlex
+import shutil
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxspeed.cli.common import program
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.binding import has_gpus
 from jaxspeed.launch.hostfile import exported_environment, read_hostfile, selected
@@ -17,9 +21,43 @@ from jaxspeed.launch.output import Display
 from jaxspeed.launch.remote_group import SSH, RemoteGroup, coordinator_host, is_here
 from jaxspeed.launch.schedulers import ClusterJob, mpi_script, ray_script, slurm_script, submit
 from jaxspeed.launch.supervisor import Restarts, supervise
+from jaxspeed.launch.variables import LAUNCHER
 
 # Commands of jaxspeed whose processes join each other.
 JOINING = ("train", "eval", "sample", "check")
+# What of --on an option is for; None stands for processes that are started from here.
+_ON = (None, "slurm", "mpi", "kubernetes", "jobset", "ray")
+_FOR: dict[str, tuple[str | None, ...]] = {
+    "logs": (None, "slurm", "mpi", "ray"),
+    "devices_per_process": (None, "slurm", "kubernetes", "jobset", "ray"),
+    "max_restarts_without_progress": (None, "ray"),
+    "grace": (None, "ray"),
+    "hostfile": (None, "mpi"),
+    "nodes": ("slurm", "mpi"),
+    "name": _ON[1:-1],
+    **dict.fromkeys(("print", "cache", "save_seconds", "option"), _ON[1:]),
+    **dict.fromkeys(("image", "accelerator", "volume"), ("kubernetes", "jobset")),
+    **dict.fromkeys(
+        ("all_output", "no_core_binding", "include", "exclude", "coordinator", "ssh"), (None,)
+    ),
+}
+
+_SUBMITS = {"slurm": "sbatch", "mpi": "mpirun", "ray": "ray"}
+
+
+def _number(text: str, least: int, kind: Any) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}; needs a number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text}; needs at least {least}")
+    return value
+
+
+_positive = partial(_number, least=1, kind=int)
+_natural = partial(_number, least=0, kind=int)
+_seconds = partial(_number, least=0, kind=float)
 
 
 def add(commands: Any) -> None:
@@ -55,14 +93,14 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=float,
+        type=_seconds,
         default=10.0,
         metavar="S",
         help="seconds between SIGTERM and SIGKILL for the others when one fails (10)",
     )
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=_natural,
         default=0,
         metavar="N",
         help="start a failed run again, from its newest checkpoint, at most N times (0)",
@@ -101,7 +139,7 @@ def add(commands: Any) -> None:
     cluster = parser.add_argument_group("by a scheduler")
     cluster.add_argument(
         "--on",
-        choices=("slurm", "mpi", "kubernetes", "jobset", "ray"),
+        choices=_ON[1:],
         help="submit a job; kubernetes is an Indexed Job",
     )
     cluster.add_argument(
@@ -146,10 +184,16 @@ def add(commands: Any) -> None:
         metavar="CLAIM:/PATH",
         help="a persistent volume claim for runs and cache (kubernetes, jobset); may be repeated",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(given: argparse.Namespace) -> int:
+    for name, where in _FOR.items():
+        if given.on not in where and getattr(given, name) != given.default_of(name):
+            option = f"--{name.replace('_', '-')}"
+            if given.on is None:
+                raise ConfigError(f"{option}: needs --on {' or '.join(map(str, where))}")
+            raise ConfigError(f"{option}: not used with --on {given.on}")
     return _supervise(given) if given.on is None else _submit(given)
 
 
@@ -175,17 +219,19 @@ def _submit(given: argparse.Namespace) -> int:
         max_restarts=given.max_restarts,
         options=tuple(given.option),
     )
-    program = ["sbatch"] if given.on == "slurm" else ["bash", "-s"]
+    program = ["bash", "-s"]
     if on_kubernetes:
         from jaxspeed.launch.kubernetes import indexed_job, jobset
 
         if given.image is None:
             raise ConfigError(f"--on {given.on}: needs --image")
+        if not given.volume:
+            print("no --volume: checkpoints are lost with the pods", file=sys.stderr)
         write = indexed_job if given.on == "kubernetes" else jobset
         text = write(job, given.image, given.accelerator, given.volume)
         program = ["kubectl", *given.option, "create", "-f", "-"]
     elif given.on == "slurm":
-        text = slurm_script(job)
+        text, program = slurm_script(job), ["sbatch"]
         if not given.print:
             Path(job.logs).mkdir(parents=True, exist_ok=True)  # SLURM opens its log there
     elif given.on == "ray":
@@ -195,6 +241,8 @@ def _submit(given: argparse.Namespace) -> int:
     if given.print:
         sys.stdout.write(text)
         return 0
+    if shutil.which(needed := _SUBMITS.get(given.on, "kubectl")) is None:
+        raise ConfigError(f"{needed} is not installed here; --print shows the job")
     return submit(program, text)
 
 
@@ -241,6 +289,7 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
             raise ConfigError("--include and --exclude need --hostfile")
         if given.processes is None:
             raise ConfigError("launch: needs --processes N, or --hostfile FILE")
+        _check_program(command_of(given.words, None))
         slots, processes = {}, {here: given.processes}
         simulated = None if devices is None else given.processes * devices
     if has_gpus(os.environ):
@@ -258,7 +307,10 @@ def _hosts(given: argparse.Namespace) -> dict[str, HostJob]:
             slots=slots.get(host),
             bind=not given.no_core_binding,
             terminal=not given.hostfile and sys.stdout.isatty() and not given.all_output,
-            environment=exported_environment() if given.hostfile else {},
+            environment={
+                **_launcher(given.words),
+                **(exported_environment() if given.hostfile else {}),
+            },
             folder=os.getcwd(),
         )
         firsts += number
@@ -294,6 +346,16 @@ def command_of(words: list[str], simulated: int | None) -> tuple[str, ...]:
     return tuple(words)
 
 
+def _check_program(command: tuple[str, ...]) -> None:
+    """Raise ConfigError if this host does not have a command's program or Python file."""
+    name = command[1] if command[0] == sys.executable else command[0]
+    if name == "-m" or name.startswith("-") or Path(name).is_file() or shutil.which(name):
+        return
+    raise ConfigError(
+        f"launch: found no {name}; a COMMAND is {', '.join(JOINING)}, a Python file, or a program"
+    )
+
+
 def free_address() -> str:
     """An address of this host alone where nothing listens."""
     with socket.socket() as free:
@@ -301,7 +363,8 @@ def free_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value}; needs at least 1")
-    return value
+def _launcher(words: list[str]) -> dict[str, str]:
+    """The variable with this command line up to the command in `words`."""
+    *options, separator = sys.argv[1 : len(sys.argv) - len(words)] or [""]
+    options += [separator] * (separator != "--")
+    return {LAUNCHER: shlex.join([*program(), *options, "--"])}

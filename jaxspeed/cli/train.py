@@ -3,14 +3,11 @@
 import argparse
 import json
 import shlex
-import shutil
 import signal
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json
+from jaxspeed.cli.common import INTERRUPTED, command, loaded, out, print_json, program
 from jaxspeed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -89,7 +86,7 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
 
 def _again(given: argparse.Namespace, trainer: "Trainer") -> str:
     """The command that resumes this run; for a finished one, with more steps."""
-    words = [*_program(), "train", given.config]
+    words = [*program(), "train", given.config]
     if given.engine == "ray":
         words += ["--engine", "ray"]
     for word in ("output", "devices", "ray_address"):
@@ -102,13 +99,3 @@ def _again(given: argparse.Namespace, trainer: "Trainer") -> str:
     words += [part for one in given.auto or () for part in ("--auto", one)]
     words += [part for one in overrides for part in ("--set", one)]
     return shlex.join(words)
-
-
-def _program() -> list[str]:
-    """The program as it was called, so that the printed command can be run as it is."""
-    called = Path(sys.argv[0])
-    if called.name == "__main__.py":
-        return ["python", "-m", "jaxspeed"]
-    if called.name == "jaxspeed" and shutil.which("jaxspeed") is None:  # the venv is not activated
-        return [str(called)]
-    return ["jaxspeed"]

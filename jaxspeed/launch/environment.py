@@ -19,10 +19,11 @@ from jax._src import clusters, xla_bridge
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch.binding import shared_evenly, visible_gpus
-from jaxspeed.launch.rendezvous import meet
+from jaxspeed.launch.rendezvous import meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
+_OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
 # Rank and count of the processes of one host, by what started them.
 _LOCAL = {
     "slurm": ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -76,6 +77,7 @@ def start_processes(seconds: float | None = None) -> Membership | None:
         meet(found.coordinator, found.count, found.rank, seconds)
     except RunError as error:
         raise RunError(f"{which} cannot start: {error}") from None
+    _reach_without_proxy(found.coordinator)
     try:
         jax.distributed.initialize(
             found.coordinator,
@@ -91,6 +93,19 @@ def start_processes(seconds: float | None = None) -> Membership | None:
     return found
 
 
+def _reach_without_proxy(coordinator: str) -> None:
+    """Exempt the coordinator from the environment's proxies, which gRPC uses, but `meet` does not.
+
+    A proxy that cannot reach it ends JAX natively (0.10.2), when the time-out is over.
+    """
+    if not set_proxies():
+        return
+    names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")  # gRPC reads the first that is set
+    exempt = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    host = coordinator.rpartition(":")[0].strip("[]")
+    os.environ[names[0]] = f"{exempt},{host}".lstrip(",")
+
+
 def find_membership(environment: Mapping[str, str] = os.environ) -> Membership | None:
     """The place of this process among those of its run; None if it is alone.
 
@@ -102,11 +117,18 @@ def find_membership(environment: Mapping[str, str] = os.environ) -> Membership |
         return None
     if COUNT in given or RANK in given:
         return _stated(given)
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and _OPEN_MPI_4 not in environment:
+        return _open_mpi_5(environment)  # first: SLURM may have started Open MPI's daemons
     for cluster in clusters.ClusterEnv._cluster_types:
-        if _concerns(cluster, environment) and cluster.is_env_present():
-            return _detected(cluster, environment)
-    if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return _open_mpi_5(environment)
+        try:
+            if _concerns(cluster, environment) and cluster.is_env_present():
+                return _detected(cluster, environment)
+        # It may ask a server, of a TPU pod or of Kubernetes.
+        except (RuntimeError, KeyError, ValueError, OSError, ImportError) as error:
+            raise ConfigError(
+                f"JAX cannot detect the processes of {cluster.name}: {error}\nSet "
+                f"{', '.join(VARIABLES)}; {COUNT}=1 for processes that train apart"
+            ) from error
     return None
 
 
@@ -135,20 +157,14 @@ def _concerns(cluster: Any, environment: Mapping[str, str]) -> bool:
 
 def _detected(cluster: Any, environment: Mapping[str, str]) -> Membership | None:
     """What JAX detects, if that is more than one process."""
-    try:
-        count = cluster.get_process_count()
-        if count == 1:
-            return None
-        coordinator = environment.get(COORDINATOR) or cluster.get_coordinator_address(
-            timeout_secs=START_SECONDS,
-            override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
-        )
-        rank = cluster.get_process_id()
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"JAX cannot detect the processes of {cluster.name}: {error}\nSet "
-            f"{', '.join(VARIABLES)}; {COUNT}=1 for processes that train apart"
-        ) from error
+    count = cluster.get_process_count()
+    if count == 1:
+        return None
+    coordinator = environment.get(COORDINATOR) or cluster.get_coordinator_address(
+        timeout_secs=START_SECONDS,
+        override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+    )
+    rank = cluster.get_process_id()
     gpus = _gpus(environment, *_LOCAL[cluster.name]) if cluster.name in _LOCAL else None
     return Membership(coordinator, count, rank, cluster.name, gpus)
 

@@ -5,6 +5,7 @@ happens to a failed pod depends on its exit code (`ExitCode`): a config error or
 the job, a preemption or a peer's failure is not counted against `backoffLimit`.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK
 PORT = 55527  # as in JAX's own detection
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _WORKERS = "workers"  # the replicated job of a JobSet
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,44}[a-z0-9])?")  # with a pod's suffix a host's name, of 63
 
 
 def indexed_job(job: ClusterJob, image: str, accelerator: str, volumes: Sequence[str] = ()) -> str:
@@ -103,6 +105,10 @@ def _job_spec(job: ClusterJob, pod: dict[str, Any], backoff: int) -> dict[str, A
 def _pod(
     job: ClusterJob, coordinator: str, image: str, accelerator: str, volumes: Sequence[str]
 ) -> dict[str, Any]:
+    if not _NAME.fullmatch(job.name):
+        raise ConfigError(
+            f"--name {job.name}: on Kubernetes at most 46 of a-z, 0-9 and -, the first a letter"
+        )
     mounts, claims = [{"name": "shm", "mountPath": "/dev/shm"}], []
     for number, volume in enumerate(volumes):
         claim, colon, path = volume.partition(":")

@@ -3,14 +3,17 @@
 JAX's own start ends a process natively where something is wrong (0.10.2): a missing process is a
 DEADLINE_EXCEEDED without its rank after the time-out, an occupied port a segmentation fault. Here
 process 0 listens first, waits for the others, and answers all at once with what it knows; then it
-closes the port, and `jax.distributed.initialize` follows.
+closes the port, and `jax.distributed.initialize` follows. While they wait, they say for whom.
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
+import resource
 import socket
+import sys
 import time
 from typing import Any
 
@@ -18,6 +21,8 @@ from jaxspeed.errors import RunError
 
 _PAUSE = 0.5  # seconds between attempts to connect
 _ANSWER = 60.0  # seconds more than process 0 waits for the others
+_SILENCE = 30.0  # seconds until a process says what it waits for; then doubled each time
+_FILES = 512  # open files of process 0 besides a connection from each process, to us and to JAX
 
 
 def meet(coordinator: str, count: int, rank: int, seconds: float) -> None:
@@ -50,17 +55,24 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
                 f"{error.strerror or error}. Another program uses it, or an earlier run that has "
                 "not ended"
             ) from None
-    deadline = time.monotonic() + seconds
+    _allow_files(2 * count + _FILES)
+    silence, deadline = _Silence(), time.monotonic() + seconds
     found: dict[int, tuple[socket.socket, str]] = {}
     peers: list[socket.socket] = []
-    twice = ""
+    problem = ""
     with server, contextlib.ExitStack() as opened:
-        while len(found) < count - 1 and not twice and time.monotonic() < deadline:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
+        while len(found) < count - 1 and not problem and time.monotonic() < deadline:
+            server.settimeout(max(min(silence.until, deadline) - time.monotonic(), 0.01))
             try:
                 peer, address = server.accept()
             except TimeoutError:
-                break
+                if silence.is_over():
+                    _say(_missing(host, count, found, f"have not started (limit {seconds:.0f} s)"))
+                continue
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    problem = f"too many open files for {count} processes; raise `ulimit -n`"
+                continue
             opened.enter_context(peer)
             try:
                 peer.settimeout(10)
@@ -69,31 +81,79 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # not one of a run: a port scanner, a health check
             if said["count"] != count:
-                twice = f"process {other} on {name} belongs to a run of {said['count']} processes"
+                problem = f"process {other} on {name} belongs to a run of {said['count']} processes"
             elif other in found and not _is_closed(found[other][0]):
-                twice = f"process {other} was started twice: on {found[other][1]} and on {name}"
+                problem = f"process {other} was started twice: on {found[other][1]} and on {name}"
             found[other] = (peer, name)
             peers.append(peer)
-        missing = [rank for rank in range(1, count) if rank not in found]
-        text = twice or (_missing(missing, count, seconds, found) if missing else "")
+        if not problem and len(found) < count - 1:
+            problem = _missing(host, count, found, f"did not start within {seconds:.0f} s")
         for peer in peers:
             with contextlib.suppress(OSError):
-                peer.sendall(json.dumps({"error": text}).encode() + b"\n")
-    if text:
-        raise RunError(text)
+                peer.sendall(json.dumps({"error": problem}).encode() + b"\n")
+    if problem:
+        raise RunError(problem)
 
 
-def _missing(missing: list[int], count: int, seconds: float, found: dict[int, Any]) -> str:
-    hosts = sorted({name for _, name in found.values()} | {socket.gethostname()})
+def _missing(coordinator: str, count: int, found: dict[int, Any], verdict: str) -> str:
+    missing = [rank for rank in range(1, count) if rank not in found]
+    here = socket.gethostname()
+    hosts = sorted({name for _, name in found.values()} | {here})
     shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-    return (
-        f"of {count} processes, {len(missing)} did not start within {seconds:.0f} s: {shown}. "
-        f"The others are on {', '.join(hosts[:20])}"
+    text = (
+        f"of {count} processes, {len(missing)} {verdict}: {shown}. The others are on "
+        f"{', '.join(hosts[:20])}"
     )
+    if not _is_of_this_host(coordinator):
+        text += f". The coordinator's address, {coordinator}, is not one of {here}"
+    return text
+
+
+def _is_of_this_host(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+        return True
+    return False
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files, often 1024, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, soft), hard))
+
+
+class _Silence:
+    """When a process that waits shows what it waits for: less and less often."""
+
+    def __init__(self) -> None:
+        self._seconds = _SILENCE
+        self.until = time.monotonic() + self._seconds
+
+    def is_over(self) -> bool:
+        if time.monotonic() < self.until:
+            return False
+        self._seconds *= 2
+        self.until += self._seconds
+        return True
+
+
+def _say(text: str) -> None:
+    print(f"waiting: {text}", file=sys.stderr, flush=True)
 
 
 def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    silence, deadline = _Silence(), time.monotonic() + seconds
     said = json.dumps({"rank": rank, "count": count, "host": socket.gethostname()})
     while True:
         try:
@@ -104,14 +164,17 @@ def _connect(host: str, port: int, count: int, rank: int, seconds: float) -> Non
             break
         except (OSError, ValueError) as error:
             # Also the end of a process 0 that starts again, or JAX's service of an earlier run.
+            why = _unreachable(host, port, error)
             if time.monotonic() > deadline:
-                raise RunError(_unreachable(host, port, seconds, error)) from None
+                raise RunError(f"{why} (limit {seconds:.0f} s)") from None
+            if silence.is_over():
+                _say(f"process {rank}: {why} (limit {seconds:.0f} s)")
         time.sleep(_PAUSE)
     if answer["error"]:
         raise RunError(answer["error"])
 
 
-def _unreachable(host: str, port: int, seconds: float, error: Exception) -> str:
+def _unreachable(host: str, port: int, error: Exception) -> str:
     """What the failure of the last attempt means, and what often causes it."""
     if isinstance(error, ConnectionRefusedError):
         why = "nothing listens on this port: process 0 has not started there, or has ended"
@@ -126,13 +189,16 @@ def _unreachable(host: str, port: int, seconds: float, error: Exception) -> str:
     hints = []
     if is_loopback(host):
         hints.append("the address is this host's own, so it is right only on the host of process 0")
-    if proxies := [name for name in os.environ if name.lower() in _PROXIES]:
-        hints.append(f"set here: {', '.join(sorted(proxies))}; gRPC would use a proxy, unset them")
-    text = f"the coordinator {host}:{port} was not reached for {seconds:.0f} s: {why}"
+    if proxies := set_proxies():
+        hints.append(f"set here: {', '.join(proxies)}; processes connect without a proxy")
+    text = f"the coordinator {host}:{port} is not reached: {why}"
     return "; ".join([text, *hints])
 
 
-_PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+def set_proxies() -> list[str]:
+    """The variables of the environment that name proxies."""
+    kinds = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+    return sorted(name for name in os.environ if name.lower() in kinds)
 
 
 def is_loopback(host: str) -> bool:

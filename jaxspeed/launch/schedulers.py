@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import zlib
 from dataclasses import asdict, dataclass
 
@@ -188,7 +189,7 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
         *("--runtime-env-json", json.dumps({"env_vars": environment})),
         *job.options,
     ]
-    driver = [job.command[0] if job.command[1:2] == ("-m",) else "python", "-m", _RAY_DRIVER]
+    driver = [sys.executable, "-m", _RAY_DRIVER]
     return f"""\
 #!/bin/bash
 exec ray job submit {_quoted(*words)} \\
@@ -197,17 +198,8 @@ exec ray job submit {_quoted(*words)} \\
 
 
 def submit(program: list[str], text: str) -> int:
-    """Hand a script or manifest to a program's standard input; its exit code.
-
-    Raises:
-      ConfigError: the program is not installed.
-    """
-    try:
-        process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
-    except FileNotFoundError:
-        raise ConfigError(f"{program[0]} is not installed here; --print shows the job") from None
+    """Hand a script or manifest to a program's standard input; its exit code."""
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
     # Also a Ctrl-C comes from here alone, once.
     pass_on = lambda number, _: process.send_signal(number)  # noqa: E731
     before = {number: signal.signal(number, pass_on) for number in STOPS}

@@ -10,6 +10,7 @@ COORDINATOR, COUNT, RANK = VARIABLES = (
     "JAX_PROCESS_ID",
 )
 PROGRESS = "JAXSPEED_PROGRESS_FILE"
+LAUNCHER = "JAXSPEED_LAUNCHER"  # its command line up to `--`, for commands that are shown
 
 
 def report_progress(step: int) -> None:

@@ -20,6 +20,9 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequest:
     """Inside of the `with` block the first signal is recorded, a second one ends the process.
 
+    The first is its own even if another process had passed on a request before: one Ctrl-C or a
+    scheduler's signal comes to all of them, in any order with the notices.
+
     With several processes, all of them stop at the same call of `agreed`. They agree in threads, by
     notices, and no collective is needed: on the first signal each process says how many calls it
     has made, and makes none until process 0 has said at which one to stop, the largest number plus
@@ -27,7 +30,8 @@ class StopRequest:
     """
 
     def __init__(self, watchdog: Watchdog | None = None) -> None:
-        self.signal: signal.Signals | None = None
+        self.signal: signal.Signals | None = None  # of this process, or another's
+        self._was_sent = False
         self._beats: Heartbeats | None = watchdog.beats if watchdog is not None else None
         self._calls = 0
         self._stop_at: int | None = None
@@ -49,9 +53,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:  # the second: the default action
+        if self._was_sent:  # the second: the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        self._was_sent = True
+        if self.signal is not None:
+            return
         self.signal = signal.Signals(number)
         if self._beats is not None:
             # Not in this thread, which may be sending something else.

@@ -1,9 +1,12 @@
 """Coordinator, count and rank from the variables that schedulers set."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import jax
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.launch import environment
@@ -113,10 +116,83 @@ def test_open_mpi_5(given):
     found = given(MPI_5)
     assert (found.count, found.rank) == (2, 1)
     assert found.coordinator == given(MPI_5 | {"OMPI_COMM_WORLD_RANK": "0"}).coordinator
+    daemon_of_slurm = given(MPI_5 | SLURM | {"SLURM_NTASKS": "3"})
+    assert (daemon_of_slurm.count, daemon_of_slurm.found_by) == (2, "ompi")
     two_hosts = MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(ConfigError, match="-x JAX_COORDINATOR_ADDRESS"):
         given(two_hosts)
     assert given(two_hosts | {"JAX_COORDINATOR_ADDRESS": "b:9"}).coordinator == "b:9"
+
+
+# The second of two hosts.
+TPU_METADATA = {
+    "agent-worker-number": "1",
+    "worker-network-endpoints": "a:b:127.0.0.1,c:d:10.0.0.2",
+}
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A TPU VM's metadata server."""
+
+    def do_GET(self):
+        body = TPU_METADATA.get(self.path.rpartition("/")[2], "").encode()
+        self.send_response(200 if body or self.path.endswith("tpu-env") else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def tpu_vm(monkeypatch):
+    """JAX takes this host for a TPU VM, whose metadata server is asked."""
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(cloud_tpu_cluster.time, "sleep", lambda _: None)
+    monkeypatch.setattr(
+        environment, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=None))
+    )
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    server = HTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_tpu_pod(given, tpu_vm, monkeypatch):
+    found = given({})
+    assert (found.coordinator, found.count, found.rank) == ("127.0.0.1:8482", 2, 1)
+    assert (found.found_by, found.gpus) == ("gcetpu", None)
+    monkeypatch.setitem(TPU_METADATA, "worker-network-endpoints", "a:b:127.0.0.1")
+    assert given({}) is None  # a single host
+    environment.jax.config.jax_platforms = "cpu"
+    monkeypatch.setitem(TPU_METADATA, "worker-network-endpoints", "not:asked")
+    assert given({}) is None
+
+
+def test_a_tpu_pod_of_kubernetes(given, tpu_vm, monkeypatch):
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    for name in ("MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,tpu-1,tpu-2")
+    monkeypatch.setenv("TPU_WORKER_ID", "2")
+    found = given({})
+    assert (found.coordinator, found.count, found.rank) == ("localhost:8482", 3, 2)
+    # four slices, of which this is the last: their first host is the coordinator
+    monkeypatch.setenv("MEGASCALE_COORDINATOR_ADDRESS", "localhost:8080")
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "4")
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "3")
+    found = given({})
+    assert (found.coordinator, found.count, found.rank) == ("localhost:8482", 12, 11)
+
+
+def test_a_metadata_server_that_does_not_answer_is_named(given, tpu_vm):
+    tpu_vm.shutdown()
+    tpu_vm.server_close()
+    with pytest.raises(ConfigError, match=r"cannot detect the processes of gcetpu: .*refused"):
+        given({})
 
 
 def test_kubernetes_is_asked_only_in_an_indexed_job(given, monkeypatch):

@@ -31,17 +31,17 @@ def report(step): open(os.environ["JAXSPEED_PROGRESS_FILE"], "w").write(str(step
 """
 
 
-def words(code, *options, processes=3):
-    program = [sys.executable, "-S", "-c", HEAD + code]
+def words(code, *options, processes=3, command=()):
+    program = command or [sys.executable, "-S", "-c", HEAD + code]
     count = [] if "--hostfile" in options else ["--processes", str(processes)]
     return [*LAUNCH, *count, *map(str, options), "--", *program]
 
 
-def launch(code, *options, processes=3):
+def launch(code, *options, processes=3, command=()):
     """In this process, which is sooner."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        returned = main(words(code, *options, processes=processes)[3:])
+        returned = main(words(code, *options, processes=processes, command=command)[3:])
     return SimpleNamespace(returncode=returned, stdout=out.getvalue(), stderr=err.getvalue())
 
 
@@ -207,15 +207,44 @@ def test_no_process_outlives_a_launcher_that_is_killed():
         time.sleep(0.05)
 
 
-def test_a_program_that_is_not_there_is_named():
-    done = subprocess.run(
-        [*LAUNCH, "--processes", "2", "--", "no-such-program"], capture_output=True, text=True
-    )
+@pytest.mark.parametrize("name", ["trian", "nothing.py", "/no/such/program"])
+def test_a_program_that_is_not_there_is_named_before_anything_starts(name, capsys):
+    words = ["launch", "--processes", "2", "--max-restarts", "3", "--", name, "configs/tiny.yaml"]
+    assert main(words) == ExitCode.CONFIG
+    assert f"found no {name}; a COMMAND is train, eval" in capsys.readouterr().err
+
+
+def test_a_program_that_another_host_does_not_have_is_named(tmp_path):
+    done = launch_far(tmp_path, 'exec sh -c "$2"', 2, command=["no-such-program"])
     assert done.returncode == 1
     assert "no-such-program: No such file" in done.stderr
 
 
-@pytest.mark.parametrize("given", [[], ["--processes", "2"], ["--processes", "0", "--", "true"]])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--print"], "--print: needs --on slurm or mpi"),
+        (["--nodes", "2"], "--nodes: needs --on slurm or mpi"),
+        (["--on", "slurm", "--hostfile", "x"], "--hostfile: not used with --on slurm"),
+        (["--on", "ray", "--all-output"], "--all-output: not used with --on ray"),
+        (["--on", "mpi", "--image", "x"], "--image: not used with --on mpi"),
+        (["--include", "a"], "--include and --exclude need --hostfile"),
+    ],
+)
+def test_an_option_that_would_not_count_is_named(words, said, capsys):
+    assert main(["launch", "--processes", "2", *words, "--", "true"]) == ExitCode.CONFIG
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--processes", "2"],
+        ["--processes", "0", "--", "true"],
+        ["--processes", "1", "--max-restarts", "-1", "--", "true"],
+    ],
+)
 def test_a_mistake_is_a_message_and_exit_code_2(given):
     done = subprocess.run([*LAUNCH, *given], capture_output=True, text=True)
     assert done.returncode == ExitCode.CONFIG
@@ -239,12 +268,13 @@ def test_exit_codes_in_prose(code, said):
 # -- other hosts, which a shell stands for; with a real sshd: tests/system/test_clusters.py -----
 
 
-def launch_far(folder, ssh, slots, *options):
+def launch_far(folder, ssh, slots, *options, command=()):
     """On a host `far`, whose ssh is a shell script that is given the command as $2."""
     (folder / "hosts").write_text(f"far slots={slots}\n")
     (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
     (folder / "ssh").chmod(0o755)
-    return launch("print(rank)", "--hostfile", folder / "hosts", "--ssh", folder / "ssh", *options)
+    options = ("--hostfile", folder / "hosts", "--ssh", folder / "ssh", *options)
+    return launch("print(rank)", *options, command=command)
 
 
 def test_processes_of_another_host(tmp_path):
@@ -267,6 +297,14 @@ def test_a_host_without_the_same_python_is_no_lost_connection(tmp_path):
     assert done.returncode == 127
     assert "  | exec: python: not found\n" in done.stderr
     assert "rank 0 of 2 on far ended with exit code 127, after" in last_line(done)
+
+
+def test_a_process_knows_the_command_that_started_it():
+    code = "from jaxspeed.cli.common import program; print(program())"
+    words = ["--processes", "2", "--grace", "7", "--", sys.executable, "-c", code]
+    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, check=True)
+    expected = ["python", "-m", "jaxspeed", "launch", "--processes", "2", "--grace", "7", "--"]
+    assert done.stdout == f"{expected}\n"
 
 
 # -- signals -----------------------------------------------------------------------------------

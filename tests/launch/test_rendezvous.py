@@ -2,12 +2,15 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from jaxspeed.errors import RunError
+from jaxspeed.launch import rendezvous
 from jaxspeed.launch.rendezvous import meet
 from tests.support.processes import free_port
 
@@ -55,7 +58,8 @@ def test_a_closed_port_and_a_loopback_address_are_named(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     port = free_port()
     text = met(port, 2, (1,))[1]
-    assert text.startswith(f"the coordinator 127.0.0.1:{port} was not reached for 1 s: nothing ")
+    assert text.startswith(f"the coordinator 127.0.0.1:{port} is not reached: nothing listens ")
+    assert text.endswith("(limit 1 s)")
     assert "right only on the host of process 0" in text
     assert "set here: HTTPS_PROXY" in text
 
@@ -73,6 +77,50 @@ def test_a_wrong_coordinator_is_named():
         threading.Thread(target=greet, daemon=True).start()
         text = met(server.getsockname()[1], 2, (1,))[1]
     assert "not process 0 of this run" in text or "reset" in text
+
+
+def test_process_0_on_another_host_than_the_coordinators_is_named():
+    text = met(free_port(), 2, (0,), host="192.0.2.1")[0]
+    assert f"address, 192.0.2.1, is not one of {socket.gethostname()}" in text
+    assert "address" not in met(free_port(), 2, (0,))[0]
+
+
+def test_a_wait_is_explained_before_its_end(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_SILENCE", 0.2)
+    port = free_port()
+    found = met(port, 3, (0, 1), seconds=2.0, delay=1.0)
+    assert "did not start within 2 s: 2" in found[0]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(
+        f"waiting: process 1: the coordinator 127.0.0.1:{port} is not reached"
+    )
+    assert any(
+        line.startswith("waiting: of 3 processes, 1 have not started (limit 2 s): 2.")
+        for line in said
+    )
+    assert len(said) <= 6  # less and less often
+
+
+def test_more_processes_than_open_files_are_allowed():
+    """A limit is for a process: this test's body is one."""
+    code = """
+import resource, socket, threading
+from tests.launch.test_rendezvous import meet, free_port
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+port, peers = free_port(), []
+server = threading.Thread(target=meet, args=(f"127.0.0.1:{port}", 101, 0, 20.0))
+server.start()
+while not peers:
+    try: peers.append(socket.create_connection(("127.0.0.1", port)))
+    except ConnectionRefusedError: pass
+peers += [socket.create_connection(("127.0.0.1", port)) for _ in range(99)]
+for rank, peer in enumerate(peers, 1):
+    peer.sendall(b'{"rank": %d, "count": 101, "host": "h"}\\n' % rank)
+assert all(peer.recv(99) == b'{"error": ""}\\n' for peer in peers)
+server.join()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_an_occupied_port_is_named_at_once():

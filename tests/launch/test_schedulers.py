@@ -259,6 +259,7 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
         (["--on", "kubernetes", "--processes", "2", *TRAIN], "needs --image"),
         (["--on", "slurm", "--processes", "3", "--nodes", "2", *TRAIN], "not divisible"),
         (["--on", "jobset", "--processes", "2", *IMAGE, "--volume", "x", *TRAIN], "CLAIM:/PATH"),
+        (["--on", "kubernetes", "--processes", "2", *IMAGE, "--name", "my_run", *TRAIN], "a-z"),
         (["--on", "mpi", "--processes", "2", "--print"], "no COMMAND"),
     ],
 )
@@ -267,8 +268,14 @@ def test_a_mistake_is_named(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_scheduler_that_is_not_installed_is_named(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("on", "program"),
+    [("slurm", "sbatch"), ("mpi", "mpirun"), ("ray", "ray"), ("jobset", "kubectl")],
+)
+def test_a_scheduler_that_is_not_installed_is_named(monkeypatch, tmp_path, capsys, on, program):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["launch", "--on", "slurm", "--processes", "2", *TRAIN]) == ExitCode.CONFIG
-    assert "sbatch is not installed here; --print shows" in capsys.readouterr().err
+    image = IMAGE if on == "jobset" else ()
+    words = ["launch", "--on", on, "--processes", "2", "--max-restarts", "2", *image, *TRAIN]
+    assert main(words) == ExitCode.CONFIG
+    assert f"{program} is not installed here; --print shows" in capsys.readouterr().err

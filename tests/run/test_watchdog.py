@@ -1,5 +1,8 @@
 """The watchdog's decisions, with messages in a dict and a clock of the test's."""
 
+import os
+import signal
+
 import jax
 import pytest
 
@@ -218,6 +221,20 @@ def test_all_may_post_at_once_and_one_fault_is_kept():
 def test_heartbeats_are_rarer_in_large_runs(count, period, wait):
     dog = Watchdog(configured(), Heartbeats(Store(), 1, count))
     assert (dog._period, dog._wait) == (period, wait)
+
+
+def test_a_signal_after_another_process_has_passed_its_own_on_is_the_first(monkeypatch):
+    """A launcher's Ctrl-C is sent to all; a notice may be sooner than a busy process's handler."""
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    run = Run(2)
+    request = StopRequest(run.dogs[1])
+    run.dogs[1]._listeners["stop"]({"kind": "stop", "signal": 2})
+    request._asked(2, None)
+    assert not ended and request.signal is signal.SIGINT and run.notice() is None
+    request._asked(2, None)
+    assert ended == [2]
 
 
 def test_all_processes_stop_at_the_same_call_whichever_is_ahead():

@@ -103,9 +103,11 @@ def test_slurm(slurm, join):
 
 
 def test_open_mpi(join):
+    """Also with a proxy that JAX must not use: it would not answer."""
     require("mpirun")
     options = ("--allow-run-as-root", "--oversubscribe", "-n", 2)
-    joined(run("mpirun", *options, sys.executable, join, env=environment()), "ompi")
+    proxy = environment(http_proxy="http://127.0.0.1:9", no_proxy="example.com")
+    joined(run("mpirun", *options, sys.executable, join, env=proxy), "ompi")
 
 
 # -- the tiny config ---------------------------------------------------------------------------
