@@ -9,14 +9,18 @@ closes the port, and `jax.distributed.initialize` follows.
 import contextlib
 import ipaddress
 import json
+import logging
 import os
+import resource
 import socket
 import time
 from typing import Any
 
 from jaxspeed.errors import RunError
 
+log = logging.getLogger("jaxspeed")
 _PAUSE = 0.5  # seconds between attempts to connect
+_OWN_FILES = 1024  # that process 0 may open besides
 _ANSWER = 60.0  # seconds more than process 0 waits for the others
 
 
@@ -37,6 +41,7 @@ def meet(coordinator: str, count: int, rank: int, seconds: float) -> None:
 
 
 def _listen(host: str, port: int, count: int, seconds: float) -> None:
+    _allow_connections(count)
     try:
         server = socket.create_server(
             ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -81,6 +86,22 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
                 peer.sendall(json.dumps({"error": text}).encode() + b"\n")
     if text:
         raise RunError(text)
+
+
+def _allow_connections(count: int) -> None:
+    """Raise the limit of open files: each process connects here, and then to JAX's service."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OWN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        log.warning(
+            "process 0 may open %d files, and %d processes connect to it: raise `ulimit -Hn`",
+            allowed,
+            count,
+        )
 
 
 def _missing(missing: list[int], count: int, seconds: float, found: dict[int, Any]) -> str:
