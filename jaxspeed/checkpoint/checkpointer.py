@@ -102,7 +102,7 @@ class Checkpointer:
 
     def check(self, program: Program) -> None:
         """Raise CheckpointError unless the folder is writable and has space for a checkpoint."""
-        nbytes = sum(leaf.nbytes for leaf in saved_leaves(program).values())
+        nbytes = _nbytes(program)
         self._processes.first("checking the folder", lambda: check_writable(self.folder, nbytes))
 
     def save(
@@ -164,19 +164,17 @@ class Checkpointer:
             self._files.close()
 
     def _begin(self, program: Program, tag: str) -> epath.Path:
-        tags = self._processes.all(
-            "agreeing on a tag", lambda: tag, lambda tags: sorted(set(tags))[:9]
-        )
-        if len(tags) > 1:
-            raise CheckpointError(f"the processes save under different tags: {tags}")
-        self.check(program)
-        folder = self._store.writing(tag)
+        folder, nbytes = self._store.writing(tag), _nbytes(program)
 
-        def make() -> None:
+        def begin(tags: list[str]) -> None:
+            if len(set(tags)) > 1:
+                some = sorted(set(tags))[:9]
+                raise CheckpointError(f"the processes save under different tags: {some}")
+            check_writable(self.folder, nbytes)
             self._store.begin(tag)
             (folder / FOLDER).mkdir()
 
-        self._processes.first("creating the folder", make)
+        self._processes.all("beginning to save", lambda: tag, begin)
         return folder
 
     def _take_snapshot(self, program: Program, state: TrainState) -> Snapshot:
@@ -197,21 +195,15 @@ class Checkpointer:
                     self._files.begin(folder, arrays)
                 self._files.finish()
 
-            processes.all("writing arrays", write)
-
-            def describe() -> None:
+            def describe() -> list[list[str]]:
                 self._files.merge(folder)
                 # Checkpoints are ordered by time, even if the clock was set back.
                 last = max((info.time for info in checkpoints(self._store)), default=0.0)
                 _describe(folder, replace(header, time=max(header.time, last + 1e-3)), files)
-
-            processes.first("writing the header", describe)
-
-            def shares() -> list[list[str]]:
                 sizes = {name: (folder / name).stat().length for name in files_of(folder)}
                 return shares_of(sizes, jax.process_count())
 
-            own = processes.share("listing files", shares)
+            own = processes.share("writing arrays", write, describe)
             processes.all(
                 "reading back",
                 lambda: checksums(folder, own),
@@ -304,6 +296,10 @@ class Checkpointer:
                 state, notes = restore_state(program, folder, header, ready)
             files = {name: (folder / FILES / name).read_bytes() for name in header.files}
         return Restored(state, tag, header.step, header.client_state, files, notes)
+
+
+def _nbytes(program: Program) -> int:
+    return sum(leaf.nbytes for leaf in saved_leaves(program).values())
 
 
 def _describe(folder: epath.Path, header: Header, files: Mapping[str, bytes]) -> None:

@@ -83,22 +83,23 @@ class Processes:
         """Run `work()` on the first process; its result, on all."""
         return self.all(what, lambda: work() if is_first() else None, lambda results: results[0])
 
-    def share(self, what: str, work: Callable[[], list[Any]]) -> Any:
-        """Run `work()` on the first process; of its list, each process receives its own item.
+    def share(self, what: str, work: Callable[[], Any], divide: Callable[[], list[Any]]) -> Any:
+        """Run `work()` on every process, then `divide()` on the first: each receives its own item.
 
         A message has the items of a few: one for each would take the first process long.
         """
         if jax.process_count() == 1:
-            return work()[0]
+            work()
+            return divide()[0]
         key = f"{self._channel}/{self._round}/items"
 
-        def publish() -> None:
-            items = work()
+        def publish(_: list[Any]) -> None:
+            items = divide()
             for first in range(0, len(items), GROUP):
                 text = json.dumps(items[first : first + GROUP])
                 _client().key_value_set(f"{key}/{first // GROUP}", text)
 
-        self.first(what, publish)
+        self.all(what, work, publish)
         group, number = divmod(jax.process_index(), GROUP)
         text = _client().blocking_key_value_get(f"{key}/{group}", TIMEOUT_SECONDS * 1000)
         return json.loads(text)[number]
@@ -132,7 +133,7 @@ class Processes:
                 client.key_value_delete(f"{self._channel}/{number - 1}/")
         else:
             try:
-                wait = (TIMEOUT_SECONDS + 60) * 1000
+                wait = 2 * TIMEOUT_SECONDS * 1000  # process 0 waits for all, and then works
                 received = json.loads(client.blocking_key_value_get(f"{key}/answer", wait))
             except jax.errors.JaxRuntimeError:
                 received = {"silent": 0}

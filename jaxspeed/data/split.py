@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from jaxspeed.data.samples import Batch, Chain, Samples, without_weight
@@ -72,6 +73,15 @@ class Split:
     def batch(self, step: int, batch_size: int, rows: Positions | None = None) -> Batch:
         """The global batch of a step, or only these rows of it (no others are read)."""
         return self._chain.read(self.sample_ids(step, batch_size, rows))
+
+    def shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a global batch, of which one sample is read."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                (batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+            )
+            for name, x in self.batch(0, 1).items()
+        }
 
     # -- each sample once (evaluation) ------------------------------------------------------------
 

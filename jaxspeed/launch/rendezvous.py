@@ -10,6 +10,7 @@ import contextlib
 import errno
 import ipaddress
 import json
+import logging
 import os
 import resource
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 
 from jaxspeed.errors import RunError
 
+log = logging.getLogger("jaxspeed")
 _PAUSE = 0.5  # seconds between attempts to connect
 _ANSWER = 60.0  # seconds more than process 0 waits for the others
 _SILENCE = 30.0  # seconds until a process says what it waits for; then doubled each time
@@ -42,6 +44,7 @@ def meet(coordinator: str, count: int, rank: int, seconds: float) -> None:
 
 
 def _listen(host: str, port: int, count: int, seconds: float) -> None:
+    _allow_connections(count)
     try:
         server = socket.create_server(
             ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -55,7 +58,6 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
                 f"{error.strerror or error}. Another program uses it, or an earlier run that has "
                 "not ended"
             ) from None
-    _allow_files(2 * count + _FILES)
     silence, deadline = _Silence(), time.monotonic() + seconds
     found: dict[int, tuple[socket.socket, str]] = {}
     peers: list[socket.socket] = []
@@ -95,6 +97,22 @@ def _listen(host: str, port: int, count: int, seconds: float) -> None:
         raise RunError(problem)
 
 
+def _allow_connections(count: int) -> None:
+    """Raise the limit of open files, often 1024: each process connects here and to JAX."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * count + _FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        log.warning(
+            "process 0 may open %d files, and %d processes connect to it: raise `ulimit -Hn`",
+            allowed,
+            count,
+        )
+
+
 def _missing(coordinator: str, count: int, found: dict[int, Any], verdict: str) -> str:
     missing = [rank for rank in range(1, count) if rank not in found]
     here = socket.gethostname()
@@ -123,14 +141,6 @@ def _is_of_this_host(host: str) -> bool:
                 continue
         return True
     return False
-
-
-def _allow_files(count: int) -> None:
-    """Raise this process's limit of open files, often 1024, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < count:
-        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, soft), hard))
 
 
 class _Silence:

@@ -142,7 +142,4 @@ def batch_shapes(source: Source, samples: int) -> dict[str, jax.ShapeDtypeStruct
     known = known_shapes(source.config.data, source.reads, samples)
     if known is not None:
         return known
-    first = source.corpus().train.batch(0, 1)
-    return {
-        name: jax.ShapeDtypeStruct((samples, *x.shape[1:]), x.dtype) for name, x in first.items()
-    }
+    return source.corpus().train.shapes(samples)

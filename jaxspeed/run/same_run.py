@@ -20,6 +20,7 @@ from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.run.watchdog import Watchdog
 
+_LONGER = 60.0  # than the time-out: the watchdog of process 0 names one that is stuck before
 _MOST = 50  # differences and missing processes that are shown
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
@@ -63,7 +64,7 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
     if beats is None or watchdog.met:
         return
     watchdog.will_meet()
-    seconds = watchdog.sections.limit("start")
+    seconds = watchdog.sections.limit("start") + _LONGER
     try:
         # A digest, so that process 0 need not send all facts to all.
         own = {"host": watchdog.host, **facts}
@@ -85,8 +86,8 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
         raise RunError(f"process 0 has not answered for {seconds:.0f} s") from None
     if result["missing"]:
         raise RunError(
-            f"of {beats.count} processes, {', '.join(map(str, result['missing']))} did not start "
-            f"within {seconds:.0f} s (run.watchdog.start)"
+            f"of {beats.count} processes, {len(result['missing'])} did not start within "
+            f"{seconds:.0f} s (run.watchdog.start): {', '.join(map(str, result['missing']))}"
         )
     if result["different"]:
         raise ConfigError("the processes of this run differ:\n" + "\n".join(result["different"]))

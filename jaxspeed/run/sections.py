@@ -28,7 +28,7 @@ FLOORS = {
 FACTOR = 10  # times the longest so far is too long
 # The first ones of a section may compile: an evaluation, a save, and steps that wait for the first.
 FIRST = 10
-_WAITS = re.compile(r"[/\\](jax|jaxlib)[/\\]|process_agreement\.py")
+_WAITS = re.compile(r"[/\\](jax|jaxlib)[/\\]|process_agreement\.py|heartbeats\.py")
 
 
 class TimeOuts:

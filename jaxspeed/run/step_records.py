@@ -212,5 +212,5 @@ def recorder_of(
     shown = console if first else Console(quiet=True)
     progress = Progress(engine.config.run.steps or 0, step, shown)
     program = engine.program
-    flops = program_model_flops(program, corpus.train.batch(0, program.batch.train))
+    flops = program_model_flops(program, corpus.train.shapes(program.batch.train))
     return Recorder(engine, opened(step), progress, TimeLedger(seconds), flops, opened, watchdog)

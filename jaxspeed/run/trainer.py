@@ -281,4 +281,4 @@ class Trainer:
 
     def example(self) -> Any:
         """The shapes of a batch."""
-        return jax.eval_shape(lambda: self.corpus.train.batch(0, self.engine.program.batch.train))
+        return self.corpus.train.shapes(self.engine.program.batch.train)

@@ -34,6 +34,18 @@ def test_each_epoch_holds_each_sample_once_and_in_an_order_of_its_own():
     assert len({tuple(epoch) for epoch in epochs}) == 8
 
 
+def test_the_shapes_of_a_batch_take_one_sample():
+    """Each process asks for them: of a global batch it reads its rows alone."""
+    s = split()
+    read = s._chain.read
+    ids = []
+    s._chain.read = lambda of: (ids.extend(of), read(of))[1]
+    assert {k: (x.shape, x.dtype) for k, x in s.shapes(BATCH).items()} == {
+        k: (x.shape, x.dtype) for k, x in split().batch(0, BATCH).items()
+    }
+    assert len(ids) == 1
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_order_is_the_same_for_any_number_of_processes(processes):
     one = split()

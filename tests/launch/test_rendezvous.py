@@ -1,11 +1,13 @@
 """Processes that meet before JAX starts, as threads: what is wrong is named within the time-out."""
 
 import contextlib
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +46,23 @@ def test_all_meet_whoever_comes_first_and_the_port_is_free_for_jax():
         assert met(port, 4, range(4), seconds=20, delay=0.7) == dict.fromkeys(range(4))
     with socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True):
         pass
+
+
+def test_more_processes_meet_than_files_were_allowed(monkeypatch, caplog):
+    """Process 0 has a connection to each."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, limits[1]))
+    try:
+        assert set(met(free_port(), 60, range(60), seconds=20).values()) == {None}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr(rendezvous.resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(rendezvous.resource, "setrlimit", lambda _, given: limited.append(given))
+    limited = []
+    rendezvous._allow_connections(10_000)
+    assert limited == [(4096, 4096)]
+    assert "may open 4096 files, and 10000 processes connect" in caplog.text
 
 
 def test_processes_that_never_start_are_named_on_all_that_did():
