@@ -12,10 +12,12 @@ from jaxspeed.models import from_pretrained
 
 import jaxspeed
 from jaxspeed.interop import save_pretrained
+from jaxspeed.interop.folder import PretrainedFolder
 from jaxspeed.interop.mapping import bind
 from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.objective import adapt_model
 from jaxspeed.train import build_program
+from tests.interop import folders
 
 torch = pytest.importorskip("torch", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -322,3 +324,16 @@ def test_both_spellings_of_rotary_settings_are_read(reference, tmp_path, kind):
         config["rope_scaling"][spelled] = kind
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert from_pretrained(tmp_path).config == new
+
+
+def test_mxfp4_is_dequantized_as_theirs(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 24, 2, 16), dtype=np.uint8)
+    scales = rng.integers(110, 140, (3, 24, 2), dtype=np.uint8)
+    folders.write(tmp_path / "model.safetensors", {"w_blocks": blocks, "w_scales": scales})
+    folder = PretrainedFolder(tmp_path)
+    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    assert folder.tensors["w"].shape == tuple(expected.shape) == (3, 64, 24)
+    np.testing.assert_array_equal(folder.array("w"), expected.float().numpy())
