@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import json
+import shlex
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.objective import adapt_model
 from jaxspeed.train import build_program
 from tests.interop import folders
+from tests.support.documents import ROOT, blocks, shell_commands
 
 torch = pytest.importorskip("torch", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -337,3 +341,20 @@ def test_mxfp4_is_dequantized_as_theirs(tmp_path):
     expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
     assert folder.tensors["w"].shape == tuple(expected.shape) == (3, 64, 24)
     np.testing.assert_array_equal(folder.array("w"), expected.float().numpy())
+
+
+@pytest.mark.full
+def test_the_pages_example_ends_in_transformers(tmp_path):
+    """docs/huggingface.md: make a folder, continue training it, export, load it."""
+    page = blocks((ROOT / "docs" / "huggingface.md").read_text())
+    made, config, commands, loaded = (block.text for block in page[:4])
+    (tmp_path / "config.yaml").write_text(config)
+    checked = f"{loaded}\nprint(model.dtype, model.lm_head.weight.shape)"
+    for command in (
+        [sys.executable, "-c", made],
+        *([sys.executable, "-m", *shlex.split(each)] for each in shell_commands(commands)),
+        [sys.executable, "-c", checked],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "torch.bfloat16 torch.Size([256, 64])" in done.stdout
