@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-pair encoding, and any Hugging Face tokenizer.json.
+"""Tokenizers: bytes, byte-pair encoding, any tokenizer.json, and SentencePiece's tokenizer.model.
 
 A run saves its tokenizer as a tokenizer.json in every case, also one trained here: other libraries
 can read it.
@@ -16,11 +16,13 @@ import numpy as np
 import tokenizers
 
 from jaxspeed.data.files import read_bytes
+from jaxspeed.data.sentencepiece_model import tokenizer_json
 from jaxspeed.errors import DataError
 
 # A byte that no text contains ends a document: 256 ids are enough for bytes.
 END = 0
 TRAINED_ON = 32 << 20
+FILES = ("tokenizer.json", "tokenizer.model")  # of a folder, the first that is there
 
 
 class Tokenizer(Protocol):
@@ -181,14 +183,18 @@ def load_tokenizer(content: bytes, name: str = "the tokenizer saved with the run
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a file, or in a folder's tokenizer.json."""
+    """The tokenizer in a file, or in a folder's tokenizer.json or tokenizer.model."""
     file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
+    if file.is_dir():
+        file = next((file / name for name in FILES if (file / name).is_file()), file)
     if not file.is_file():
         raise DataError(
-            f"data.tokenizer: {path!r} is neither bytes, bpe nor the path of a tokenizer.json"
+            f"data.tokenizer: {path!r} is neither bytes, bpe nor the path of a {' or '.join(FILES)}"
         )
-    return load_tokenizer(read_bytes(file), path)
+    content = read_bytes(file)
+    return load_tokenizer(
+        tokenizer_json(content, path) if file.suffix == ".model" else content, path
+    )
 
 
 # -- in Hugging Face's format -------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import lines
+from jaxspeed.interop.quantized import Packed, packed_tensors
 from jaxspeed.interop.safetensors import Tensor, TensorFile
 
 CONFIG = "config.json"
@@ -40,6 +41,8 @@ class PretrainedFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.path = _local(folder)
+        # Of the shards of a tensor, which are read one after another, one dequantizes it.
+        self._unpacked: tuple[str, np.ndarray] | None = None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -106,13 +109,32 @@ class PretrainedFolder:
         return {tensor: files[name] for tensor, name in where.items()}
 
     @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name, of which only headers are read."""
+    def _stored(self) -> Mapping[str, Tensor]:
         return {name: file.tensors[name] for name, file in self._files.items()}
 
+    @cached_property
+    def _packed(self) -> Mapping[str, Packed]:
+        there = (self.path / CONFIG).exists()
+        quantization = (self.config.get("quantization_config") if there else None) or {}
+        return packed_tensors(self._stored, quantization, str(self.path))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors by name, of which only headers are read."""
+        parts = {part for packed in self._packed.values() for part in packed.parts}
+        found = {name: tensor for name, tensor in self._stored.items() if name not in parts}
+        return found | {name: packed.tensor for name, packed in self._packed.items()}
+
     def array(self, name: str) -> np.ndarray:
-        """A tensor as a view of its file."""
-        return self._files[name].array(name)
+        """A tensor as a view of its file; a quantized one is dequantized."""
+        if (packed := self._packed.get(name)) is None:
+            self._unpacked = None
+            return self._files[name].array(name)
+        if self._unpacked is None or self._unpacked[0] != name:
+            self._unpacked = None  # before the next one is made
+            parts = (self._files[part].array(part) for part in packed.parts)
+            self._unpacked = name, packed.unpack(*parts)
+        return self._unpacked[1]
 
     def release(self) -> None:
         """Drop what was read from memory."""

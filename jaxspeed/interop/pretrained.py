@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
-from jaxspeed.errors import PretrainedError
+from jaxspeed.data.sentencepiece_model import tokenizer_json
+from jaxspeed.data.tokenizer import FILES
+from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.interop.folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
 from jaxspeed.objective.pretrained import Pretrained
-
-TOKENIZER = "tokenizer.json"
 
 
 class FolderWeights:
@@ -74,12 +74,11 @@ def data_section(config: Config) -> Data:
     if "tokenizer" in data.model_fields_set:
         return data
     folder = PretrainedFolder(config.model.pretrained).path
-    if (folder / TOKENIZER).is_file():
-        return data.model_copy(update={"tokenizer": str(folder / TOKENIZER)})
-    others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
-    if others:
+    if any((folder / name).is_file() for name in FILES):
+        return data.model_copy(update={"tokenizer": str(folder)})
+    if (folder / "vocab.json").is_file():
         raise PretrainedError(
-            f"{folder}: has {others[0]} but no {TOKENIZER}; write one with transformers: "
+            f"{folder}: has vocab.json but no {FILES[0]}; write one with transformers: "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}), or "
             "set data.tokenizer"
         )
@@ -87,16 +86,19 @@ def data_section(config: Config) -> Data:
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
-    """Raise PretrainedError if the folder's tokenizer.json has ids that the model lacks."""
-    path = folder.path / TOKENIZER
-    if not path.is_file():
+    """Raise PretrainedError if the folder's tokenizer has ids that the model lacks."""
+    path = next((folder.path / name for name in FILES if (folder.path / name).is_file()), None)
+    if path is None:
         return
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        read = path.read_bytes()
+        content = json.loads(tokenizer_json(read, str(path)) if path.suffix == ".model" else read)
         vocab = content["model"]["vocab"]
         ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
         ids += [token["id"] for token in content.get("added_tokens") or ()]
         largest = max(ids, default=0)
+    except DataError as error:
+        raise PretrainedError(str(error)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PretrainedError(f"{path}: is not a tokenizer.json: {error!r}") from None
     if largest >= vocab_size:

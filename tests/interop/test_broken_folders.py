@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import ml_dtypes
 import numpy as np
 import pytest
 from jaxspeed.models import from_pretrained
@@ -160,6 +161,24 @@ BROKEN = {
     ),
     "a tokenizer larger than the vocabulary": (
         large_tokenizer, "has ids up to 40, but vocab_size in config.json is 40",
+    ),
+    "a quantization that is not read": (
+        with_config(quantization_config={"quant_method": "gptq"}),
+        "quant_method is 'gptq'; fp8 and mxfp4 are dequantized",
+    ),
+    "scales of other blocks": (
+        lambda path: sound(
+            path,
+            more={
+                Q: np.zeros((16, 16), ml_dtypes.float8_e4m3fn),
+                f"{Q}_scale_inv": np.ones((2, 3), np.float32),
+            },
+            quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]},
+        ),
+        f"{Q}_scale_inv has shape [2, 3]", "needs [2, 2]",
+    ),
+    "a damaged tokenizer.model": (
+        with_file("tokenizer.model", b"\x0a\xff\xff"), "is not a SentencePiece model",
     ),
     "a damaged tokenizer": (with_file("tokenizer.json", "[]"), "is not a tokenizer.json"),
 }  # fmt: skip

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
 from jaxspeed.interop import HFForm, MappingTable, TensorRule, pretrained
+from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.pretrained import data_section
 from jaxspeed.interop.safetensors import TensorFile
 from tests.interop import folders
 
@@ -80,6 +83,48 @@ def test_a_padded_vocabulary_and_masters_are_read(tmp_path):
         for path, x in made.state.params.items():
             found = np.asarray(x)[tuple(map(slice, expected[path].shape))]
             np.testing.assert_array_equal(found, expected[path])
+
+
+def test_fp8_with_block_scales_is_dequantized(tmp_path):
+    """Blocks of 8 x 6, which divide neither dim; an export is not quantized."""
+    tensors, rows, columns = folders.llama_tensors(), 8, 6
+    stored, expected, rng = {}, {}, np.random.default_rng(1)
+    for name, x in tensors.items():
+        if "_proj" not in name:
+            stored[name] = expected[name] = x
+            continue
+        low = x.astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.1, 2, (-(-x.shape[0] // rows), -(-x.shape[1] // columns)))
+        stored |= {name: low, f"{name}_scale_inv": scales.astype(np.float32)}
+        expected[name] = low.astype(np.float32)
+        for i, j in np.ndindex(x.shape):
+            expected[name][i, j] *= stored[f"{name}_scale_inv"][i // rows, j // columns]
+    quantization = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    config = folders.LLAMA | {"quantization_config": quantization}
+    made = engine(folders.folder(tmp_path / "in", config, stored, files=2), **SHARDED)
+    assert_same(made.parameters, folders.llama_parameters(expected))
+    made.save_pretrained(tmp_path / "out")
+    assert_same(read(tmp_path / "out"), expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("scale", [np.full((), 3, np.float32), np.full((1, 1), 3, np.float32)])
+def test_one_fp8_scale_is_of_the_whole_tensor(tmp_path, scale):
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    low = {"w": x.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": scale}
+    folders.write(tmp_path / "model.safetensors", low)
+    np.testing.assert_array_equal(PretrainedFolder(tmp_path).array("w"), 3 * x)
+
+
+def test_the_tokenizer_of_a_folder_is_the_datas(tmp_path):
+    source = folders.folder(tmp_path, folders.LLAMA, {})
+    config = jaxspeed.Config(train_batch_size=8, model={"pretrained": str(source)})
+    assert data_section(config).tokenizer == "bytes"
+    (source / "vocab.json").write_text("{}")
+    with pytest.raises(jaxspeed.PretrainedError, match=r"vocab.json but no tokenizer.json"):
+        data_section(config)
+    (source / "tokenizer.model").write_text("")
+    assert data_section(config).tokenizer == str(source)
 
 
 def test_gpt2s_fused_projection_is_split_and_joined(tmp_path):
@@ -187,6 +232,8 @@ def test_a_process_maps_only_the_pages_of_its_shards(tmp_path):
     code = f"""
 import re
 import numpy as np
+from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.pretrained import data_section
 from jaxspeed.interop.safetensors import TensorFile
 file = TensorFile.open(__import__("pathlib").Path({str(tmp_path / "big.safetensors")!r}))
 part = np.array(file.array("b")[1000:2000])
