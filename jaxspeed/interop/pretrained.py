@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
+from jaxspeed.data.tokenizer import Tokenizer, read_tokenizer
 from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
@@ -84,6 +85,14 @@ def data_section(config: Config) -> Data:
             "set data.tokenizer"
         )
     return data
+
+
+def tokenizer_of(weights: Any) -> Tokenizer | None:
+    """The tokenizer of the folder that a model's weights are from, if there is one."""
+    if not isinstance(weights, FolderWeights):
+        return None
+    path = weights.folder.path / TOKENIZER
+    return read_tokenizer(str(path)) if path.is_file() else None
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:
