@@ -39,16 +39,33 @@ class CachedAttention(nnx.Module):
         *,
         segment_ids: jax.Array | None = None,
         window: int | None = None,
-        **options: Any,
     ) -> jax.Array:
-        """Attention with a cache: of a sequence's start, or of the single token at `positions`."""
+        """Attention, with the cache if there is one."""
+        out = self.attend_cached(q, k, v, positions, window)
+        if out is None:
+            return ops.attention(q, k, v, window=window, segment_ids=segment_ids)
+        return out
+
+    def attend_cached(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array | None,
+        window: int | jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array | None:
+        """Attention of one token of each sequence, at `positions` [rows, 1].
+
+        None for more tokens, which are the start of a sequence: their keys and values are stored.
+        """
         if self.cached_key is None or self.cached_value is None:
-            return ops.attention(q, k, v, window=window, segment_ids=segment_ids, **options)
+            return None
         keys, values = self.cached_key[...], self.cached_value[...]
         if q.shape[1] > 1:
             self.cached_key[...] = keys.at[:, : k.shape[1]].set(k)
             self.cached_value[...] = values.at[:, : v.shape[1]].set(v)
-            return ops.attention(q, k, v, window=window, segment_ids=segment_ids, **options)
+            return None
         assert positions is not None
         slots = jnp.arange(keys.shape[1])
         here = (slots == positions)[..., None, None]  # not a scatter: each device has its rows
@@ -64,5 +81,6 @@ class CachedAttention(nnx.Module):
             causal=False,
             segment_ids=jnp.ones_like(positions),
             kv_segment_ids=seen.astype(positions.dtype),
+            implementation="plain",  # the scores of one token are few
             **options,
         )

@@ -21,6 +21,8 @@ FAMILIES = {
     "mistral": ("llama", {"sliding_window": 8}),
     "qwen2": ("llama", {"qkv_bias": True, "tie_word_embeddings": True}),
     "qwen3": ("llama", {"qk_norm": True, "head_dim": 24}),
+    "gemma2": ("gemma", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "gemma3": ("gemma", {"preset": "tiny3", "sliding_window": 8, "tie_word_embeddings": False}),
     "one key head": ("llama", {"num_key_value_heads": 1}),
 }
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -45,8 +47,9 @@ DEVICES = {"one device": 1, "data 2": 2, "tensor 2": 2}
 
 def engine_of(family, placement="one device", **sizes):
     name, own = FAMILIES[family]
+    own = {"preset": "tiny", **own, **SIZES, **sizes}
     config = {
-        "model": {"family": name, "preset": "tiny", "config": {**SIZES, **own, **sizes}},
+        "model": {"family": name, "preset": own.pop("preset"), "config": own},
         "train_batch_size": 16,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         "run": {"seed": 1, "compilation_cache": False},
@@ -64,6 +67,7 @@ DEFAULT = [
     ("llama", "tensor 2"),
     ("mistral", "ZeRO 3, tensor 2"),
     ("qwen3", "ZeRO 3, bf16"),
+    ("gemma2", "one device"),
 ]
 EVERY = [(f, p) for f in FAMILIES for p in PLACEMENTS]
 
