@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.programs import NO_TOKEN, ForwardPrograms
 from jaxspeed.generation.sampling import Sampling
 from jaxspeed.generation.steps import (
@@ -224,11 +224,24 @@ class Generator:
             row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype)
             for row in self.program.table
         }
-        cached = self.program.model.cached(rows, length, params) if self.cache else None
-        if cached is None and self.cache and not self._noted:
+        why = "it has no nnx.Cache, and no collection cache of Linen"
+        # Keys may be wider than parameters, where layers have a dtype of their own.
+        for dtype in dict.fromkeys((self.program.objective.compute_dtype, np.float32)):
+            if not self.cache:
+                break
+            try:
+                cached = self.program.model.cached(rows, length, params, dtype or np.float32)
+                if cached is None:
+                    break
+                programs = ForwardPrograms(self.program, cached)
+                programs.check(rows)
+                return programs
+            except ModelError as error:
+                why = str(error).splitlines()[0]
+        if self.cache and not self._noted:
             log.warning(
-                "the model keeps no key-value cache (nnx.Cache, or Linen's collection cache): each "
-                "token recomputes the entire sequence"
+                "the model keeps no key-value cache: each token recomputes all before it (%s)",
+                why,
             )
             self._noted = True
-        return ForwardPrograms(self.program, cached)
+        return ForwardPrograms(self.program, None)

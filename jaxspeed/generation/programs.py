@@ -75,6 +75,16 @@ class ForwardPrograms:
 
         return self._jit(decode, (self._replicated, self._caches), donate_argnums=1)
 
+    def check(self, rows: int) -> None:
+        """Raise ModelError if the model cannot be called with its caches."""
+        assert self.cached is not None
+        one = np.zeros((rows, 1), np.int32)
+        batch = {"tokens": one, "positions": one, "at": np.zeros(rows, np.int32)}
+        keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
+        draws = {"rules": {}, "keys": keys, "drawn": np.zeros(rows, np.int32)}
+        caches = jax.eval_shape(self.cached.fresh)
+        jax.eval_shape(self.decode, self._program.state, caches, batch, draws)
+
     @functools.cached_property
     def fresh(self) -> Any:
         """`fresh()`: empty caches."""

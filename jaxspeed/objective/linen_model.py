@@ -177,7 +177,7 @@ class LinenModel:
         state = [path for path in self.variables if self._is_state(path)]
         return {path: after[path] for path in state if path in after}
 
-    def cached(self, rows: int, length: int, params: Arrays) -> CachedModel | None:
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         module = in_decoding(self._module)
         if module is None:
             return None

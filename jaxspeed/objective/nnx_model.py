@@ -169,11 +169,9 @@ class NnxModel:
         found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
         return {path: x for path, x in found.items() if x is not params.get(path)}
 
-    def cached(self, rows: int, length: int, params: Arrays) -> CachedModel | None:
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         if self.needs_values:
             return None
-        dtypes = [params[leaf.path].dtype for leaf in self.leaves]
-        dtype = max(set(dtypes), key=dtypes.count)  # of most parameters
         modes: list[bool | None] = []
 
         def factory(rngs: nnx.Rngs) -> nnx.Module:

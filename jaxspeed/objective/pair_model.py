@@ -105,7 +105,7 @@ class PairModel:
     def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
         return {}
 
-    def cached(self, rows: int, length: int, params: Arrays) -> CachedModel | None:
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         return None  # a pure function keeps nothing between its calls
 
     def cached_values(self, bound: "BoundPair") -> Arrays:

@@ -62,10 +62,11 @@ class Model(Protocol):
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         """Collect the state variables after the loss function has run, and changed parameters."""
 
-    def cached(self, rows: int, length: int, params: Arrays) -> "CachedModel | None":
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> "CachedModel | None":
         """The model with a key-value cache for so many sequences; None if it keeps none.
 
-        `params` are the shapes and dtypes of the parameters as layers read them.
+        `params` are the shapes and dtypes of the parameters as layers read them, `dtype` that of
+        keys and values, where the model does not decide it.
         """
 
     def cached_values(self, bound: Any) -> Arrays:

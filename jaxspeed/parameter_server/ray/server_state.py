@@ -182,7 +182,7 @@ class ServerModel:
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         raise NotImplementedError("servers compute no loss")
 
-    def cached(self, rows: int, length: int, params: Arrays) -> CachedModel | None:
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         return None
 
     def cached_values(self, bound: Any) -> Arrays:
