@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxspeed import ops
 
 from . import language
+from .cached_attention import CachedAttention
 from .layers import Embedding, Linear, RMSNorm, check_heads, dropout, normal, scan_blocks, stacked
 
 
@@ -105,7 +106,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class GemmaAttention(nnx.Module):
+class GemmaAttention(CachedAttention):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -125,6 +126,7 @@ class GemmaAttention(nnx.Module):
         x: jax.Array,
         rotations: tuple[ops.Rotation, ops.Rotation],
         segment_ids: jax.Array | None,
+        positions: jax.Array | None,
         is_global: jax.Array,
     ) -> jax.Array:
         q, k = self.q_proj(x), self.k_proj(x)
@@ -137,28 +139,29 @@ class GemmaAttention(nnx.Module):
         q = checkpoint_name(ops.rotate(q, rotation), "query")
         k = checkpoint_name(ops.rotate(k, rotation), "key")
         v = checkpoint_name(self.v_proj(x), "value")  # [batch, seq, kv_heads, head_dim]
-        return self.o_proj(self.attend(q, k, v, segment_ids, is_global))
+        return self.o_proj(self.attend_in_layer(q, k, v, segment_ids, positions, is_global))
 
-    def attend(
+    def attend_in_layer(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         segment_ids: jax.Array | None,
+        positions: jax.Array | None,
         is_global: jax.Array,
     ) -> jax.Array:
         """Attention with the layer's window: kernels know it when they are traced."""
         c = self.config
+        form = {"scale": c.query_pre_attn_scalar**-0.5, "soft_cap": c.attn_logit_softcapping}
+        if self.cached_key is not None:
+            reach = jnp.where(is_global, jnp.iinfo(jnp.int32).max, c.sliding_window)
+            cached = self.attend_cached(q, k, v, positions, reach, **form)
+            if cached is not None:
+                return cached
 
         def attention(window: int | None):
             return lambda q, k, v: ops.attention(
-                q,
-                k,
-                v,
-                window=window,
-                segment_ids=segment_ids,
-                scale=c.query_pre_attn_scalar**-0.5,
-                soft_cap=c.attn_logit_softcapping,
+                q, k, v, window=window, segment_ids=segment_ids, **form
             )
 
         kinds = set(c.is_global.tolist())
@@ -202,10 +205,13 @@ class GemmaBlock(nnx.Module):
         x: jax.Array,
         rotations: tuple[ops.Rotation, ops.Rotation],
         segment_ids: jax.Array | None,
+        positions: jax.Array | None,
         is_global: jax.Array,
     ) -> jax.Array:
         normed = checkpoint_name(self.attn_norm(x), "attn_norm")
-        out = checkpoint_name(self.attn(normed, rotations, segment_ids, is_global), "attn_out")
+        out = checkpoint_name(
+            self.attn(normed, rotations, segment_ids, positions, is_global), "attn_out"
+        )
         x = x + self.dropout(self.attn_out_norm(out))
         normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
         return x + self.dropout(self.mlp_out_norm(self.mlp(normed)))
@@ -234,17 +240,22 @@ class Gemma(language.Decoder):
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         c = self.config
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1])
+        read = jnp.arange(tokens.shape[1]) if positions is None else positions
         freqs = ops.frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        everywhere = local = ops.rotation(positions, freqs, c.rope_scaling)
+        everywhere = local = ops.rotation(read, freqs, c.rope_scaling)
         if c.rope_local_theta is not None:
-            local = ops.rotation(positions, ops.frequencies(c.head_dim, c.rope_local_theta))
+            local = ops.rotation(read, ops.frequencies(c.head_dim, c.rope_local_theta))
         x = self.embed(tokens)
         x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)  # rounded, as in training
         is_global = jnp.asarray(c.is_global)
         x = scan_blocks(
-            self.blocks, x, (local, everywhere), segment_ids, each=(is_global,), unroll=c.unroll
+            self.blocks,
+            x,
+            (local, everywhere),
+            segment_ids,
+            positions,
+            each=(is_global,),
+            unroll=c.unroll,
         )
         return self.norm(x)
 

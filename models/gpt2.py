@@ -15,9 +15,8 @@ from flax import nnx
 from flax.typing import Initializer
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxspeed import ops
-
 from . import language
+from .cached_attention import CachedAttention
 from .layers import (
     Embedding,
     LayerNorm,
@@ -77,7 +76,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class GPT2Attention(nnx.Module):
+class GPT2Attention(CachedAttention):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -92,11 +91,13 @@ class GPT2Attention(nnx.Module):
         self.v_proj = Linear(embed, kv_heads, init=init, rngs=rngs)
         self.o_proj = Linear(heads, embed, init=residual_init(c), rngs=rngs)
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segment_ids: jax.Array | None, positions: jax.Array | None
+    ) -> jax.Array:
         q = checkpoint_name(self.q_proj(x), "query")  # [batch, seq, heads, head_dim]
         k = checkpoint_name(self.k_proj(x), "key")
         v = checkpoint_name(self.v_proj(x), "value")
-        return self.o_proj(ops.attention(q, k, v, segment_ids=segment_ids))
+        return self.o_proj(self.attend(q, k, v, positions, segment_ids=segment_ids))
 
 
 class GPT2MLP(nnx.Module):
@@ -121,9 +122,15 @@ class GPT2Block(nnx.Module):
         self.mlp = GPT2MLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
-    def __call__(self, x: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
         normed = checkpoint_name(self.attn_norm(x), "attn_norm")
-        x = x + self.dropout(checkpoint_name(self.attn(normed, segment_ids), "attn_out"))
+        attended = self.attn(normed, segment_ids, positions)
+        x = x + self.dropout(checkpoint_name(attended, "attn_out"))
         normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
         return x + self.dropout(self.mlp(normed))
 
@@ -154,10 +161,9 @@ class GPT2(language.Decoder):
         positions: jax.Array | None = None,
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1])
-        x = self.dropout(self.embed(tokens) + self.positions(positions))
-        x = scan_blocks(self.blocks, x, segment_ids, unroll=self.config.unroll)
+        read = jnp.arange(tokens.shape[1]) if positions is None else positions
+        x = self.dropout(self.embed(tokens) + self.positions(read))
+        x = scan_blocks(self.blocks, x, segment_ids, positions, unroll=self.config.unroll)
         return self.norm(x)
 
 

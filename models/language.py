@@ -75,9 +75,22 @@ class Decoder(nnx.Module):
     def logit_soft_cap(self) -> float | None:
         return getattr(self.config, "final_logit_softcapping", None)
 
-    def __call__(self: LanguageModel, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
-        """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
-        return logits(self, self.hidden(tokens, **context))
+    def __call__(
+        self: LanguageModel,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        at: jax.Array | None = None,
+        **context: jax.Array | None,
+    ) -> jax.Array:
+        """Logits [batch, seq, vocab] in fp32; `positions` and `context` as in `hidden`.
+
+        With `at` [batch], those of one token of each sequence, [batch, 1, vocab].
+        """
+        hidden = self.hidden(tokens, positions=positions, **context)
+        if at is not None:
+            hidden = jnp.take_along_axis(hidden, at[:, None, None], axis=1)
+        return logits(self, hidden)
 
 
 class Prediction(NamedTuple):

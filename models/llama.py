@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxspeed import ops
 
 from . import language
+from .cached_attention import CachedAttention
 from .layers import Embedding, Linear, RMSNorm, check_heads, dropout, normal, scan_blocks, stacked
 
 
@@ -115,7 +116,7 @@ PRESETS: dict[str, Config] = {
 }
 
 
-class LlamaAttention(nnx.Module):
+class LlamaAttention(CachedAttention):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
         embed = {"embed": c.hidden_size}
@@ -132,7 +133,11 @@ class LlamaAttention(nnx.Module):
         self.k_norm = head_norm(c, rngs) if c.qk_norm else None
 
     def __call__(
-        self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None
+        self,
+        x: jax.Array,
+        rotation: ops.Rotation,
+        segment_ids: jax.Array | None,
+        positions: jax.Array | None,
     ) -> jax.Array:
         q, k = self.q_proj(x), self.k_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -141,7 +146,7 @@ class LlamaAttention(nnx.Module):
         k = checkpoint_name(ops.rotate(k, rotation), "key")
         v = checkpoint_name(self.v_proj(x), "value")  # [batch, seq, kv_heads, head_dim]
         return self.o_proj(
-            ops.attention(q, k, v, window=self.window, segment_ids=segment_ids),
+            self.attend(q, k, v, positions, window=self.window, segment_ids=segment_ids),
         )
 
 
@@ -175,10 +180,15 @@ class LlamaBlock(nnx.Module):
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(
-        self, x: jax.Array, rotation: ops.Rotation, segment_ids: jax.Array | None = None
+        self,
+        x: jax.Array,
+        rotation: ops.Rotation,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         normed = checkpoint_name(self.attn_norm(x), "attn_norm")
-        x = x + self.dropout(checkpoint_name(self.attn(normed, rotation, segment_ids), "attn_out"))
+        attended = self.attn(normed, rotation, segment_ids, positions)
+        x = x + self.dropout(checkpoint_name(attended, "attn_out"))
         normed = checkpoint_name(self.mlp_norm(x), "mlp_norm")
         return x + self.dropout(self.mlp(normed))
 
@@ -206,12 +216,11 @@ class Llama(language.Decoder):
     ) -> jax.Array:
         """tokens [batch, seq] to the head's input, [batch, seq, embed]."""
         c = self.config
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1])
+        read = jnp.arange(tokens.shape[1]) if positions is None else positions
         freqs = ops.frequencies(c.size_of_head, c.rope_theta, c.rope_scaling)
-        rotation = ops.rotation(positions, freqs, c.rope_scaling)  # once, for all layers
+        rotation = ops.rotation(read, freqs, c.rope_scaling)  # once, for all layers
         x = self.embed(tokens)
-        x = scan_blocks(self.blocks, x, rotation, segment_ids, unroll=c.unroll)
+        x = scan_blocks(self.blocks, x, rotation, segment_ids, positions, unroll=c.unroll)
         return self.norm(x)
 
 

@@ -35,6 +35,7 @@ LAYERS = (
     "data",
     "checkpoint",
     "interop",
+    "generation",
     "hlo",
     "metrics",
     "planner/memory",

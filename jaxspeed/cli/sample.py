@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from jaxspeed.cli.common import command, loaded, print_json
@@ -15,9 +16,30 @@ def add(commands: Any) -> None:
         "generate text from a run's checkpoint",
         "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
     )
-    parser.add_argument("--prompt", help="start of the text (overrides run.sample_prompt)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="start of a text (overrides run.sample_prompt); may be repeated, for a batch",
+    )
     parser.add_argument("--tokens", type=int, help="number of tokens (overrides run.sample_tokens)")
     parser.add_argument("--temperature", type=float, help="0 always takes the most likely token")
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
+    parser.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens of this probability together"
+    )
+    parser.add_argument(
+        "--min-p", type=float, help="draw from tokens of this share of the largest probability"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, help="above 1: tokens seen before become less likely"
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end before this text; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--tag", help="which checkpoint; the newest intact one by default")
     parser.set_defaults(run=run)
@@ -25,7 +47,6 @@ def add(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     for name, value in (
-        ("sample_prompt", given.prompt),
         ("sample_tokens", given.tokens),
         ("sample_temperature", given.temperature),
     ):
@@ -33,17 +54,38 @@ def run(given: argparse.Namespace) -> int:
             given.overrides.append(f"run.{name}={json.dumps(value)}")
     config = loaded(given)
     from jaxspeed.checkpoint.process_agreement import is_first
+    from jaxspeed.generation import Request, Sampling
     from jaxspeed.run import sample_run, source_of
 
-    parts = sample_run(source_of(config, name=given.config), given.tag, seed=given.seed)
+    rules = {name: getattr(given, name) for name in RULES}
+    prompts = given.prompt or [config.run.sample_prompt]
+    sampling = Sampling(config.run.sample_temperature, **rules)
+    Request(prompts, sampling=sampling, stop=given.stop, seed=given.seed)  # refused at once
+    options = {**rules, "stop": given.stop, "seed": given.seed}
+    pieces = sample_run(source_of(config, name=given.config), given.tag, prompts, **options)
     if not is_first():  # each process computes the same text
-        "".join(parts)
-        return 0
-    if given.json:
-        print_json({"text": "".join(parts)})
-        return 0
-    for part in parts:
-        sys.stdout.write(part)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        for _ in pieces:
+            pass
+    elif given.json:
+        texts = collected(pieces, len(prompts))
+        print_json({"text": texts[0]} if len(texts) == 1 else {"texts": texts})
+    elif len(prompts) == 1:
+        for _, text in pieces:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    else:
+        for number, text in enumerate(collected(pieces, len(prompts)), 1):
+            sys.stdout.write(f"--- {number} ---\n{text}\n")
     return 0
+
+
+RULES = ("top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def collected(pieces: Iterable[tuple[int, str]], count: int) -> list[str]:
+    """The text of each prompt."""
+    texts = [""] * count
+    for number, text in pieces:
+        texts[number] += text
+    return texts

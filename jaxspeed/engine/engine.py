@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
+from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
+from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
@@ -52,6 +54,7 @@ class Engine:
         self._moves_checked = self._new_shapes = False
         self._processes = Processes()
         self._profile = StepProfile(program)
+        self._generator: Generator | None = None
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -217,6 +220,55 @@ class Engine:
         `form` is needed where the model is neither of a family nor pretrained.
         """
         return save_pretrained(self.program, self.state, folder, dtype=dtype, form=form)
+
+    # -- generation -----------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], tokens: int = 100, **options: Any
+    ) -> list[Generated]:
+        """Continue each prompt by at most `tokens` tokens, with the current parameters.
+
+        Prompts are texts or lists of tokens, of any lengths. On several processes it is called on
+        each, with equal arguments. `options` are those of `stream`.
+        """
+        return self.stream(prompts, tokens, **options).finish()
+
+    def stream(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        tokens: int = 100,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        context: int | None = None,
+        tokenizer: TextTokenizer | None = None,
+    ) -> Generation:
+        """`generate`, as an iterator of pieces: (number of the prompt, new text, token).
+
+        Args:
+          temperature: 0 takes the most likely token.
+          top_k, top_p, min_p, repetition_penalty: see `jaxspeed.generation.Sampling`.
+          stop: texts before which a text ends; it also ends where the tokenizer's document does.
+          seed: prompt i draws from `fold_in(key(seed), i)`, whatever else is in the batch.
+          context: tokens that the model sees at most, by default its max_position_embeddings; a
+            longer text is continued from its last half.
+          tokenizer: with `encode` and `decode`; by default that of a pretrained model's folder.
+
+        Raises:
+          ConfigError: an argument that is not allowed, before anything is compiled.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        program, state = self.runnable
+        tokenizer = tokenizer or tokenizer_of(program.model.weights)
+        request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
+        if self._generator is None or self._generator.program is not program:
+            self._generator = Generator(program)
+        return self._generator.start(state, request)
 
     # -- inspection -----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxspeed.config import Config
 from jaxspeed.config.run_sections import Data
 from jaxspeed.data.sentencepiece_model import tokenizer_json
-from jaxspeed.data.tokenizer import FILES
+from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer
 from jaxspeed.errors import DataError, PretrainedError
 from jaxspeed.interop.folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
@@ -83,6 +83,15 @@ def data_section(config: Config) -> Data:
             "set data.tokenizer"
         )
     return data
+
+
+def tokenizer_of(weights: Any) -> Tokenizer | None:
+    """The tokenizer of the folder that a model's weights are from, if there is one."""
+    if not isinstance(weights, FolderWeights):
+        return None
+    folder = weights.folder.path
+    there = any((folder / name).is_file() for name in FILES)
+    return read_tokenizer(str(folder)) if there else None
 
 
 def check_vocabulary(folder: PretrainedFolder, vocab_size: int) -> None:

@@ -99,7 +99,7 @@ def hidden_size_of(model: Any = None) -> Callable[[Mapping[str, Any]], int | Non
     """
 
     def find(tree: Mapping[str, Any]) -> int | None:
-        sizes = _sizes_of(model) if model is not None else _named_sizes(tree.get("model"))
+        sizes = sizes_of(model) if model is not None else _named_sizes(tree.get("model"))
         for each in (sizes, getattr(sizes, "text_config", None)):
             for name in ("hidden_size", "d_model", "n_embd", "hidden_sizes"):
                 size = getattr(each, name, None)
@@ -123,7 +123,7 @@ def _named_sizes(section: Any) -> Any:
     return made.config
 
 
-def _sizes_of(model: Any) -> Any:
+def sizes_of(model: Any) -> Any:
     """The `config` of a module, or of the one that a factory builds, without its arrays."""
     if hasattr(model, "config") or not callable(model):
         return getattr(model, "config", None)

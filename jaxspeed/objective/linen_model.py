@@ -5,6 +5,7 @@ the module create them.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,18 +16,21 @@ from unittest import mock
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import freeze, meta
 from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.caching import decode_argument, in_decoding, shapes
 from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
+    CachedModel,
     check_collections,
     frozen_part,
     frozen_statistics_note,
@@ -47,6 +51,7 @@ class LinenModel:
     """A Linen module as a Model: paths are `collection/...`, without `params/` for parameters."""
 
     weights: Weights | None = None
+    _caches: frozenset[str] = frozenset()  # collections that are written in evaluation
     needs_values = None  # Flax traces initializers in each call too, so that none can need values
 
     def __init__(
@@ -162,7 +167,8 @@ class LinenModel:
             # Every stream falls back to this one. Others are absent, so that a model whose dropout
             # is on where it has its stream (`self.has_rng("dropout")`) evaluates without it.
             rngs = {FALLBACK: rngs[FALLBACK]}
-        constant = {"params"} if train else {*tree} - {place[0] for place in self._sown}
+        sown = {place[0] for place in self._sown}
+        constant = {"params"} if train else {*tree} - sown - self._caches
         module = self._module if train else _in_evaluation(self._module)
         return BoundLinen(module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
@@ -170,6 +176,35 @@ class LinenModel:
         after = _flat(bound.variables)
         state = [path for path in self.variables if self._is_state(path)]
         return {path: after[path] for path in state if path in after}
+
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
+        module = in_decoding(self._module)
+        if module is None:
+            return None
+        empty = copy.copy(self)
+        empty._module, empty._caches = module, frozenset({"cache"})
+
+        def fresh(params: Arrays, variables: Arrays) -> Arrays:
+            """Flax creates the collection in a call with sequences of full length."""
+            bound = empty.bind(params, variables, train=False, step=0, micro=0)
+            with foreign("the model, called with tokens in its mode decode,"):
+                bound(jnp.zeros((rows, length), jnp.int32), **decode_argument(module))
+            return _flat({"cache": bound.variables.get("cache", {})})
+
+        given = params, shapes(dict(self.variables))
+        caches = jax.eval_shape(fresh, *given)
+        if not caches:
+            return None
+        tree = jax.tree.unflatten(self._tree, list(self._paths))
+        model = copy.copy(empty)
+        tree["cache"] = nested({tuple(path.split("/")): path for path in caches})["cache"]
+        model._tree, model._paths = jax.tree.structure(tree), jax.tree.leaves(tree)
+        model.variables = {**self.variables, **caches}
+        return CachedModel(model, lambda: fresh(*map(zeros_of, given)), True)
+
+    def cached_values(self, bound: "BoundLinen") -> Arrays:
+        flat = _flat({name: x for name, x in bound.variables.items() if name in self._caches})
+        return {path: flat[path] for path in self.variables if path in flat}
 
     def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
         return _naming()

@@ -6,6 +6,7 @@ ignored tokens never depend on how the batch is split. A plain `loss` is a mean 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,13 @@ OWN_METRICS = (  # metrics of the step, which those of a loss must not hide
 )
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Arrays of any shape, which a function of the model returns in place of a loss."""
+
+    arrays: dict[str, jax.Array]
+
+
 class Loss(NamedTuple):
     """Loss of one micro-batch as (sum, weight), which can be added."""
 
@@ -62,6 +70,8 @@ def parse_loss(result: Any) -> tuple[Loss, bool]:
 
     Raises ModelError for any other form.
     """
+    if isinstance(result, Outputs):
+        return Loss(jnp.zeros(()), jnp.ones(()), result.arrays), False
     metrics: Mapping[str, Any] = {}
     if isinstance(result, tuple) and len(result) >= 2 and isinstance(result[-1], Mapping):
         *head, metrics = result

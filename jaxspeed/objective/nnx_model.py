@@ -13,6 +13,7 @@ from flax.nnx.variablelib import VariableTypeCache
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
+from jaxspeed.objective.caching import create_caches
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
@@ -21,6 +22,7 @@ from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,
     Arrays,
+    CachedModel,
     check_collections,
     frozen_part,
     frozen_statistics_note,
@@ -52,6 +54,8 @@ class NnxModel:
         seeded: bool = False,
     ) -> None:
         self._factory = factory
+        self._variant = trainable, full_precision, state_collections, seeded
+        self._caches: frozenset[str] = frozenset()
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
         flat = list(nnx.to_flat_state(state))
@@ -164,6 +168,34 @@ class NnxModel:
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
         found = {path: value_of(after[path]) for path in (*state, *params) if path in after}
         return {path: x for path, x in found.items() if x is not params.get(path)}
+
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
+        if self.needs_values:
+            return None
+        modes: list[bool | None] = []
+
+        def factory(rngs: nnx.Rngs) -> nnx.Module:
+            module = self._factory(rngs)
+            modes.append(create_caches(module, rows, length, dtype))
+            return module
+
+        model = NnxModel(factory, *self._variant)
+        kinds = {path: v for path, (_, v) in model._kinds.items()}
+        model._caches = frozenset(path for path, v in kinds.items() if isinstance(v, nnx.Cache))
+        if modes[-1] is None or not model._caches:
+            return None
+
+        def fresh() -> Arrays:
+            _, variables = model.init(0)
+            return {path: variables[path] for path in model._caches}
+
+        return CachedModel(model, fresh, modes[-1])
+
+    def cached_values(self, bound: nnx.Module) -> Arrays:
+        if not self._caches:
+            return {}
+        after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.state(bound, nnx.Cache))}
+        return {path: value_of(after[path]) for path in self._caches}
 
     def naming(self, bound: nnx.Module) -> contextlib.AbstractContextManager[None]:
         paths: dict[int, str] = {}

@@ -20,6 +20,7 @@ from jaxspeed.objective.pretrained import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,
+    CachedModel,
     is_array,
     is_inexact,
     mode_arguments,
@@ -104,6 +105,12 @@ class PairModel:
     def mutated(self, bound: "BoundPair", params: Arrays) -> Arrays:
         return {}
 
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
+        return None  # a pure function keeps nothing between its calls
+
+    def cached_values(self, bound: "BoundPair") -> Arrays:
+        return {}
+
     def naming(self, bound: "BoundPair") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -125,6 +132,10 @@ class BoundPair:
     ) -> None:
         self.params, self.training = params, training
         self._apply, self._given = apply, given
+
+    @property
+    def calls(self) -> Callable[..., Any]:
+        return self._apply
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._apply(self.params, *args, **{**self._given, **kwargs})

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,16 @@ class Model(Protocol):
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
         """Collect the state variables after the loss function has run, and changed parameters."""
 
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> "CachedModel | None":
+        """The model with a key-value cache for so many sequences; None if it keeps none.
+
+        `params` are the shapes and dtypes of the parameters as layers read them, `dtype` that of
+        keys and values, where the model does not decide it.
+        """
+
+    def cached_values(self, bound: Any) -> Arrays:
+        """The caches of a model of `cached`, in evaluation; otherwise none."""
+
     def naming(self, bound: Any) -> contextlib.AbstractContextManager[None]:
         """Context in which module calls name the equations that they trace."""
 
@@ -73,6 +83,14 @@ class Model(Protocol):
 
     def notes(self, compute_dtype: Any) -> Sequence[str]:
         """Notes for the user on how the model is trained, one or two sentences each."""
+
+
+class CachedModel(NamedTuple):
+    """A model with a key-value cache of one size among its variables."""
+
+    model: Model  # writes the caches in evaluation
+    fresh: Callable[[], Arrays]  # empty caches by path
+    one_by_one: bool  # a call takes one token of each sequence; else a sequence's start as well
 
 
 EDITED = (

@@ -158,7 +158,7 @@ class LossTraces:
             with model.naming(bound), cast, foreign("loss_fn(model, batch)", batch):
                 returned = call_loss(loss_fn, bound, batch, variables, step, micro, train=train)
             found, is_sum = parse_loss(returned)
-            after = model.mutated(bound, params) if train else {}
+            after = model.mutated(bound, params) if train else model.cached_values(bound)
             dtypes = {path: x.dtype for path, x in variables.items() if path != EXTRA}
             written = {path: jnp.asarray(x, dtypes.get(path)) for path, x in after.items()}
             return found, written, _Static(is_sum)

@@ -118,7 +118,7 @@ def _sample(trainer: Trainer) -> str | None:
     if corpus.tokenizer is None or not run.sample_tokens:
         return None
     try:
-        return "".join(sample_text(trainer.engine, corpus))
+        return sample_text(trainer.engine, corpus)
     except JaxspeedError as error:  # a user's model may have another signature
         log.warning("no sample of text: %s", str(error).splitlines()[0])
         return None

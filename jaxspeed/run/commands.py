@@ -1,7 +1,7 @@
 """The commands as functions: train, evaluate, sample and check a config."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jaxspeed.data import Corpus
 from jaxspeed.engine import CheckReport, Engine
 from jaxspeed.errors import ConfigError, DataError
 from jaxspeed.run.evaluation import evaluate
-from jaxspeed.run.sampling import sample_text
+from jaxspeed.run.sampling import sample_texts
 from jaxspeed.run.start import Source, checkpointer_of, open_run, restore, source_of
 from jaxspeed.run.trainer import Trainer
 
@@ -50,10 +50,12 @@ def evaluate_run(source: Source, tag: str | None = None) -> dict[str, Any]:
     return {"step": step, "checkpoint": tag, **found, "unigram_entropy": corpus.unigram_entropy}
 
 
-def sample_run(source: Source, tag: str | None = None, *, seed: int = 0) -> Iterator[str]:
-    """Text from a checkpoint, streamed."""
+def sample_run(
+    source: Source, tag: str | None = None, prompts: Sequence[str] | None = None, **options: Any
+) -> Iterator[tuple[int, str]]:
+    """Texts from a checkpoint, streamed; arguments and pieces are those of `sample_texts`."""
     engine, corpus, _, _ = _restored(source, tag)
-    return sample_text(engine, corpus, seed=seed)
+    return sample_texts(engine, corpus, prompts, **options)
 
 
 def check_run(source: Source, *, layers: int | None = None) -> CheckReport:

@@ -1,6 +1,7 @@
 """What each key of the section `run` changes of a run, with a model that compiles in a second."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jaxspeed
 from jaxspeed.engine import Engine
+from jaxspeed.generation import TextPiece
 from jaxspeed.metrics import read_records
 from jaxspeed.run import open_run, sampling, source_of, train
 from tests.engine import tiny
@@ -116,14 +118,13 @@ def test_a_run_starts_the_devices_that_it_names(tmp_path):
         source_of(config(tmp_path, devices="cpu:3"), PAIR, squared_error)
 
 
-def test_text_is_sampled_as_the_keys_say(monkeypatch):
+def test_text_is_sampled_as_the_keys_say():
     asked = {}
 
-    def drawn(program, state, prompt, count, *, window, temperature, seed):
-        asked.update(prompt=bytes(prompt), count=count, temperature=temperature)
-        return iter(())
+    def stream(prompts, tokens, *, temperature, **options):
+        asked.update(prompts=prompts, tokens=tokens, temperature=temperature)
+        return iter([TextPiece(0, " upon", 1)])
 
-    monkeypatch.setattr(sampling, "sample_tokens", drawn)
     model = {"family": "gpt2", "preset": "tiny"}
     run = {"sample_prompt": "Once", "sample_tokens": 7, "sample_temperature": 0.25}
     given = jaxspeed.Config(**tiny.config(model=model, run=run, data={"source": "synthetic"}))
@@ -131,6 +132,6 @@ def test_text_is_sampled_as_the_keys_say(monkeypatch):
     corpus = jaxspeed.data.build(
         jaxspeed.Config(data={"source": "stdlib"}).data, **vars(source.reads), seed=0
     )
-    engine = type("Engine", (), {"config": given, "runnable": (None, None)})()
-    assert "".join(sampling.sample_text(engine, corpus)) == "Once"
-    assert asked == {"prompt": b"Once", "count": 7, "temperature": 0.25}
+    engine = SimpleNamespace(config=given, stream=stream)
+    assert sampling.sample_text(engine, corpus) == "Once upon"
+    assert asked == {"prompts": ["Once"], "tokens": 7, "temperature": 0.25}

@@ -21,6 +21,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
 from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, owner_of
 from jaxspeed.parameter_server.bucketed_update import bucket_paths, separated_update
 from jaxspeed.parameter_server.param_split import (
@@ -179,6 +180,12 @@ class ServerModel:
         raise NotImplementedError("servers compute no loss")
 
     def mutated(self, bound: Any, params: Arrays) -> Arrays:
+        raise NotImplementedError("servers compute no loss")
+
+    def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
+        return None
+
+    def cached_values(self, bound: Any) -> Arrays:
         raise NotImplementedError("servers compute no loss")
 
     def protect(self, bound: Any) -> None:

@@ -1,0 +1,247 @@
+"""Generation: from a request to its texts, token by token."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.generation.programs import NO_TOKEN, ForwardPrograms
+from jaxspeed.generation.sampling import Sampling
+from jaxspeed.generation.steps import (
+    Cached,
+    OneByOne,
+    Recomputed,
+    Runs,
+    Seen,
+    Steps,
+    bucket,
+    first_seen,
+)
+from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
+from jaxspeed.objective.config_model import sizes_of
+from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.program import Program
+
+log = logging.getLogger("jaxspeed")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate.
+
+    Prompts are texts, or lists of tokens if there is no tokenizer.
+
+    Raises:
+      ConfigError: the request is impossible.
+    """
+
+    prompts: Sequence[str | Sequence[int]]
+    tokens: int = 100  # at most, after each prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()  # texts before which a text ends
+    seed: int = 0  # prompt i draws from fold_in(key(seed), i), whatever else is in the batch
+    context: int | None = None  # tokens that the model sees at most; None: by its config
+    tokenizer: TextTokenizer | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str) or not self.prompts:
+            raise ConfigError("prompts: a list with at least one prompt")
+        for name, least in (("tokens", 0), ("seed", 0), ("context", 2)):
+            value = getattr(self, name)
+            is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if (value is not None or name != "context") and not (is_integer and value >= least):
+                raise ConfigError(f"{name}: {value!r}; it is an integer from {least}")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigError(f"stop: {self.stop!r}; it is a list of texts that are not empty")
+
+    def encoded(self) -> list[list[int]]:
+        """The tokens of each prompt; an empty one begins after the end of a document.
+
+        Raises:
+          ConfigError: there is no tokenizer for a text.
+        """
+        texts = [*self.stop, *(prompt for prompt in self.prompts if isinstance(prompt, str))]
+        if texts and self.tokenizer is None:
+            raise ConfigError(
+                f"{texts[0]!r} is a text, and there is no tokenizer; pass tokenizer=..., or "
+                "prompts as lists of tokens"
+            )
+        end, found = end_of(self.tokenizer), []
+        for number, prompt in enumerate(self.prompts, 1):
+            ids: Any = prompt
+            if isinstance(prompt, str) and self.tokenizer is not None:
+                ids = self.tokenizer.encode(prompt)
+            if not len(ids) and end is None:
+                raise ConfigError(
+                    f"prompt {number} is empty, and no token ends a document, after which a text "
+                    "could begin; give it a first token"
+                )
+            found.append([int(i) for i in ids] if len(ids) or end is None else [end])
+        return found
+
+
+class Generated(NamedTuple):
+    """What followed a prompt."""
+
+    text: str  # without the stop string; empty without a tokenizer
+    tokens: tuple[int, ...]
+    ended_by: str  # "tokens" (their number), "stop" (a stop string) or "end" (of the document)
+
+
+class TextPiece(NamedTuple):
+    """A token that was generated after a prompt, and the text that has become certain with it."""
+
+    prompt: int
+    text: str
+    token: int | None  # None: no token follows, and this is the text that was held back
+
+
+class BatchRow:
+    """One sequence of a batch: a prompt and what has followed it."""
+
+    def __init__(self, ids: list[int], request: Request, number: int) -> None:
+        self.ids, self._prompt, self._request = ids, len(ids), request
+        self.key = jax.random.key_data(jax.random.fold_in(jax.random.key(request.seed), number))
+        tokenizer = request.tokenizer
+        self._end = end_of(tokenizer)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, ids, request.stop)
+        self.ended_by = None if request.tokens else "tokens"
+
+    @property
+    def drawn(self) -> int:
+        return len(self.ids) - self._prompt
+
+    def add(self, token: int) -> str:
+        """The text that the token makes certain."""
+        if token == self._end:
+            self.ended_by = "end"
+            return ""
+        self.ids.append(token)
+        text = self._stream.add(token) if self._stream else ""
+        if self._stream and self._stream.stopped:
+            self.ended_by = "stop"
+        elif self.drawn == self._request.tokens:
+            self.ended_by = "tokens"
+        return text
+
+    def rest(self) -> str:
+        """The text that was held back, once the sequence has ended."""
+        return self._stream.end() if self._stream else ""
+
+    @property
+    def generated(self) -> Generated:
+        text = self._stream.text if self._stream else ""
+        return Generated(text, tuple(self.ids[self._prompt :]), self.ended_by or "tokens")
+
+
+class Generation:
+    """A request that is being generated: an iterator over pieces of its texts."""
+
+    def __init__(self, rows: list[BatchRow], count: int, steps: Steps, rules: Any, context: int):
+        self._rows, self._count, self._steps = rows, count, steps
+        self._rules, self._context = rules, context
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[TextPiece]:
+        return self._pieces
+
+    def finish(self) -> list[Generated]:
+        """What followed each prompt, once all of it is generated."""
+        for _ in self._pieces:
+            pass
+        return [row.generated for row in self._rows[: self._count]]
+
+    def _run(self) -> Iterator[TextPiece]:
+        for row in self._rows[self._count :]:  # to a number that the data ranks divide
+            row.ended_by = "tokens"
+        while any(row.ended_by is None for row in self._rows):
+            found = self._steps.next([*map(self._seen, self._rows)], self._draws())
+            for number, row in enumerate(self._rows):
+                if row.ended_by is None and number in found:
+                    yield TextPiece(number, row.add(found[number]), found[number])
+                    if row.ended_by and (rest := row.rest()):
+                        yield TextPiece(number, rest, None)
+
+    def _seen(self, row: BatchRow) -> Seen:
+        start = first_seen(len(row.ids), self._context)
+        return Seen(start, row.ids[start:])
+
+    def _draws(self) -> dict[str, Any]:
+        keys = np.stack([row.key for row in self._rows])
+        drawn = np.asarray([row.drawn for row in self._rows], np.int32)
+        draws = {"rules": self._rules, "keys": keys, "drawn": drawn}
+        if "repetition_penalty" in self._rules:
+            most = bucket(max(len(row.ids) for row in self._rows), 1 << 30)
+            draws["text"] = np.full((len(keys), most), NO_TOKEN, np.int32)
+            for row, ids in zip(draws["text"], (row.ids for row in self._rows)):
+                row[: len(ids)] = ids
+        return draws
+
+
+@dataclass
+class Generator:
+    """Generates with one program; what is compiled is kept for batches of the same shape."""
+
+    program: Program
+    cache: bool = True  # False: recompute, as for a model without a cache
+    _programs: dict[tuple[int, int], ForwardPrograms] = field(default_factory=dict)
+    _noted: bool = False
+
+    def start(self, state: TrainState, request: Request) -> Generation:
+        """The generation of a request; nothing is compiled before its first piece is asked for."""
+        prompts = request.encoded()
+        ranks, count = self.program.ranks, len(prompts)
+        prompts += [[0]] * (-count % ranks)
+        rows = [BatchRow(ids, request, number) for number, ids in enumerate(prompts)]
+        longest = max(map(len, prompts)) + request.tokens
+        context = request.context or self.context or longest
+        steps = self._steps(len(rows), bucket(min(context, longest), context), state)
+        return Generation(rows, count, steps, request.sampling.rules, context)
+
+    @cached_property
+    def context(self) -> int | None:
+        """The tokens that the model sees at most, if its config says so."""
+        return getattr(sizes_of(self.program.source.model), "max_position_embeddings", None)
+
+    def _steps(self, rows: int, length: int, state: TrainState) -> Steps:
+        if (rows, length) not in self._programs:
+            self._programs[rows, length] = self._compilable(rows, length)
+        programs = self._programs[rows, length]
+        runs = Runs(self.program, state)
+        if programs.cached is None:
+            return Recomputed(programs, runs, length)
+        if programs.cached.one_by_one:
+            return OneByOne(programs, runs)
+        return Cached(programs, runs, length)
+
+    def _compilable(self, rows: int, length: int) -> ForwardPrograms:
+        params = {
+            row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype)
+            for row in self.program.table
+        }
+        why = "it has no nnx.Cache, and no collection cache of Linen"
+        # Keys may be wider than parameters, where layers have a dtype of their own.
+        for dtype in dict.fromkeys((self.program.objective.compute_dtype, np.float32)):
+            if not self.cache:
+                break
+            try:
+                cached = self.program.model.cached(rows, length, params, dtype or np.float32)
+                if cached is None:
+                    break
+                programs = ForwardPrograms(self.program, cached)
+                programs.check(rows)
+                return programs
+            except ModelError as error:
+                why = str(error).splitlines()[0]
+        if self.cache and not self._noted:
+            log.warning(
+                "the model keeps no key-value cache: each token recomputes all before it (%s)",
+                why,
+            )
+            self._noted = True
+        return ForwardPrograms(self.program, None)

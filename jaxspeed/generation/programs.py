@@ -1,0 +1,149 @@
+"""Compiled programs of generation: of a sequence's start, of one more token, and of all tokens.
+
+They run the run's objective in evaluation, so that parameters are gathered, transferred and sharded
+as in a step. A cache is sharded over the data axes by sequences and over `tensor` by key heads.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.errors import ModelError
+from jaxspeed.generation.sampling import draw
+from jaxspeed.objective.caching import cache_names, call_parameters
+from jaxspeed.objective.loss import Outputs
+from jaxspeed.objective.protocol import CachedModel
+from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.rules import model_sharding
+from jaxspeed.train.program import Program
+
+# What is drawn with: the "rules", "keys" [rows, 2] and the number of tokens "drawn" [rows] so far;
+# for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
+Draws = Mapping[str, Any]
+NO_TOKEN = np.iinfo(np.int32).max
+
+
+class ForwardPrograms:
+    """The programs for batches of one number of sequences, and caches of one length.
+
+    A batch has `tokens` [rows, seq], `positions` as they are, and in `at` [rows] the place of the
+    token whose successor is drawn.
+    """
+
+    def __init__(self, program: Program, cached: CachedModel | None) -> None:
+        self._program, self.cached = program, cached
+        model = program.model if cached is None else cached.model
+        self._objective = replace(program.objective, loss_fn=_logits, model=model)
+
+    @functools.cached_property
+    def recompute(self) -> Any:
+        """`recompute(state, batch, draws)`: the next tokens [rows], without a cache."""
+
+        def recompute(state: TrainState, batch: Any, draws: Draws) -> jax.Array:
+            return self._next(state, {}, batch, draws)[0]
+
+        return self._jit(recompute, self._replicated)
+
+    @functools.cached_property
+    def prefill(self) -> Any:
+        """`prefill(state, batch, draws)`: (the next tokens, caches of the sequences' starts)."""
+
+        def prefill(state: TrainState, batch: Any, draws: Draws) -> tuple[jax.Array, Arrays]:
+            assert self.cached is not None
+            return self._next(state, self.cached.fresh(), batch, draws)
+
+        return self._jit(prefill, (self._replicated, self._caches))
+
+    @functools.cached_property
+    def decode(self) -> Any:
+        """`decode(state, caches, batch, draws)`: (the next tokens, the caches with one token more).
+
+        Donates the caches.
+        """
+
+        def decode(
+            state: TrainState, caches: Arrays, batch: Any, draws: Draws
+        ) -> tuple[jax.Array, Arrays]:
+            return self._next(state, caches, batch, draws)
+
+        return self._jit(decode, (self._replicated, self._caches), donate_argnums=1)
+
+    def check(self, rows: int) -> None:
+        """Raise ModelError if the model cannot be called with its caches."""
+        assert self.cached is not None
+        one = np.zeros((rows, 1), np.int32)
+        batch = {"tokens": one, "positions": one, "at": np.zeros(rows, np.int32)}
+        keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
+        draws = {"rules": {}, "keys": keys, "drawn": np.zeros(rows, np.int32)}
+        caches = jax.eval_shape(self.cached.fresh)
+        jax.eval_shape(self.decode, self._program.state, caches, batch, draws)
+
+    @functools.cached_property
+    def fresh(self) -> Any:
+        """`fresh()`: empty caches."""
+        assert self.cached is not None
+        return self._jit(self.cached.fresh, self._caches)
+
+    def _jit(self, function: Any, shardings: Any, **options: Any) -> Any:
+        return jax.jit(self._program.in_mesh(function), out_shardings=shardings, **options)
+
+    @property
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self._program.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def _caches(self) -> dict[str, NamedSharding]:
+        """The shardings of the caches."""
+        assert self.cached is not None
+        mesh = self._program.mesh
+        places = {}
+        for path, shape in jax.eval_shape(self.cached.fresh).items():
+            names = cache_names(path, len(shape.shape))
+            spec = [*model_sharding(shape.shape, names, mesh.shape).spec]
+            if "batch" in names:
+                spec[names.index("batch")] = DATA_AXES
+            places[path] = NamedSharding(mesh, PartitionSpec(*spec))
+        return places
+
+    def _next(
+        self, state: TrainState, caches: Arrays, batch: Any, draws: Draws
+    ) -> tuple[jax.Array, Arrays]:
+        sources = state.sources(self._program.table)
+        variables = {**state.variables, **caches}
+        loss, written = self._objective(sources, variables, batch, state.step, 0, False)
+        logits = loss.metrics["logits"]
+        keys = jax.random.wrap_key_data(draws["keys"])
+        keys = jax.vmap(jax.random.fold_in)(keys, draws["drawn"])
+        seen = None
+        if "text" in draws:
+            rows = jnp.arange(len(logits))[:, None]
+            seen = jnp.zeros(logits.shape, bool).at[rows, draws["text"]].set(True, mode="drop")
+        tokens = draw(logits, draws["rules"], keys, seen)
+        return tokens, {path: written.get(path, caches[path]) for path in caches}
+
+
+def _logits(model: Any, batch: Any) -> Outputs:
+    """The logits [rows, vocab] after the token of each sequence that `at` names."""
+    accepted = call_parameters(model)
+    given = {name: batch[name] for name in ("at", "positions") if name in accepted}
+    if "decode" in accepted and batch["tokens"].shape[1] == 1:
+        given["decode"] = True
+    found = model(batch["tokens"], **given)
+    found = found[0] if isinstance(found, tuple) else found
+    if getattr(found, "ndim", 0) != 3 or found.shape[:1] != batch["tokens"].shape[:1]:
+        raise ModelError(
+            f"generation calls model(tokens), which returned {np.shape(found)}: a language model "
+            "returns logits [batch, seq, vocab]"
+        )
+    if "at" in accepted:
+        row = found[:, 0]
+    else:
+        row = jnp.take_along_axis(found, batch["at"][:, None, None], axis=1)[:, 0]
+    return Outputs({"logits": row.astype(jnp.promote_types(row.dtype, jnp.float32))})

@@ -1,0 +1,136 @@
+"""The next token of each sequence of a batch, with a cache where the model keeps one.
+
+A model sees at most `context` tokens. A text that outgrows it is continued from its last half, so
+that the cache is filled again once for `context / 2` tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxspeed.generation.programs import Draws, ForwardPrograms
+from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.program import Program
+
+SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
+
+
+class Seen(NamedTuple):
+    """What the model sees of a text."""
+
+    start: int
+    tokens: Sequence[int]
+
+
+def first_seen(length: int, context: int) -> int:
+    """The first token that the model sees of a text: it sees more than half of the context."""
+    half = max(context // 2, 1)
+    return 0 if length <= context else -(-(length - context) // half) * half
+
+
+def bucket(length: int, most: int) -> int:
+    """The length to which sequences are padded."""
+    return min(max(1 << (length - 1).bit_length(), SMALLEST), max(most, 2))
+
+
+class Steps(Protocol):
+    """A batch's tokens, computed in turn; `next` returns those of the sequences that are ready."""
+
+    def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
+        """{sequence: its next token}, from what the model sees of each."""
+
+
+class Recomputed:
+    """Without a cache: all tokens are computed again for each."""
+
+    def __init__(self, programs: ForwardPrograms, runs: "Runs", most: int) -> None:
+        self._programs, self._runs, self._most = programs, runs, most
+
+    def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
+        batch = padded(seen, bucket(max(len(row.tokens) for row in seen), self._most))
+        return ready(self._runs(self._programs.recompute, batch, draws), range(len(seen)))
+
+
+class Cached:
+    """With a cache that takes the sequences' starts in one call."""
+
+    def __init__(self, programs: ForwardPrograms, runs: "Runs", most: int) -> None:
+        self._programs, self._runs, self._most = programs, runs, most
+        self._filled: Sequence[Seen] = ()  # what is in the cache
+        self._caches: Any = None
+
+    def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
+        lengths = [len(row.tokens) for row in seen]
+        grown = [
+            len(row.tokens) - len(was.tokens) if row.start == was.start else None
+            for row, was in zip(seen, self._filled)
+        ]
+        # A sequence that has ended stays as it is: its last token is written again.
+        if grown and all(more in (0, 1) for more in grown):
+            last = np.asarray([[row.tokens[-1]] for row in seen], np.int32)
+            at = np.asarray(lengths, np.int32)[:, None] - 1
+            batch = {"tokens": last, "positions": at, "at": np.zeros(len(seen), np.int32)}
+            tokens, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
+        else:
+            batch = padded(seen, bucket(max(lengths), self._most))
+            self._caches = None  # freed before the next one is allocated
+            tokens, self._caches = self._runs(self._programs.prefill, batch, draws)
+        self._filled = [*seen]
+        return ready(tokens, range(len(seen)))
+
+
+class OneByOne:
+    """With a cache that takes one token of each sequence: prompts are read in step.
+
+    All sequences start together; one whose prompt has ended is continued while others are read.
+    """
+
+    def __init__(self, programs: ForwardPrograms, runs: "Runs") -> None:
+        self._programs, self._runs = programs, runs
+        self._caches: Any = None
+        self._place = 0
+        self._starts: list[int] = []
+
+    def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
+        starts = [row.start for row in seen]
+        if starts != self._starts:
+            self._caches, self._place = None, 0
+            self._caches, self._starts = self._programs.fresh(), starts
+        place, lengths = self._place, [len(row.tokens) for row in seen]
+        at_place = [row.tokens[min(place, n - 1)] for row, n in zip(seen, lengths)]
+        tokens = np.asarray(at_place, np.int32)[:, None]
+        at = np.full_like(tokens, place)
+        batch = {"tokens": tokens, "positions": at, "at": np.zeros(len(seen), np.int32)}
+        found, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
+        self._place += 1
+        return ready(found, [row for row, n in enumerate(lengths) if n == self._place])
+
+
+class Runs:
+    """Calls of the programs with a state, and with arrays sharded by sequences."""
+
+    def __init__(self, program: Program, state: TrainState) -> None:
+        self._program, self._state = program, state
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        *caches, batch, draws = args
+        rows = {name: x for name, x in draws.items() if name != "rules"}
+        placed = jax.device_put((batch, rows), self._program.batch_shardings((batch, rows)))
+        return function(self._state, *caches, placed[0], {**placed[1], "rules": draws["rules"]})
+
+
+def padded(seen: Sequence[Seen], length: int) -> dict[str, np.ndarray]:
+    """A batch with the sequences' starts."""
+    tokens = np.zeros((len(seen), length), np.int32)
+    for row, (_, ids) in enumerate(seen):
+        tokens[row, : len(ids)] = ids
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    at = np.asarray([len(ids) - 1 for _, ids in seen], np.int32)
+    return {"tokens": tokens, "positions": positions, "at": at}
+
+
+def ready(tokens: jax.Array, rows: Any) -> dict[int, int]:
+    found = np.asarray(tokens)
+    return {row: int(found[row]) for row in rows}

@@ -1,0 +1,46 @@
+"""Generation in plain Flax on one device: a loop that computes all logits again for each token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspeed import models
+
+WIDTH = 96
+
+
+def greedy(engine, family, prompts, count, context=None):
+    """The most likely tokens after each prompt, one prompt at a time."""
+    section = engine.config.model
+    module = models.build(family, section.preset, section.config).factory(nnx.Rngs(0))
+    values = {path: np.asarray(x) for path, x in engine.parameters.items()}
+    for keys, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        path = "/".join(map(str, keys))
+        param.set_value(jnp.asarray(values[path], engine.placements[path].read.dtype))
+    graph, state = nnx.split(module)
+    device = jax.devices()[0]
+    state = jax.device_put(state, device)
+
+    @jax.jit
+    def logits(state, tokens):
+        return nnx.merge(graph, state)(tokens)[0]
+
+    found = []
+    for prompt in prompts:
+        text = list(prompt)
+        for _ in range(count):
+            seen = text if context is None else visible(text, context)
+            tokens = np.zeros((1, context or WIDTH), np.int32)  # what follows is not seen
+            tokens[0, : len(seen)] = seen
+            text.append(int(np.asarray(logits(state, tokens))[len(seen) - 1].argmax()))
+        found.append(tuple(text[len(prompt) :]))
+    return found
+
+
+def visible(text, context):
+    """All of a text that fits; of a longer one its last half and what has followed since."""
+    start = 0
+    while len(text) - start > context:
+        start += context // 2
+    return text[start:]

@@ -1,0 +1,231 @@
+"""Generation with a cache gives the tokens of a plain loop without one, however it is sharded."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspeed
+from jaxspeed import models
+from jaxspeed.errors import ConfigError
+from jaxspeed.generation import Generator, Request, Sampling
+from tests.generation import plain
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(1, 256, n).tolist() for n in (3, 30, 17)]
+SIZES = {"num_hidden_layers": 2, "initializer_range": 0.3}  # a wide spread of logits
+FAMILIES = {
+    "gpt2": ("gpt2", {}),
+    "llama": ("llama", {}),
+    "mistral": ("llama", {"sliding_window": 8}),
+    "qwen2": ("llama", {"qkv_bias": True, "tie_word_embeddings": True}),
+    "qwen3": ("llama", {"qk_norm": True, "head_dim": 24}),
+    "gemma2": ("gemma", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "gemma3": ("gemma", {"preset": "tiny3", "sliding_window": 8, "tie_word_embeddings": False}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+}
+ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+PLACEMENTS = {
+    "one device": {},
+    "data 2": {},
+    "tensor 2": {"mesh": {"tensor": 2}},
+    "ZeRO 3": ZERO3,
+    "ZeRO 3, tensor 2": {"mesh": {"tensor": 2}, **ZERO3},
+    "sequence parallel": {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
+    "ZeRO 3, bf16": {**ZERO3, "bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "pipe 2": {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2},
+    "offloaded": {
+        "zero_optimization": {**ZERO3["zero_optimization"], "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+    },
+}
+DEVICES = {"one device": 1, "data 2": 2, "tensor 2": 2}
+
+
+def engine_of(family, placement="one device", **sizes):
+    name, own = FAMILIES[family]
+    own = {"preset": "tiny", **own, **SIZES, **sizes}
+    config = {
+        "model": {"family": name, "preset": own.pop("preset"), "config": own},
+        "train_batch_size": 16,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "run": {"seed": 1, "compilation_cache": False},
+        **PLACEMENTS[placement],
+    }
+    return jaxspeed.initialize(config=config, devices=jax.devices()[: DEVICES.get(placement, 8)])
+
+
+def tokens_of(found):
+    return [each.tokens for each in found]
+
+
+DEFAULT = [
+    ("gpt2", "data 2"),
+    ("llama", "tensor 2"),
+    ("mistral", "ZeRO 3, tensor 2"),
+    ("qwen3", "ZeRO 3, bf16"),
+    ("gemma2", "one device"),
+]
+EVERY = [(f, p) for f in FAMILIES for p in PLACEMENTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.full, id=", ".join(case))
+        for case in EVERY
+    ],
+)
+def test_tokens_are_those_of_a_plain_loop(family, placement):
+    engine = engine_of(family, placement)
+    found = tokens_of(engine.generate(PROMPTS, 24, temperature=0))
+    if placement != "autocast":  # rounds operands that plain Flax does not
+        assert found == plain.greedy(engine, FAMILIES[family][0], PROMPTS, 24)
+    assert len({token for row in found for token in row}) > 15  # no repeated token
+    if placement != "one device":
+        return
+    recomputed = Generator(engine.program, cache=False)
+    drawn = {"sampling": Sampling(0.9, top_k=20, repetition_penalty=1.2), "seed": 5}
+    for rules in ({"sampling": Sampling(0)}, drawn):
+        request = Request(PROMPTS, 24, **rules)
+        with_cache = tokens_of(Generator(engine.program).start(engine.state, request).finish())
+        assert with_cache == tokens_of(recomputed.start(engine.state, request).finish())
+
+
+def test_a_text_longer_than_the_context_is_continued_from_its_last_half():
+    engine = engine_of("gpt2", max_position_embeddings=32)
+    prompts = [*PROMPTS[:2], RNG.integers(1, 256, 90).tolist()]
+    found = tokens_of(engine.generate(prompts, 50, temperature=0))
+    assert found == plain.greedy(engine, "gpt2", prompts, 50, context=32)
+
+
+def test_500_tokens_compile_one_decode_step(caplog):
+    engine = engine_of("llama", max_position_embeddings=1024)
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG):
+        engine.generate([[1, 2, 3]], 500, temperature=0.7)
+        compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+        counts = {n: sum(f"jit({n})" in m for m in compiled) for n in ("prefill", "decode")}
+        assert counts == {"prefill": 1, "decode": 1}
+        caplog.clear()
+        # Other values, prompts and seeds of the same shape compile nothing.
+        engine.generate([[4, 5, 6, 7]], 499, temperature=0.3, seed=9)
+        again = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+        assert not [m for m in again if "jit(prefill)" in m or "jit(decode)" in m]
+
+
+def test_the_cache_is_sharded_as_the_model_is():
+    engine = engine_of("llama", "ZeRO 3, tensor 2")
+    generator = Generator(engine.program)
+    generation = generator.start(engine.state, Request(PROMPTS, 4, Sampling(0)))
+    generation.finish()
+    caches = generation._steps._caches
+    assert set(caches) == {"blocks/attn/cached_key", "blocks/attn/cached_value"}
+    for cache in caches.values():  # [layers, sequences, length, key heads, head_dim]
+        assert cache.shape == (2, 4, 64, 2, 16)
+        assert cache.sharding.shard_shape(cache.shape) == (2, 1, 64, 1, 16)
+    bf16 = engine_of("gpt2", "ZeRO 3, bf16")
+    generation = Generator(bf16.program).start(bf16.state, Request(PROMPTS, 4, Sampling(0)))
+    generation.finish()
+    assert {x.dtype.name for x in generation._steps._caches.values()} == {"bfloat16"}
+
+
+def test_a_decode_step_moves_no_cache_between_devices():
+    engine = engine_of("llama", "tensor 2", max_position_embeddings=512)
+    generator = Generator(engine.program)
+    generation = generator.start(engine.state, Request([[1, 2]] * 2, 500, Sampling(0)))
+    next(iter(generation))
+    (programs,) = generator._programs.values()
+    batch = {
+        "tokens": np.ones((2, 1), np.int32),
+        "positions": np.ones((2, 1), np.int32),
+        "at": np.zeros(2, np.int32),
+    }
+    lowered = programs.decode.lower(
+        engine.state, generation._steps._caches, batch, generation._draws()
+    )
+    text = lowered.compile().as_text()
+    gathered = [
+        line for line in text.splitlines() if " all-gather(" in line or "all-to-all(" in line
+    ]
+    assert not [line for line in gathered if ",512," in line or "[512," in line], gathered
+
+
+def test_a_seed_decides_and_a_prompt_draws_the_same_in_any_batch():
+    engine = engine_of("gpt2")
+    rules = {"temperature": 1.0, "top_p": 0.95}
+    first = engine.generate(PROMPTS, 20, seed=3, **rules)
+    assert engine.generate(PROMPTS, 20, seed=3, **rules) == first
+    assert engine.generate(PROMPTS[:1], 20, seed=3, **rules) == first[:1]
+    other = engine.generate(PROMPTS, 20, seed=4, **rules)
+    assert all(a.tokens != b.tokens for a, b in zip(first, other, strict=True))
+    same = engine.generate([PROMPTS[0]] * 2, 20, seed=3, **rules)
+    assert same[0].tokens != same[1].tokens  # each prompt has numbers of its own
+
+
+def test_a_repetition_penalty_keeps_tokens_of_the_prompt_away():
+    engine = engine_of("gpt2")
+    found = engine.generate(PROMPTS, 24, temperature=0, repetition_penalty=1e6)
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        assert len({*each.tokens}) == 24 and not {*prompt} & {*each.tokens}
+
+
+class Letters:
+    """Tokens are letters from chr(256) on; 7 ends a document."""
+
+    end = 7
+
+    def encode(self, text):
+        return [ord(c) - 256 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(256 + i) for i in ids)
+
+
+def test_texts_end_at_a_stop_string_at_the_document_or_after_the_tokens():
+    engine, letters = engine_of("gpt2"), Letters()
+    prompts = [letters.decode(p) for p in PROMPTS]
+    options = {"temperature": 0, "tokenizer": letters}
+    whole = engine.generate(prompts, 24, **options)
+    assert {each.ended_by for each in whole} == {"tokens"}
+    stop = whole[1].text[5:8]
+    assert stop not in whole[1].text[:7] and stop not in whole[0].text
+    stopped = engine.generate(prompts, 24, stop=[stop], **options)
+    assert stopped[1].ended_by == "stop" and stopped[1].text == whole[1].text[:5]
+    assert stopped[1].tokens == whole[1].tokens[:8]
+    assert stopped[0] == whole[0]  # the others go on
+    letters.end = whole[0].tokens[3]
+    ended = engine.generate(prompts[:1], 24, **options)[0]
+    assert ended == (whole[0].text[:3], whole[0].tokens[:3], "end")
+    letters.end = 7
+    pieces = [*engine.stream(prompts, 24, stop=[stop], **options)]
+    texts = ["".join(p.text for p in pieces if p.prompt == i) for i in range(3)]
+    assert texts[1:] == [each.text for each in stopped[1:]]
+
+
+def test_generation_after_training_uses_the_new_parameters():
+    engine = engine_of("gpt2", "data 2")
+    before = engine.generate(PROMPTS, 8, temperature=0)
+    batch = {"tokens": np.tile(np.arange(1, 34, dtype=np.int32), (16, 1))}
+    for _ in range(3):
+        engine.train_batch(batch)
+    after = tokens_of(engine.generate(PROMPTS, 8, temperature=0))
+    assert after == plain.greedy(engine, "gpt2", PROMPTS, 8) != tokens_of(before)
+
+
+def test_a_model_that_takes_no_tokens_is_refused():
+    config = {"model": {"family": "vit", "preset": "tiny"}, "train_batch_size": 8}
+    config["optimizer"] = {"type": "Adam"}
+    engine = jaxspeed.initialize(config=config, devices=jax.devices()[:1])
+    with pytest.raises(jaxspeed.JaxspeedError):
+        engine.generate([[1, 2]], 4)
+    gpt2 = engine_of("gpt2")
+    with pytest.raises(ConfigError, match="top-k: 0"):
+        gpt2.generate([[1, 2]], 4, top_k=0)
+
+
+def test_every_language_family_is_generated_from():
+    own = {name for name in models.FAMILIES if hasattr(models.family(name), "language")}
+    assert own == {family for family, _ in FAMILIES.values()}
