@@ -62,7 +62,7 @@ def info_of(folder: epath.Path) -> CheckpointInfo:
     tag, step = folder.name, step_of(folder.name)
     try:
         manifest = read_manifest(folder)
-        header = read_header(folder, manifest)
+        header = read_header(folder, manifest.format)
     except (CheckpointError, ValueError, KeyError, TypeError, OSError) as error:
         what = str(error) if isinstance(error, CheckpointError) else f"{NAME} is damaged"
         return CheckpointInfo(tag, step, _bytes_in(folder), _mtime(folder), False, what)
@@ -120,9 +120,9 @@ def existing(store: LocalStore | ObjectStore, tag: str) -> str:
 def _problems(folder: epath.Path) -> list[str]:
     try:
         manifest = read_manifest(folder)
-        problems = problems_of(folder, manifest, manifest.files)
+        problems = problems_of(folder, manifest.files)
         if not problems:
-            read_header(folder, manifest)
+            read_header(folder, manifest.format)
         return problems
     except CheckpointError as error:
         return [str(error)]

@@ -32,8 +32,8 @@ from jaxspeed.checkpoint.leaves import Arrays, saved_leaves
 from jaxspeed.checkpoint.manifest import (
     checksums,
     files_of,
-    files_of_process,
     read_manifest,
+    shares_of,
     write_file,
     write_manifest,
 )
@@ -164,9 +164,11 @@ class Checkpointer:
             self._files.close()
 
     def _begin(self, program: Program, tag: str) -> epath.Path:
-        tags = self._processes.all("agreeing on a tag", lambda: tag)
-        if len(set(tags)) > 1:
-            raise CheckpointError(f"the processes save under different tags: {sorted(set(tags))}")
+        tags = self._processes.all(
+            "agreeing on a tag", lambda: tag, lambda tags: sorted(set(tags))[:9]
+        )
+        if len(tags) > 1:
+            raise CheckpointError(f"the processes save under different tags: {tags}")
         self.check(program)
         folder = self._store.writing(tag)
 
@@ -205,13 +207,16 @@ class Checkpointer:
 
             processes.first("writing the header", describe)
 
-            def sums() -> Any:
+            def shares() -> list[list[str]]:
                 sizes = {name: (folder / name).stat().length for name in files_of(folder)}
-                mine = files_of_process(sizes, jax.process_index(), jax.process_count())
-                return checksums(folder, mine)
+                return shares_of(sizes, jax.process_count())
 
-            parts = processes.all("reading back", sums)
-            processes.first("committing", lambda: self._commit(folder, header.tag, parts))
+            own = processes.share("listing files", shares)
+            processes.all(
+                "reading back",
+                lambda: checksums(folder, own),
+                lambda parts: self._commit(folder, header.tag, parts),
+            )
         except BaseException as error:
             self._failure = error
             self._abandon(header.tag)
@@ -290,7 +295,9 @@ class Checkpointer:
                 for leaf in jax.tree.leaves(in_place_of):
                     leaf.delete()
 
-            header = read_header(folder, read_manifest(folder))
+            # The manifest grows with the processes that saved.
+            form = self._processes.first("reading the format", lambda: read_manifest(folder).format)
+            header = read_header(folder, form)
             if weights_only:
                 state, notes = restore_weights(program, folder, header, dict(renames or {}), ready)
             else:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxspeed.checkpoint.leaves import saved_leaves
-from jaxspeed.checkpoint.manifest import FORMAT, Manifest
+from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
 from jaxspeed.train.program import Program
 
@@ -82,15 +82,15 @@ def as_json(header: Header) -> bytes:
     return json.dumps(asdict(header), indent=1).encode()
 
 
-def read_header(folder: epath.Path, manifest: Manifest) -> Header:
-    """The header of a checkpoint.
+def read_header(folder: epath.Path, form: Any) -> Header:
+    """The header of a checkpoint whose manifest says that it is of this format.
 
     Raises:
       CheckpointError: written in another format than this version reads.
     """
-    if manifest.format != FORMAT:
+    if form != FORMAT:
         raise CheckpointError(
-            f"{folder}: written in format {manifest.format!r}; this version of jaxspeed reads "
+            f"{folder}: written in format {form!r}; this version of jaxspeed reads "
             f"format {FORMAT}. Use the version that wrote it"
         )
     fields = json.loads((folder / NAME).read_text())

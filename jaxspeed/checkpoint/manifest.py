@@ -4,6 +4,7 @@ The manifest's layout (`format`, `tag`, `files`, `crc32`) never changes, so that
 read the format of the rest from it.
 """
 
+import heapq
 import json
 import os
 import zlib
@@ -50,27 +51,25 @@ def files_of(folder: epath.Path) -> list[str]:
     return sorted(found)
 
 
-def files_of_process(sizes: Mapping[str, int], process: int, processes: int) -> list[str]:
-    """The files that this process checks, balanced by bytes over processes."""
-    loads = [0] * processes
-    mine = []
+def shares_of(sizes: Mapping[str, int], processes: int) -> list[list[str]]:
+    """The files that each process checks, balanced by bytes."""
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    loads = [(0, process) for process in range(processes)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        loads[least] += sizes[name]
-        if least == process:
-            mine.append(name)
-    return mine
+        load, least = heapq.heappop(loads)
+        shares[least].append(name)
+        heapq.heappush(loads, (load + sizes[name], least))
+    return shares
 
 
 def checksums(folder: epath.Path, names: Iterable[str]) -> Sums:
     return {name: _sum(folder / name) for name in names}
 
 
-def problems_of(folder: epath.Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+def problems_of(folder: epath.Path, files: Sums) -> list[str]:
     """Problems of these files of a checkpoint: missing, of another size or checksum."""
     problems = []
-    for name in names:
-        size, crc = manifest.files[name]
+    for name, (size, crc) in files.items():
         try:
             found = _sum(folder / name)
         except OSError as error:

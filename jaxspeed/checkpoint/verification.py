@@ -1,16 +1,19 @@
 """Checksum verification of checkpoints, shared over processes; the newest valid checkpoint."""
 
 import logging
+from itertools import chain
+from typing import Any
 
 import jax
 
 from jaxspeed.checkpoint.catalog import checkpoints
-from jaxspeed.checkpoint.manifest import files_of_process, problems_of, read_manifest
+from jaxspeed.checkpoint.manifest import problems_of, read_manifest, shares_of
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
 from jaxspeed.errors import CheckpointError
 
 log = logging.getLogger("jaxspeed")
+_MOST = 9  # problems that are sent to all processes
 
 
 def newest_valid(store: LocalStore | ObjectStore, processes: Processes) -> str:
@@ -45,20 +48,24 @@ def check_valid(store: LocalStore | ObjectStore, processes: Processes, tag: str)
 
 
 def problems_with(store: LocalStore | ObjectStore, processes: Processes, tag: str) -> list[str]:
-    """Problems of a checkpoint, equal on all processes."""
+    """Problems of a checkpoint, equal on all processes; each reads its share of the files."""
+    folder, count = store.root / tag, jax.process_count()
 
-    def check() -> list[str]:
-        folder = store.root / tag
+    def shares() -> list[Any]:
         try:
-            manifest = read_manifest(folder)
+            files = read_manifest(folder).files
         except CheckpointError as error:
-            return [str(error)]
-        sizes = {name: size for name, (size, _) in manifest.files.items()}
-        mine = files_of_process(sizes, jax.process_index(), jax.process_count())
-        return problems_of(folder, manifest, mine)
+            return [str(error)] * count
+        sizes = {name: size for name, (size, _) in files.items()}
+        return [{name: files[name] for name in share} for share in shares_of(sizes, count)]
 
-    parts: list[list[str]] = processes.all("checking", check)
-    return [problem for part in parts for problem in part]
+    own = processes.share("reading the manifest", shares)
+    if isinstance(own, str):
+        return [own]
+    problems: list[str] = processes.all(
+        "checking", lambda: problems_of(folder, own), lambda parts: list(chain(*parts))[:_MOST]
+    )
+    return problems
 
 
 def written_tags(store: LocalStore | ObjectStore) -> list[str]:

@@ -108,7 +108,7 @@ def export(
     else:
         check_valid(store, processes, existing(store, tag))
     source = store.root / tag
-    header = read_header(source, read_manifest(source))
+    header = read_header(source, read_manifest(source).format)
     kinds = _KINDS if form is None else _KINDS[:1]
     names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
     left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)

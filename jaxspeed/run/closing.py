@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.metrics import draw_loss, from_json, sparkline
 from jaxspeed.run.sampling import sample_text
@@ -26,7 +26,9 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     `again` is the command that resumes the run. The run is saved, so failures here are warnings.
     """
     folder, reached = trainer.folder, trainer.reached
-    newest = trainer.checkpointer.latest()
+    first = is_first()
+    # Only one process looks at the files of all.
+    newest = trainer.checkpointer.latest() if first else None
     text = _sample(trainer) if trainer.stopped_by is None else None
     found = {
         "steps": reached.step,
@@ -41,7 +43,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
         "again": again,
         **trainer.recorder.seconds,
     }
-    if jax.process_index() != 0:
+    if not first:
         return found
     train, held_out = curves(folder.metrics)
     found["picture"] = _drawn(trainer, train, held_out)

@@ -3,7 +3,11 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
+import socket
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -11,7 +15,9 @@ from typing import IO, Any
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError
 
+log = logging.getLogger("jaxspeed")
 WHOSE = "run.json"
+TOUCH_SECONDS = 10.0
 PART = ".part"
 
 
@@ -91,12 +97,19 @@ class RunFolder:
     def close(self) -> None:
         """Release the folder."""
         if self._lock is not None:
+            self._closed.set()
+            with contextlib.suppress(OSError):
+                os.truncate(self._lock.name, 0)  # nobody has to wait for it
             self._lock.close()
             self._lock = None
 
     def _take(self) -> None:
-        """Take a lock that the system releases when the process ends in any way."""
-        lock = open(self.path / ".lock", "w")  # noqa: SIM115  (held until close)
+        """Take a lock that the system releases when the process ends in any way.
+
+        Not every shared file system has locks between hosts, so the owner also touches the file,
+        which another host watches for a while.
+        """
+        lock = open(self.path / ".lock", "a+")  # noqa: SIM115  (held until close)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +119,36 @@ class RunFolder:
             ) from None
         except OSError:  # a file system without locks
             pass
-        self._lock = lock
+        if owner := _owner_elsewhere(Path(lock.name)):
+            lock.close()
+            raise ConfigError(
+                f"run.output: {self.path} is in use by another run, on {owner}; wait for it, or "
+                "close it"
+            )
+        Path(lock.name).write_text(socket.gethostname())
+        self._lock, self._closed = lock, threading.Event()
+        args = (lock.name, self._closed)
+        threading.Thread(target=_touch, args=args, name="jaxspeed-lock", daemon=True).start()
+
+
+def _touch(path: str, closed: threading.Event) -> None:
+    while not closed.wait(TOUCH_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _owner_elsewhere(path: Path) -> str | None:
+    """The other host that owns the lock, if it touches the file; an owner that died does not."""
+    host = path.read_text()
+    if host in ("", socket.gethostname()):  # of this host the system's lock knows
+        return None
+    log.info("%s was in use on %s; waiting to see whether it still is", path.parent, host)
+    before, deadline = path.stat().st_mtime_ns, time.monotonic() + 3 * TOUCH_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(TOUCH_SECONDS / 20)
+        if path.stat().st_mtime_ns != before:
+            return host
+    return None
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

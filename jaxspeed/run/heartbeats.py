@@ -5,20 +5,23 @@ that ends the run, or a request to stop it. The store is served by process 0, an
 while the main thread waits in a collective (a write and a read of three ranks take 1 ms).
 
 Messages per period: each process writes its heartbeat, reads that of process 0, and waits for the
-next notice. Process 0 alone reads all heartbeats.
+next notice. Process 0 alone reads all heartbeats. docs/scale.md counts them.
 """
 
+import hashlib
 import json
 import os
 import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxspeed.checkpoint.process_agreement import answers_of
+
 PREFIX = "jaxspeed/watchdog"
+_MOST = 30  # lines of positions
 Beat = dict[str, Any]
 
 
@@ -59,12 +62,12 @@ class Heartbeats:
         found = self._client.key_value_dir_get(f"{PREFIX}/{subject}/")
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
-    def wait_for_all(self, subject: str, seconds: float) -> dict[int, Any]:
+    def wait_for_all(
+        self, subject: str, seconds: float, absent: Collection[int] = ()
+    ) -> dict[int, Any]:
         """The answers of all processes, or of those that have answered within this time."""
-        deadline = time.monotonic() + seconds
-        while len(found := self.collected(subject)) < self.count and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return found
+        found = answers_of(self._client, f"{PREFIX}/{subject}", self.count, seconds, absent)
+        return {rank: json.loads(text) for rank, text in found.items()}
 
     def answer(self, subject: str, value: Any) -> None:
         """Write one answer for all."""
@@ -76,16 +79,22 @@ class Heartbeats:
         return json.loads(self._client.blocking_key_value_get(key, int(seconds * 1000)))
 
     def post(self, notice: Mapping[str, Any]) -> None:
-        """Append a notice. Of two posted at once, both are read, in the same order by all."""
+        """Append a notice, if there is none of its kind: all may post at once.
+
+        Of two kinds posted at once, both are read, in the same order by all.
+        """
         number, text = self._next, json.dumps(notice)
         while True:
+            key = f"{PREFIX}/notice/{number}"
             try:
-                self._client.key_value_set(f"{PREFIX}/notice/{number}", text)
+                self._client.key_value_set(key, text)
                 return
             except jax.errors.JaxRuntimeError as error:
                 if "ALREADY_EXISTS" not in str(error):
                     raise
-                number += 1
+            if json.loads(self._client.key_value_try_get(key))["kind"] == notice["kind"]:
+                return
+            number += 1
 
     def next_notice(self, seconds: float) -> dict[str, Any] | None:
         """The next notice, as soon as it is posted; None after this time."""
@@ -103,21 +112,20 @@ class Heartbeats:
 
 
 def where() -> dict[str, Any]:
-    """Host and process; `namespace` is equal where process numbers are comparable."""
+    """Host and process; `neighbours` is equal where process numbers are comparable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        neighbours = hashlib.sha256(namespace.encode()).hexdigest()[:16]
     except OSError:  # not Linux
-        namespace = ""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace}
+        neighbours = ""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "neighbours": neighbours}
 
 
-def has_ended(beat: Beat, here: Mapping[str, Any]) -> bool:
-    """Whether the process of a heartbeat runs on this host, and has ended."""
-    if not here["namespace"] or beat["namespace"] != here["namespace"]:
-        return False
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host has ended."""
     try:
-        state = Path(f"/proc/{beat['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
     except OSError:
@@ -125,7 +133,7 @@ def has_ended(beat: Beat, here: Mapping[str, Any]) -> bool:
     return state in "ZX"
 
 
-def shown(beats: Mapping[int, Beat], count: int) -> str:
+def shown(beats: Mapping[int, Beat], count: int) -> list[str]:
     """Sections and steps of all processes, those in the same one together, as lines."""
     groups: dict[str, list[int]] = {}
     for rank in range(count):
@@ -137,7 +145,8 @@ def shown(beats: Mapping[int, Beat], count: int) -> str:
         waits = [beats[rank]["seconds"] for rank in ranks if rank in beats]
         took = f", for {min(waits):.0f} to {max(waits):.0f} s" if waits else ""
         lines.append(f"  {_ranks(ranks)}: {section}{took}")
-    return "\n".join(lines)
+    more = [f"  and {len(lines) - _MOST} more positions"] if len(lines) > _MOST else []
+    return lines[:_MOST] + more
 
 
 def in_section(beat: Beat | None) -> str:

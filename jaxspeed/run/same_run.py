@@ -20,6 +20,7 @@ from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, RunError
 from jaxspeed.run.watchdog import Watchdog
 
+_MOST = 50  # differences and missing processes that are shown
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
@@ -61,14 +62,24 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
     beats = watchdog.beats
     if beats is None or watchdog.met:
         return
-    beats.write(watchdog.beat())
-    beats.say("facts", {"host": watchdog.host, **facts})
-    seconds = watchdog.limit("start")
-    if beats.rank == 0:
-        found = beats.wait_for_all("facts", seconds)
-        missing = [rank for rank in range(beats.count) if rank not in found]
-        beats.answer("met", {"missing": missing, "different": _differences(found)})
+    watchdog.will_meet()
+    seconds = watchdog.sections.limit("start")
     try:
+        # A digest, so that process 0 need not send all facts to all.
+        own = {"host": watchdog.host, **facts}
+        if beats.rank == 0:
+            beats.answer("facts", own)
+            beats.answer("digest of facts", _digest(facts))
+        same = beats.answered("digest of facts", seconds) == _digest(facts)
+        first = {} if same else beats.answered("facts", seconds)
+        different = [] if same else _differences(beats.rank, own, first)
+        beats.say("differs", different[:_MOST])
+        if beats.rank == 0:
+            found = beats.wait_for_all("differs", seconds)
+            missing = [rank for rank in range(beats.count) if rank not in found]
+            lines = [line for _, lines in sorted(found.items()) for line in lines]
+            answer = {"missing": missing[:_MOST], "different": lines[:_MOST]}
+            beats.answer("met", {**answer, "beat": watchdog.beat()})
         result = beats.answered("met", seconds + 10)
     except jax.errors.JaxRuntimeError:
         raise RunError(f"process 0 has not answered for {seconds:.0f} s") from None
@@ -79,22 +90,24 @@ def meet(watchdog: Watchdog, facts: Mapping[str, Any]) -> None:
         )
     if result["different"]:
         raise ConfigError("the processes of this run differ:\n" + "\n".join(result["different"]))
-    watchdog.has_met()
+    watchdog.has_met(result["beat"])
 
 
-def _differences(found: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """A line for each fact in which a process differs from process 0."""
-    first = found[0]
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _differences(rank: int, own: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """A line for each fact in which this process differs from process 0."""
     lines = []
-    for rank, facts in sorted(found.items()):
-        for name in sorted({*first, *facts} - {"host"}):
-            if facts.get(name) != first.get(name):
-                there, here = (
-                    shortened(json.dumps(of[name]) if of.get(name) is not None else "not set")
-                    for of in (facts, first)
-                )
-                lines.append(
-                    f"  {name}: {there} in process {rank} ({facts['host']}), {here} in process 0 "
-                    f"({first['host']})"
-                )
+    for name in sorted({*own, *first} - {"host"}):
+        if own.get(name) != first.get(name):
+            here, there = (
+                shortened(json.dumps(of[name]) if of.get(name) is not None else "not set")
+                for of in (own, first)
+            )
+            lines.append(
+                f"  {name}: {here} in process {rank} ({own['host']}), {there} in process 0 "
+                f"({first['host']})"
+            )
     return lines

@@ -14,7 +14,7 @@ from typing import Any
 import optax
 
 from jaxspeed.checkpoint import Checkpointer
-from jaxspeed.checkpoint.process_agreement import Processes
+from jaxspeed.checkpoint.process_agreement import Processes, is_first
 from jaxspeed.config import Config, load_config
 from jaxspeed.data import Corpus, ModelLimits, build, limits_of
 from jaxspeed.engine import Engine
@@ -138,7 +138,20 @@ def open_run(source: Source, console: Any = None) -> Trainer:
     files = {}
     if corpus.tokenizer is not None:
         files[TOKENIZER] = corpus.tokenizer.to_bytes()
-    Processes().first("opening the folder of the run", lambda: folder.open(whose, files))
+    processes = Processes()
+    processes.first("opening the folder of the run", lambda: folder.open(whose, files))
+    unseen = processes.all(
+        "looking for the folder of the run",
+        folder.has_begun,
+        lambda sees: sees.index(False) if False in sees else None,
+    )
+    if unseen is not None and is_first():
+        log.warning(
+            "run.output: %s is not shared: process %d, for one, does not see it. Checkpoints need "
+            "a folder that all share (run.checkpoints)",
+            folder.path,
+            unseen,
+        )
     engine = source.engine()
     checkpointer = checkpointer_of(source)
     checkpointer.check(engine.program)

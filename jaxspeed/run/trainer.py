@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -150,7 +151,7 @@ class Trainer:
     # -- a step ---------------------------------------------------------------------------------
 
     def _step(self, feeder: Feeder) -> None:
-        step = self.reached.step + 1
+        step, begun = self.reached.step + 1, time.perf_counter()
         with self.recorder.phase("data"):
             batch, _ = next(feeder)
         if step == self.config.run.profile_step:
@@ -158,6 +159,7 @@ class Trainer:
             jax.profiler.start_trace(str(self.folder.profile))
         with self.recorder.phase("compute"):
             metrics = self.engine.train_batch(batch)
+        self._watchdog.sections.stepped(time.perf_counter() - begun)
         self.recorder.sent(metrics["loss"])
         self.reached.step, self.reached.tokens = step, self.reached.tokens + self._tokens_a_step
         self._pending.append(Pending(step, metrics, self.reached.tokens))

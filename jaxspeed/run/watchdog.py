@@ -1,27 +1,24 @@
 """Watchdog of a run's processes: what is stuck, silent or dead ends all of them, with its name.
 
-The run loop marks the *section* that the main thread is in: start, compile, step, evaluate, save or
-restore. Two daemon threads go on while it waits for ever in a collective: one measures time, and
-one exchanges heartbeats (`heartbeats.py`). A section that exceeds its time-out, a process without a
-heartbeat, one that has ended, and an exception of a main thread are posted as a fault, which all
-processes print before they end. JAX's own heartbeats do not see a process that is alive but stuck
-(jax issue 38503).
+The run loop marks the *section* that the main thread is in (`sections.py`). Two daemon threads go
+on while it waits for ever in a collective: one measures time, and one exchanges heartbeats
+(`heartbeats.py`). A section that exceeds its time-out, a process without a heartbeat, one that has
+ended, and an exception of a main thread are posted as a fault, which all processes print before
+they end (`ending.py`). JAX's own heartbeats do not see a process that is alive but stuck (jax issue
+38503).
 """
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
+import logging
 import os
-import re
-import signal
-import socket
+import statistics
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,64 +27,18 @@ import jax
 from jax._src import distributed
 
 from jaxspeed.config.run_sections import WatchdogSection
-from jaxspeed.errors import ExitCode, JaxspeedError, exit_code
+from jaxspeed.errors import JaxspeedError
+from jaxspeed.run.ending import LEAVING, Ending, fault_of, may_follow
 from jaxspeed.run.heartbeats import Beat, Heartbeats, has_ended, in_section, shown, where
+from jaxspeed.run.sections import Sections
 
-# Seconds that a section may take before anything is known of the run.
-FLOORS = {
-    "start": 1800.0,
-    "compile": 3600.0,
-    "step": 600.0,
-    "evaluate": 600.0,
-    "save": 1800.0,
-    "restore": 3600.0,
-}
-FACTOR = 10  # times the longest so far is too long
-# The first ones of a section may compile: an evaluation, a save, and steps that wait for the first.
-FIRST = 10
-PERIODS = 12  # heartbeats in `silence`
-# Seconds in which process 0, which serves the messages, waits for the others to leave.
-LEAVING = 5.0
-# XLA's errors that may come from elsewhere, unlike RESOURCE_EXHAUSTED and INVALID_ARGUMENT.
-_STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)")
-_SLICE = 1.0  # seconds of a wait for messages, after which `close` may have been called
-_WAITS = re.compile(r"[/\\](jax|jaxlib)[/\\]|process_agreement\.py")
+log = logging.getLogger("jaxspeed")
 
-
-class TimeOuts:
-    """Time-outs of the sections: set by the config, or learnt from the run."""
-
-    def __init__(self, given: WatchdogSection) -> None:
-        self._given = {name: getattr(given, name) for name in FLOORS}
-        self._longest = dict.fromkeys(FLOORS, 0.0)
-        self._done = dict.fromkeys(FLOORS, 0)
-
-    def of(self, section: str) -> float:
-        """Seconds after which the section is stuck."""
-        if (given := self._given[section]) is not None:
-            return float(given)
-        learnt = max(FLOORS[section], FACTOR * self._longest[section])
-        if self._done[section] >= FIRST or section in ("start", "compile"):
-            return learnt
-        return max(learnt, self.of("compile"))
-
-    def took(self, section: str, seconds: float) -> None:
-        """Learn from a section that has ended."""
-        self._done[section] += 1
-        # A first one may have compiled.
-        if self._done[section] > 1 or section == "compile":
-            self._longest[section] = max(self._longest[section], seconds)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position of the main thread: its section, the last step before it, and since when."""
-
-    section: str
-    step: int
-    since: float
-    limit: float
-    count: int  # of sections so far: all processes go through the same ones
+# Heartbeats in `silence`: many, and fewer where process 0 has thousands of processes to serve.
+MOST_BEATS, LEAST_BEATS = 12, 4
+MESSAGES_PER_SECOND = 1000  # to process 0, as long as that leaves LEAST_BEATS
+SLOW, SLOW_SECONDS = 1.5, 0.1  # a slow process takes so many times the median, and so much more
+SLOW_EVERY = 300.0  # seconds between looks for one
 
 
 class Watchdog:
@@ -102,36 +53,36 @@ class Watchdog:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self.beats = beats
-        self._clock, self._exit = clock, end
+        self.sections = Sections(given, clock)
+        self._clock = clock
         self._enabled = beats is not None if given.enabled is None else given.enabled
         self._silence = given.silence
-        self._period = given.silence / PERIODS
-        self._limits = TimeOuts(given)
+        count = beats.count if beats is not None else 1
+        self._period = min(
+            max(given.silence / MOST_BEATS, 3 * count / MESSAGES_PER_SECOND),
+            given.silence / LEAST_BEATS,
+        )
+        # Seconds of a wait for messages, after which `close` may have been called.
+        self._wait = min(max(1.0, count / MESSAGES_PER_SECOND), self._period)
         self._here = where()
-        self._at = Place("start", 0, clock(), self._limits.of("start"), 0)
-        self._main = threading.main_thread()
         self._seen: dict[int, tuple[int, float]] = {}  # number of the last heartbeat, and when
         self._last: dict[int, Beat] = {}
-        self._neighbours: dict[int, Beat] | None = None
-        self._contact = clock()
+        self._neighbours: dict[int, int] = {}  # process numbers by rank
+        self._contact = self._asked_for_slow = clock()
         self._beat_number = 0
-        self._stuck = False
         self.met = False  # whether all processes have started
-        self._fault: dict[str, Any] | None = None
-        self._failure: BaseException | None = None
+        self._ending = Ending(beats, end)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._ending = threading.Lock()
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._early: list[dict[str, Any]] = []  # notices before there was a listener
-        self.step_seconds: dict[str, float] = {}  # in each heartbeat
 
     def start(self) -> "Watchdog":
         """Start the threads."""
         loops = [self._watch] if self._enabled else []
         if self.beats is not None:
             loops.append(self._communicate)
-            self._handle_abort()
+            self._ending.name_process_0_at_abort(self._process_0_has_ended)
             self._excepthook, sys.excepthook = sys.excepthook, self._uncaught
         for loop in loops:
             thread = threading.Thread(target=loop, name=f"jaxspeed{loop.__name__}", daemon=True)
@@ -144,15 +95,13 @@ class Watchdog:
         """Stop watching: this process is done, and may end before the others."""
         if self._closed.is_set():
             return
-        self._at = replace(self._at, section="end", limit=float("inf"))
+        self.sections.end()
         self._closed.set()
         # One that returns from JAX's client while the interpreter ends crashes the process.
         for thread in self._threads:
-            thread.join(5 * _SLICE)
+            thread.join(5 * self._wait)
         faulthandler.cancel_dump_traceback_later()
-        if self.beats is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self.beats.write(self.beat())
+        self._write()
 
     # -- what the run loop calls -------------------------------------------------------------------
 
@@ -162,80 +111,69 @@ class Watchdog:
 
         An exception leaves the section as it is: it is the one that the message names.
         """
-        before = self._at.section
+        before = self.sections.at.section
         self._change(name)
         yield
-        self._left()
+        self.sections.left()
         self._change(before)
+
+    def _change(self, name: str) -> None:
+        """Enter a section. Others learn of a new one at once, not with the next heartbeat."""
+        new = name != self.sections.at.section
+        self.sections.enter(name)
+        if new:
+            self._write()
+
+    def _write(self) -> None:
+        if self.beats is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.beats.write(self.beat())
 
     def tick(self, step: int | None = None) -> None:
         """Count progress within a section; `step` is the number of steps that have begun."""
-        self._left()
-        if step is not None:
-            self._at = replace(self._at, step=step)
-        self._enter(self._at.section)
-
-    def has_met(self) -> None:
-        """All processes have started, and written a heartbeat."""
-        if self.beats is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._last[0] = self.beats.of(0) or {}
-        self.met = True
-
-    @property
-    def host(self) -> str:
-        return str(self._here["host"])
-
-    def limit(self, section: str) -> float:
-        """Seconds after which the section is stuck."""
-        return self._limits.of(section)
-
-    def beat(self) -> Beat:
-        """This process's heartbeat."""
-        at = self._at
-        return {
-            **self._here,
-            "number": self._beat_number,
-            "section": at.section,
-            "step": at.step,
-            "seconds": round(self._clock() - at.since, 1),
-            "limit": at.limit if at.limit < float("inf") else None,
-            "count": at.count,
-            **self._main_frame(),
-            **self.step_seconds,
-        }
+        self.sections.tick(step)
 
     def progressed(self) -> bool:
         """`tick` as a question whether to stop; never."""
         self.tick()
         return False
 
-    def _change(self, name: str) -> None:
-        """Enter a section. Others learn of a new one at once, not with the next heartbeat."""
-        new = name != self._at.section
-        self._enter(name)
-        if new and self.beats is not None:
+    @property
+    def host(self) -> str:
+        return str(self._here["host"])
+
+    def beat(self) -> Beat:
+        """This process's heartbeat."""
+        own = {"host": self.host, "number": self._beat_number}
+        return {**own, **self.sections.position()}
+
+    def will_meet(self) -> None:
+        """Tell processes of this host the number of this one, before all have started."""
+        if self.beats is not None:
+            self.beats.write(self.beat())
+            if self._here["neighbours"]:
+                self.beats.say(f"on/{self._here['neighbours']}", self._here["pid"])
+
+    def has_met(self, first: Beat) -> None:
+        """All processes have started, and written a heartbeat; process 0 this one."""
+        self._last[0] = first
+        if self.beats is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self.beats.write(self.beat())
-
-    def _enter(self, name: str) -> None:
-        at, now = self._at, self._clock()
-        self._at = Place(name, at.step, now, self._limits.of(name), at.count + 1)
-
-    def _left(self) -> None:
-        self._limits.took(self._at.section, self._clock() - self._at.since)
+                if self._here["neighbours"]:
+                    self._neighbours = self.beats.collected(f"on/{self._here['neighbours']}")
+        self.met = True
 
     def failed(self, error: BaseException) -> None:
         """End all processes because of this exception; returns only if there are no others."""
         if self.beats is None or self._closed.is_set():
             return
-        self._failure = error
-        if _may_follow(error):  # a collective fails at once where another process has ended
+        self._ending.failure = error
+        if may_follow(error):  # a collective fails at once where another process has ended
             time.sleep(self._silence + 3 * self._period)
         if not isinstance(error, JaxspeedError):
             traceback.print_exception(error)
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        own = self._fault_of(self.beats.rank, self.beat(), "error", text)
+        own = fault_of(self.beats.rank, self.beat(), "error", text)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.beats.post(own)
             time.sleep(LEAVING)  # the other thread reads it, and ends this process
@@ -256,7 +194,7 @@ class Watchdog:
     # -- the thread that measures ------------------------------------------------------------------
 
     def _watch(self) -> None:
-        pause = self._period / 4
+        pause = min(self._period, 5.0) / 4
         last = self._clock()
         while not self._closed.wait(pause):
             # Also where the GIL is held for ever: the interpreter's own thread ends the process.
@@ -268,36 +206,33 @@ class Watchdog:
             self.check(now)
 
     def _resumed(self, now: float) -> None:
-        self._at = replace(self._at, since=now)
+        self.sections.resumed(now)
         self._contact = now
         self._seen = {rank: (number, now) for rank, (number, _) in self._seen.items()}
 
     def check(self, now: float) -> None:
-        """Look at the clock: the section's time-out, and when process 0 last answered."""
-        at = self._at
-        if now - at.since > at.limit:
-            self._stuck = True  # the thread of messages compares this process with the others
-            if self.beats is None:
-                self._end(self._fault_of(0, self.beat(), "stuck", _timed_out(self.beat())))
-        else:
-            self._stuck = False
-        if self.beats is not None and now - self._contact > self._silence:
+        """Look at the clock: when process 0 last answered, and the time-out of a single process."""
+        at = self.sections.at
+        if self.beats is None:
+            if now - at.since > at.limit:
+                self._end(fault_of(0, self.beat(), "stuck", _timed_out(self.beat())))
+        elif now - self._contact > self._silence:
             text = f"the coordination service has not answered for {self._silence:.0f} s"
-            self._end(self._fault_of(0, self._last.get(0), "silent", text))
+            self._end(fault_of(0, self._beat_of_first(), "silent", text))
 
-    def _main_frame(self) -> dict[str, Any]:
-        """Innermost line of the main thread, and whether it waits in JAX or for a message."""
-        frame = sys._current_frames().get(self._main.ident or 0)
-        if frame is None:
-            return {"waits": False, "at": ""}
-        code = frame.f_code
-        waits = _WAITS.search(code.co_filename) is not None
-        at = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
-        return {"waits": waits, "at": at}
+    def _end(self, fault: dict[str, Any]) -> None:
+        self._ending.end(fault, self._clock() - self._contact < 5.0 + self._wait)
 
-    def _fault_of(self, rank: int, beat: Beat | None, why: str, text: str) -> dict[str, Any]:
-        place = {"host": beat["host"], "section": in_section(beat)} if beat else {}
-        return {"kind": "fault", "rank": rank, "why": why, "text": text, **place}
+    def _process_0_has_ended(self) -> dict[str, Any]:
+        rank = self.beats.rank if self.beats is not None else 0
+        here = f"process {rank} is in {in_section(self.beat())}"
+        return fault_of(0, self._beat_of_first(), "dead", f"the process has ended; {here}")
+
+    def _beat_of_first(self) -> Beat:
+        """The last heartbeat of process 0, which still has to be read where it has started."""
+        address = distributed.global_state.coordinator_address or ""
+        started = {"host": address.rpartition(":")[0], "section": "start", "step": 0}
+        return self._last.get(0, started)
 
     # -- the thread of messages --------------------------------------------------------------------
 
@@ -325,7 +260,9 @@ class Watchdog:
         """The next notice within a period."""
         until = self._clock() + self._period
         while not self._closed.is_set() and (rest := until - self._clock()) > 0:
-            if (notice := beats.next_notice(min(rest, _SLICE))) is not None:
+            notice = beats.next_notice(min(rest, self._wait))
+            self._contact = self._clock()
+            if notice is not None:
                 return notice
         return None
 
@@ -336,6 +273,7 @@ class Watchdog:
         self.beats.write(self.beat())
         self._contact = self._clock()
         rank = self.beats.rank
+        first = None
         if rank == 0:
             self._last = self.beats.all()
         elif (first := self.beats.of(0)) is not None:
@@ -344,8 +282,11 @@ class Watchdog:
             return
         self._look_for_silence()
         self._look_at_neighbours()
-        if self._stuck:
-            self._look_for_the_last(self.beats.all())
+        if rank == 0:
+            self._look_for_the_last()
+            self._look_for_a_slow_one()
+        elif first is not None and first["section"] == "end":  # nobody else looks at this one
+            self._post_if_stuck(rank, self.beat())
 
     def _look_for_silence(self) -> None:
         now = self._clock()
@@ -359,110 +300,62 @@ class Watchdog:
     def _look_at_neighbours(self) -> None:
         """Processes of this host that have ended are found at once."""
         assert self.beats is not None
-        if self._neighbours is None:
-            if not self.met:  # not all have written yet
-                return
-            self._neighbours = self.beats.all()
-        for rank, beat in list(self._neighbours.items()):
-            if rank != self.beats.rank and has_ended(beat, self._here):
+        for rank, pid in list(self._neighbours.items()):
+            if rank != self.beats.rank and has_ended(pid):
                 del self._neighbours[rank]
-                latest = self.beats.of(rank) or beat
-                if latest["section"] != "end":
+                latest = self.beats.of(rank)
+                if latest is None or latest["section"] != "end":
                     self._post(rank, latest, "dead", "the process has ended")
 
-    def _look_for_the_last(self, beats: Mapping[int, Beat]) -> None:
-        """Post the process that is furthest behind, if its section has timed out."""
-        assert self.beats is not None
-        beats = {**beats, self.beats.rank: self.beat()}
+    def _look_for_the_last(self) -> None:
+        """Post the process that is furthest behind, if its section has timed out.
+
+        Those that wait for it may time out before: it compiles, or saves.
+        """
 
         def progress(rank: int) -> tuple[Any, ...]:
-            beat = beats[rank]
+            beat = self._last[rank]
             return beat["count"], beat["waits"], -beat["seconds"]
 
-        last = min(beats, key=progress)
-        beat = beats[last]
-        # Those that wait for it may time out first: it compiles, or saves.
+        if running := [rank for rank, beat in self._last.items() if beat["section"] != "end"]:
+            last = min(running, key=progress)
+            self._post_if_stuck(last, self._last[last])
+
+    def _post_if_stuck(self, rank: int, beat: Beat) -> None:
         if beat["limit"] is not None and beat["seconds"] > beat["limit"]:
-            self._post(last, beat, "stuck", _timed_out(beat))
+            self._post(rank, beat, "stuck", _timed_out(beat))
 
-    def _post(self, rank: int, beat: Beat, why: str, text: str) -> None:
+    def _look_for_a_slow_one(self) -> None:
+        if self._contact - self._asked_for_slow > SLOW_EVERY:
+            self._asked_for_slow = self._contact
+            if slow := slowest(self._last):
+                log.warning("%s", slow)
+
+    def _post(self, rank: int, beat: Beat | None, why: str, text: str) -> None:
         assert self.beats is not None
-        self.beats.post(self._fault_of(rank, beat, why, text))
-
-    # -- the end -----------------------------------------------------------------------------------
-
-    def _end(self, fault: dict[str, Any]) -> None:
-        """Print the fault, and end this process."""
-        if not self._ending.acquire(blocking=False):
-            threading.Event().wait()  # another thread does
-        self._fault = fault
-        rank = self.beats.rank if self.beats is not None else 0
-        if fault["why"] in ("stuck", "silent"):
-            _print(f"stacks of process {rank}:")
-            with contextlib.suppress(Exception):  # standard error is closed
-                faulthandler.dump_traceback(2, all_threads=True)
-        lines = [message(fault)]
-        if self.beats is not None and fault["why"] == "stuck":
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                lines.append(shown(self.beats.all(), self.beats.count))
-        _print("\n".join(lines))
-        self._leave()
-        self._exit(self._code(fault, rank))
-
-    def _code(self, fault: Mapping[str, Any], rank: int) -> int:
-        if isinstance(self._failure, JaxspeedError) or (self._failure and fault["rank"] == rank):
-            return exit_code(self._failure)
-        stuck = fault["why"] == "stuck" and fault["rank"] == rank
-        return ExitCode.HANG if stuck else ExitCode.PEER
-
-    def _leave(self) -> None:
-        """Process 0 leaves last: it serves the messages."""
-        if self.beats is None or self._fault is None or self._clock() - self._contact > 5.0:
-            return
-        beats, deadline = self.beats, time.monotonic() + LEAVING
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            beats.say("left", True)
-            expected = beats.count - (self._fault["why"] in ("dead", "silent"))
-            while beats.rank == 0 and time.monotonic() < deadline:
-                if len(beats.collected("left")) >= expected:
-                    break
-                time.sleep(0.05)
-
-    def _handle_abort(self) -> None:
-        """Name process 0 where JAX aborts this one, which it does once that has ended.
-
-        JAX's `missed_heartbeat_callback` is not for Python (std::bad_cast in jaxlib 0.10.2).
-        """
-        assert self.beats is not None
-        if self.beats.rank == 0 or threading.current_thread() is not self._main:
-            return
-        library = ctypes.CDLL(None)
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
-        def aborted(number: int) -> None:
-            """In the thread that called abort(); if this returns, the process dies of it."""
-            fault = self._fault
-            if fault is None and not _answers(distributed.global_state.coordinator_address or ""):
-                rank = self.beats.rank if self.beats is not None else 0
-                here = f"process {rank} is in {in_section(self.beat())}"
-                # Its section is that of a heartbeat before its end.
-                text = f"the process has ended; {here}"
-                fault = self._fault_of(0, self._last.get(0), "dead", text)
-            if fault is not None:
-                _print(message(fault))
-                self._exit(ExitCode.PEER)
-
-        self._aborted = kind(aborted)  # kept: C holds no reference
-        library.signal.argtypes = [ctypes.c_int, kind]
-        library.signal.restype = ctypes.c_void_p
-        library.signal(signal.SIGABRT, self._aborted)
+        fault = fault_of(rank, beat, why, text)
+        if self.beats.rank == 0 and why == "stuck":
+            fault["positions"] = shown(self._last, self.beats.count)
+        self.beats.post(fault)
 
 
-def message(fault: Mapping[str, Any]) -> str:
-    """One line: which process, where, in which section, and what happened to it."""
-    host = f" on {fault['host']}" if "host" in fault else ""
-    section = f", in {fault['section']}" if "section" in fault else ""
-    return f"jaxspeed: process {fault['rank']}{host}{section}: {fault['text']}"
+def slowest(beats: Mapping[int, Beat]) -> str | None:
+    """The process whose steps take longest on its own host, if the others wait for it.
+
+    The time of an entire step is the same for all: they wait for each other in collectives. So a
+    slow device is not seen.
+    """
+    own = {rank: beat["own"] for rank, beat in beats.items() if beat.get("own")}
+    if len(own) < 2:
+        return None
+    worst = max(own, key=lambda rank: own[rank])
+    median = statistics.median(own.values())
+    if own[worst] < SLOW * median or own[worst] - median < SLOW_SECONDS:
+        return None
+    return (
+        f"process {worst} on {beats[worst]['host']} is slow: reading data and starting a step take "
+        f"it {own[worst]:.2f} s, the median process {median:.2f} s; all wait for it"
+    )
 
 
 def _timed_out(beat: Beat) -> str:
@@ -470,31 +363,6 @@ def _timed_out(beat: Beat) -> str:
         f"stuck for {beat['seconds']:.0f} s; the time-out of run.watchdog.{beat['section']} is "
         f"{beat['limit']:.0f} s"
     )
-
-
-def _may_follow(error: BaseException) -> bool:
-    """Whether the error may be that of a collective whose other side has ended.
-
-    Gloo's is a ValueError in jax 0.10.2.
-    """
-    return _STATUS.match(str(error)) is not None
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    with contextlib.suppress(Exception):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
 
 
 # -- the watchdog of this process: JAX's processes are joined once, too ----------------------------

@@ -1,6 +1,7 @@
 """One process of several that run `jaxspeed WORDS`, with a fault: `python -m tests.run.process`.
 
-TEST_FAULT is `SECTION:KIND[:STEP]`; the process does KIND once the section begins (at this step).
+TEST_FAULT is `SECTION:KIND[:STEP[:DELAY]]`; the process does KIND once the section begins (at this
+step), or so many seconds later, wherever it is then.
 """
 
 import json
@@ -40,16 +41,26 @@ KINDS = {f.__name__: f for f in (kill, stop, block, fail, slow)}
 
 
 def inject(fault: str) -> None:
-    section, kind, *step = fault.split(":")
-    at = int(step[0]) if step else 0
+    section, kind, *more = fault.split(":")
+    at, delay = int([*more, 0][0]), float([*more, 0, 0][1])
     change, tick, start = Watchdog._change, Watchdog.tick, Watchdog.start
     done = []
 
+    def happen(*_: Any) -> None:
+        print(f"\nfault: {time.time()}", flush=True)
+        KINDS[kind]()
+
     def act(self: Watchdog) -> None:
-        if self._at.section == section and self._at.step >= at and not done:
+        here = self.sections.at
+        if here.section == section and here.step >= at and not done:
             done.append(True)
-            print(f"fault: {fault}", flush=True)
-            KINDS[kind]()
+            if not delay:
+                happen()
+            elif kind == "block":  # a handler runs in the main thread
+                signal.signal(signal.SIGALRM, happen)
+                signal.setitimer(signal.ITIMER_REAL, delay)
+            else:
+                threading.Timer(delay, happen).start()
 
     def changed(self: Watchdog, name: str) -> None:
         change(self, name)

@@ -3,6 +3,7 @@ and on other numbers of devices."""
 
 import json
 import random
+import re
 import signal
 import time
 from itertools import chain
@@ -74,34 +75,49 @@ def test_a_run_whose_process_was_killed_ends_bitwise_as_one_undisturbed(tmp_path
     assert list((tmp_path / "weights").glob("*.safetensors"))
 
 
-MOMENTS = [("kill", 20), ("stop", 10), ("block", 10)]
+MOMENTS = {"kill": 20, "stop": 10, "block": 10}
+LIMITS = {"silence": 15.0, "start": 60.0, "compile": 60.0, "step": 20.0, "save": 20.0}
+BOUND = 60.0  # seconds after the time-out of a section
+NAMED = r"jaxspeed: process {} on \S+, in (start|restore|compile|save|evaluate|step)\b.*: "
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["kill", "stop", "block"])
+@pytest.mark.parametrize("kind", MOMENTS)
 def test_failures_at_random_moments_lose_nothing(tmp_path, kind):
     """Any one of 4 processes, in start, compile, step, save: the others end and name it."""
-    count = dict(MOMENTS)[kind]
+    count = MOMENTS[kind]
     rng = random.Random(kind)
-    config = written(tmp_path, devices="cpu:4", steps=4 * count, checkpoint_every=2)
+    run = {"devices": "cpu:4", "steps": 4 * count, "checkpoint_every": 2, "watchdog": LIMITS}
+    config = written(tmp_path, **run)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert ran(tmp_path, 4, "train", config, "--output", whole)[1] == [0] * 4
+    time_out = {"kill": 0.0, "stop": LIMITS["silence"], "block": LIMITS["compile"]}[kind]
+    worst = 0.0
     for moment in range(count):
-        rank = rng.randrange(4)
-        section = ("step", "save", "compile", "start")[moment % 4]
+        rank, section = rng.randrange(4), ("step", "save", "compile", "start")[moment % 4]
         step = rng.randint(3 * moment, 3 * moment + 2) if section in ("step", "save") else 0
-        faults = [f"{section}:{kind}:{step}" if i == rank else "" for i in range(4)]
+        fault = f"{section}:{kind}:{step}:{rng.uniform(0, 1):.3f}"
+        faults = [fault if i == rank else "" for i in range(4)]
         group = processes.start(
             tmp_path, 4, "tests.run.process", "train", config, "--output", broken, faults=faults
         )
+        others = [i for i in range(4) if i != rank]
         try:
-            codes = [run.wait(300) for i, run in enumerate(group.runs) if i != rank]
+            codes = [group.runs[i].wait(300) for i in others]
+            last = time.time()
         finally:
             group.end()
-        assert set(codes) == {ExitCode.PEER}, (faults, [group.said(i)[-800:] for i in range(4)])
-        for other in set(range(4)) - {rank}:
-            line = [x for x in group.said(other).splitlines() if x.startswith("jaxspeed: process")]
-            assert line and line[0].startswith(f"jaxspeed: process {rank} on "), (faults, line)
+        shown = (faults, codes, [group.said(i)[-2000:] for i in range(4)])
+        assert "fault:" in group.said(rank), shown
+        seconds = last - float(group.said(rank).partition("fault:")[2].split()[0])
+        worst = max(worst, seconds)
+        assert seconds < time_out + BOUND, shown
+        assert set(codes) == {ExitCode.PEER}, shown
+        for other in others:
+            line = re.search(NAMED.format(rank), group.said(other))
+            assert line, shown
+        print(f"{fault} in process {rank}: {line[0]} all ended after {seconds:.1f} s", flush=True)
+    print(f"{kind}: {count} moments, all ended after {worst:.1f} s at most")
     assert ran(tmp_path, 4, "train", config, "--output", broken)[1] == [0] * 4
     small.assert_bitwise_equal(kept(config, whole), kept(config, broken))
     assert losses(whole) == losses(broken)

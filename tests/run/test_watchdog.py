@@ -12,9 +12,11 @@ from jaxspeed.errors import (
     PeerError,
     exit_code,
 )
+from jaxspeed.run.ending import message
 from jaxspeed.run.heartbeats import Heartbeats, shown
+from jaxspeed.run.sections import FACTOR, FIRST, FLOORS, TimeOuts
 from jaxspeed.run.signals import StopRequest
-from jaxspeed.run.watchdog import FACTOR, FIRST, FLOORS, TimeOuts, Watchdog, message
+from jaxspeed.run.watchdog import Watchdog, slowest
 
 pytestmark = pytest.mark.fast
 
@@ -63,8 +65,7 @@ class Run:
             )
             for rank in range(count)
         ]
-        for rank, dog in enumerate(self.dogs):  # all of them run on this host, as this process
-            dog._neighbours = {}
+        for rank, dog in enumerate(self.dogs):
             dog._here = {**dog._here, "host": f"host{rank}"}
 
     def beat(self, *ranks):
@@ -111,7 +112,7 @@ def test_a_first_compilation_of_ten_minutes_is_no_false_alarm(section):
     """In the section `compile`, or in the first step: heartbeats go on, and nothing is posted."""
     run = Run(2)
     for dog in run.dogs:
-        dog._enter(section)
+        dog.sections.enter(section)
     for run.now in range(0, 600, 5):
         run.beat(0, 1)
     assert run.notice() is None and not run.ended
@@ -121,18 +122,22 @@ def test_the_process_that_is_furthest_behind_is_named_not_those_that_wait_for_it
     run = Run(3, step=10.0)
     for dog in run.dogs:
         dog.tick(4)
-        dog._enter("step")
+        dog.sections.enter("step")
     for rank in (0, 2):  # they have sent more steps, and wait for one of process 1
         run.dogs[rank].tick(6)
     run.beat(0, 1, 2)
     run.now = 11.0
-    run.beat(0, 1, 2)
+    run.beat(2, 1, 0)
     fault = run.notice()
     assert (fault["rank"], fault["why"], fault["section"]) == (1, "stuck", "step 5")
     assert message(fault) == (
         "jaxspeed: process 1 on host1, in step 5: stuck for 11 s; the time-out of "
         "run.watchdog.step is 10 s"
     )
+    assert [line.partition(", at")[0] for line in fault["positions"]] == [
+        "  processes 0, 2: step 7",
+        "  process 1: step 5",
+    ]
     run.dogs[1]._end(fault)
     run.dogs[2]._end(fault)
     assert run.ended == {1: ExitCode.HANG, 2: ExitCode.PEER}
@@ -140,9 +145,9 @@ def test_the_process_that_is_furthest_behind_is_named_not_those_that_wait_for_it
 
 def test_those_that_wait_for_a_long_compilation_of_another_process_do_not_end_it():
     run = Run(2, silence=1e6, step=10.0, compile=1000.0)
-    run.dogs[1]._enter("compile")
-    run.dogs[0]._enter("compile")
-    run.dogs[0]._enter("step")
+    run.dogs[1].sections.enter("compile")
+    run.dogs[0].sections.enter("compile")
+    run.dogs[0].sections.enter("step")
     run.beat(0, 1)
     run.now = 500.0
     run.beat(1, 0)
@@ -179,13 +184,40 @@ def test_a_coordination_service_that_does_not_answer_ends_the_process():
     assert run.ended == {1: ExitCode.PEER}
 
 
-def test_a_process_that_is_done_may_end_before_the_others():
-    run = Run(2, silence=60.0)
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_process_that_is_done_may_end_before_the_others_which_are_watched_still(done):
+    run = Run(2, silence=60.0, evaluate=300.0)
+    run.dogs[1 - done].sections.enter("evaluate")
     run.beat(1, 0)
-    run.dogs[1].close()
-    for run.now in range(0, 200, 5):
-        run.beat(0)
+    run.dogs[done].close()
+    for run.now in range(0, 300, 5):
+        run.beat(1 - done)
     assert run.notice() is None
+    run.now = 301
+    run.beat(1 - done)
+    fault = run.notice()
+    assert (fault["rank"], fault["why"]) == (1 - done, "stuck")
+
+
+def test_all_may_post_at_once_and_one_fault_is_kept():
+    """N processes that fail together would otherwise try N numbers each."""
+    run = Run(50)
+    calls = []
+    store_set = run.store.key_value_set
+    run.store.key_value_set = lambda *args, **kw: (calls.append(args), store_set(*args, **kw))
+    for rank, dog in enumerate(run.dogs):
+        dog.beats.post({"kind": "stop", "signal": 15})
+        dog.beats.post({"kind": "fault", "rank": rank})
+    assert len(calls) == 1 + 49 + 1 + 49 * 2 + 1  # each kind has one number
+    read = Heartbeats(run.store, 0, 50)
+    assert [read.next_notice(0)["kind"] for _ in range(2)] == ["stop", "fault"]
+    assert read.next_notice(0) is None
+
+
+@pytest.mark.parametrize(("count", "period", "wait"), [(4, 5, 1), (3000, 9, 3), (10_000, 15, 10)])
+def test_heartbeats_are_rarer_in_large_runs(count, period, wait):
+    dog = Watchdog(configured(), Heartbeats(Store(), 1, count))
+    assert (dog._period, dog._wait) == (period, wait)
 
 
 def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
@@ -214,11 +246,23 @@ def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
 def test_processes_in_the_same_section_are_shown_together():
     beat = {"section": "step", "step": 11, "seconds": 3.0}
     beats = {0: beat, 1: {**beat, "seconds": 8.0}, 3: beat, 4: {**beat, "section": "save"}}
-    assert shown(beats, 5).splitlines() == [
+    assert shown(beats, 5) == [
         "  processes 0-1, 3: step 12, for 3 to 8 s",
         "  process 2: no heartbeat",
         "  process 4: save after step 11, for 3 to 3 s",
     ]
+
+
+def test_the_process_that_the_others_wait_for_is_reported():
+    beats = {rank: {"host": f"host{rank}", "own": 0.30} for rank in range(5)}
+    assert slowest(beats) is None
+    beats[3]["own"] = 0.80
+    assert slowest(beats) == (
+        "process 3 on host3 is slow: reading data and starting a step take it 0.80 s, the median "
+        "process 0.30 s; all wait for it"
+    )
+    fast = {rank: {"host": "host", "own": own} for rank, own in enumerate((0.001, 0.001, 0.01))}
+    assert slowest(fast) is None  # nobody would notice
 
 
 def test_exit_codes_tell_how_a_run_ended():
