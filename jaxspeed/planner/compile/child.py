@@ -79,8 +79,9 @@ class CompileJob:
             if refused is None:
                 raise
             return Outcome(None, refused, time.perf_counter() - started)
+        printed: Any = PrintedProgram(compiled, folder / PRINTED, target)
         found = report(
-            PrintedProgram(compiled, folder / PRINTED, target),
+            printed,
             program.mesh,
             seconds,
             program.pipeline_report(batch),
