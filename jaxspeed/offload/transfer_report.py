@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication
 from jaxspeed.hardware.chip import host_link, peak_flops
-from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text
+from jaxspeed.placement.show import bytes_text, scaled_text, seconds_text, titled
 
 ACTIVATIONS, GRADIENTS, PARAMETERS, OPTIMIZER, HOST_UPDATE = (
     "activations",
@@ -167,15 +166,8 @@ class TransferReport:
         return f"{transfers}; {compute}; {basis}"
 
     def __rich__(self) -> Group:
-        table = Table(
-            title="host transfers, per device and step",
-            title_justify="left",
-            box=None,
-            min_width=52,
-        )
-        table.add_column("purpose")
-        for name in ("to the device", "to the host", "time"):
-            table.add_column(name, justify="right")
+        heads = ("purpose", ">to the device", ">to the host", ">time")
+        table = titled("host transfers, per device and step", *heads, min_width=52)
         rows = dict(sorted(self.by_kind.items(), key=lambda item: -sum(item[1])))
         there, back = zip(*rows.values(), strict=True)
         for kind, sizes in {**rows, "sum": (sum(there), sum(back))}.items():

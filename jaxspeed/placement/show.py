@@ -57,6 +57,17 @@ def as_text(shown: Any, width: int) -> str:
     return out.getvalue()
 
 
+def titled(title: str, *heads: str, **look: Any) -> Table:
+    """A table without lines; a head with a leading `>` is of a column of numbers."""
+    table = Table(title=title, title_justify="left", box=None, **look)
+    for head in heads:
+        if head.startswith(">"):
+            table.add_column(head[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(head, overflow="fold")
+    return table
+
+
 def together(*parts: Any) -> Group:
     """Stack several Rich renderables."""
     return Group(*parts)
@@ -69,15 +80,11 @@ def totals(
     in_host: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
     """Bytes per role: in total, per device, and in host memory per device if any."""
-    shown = Table(
-        title=f"ZeRO stage {stage} on {mesh_text(mesh_axes)}", title_justify="left", box=None
-    )
     rows = {role: (*both, in_host.get(role, 0)) for role, both in roles.items()}
     rows["sum"] = tuple(map(sum, zip(*rows.values(), strict=True)))  # type: ignore[assignment]
     names = ("total", "per device", *(["in host memory"] if in_host else []))
-    shown.add_column("role", justify="left")
-    for name in names:
-        shown.add_column(name, justify="right")
+    numbers = (f">{name}" for name in names)
+    shown = titled(f"ZeRO stage {stage} on {mesh_text(mesh_axes)}", "role", *numbers)
     for role, counts in rows.items():
         cells = map(bytes_text, counts[: len(names)])
         shown.add_row(role, *cells, style="bold" if role == "sum" else None)

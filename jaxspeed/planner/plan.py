@@ -53,7 +53,7 @@ class Plan:
 
     def __rich__(self) -> Group:
         program, compiled, target = self.program, self.compiled, self.target
-        axes, roles = self._axes(), program.table.bytes_by_role()
+        axes, roles = program.mesh.shape, program.table.bytes_by_role()
         temporary = compiled.temp_bytes if compiled else None
         parts: list[Any] = [
             Group(Text.from_markup(on_what(program, target)), Text(self._batch())),
@@ -104,7 +104,9 @@ class Plan:
                 }
                 for role, (total, per_device) in roles
             },
-            "memory": self.memory and self.target and self._memory_figures(),
+            "memory": self.memory
+            and chip
+            and {**self.memory.figures(), "verdict": self.memory.on(chip.memory)},
             "time": self.time and self._time_figures(self.time),
             "advice": self.advice and self.advice.figures(),
             "search": self.search and self.search.figures(),
@@ -149,10 +151,6 @@ class Plan:
             lines.append(f"the compiler: {show.bytes_text(compiled)}; the estimate is {apart:+.1%}")
         return lines
 
-    def _memory_figures(self) -> dict[str, Any]:
-        assert self.memory and self.target
-        return {**self.memory.figures(), "verdict": self.memory.on(self.target.chip.memory)}
-
     def _tokens(self, time: Time) -> float:
         """Tokens of the run for the device-hours: as given, otherwise from the config's steps."""
         return self.run_tokens or (self.program.config.run.steps or 0) * time.tokens
@@ -195,9 +193,6 @@ class Plan:
         kept = self.outcome.kept if self.outcome else None
         return [f"saved: a run with run.executable={kept} compiles no step"] if kept else []
 
-    def _axes(self) -> dict[str, int]:
-        return {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
-
     def _batch(self) -> str:
         batch, ranks = self.program.batch, self.program.ranks
         return (
@@ -219,19 +214,12 @@ def _server(program: Program) -> dict[str, Any] | None:
 
 
 def _figures_of(target: Target, sizes: Mapping[str, int]) -> dict[str, Any]:
-    chip = target.chip
+    own = ("count", "topology", "slices", "node", "wraps")
+    of_chip = ("memory", "host_memory", "link", "outside", "host_link")
     return {
         "name": str(target),
         "chip": target.chip.name,
-        "count": target.count,
-        "topology": list(target.topology),
-        "slices": target.slices,
-        "node": target.node,
-        "memory": chip.memory,
-        "host_memory": chip.host_memory,
-        "link": chip.link,
-        "outside": chip.outside,
-        "host_link": chip.host_link,
-        "wraps": list(target.wraps),
+        **{name: getattr(target, name) for name in own},
+        **{name: getattr(target.chip, name) for name in of_chip},
         "layout": layout_of(target, sizes),
     }

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.config.remat import Recompute
-from jaxspeed.placement.show import bytes_text, scaled_text
+from jaxspeed.placement.show import bytes_text, scaled_text, titled
 from jaxspeed.remat.budget import Choice, RematCosts
 from jaxspeed.remat.resolve import ATTENTION, choice_within, remat_costs, units_together
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
@@ -45,15 +44,8 @@ class ResidualReport:
         yield from self.names.values()
 
     def __rich__(self) -> Group:
-        table = Table(
-            title="residuals of the units, per device and micro-batch",
-            title_justify="left",
-            box=None,
-            min_width=60,
-        )
-        table.add_column("name")
-        table.add_column("bytes", justify="right")
-        table.add_column("saved in")
+        title = "residuals of the units, per device and micro-batch"
+        table = titled(title, "name", ">bytes", "saved in", min_width=60)
         table.add_row("(inputs)", bytes_text(self.inputs), _WHERE[self.inputs_at])
         for name, (size, place) in self.names.items():
             table.add_row(name, bytes_text(size), _WHERE[place])

@@ -1,12 +1,13 @@
 """A plan is of the program that its target would run, though it is traced on a CPU."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspeed.config import Config
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.memory import read_step
-from jaxspeed.planner.memory.trace_ir import all_ops
+from jaxspeed.planner.memory.trace_ir import all_ops, open_program
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
 from tests.planner.grid import GPT2
@@ -45,3 +46,22 @@ def test_auto_overlap_is_the_targets():
     assert with_overlap(config(**CUT), "cuda").tensor_overlap == "none"
     replicated = config(mesh={"tensor": 4})
     assert with_overlap(replicated, "tpu") is replicated
+
+
+def test_a_carry_of_an_inner_loop_that_only_the_next_trip_reads_stays():
+    """The loop around it is looked through more than once, and no look may remove too much."""
+
+    def inner(carry, _):
+        return (jnp.sin(carry[0]), jnp.cos(carry[1])), jnp.tan(carry[0])
+
+    def outer(carry, _):
+        (first, second), _ = jax.lax.scan(inner, carry, None, length=3)
+        return (first + carry[1], second), None
+
+    def result(x, y):
+        return jax.lax.scan(outer, (x, y), None, length=5)[0][0]
+
+    scope = open_program(jax.make_jaxpr(result)(1.0, 1.0), "tpu")
+    names = {op.name for op in all_ops(scope)}
+    assert {"sin", "cos", "add"} <= names and "tan" not in names
+    assert sum(len(op.ins) for op in all_ops(scope) if op.name == "scan") == 4

@@ -17,7 +17,7 @@ import jax
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.hlo import CompiledReport, report
+from jaxspeed.hlo import report
 from jaxspeed.planner.compile import deviceless_cuda
 from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from jaxspeed.train.aot_step import identity_of, write
@@ -25,7 +25,6 @@ from jaxspeed.train.program import Program
 
 # A function from the devices to a program and the shapes of its batch.
 Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
-
 
 PRINTED = "printed"  # XLA's dump folder, in the job's folder
 EXECUTABLE = "executable"  # the executable's file there
@@ -50,60 +49,50 @@ class CompileJob:
         return self._answer
 
     def _answer(self, _: None) -> Outcome:
-        folder = Path(self.folder)
-        executable = folder / EXECUTABLE if self.keep else None
         try:
-            return run(pickle.loads(self.job), self.target, folder / PRINTED, executable)
+            return self._compile(pickle.loads(self.job))
         except JaxspeedError:
             raise
         except Exception:  # the process ends, and its traceback is in the parent's error
             traceback.print_exc()
             os._exit(1)
 
-
-def run(
-    job: Job, target: Target, dump_folder: Path | None = None, executable: Path | None = None
-) -> Outcome:
-    """Build, lower and compile the training step.
-
-    Args:
-      job: builds the program.
-      target: the devices.
-      dump_folder: XLA's dump folder, if it is set.
-      executable: the file to write the executable to.
-    """
-    started = time.perf_counter()
-    try:
-        devices = devices_of(target)
-        program, batch = job(devices)
-        traced = program.step.trace(program.state, program.abstract_batch(batch))
+    def _compile(self, job: Job) -> Outcome:
+        """Build, lower and compile the training step."""
+        started = time.perf_counter()
+        target, folder = self.target, Path(self.folder)
         cuda = target.chip.platform == "cuda"
-        lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
-        lowering = time.perf_counter() - started
-        compiled = deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()
-        seconds = time.perf_counter() - started - lowering
-        if executable:
-            write(executable, compiled, identity_of(lowered, program.devices, program.mesh))
-    except jax.errors.JaxRuntimeError as error:
-        refused = out_of_memory(str(error))
-        if refused is None:
-            raise
-        return Outcome(None, refused, time.perf_counter() - started)
-    with_text = PrintedProgram(compiled, dump_folder, target)
-    found = _report(with_text, program, batch, target, seconds)
-    return Outcome(found, None, time.perf_counter() - started)
-
-
-def _report(
-    compiled: Any, program: Program, batch: Any, target: Target, seconds: float
-) -> CompiledReport:
-    schedule, residuals = program.pipeline_report(batch), program.kept_report(batch)
-    offloaded = program.table.host_bytes_by_role()
-    found = report(compiled, program.mesh, seconds, schedule, None, offloaded, residuals)
-    if target.slices > 1:
-        found = replace(found, no_text="of several slices libtpu prints the program of one")
-    # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
-    return replace(found, separates_host=target.chip.platform != "cpu")
+        try:
+            program, batch = job(devices_of(target))
+            traced = program.step.trace(program.state, program.abstract_batch(batch))
+            lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
+            lowering = time.perf_counter() - started
+            compiled = (
+                deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()
+            )
+            seconds = time.perf_counter() - started - lowering
+            if self.keep:
+                identity = identity_of(lowered, program.devices, program.mesh)
+                write(folder / EXECUTABLE, compiled, identity)
+        except jax.errors.JaxRuntimeError as error:
+            refused = out_of_memory(str(error))
+            if refused is None:
+                raise
+            return Outcome(None, refused, time.perf_counter() - started)
+        printed: Any = PrintedProgram(compiled, folder / PRINTED, target)
+        found = report(
+            printed,
+            program.mesh,
+            seconds,
+            program.pipeline_report(batch),
+            waiting=program.table.host_bytes_by_role(),
+            kept=program.kept_report(batch),
+        )
+        if target.slices > 1:
+            found = replace(found, no_text="of several slices libtpu prints the program of one")
+        # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
+        found = replace(found, separates_host=target.chip.platform != "cpu")
+        return Outcome(found, None, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ class PrintedProgram:
     """
 
     compiled: Any
-    folder: Path | None
+    folder: Path
     target: Target
 
     @property
@@ -129,9 +118,7 @@ class PrintedProgram:
     def as_text(self) -> str:
         if self.target.slices > 1:
             return ""
-        printed = (
-            sorted(self.folder.glob("*jit_step*.after_optimizations.txt")) if self.folder else []
-        )
+        printed = sorted(self.folder.glob("*jit_step*.after_optimizations.txt"))
         return printed[-1].read_text("utf-8") if printed else str(self.compiled.as_text())
 
 

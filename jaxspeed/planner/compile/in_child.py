@@ -66,21 +66,22 @@ def refuse_missing(target: Target, keep: bool = False) -> None:
             f"target {target}: no compiler here supports {chip.name}; without --compile the plan "
             "is an estimate"
         )
-    if chip.platform == "tpu" and not _installed("libtpu"):
+    modules, what = _COMPILERS.get(chip.platform, ((), ""))
+    if modules and not any(map(importlib.util.find_spec, modules)):
         raise ConfigError(
-            f"target {target}: its compiler is not installed: pip install jaxspeed[tpu] "
-            "(libtpu, 160 MB). The estimate, without --compile, does not need it"
-        )
-    if chip.platform == "cuda" and not any(map(_installed, deviceless_cuda.PLUGINS)):
-        raise ConfigError(
-            f"target {target}: its compiler is not installed: pip install jaxspeed[cuda] "
-            "(jax[cuda13], 3.4 GB; neither a GPU nor a driver is needed). The estimate, without "
-            "--compile, does not need it"
+            f"target {target}: its compiler is not installed: pip install "
+            f"jaxspeed[{chip.platform}] ({what}). The estimate, without --compile, does not need it"
         )
 
 
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+# Modules of which one is needed, and what pip installs.
+_COMPILERS = {
+    "tpu": (("libtpu",), "libtpu, 160 MB"),
+    "cuda": (
+        deviceless_cuda.PLUGINS,
+        "jax[cuda13], 3.4 GB; neither a GPU nor a driver is needed",
+    ),
+}
 
 
 def pickled(job: Any) -> bytes:

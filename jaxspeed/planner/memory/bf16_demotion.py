@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import VIEWS
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Scope, Value, all_ops, flows, reach
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 
@@ -35,27 +35,12 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
             wide.update(v for b in op.bodies for v in b.outs if v is not None)
         elif op.name not in VIEWS and op.name not in PAIRWISE:
             wide.update(op.values)
-    before = -1
-    while before != len(wide):
-        before = len(wide)
-        for op in reversed(ops):
-            wide.update(_read_through(op, wide))
+    # Also operands of which a view, or a loop's slice, is read in fp32.
+    views = {"scan", *VIEWS, *PAIRWISE}
+    wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in views))
     outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
     return frozenset(v for v in (*outputs, *inner) if v not in wide)
-
-
-def _read_through(op: Op, wide: set[Value]) -> list[Value]:
-    """Operands read in fp32 because a view of them, or a loop's slice of them, is."""
-    if op.name == "scan":
-        body, (_, carry) = op.bodies[0], consts_and_carry(op)
-        given = zip(op.ins, body.ins, strict=True)
-        stacked = zip(body.outs[carry:], op.outs[carry:], strict=True)
-        return [v for v, part in (*given, *stacked) if v is not None and part in wide]
-    if op.name in VIEWS or op.name in PAIRWISE:
-        pairs = zip(op.ins, op.outs, strict=False)
-        return [v for v, out in pairs if v is not None and out in wide]
-    return []
 
 
 def _rounds(precision: Any) -> bool:

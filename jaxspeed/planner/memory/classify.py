@@ -9,17 +9,16 @@
   backward pass; any other activation belongs to the **working set**.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.planner.memory.liveness import LiveArray
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
 KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
-Rule = Callable[[Op], bool]
 _ENDS = {*PRODUCTS, "pallas_call", "gather"}
 
 
@@ -33,28 +32,24 @@ class Kinds:
     """
 
     def __init__(self, scope: Scope, state: int, vocabularies: Iterable[Value]) -> None:
-        self.of_batch = set(scope.ins[state:])
-        _reach(scope, self.of_batch, lambda op: any(v in self.of_batch for v in op.values))
-        self.of_state = set(scope.ins[:state])
-        _reach(scope, self.of_state, lambda op: any(v in self.of_state for v in op.values))
-        tables = set(vocabularies)
-        ends = {*_ENDS, *REDUCTIONS}
-        _reach(scope, tables, lambda op: op.name not in ends and _table(op, tables))
-        self.logits: set[Value] = set()
-        _reach(scope, self.logits, self._makes_logits(tables))
-        self.gradients = {v for v in scope.outs[:state] if v is not None}
-        _reach_back(scope, self.gradients)
+        steps = list(flows(scope))
+        pairs = [(v, made) for _, v, made in steps]
+        self.of_batch = reach(scope.ins[state:], pairs)
+        self.of_state = reach(scope.ins[:state], pairs)
+        tables = reach(vocabularies, ((v, made) for op, v, made in steps if _copies(op)))
+        self.logits = reach(
+            (out for op in all_ops(scope) for out in op.outs if self._is_logits(op, tables)),
+            ((v, out) for op, v, out in steps if _passes(op) or out.size >= v.size),
+        )
+        self.gradients = reach(
+            (v for v in scope.outs[:state] if v is not None),
+            ((made, v) for op, v, made in steps if _passes(op) or v in _sources(op, made)),
+        )
 
-    def _makes_logits(self, tables: set[Value]) -> Rule:
-        def rule(op: Op) -> bool:
-            sizes = [v.size for v in op.values if v in self.of_batch]
-            if op.name in PRODUCTS:
-                with_table = any(v in tables for v in op.values)
-                return with_table and op.outs[0].size > max(sizes, default=op.outs[0].size)
-            wide = [v.size for v in op.values if v in self.logits]
-            return bool(wide) and not op.bodies and op.outs[0].size >= max(wide)
-
-        return rule
+    def _is_logits(self, op: Op, tables: set[Value]) -> bool:
+        sizes = [v.size for v in op.values if v in self.of_batch]
+        with_table = op.name in PRODUCTS and not tables.isdisjoint(op.values)
+        return with_table and op.outs[0].size > max(sizes, default=op.outs[0].size)
 
     def of(self, array: LiveArray) -> str:
         value, op = array.value, array.op
@@ -71,55 +66,22 @@ class Kinds:
         return SAVED if array.saved or op.bodies else WORKING
 
 
-def _table(op: Op, tables: set[Value]) -> bool:
-    """Whether the operation only copies, casts or slices a table."""
-    return any(v in tables for v in op.values) and len(op.values) == 1
+def _passes(op: Op) -> bool:
+    """Whether it passes arrays on: a loop or cond, or result i is operand i."""
+    return bool(op.bodies) or op.name in PAIRWISE
 
 
-def _reach(scope: Scope, found: set[Value], rule: Rule) -> None:
-    """Add the outputs of operations that match the rule, through loops too."""
-    for op in scope.ops:
-        if op.name in PAIRWISE:
-            found.update(out for v, out in zip(op.ins, op.outs, strict=True) if v in found)
-            continue
-        if not op.bodies:
-            if rule(op):
-                found.update(op.outs)
-            continue
-        around = [wires(op, body) for body in op.bodies]
-        for _ in range(2):  # twice, for loop carries
-            for body, (given, _outs, carried) in zip(op.bodies, around, strict=True):
-                found |= {b for v, b in given if v in found}
-                found |= {b for v, b in carried if v in found}
-                _reach(body, found, rule)
-        for _given, outs, _carried in around:
-            found |= {o for v, o in outs if v in found}
-
-
-def _reach_back(scope: Scope, found: set[Value]) -> None:
-    """Add the operands of found values, except those of matmuls, kernels and reductions."""
-    for op in reversed(scope.ops):
-        if not op.bodies:
-            found.update(v for out in op.outs if out in found for v in _sources(op, out))
-            continue
-        around = [wires(op, body) for body in op.bodies]
-        for _ in range(2):
-            for body, (_given, outs, carried) in zip(op.bodies, around, strict=True):
-                found |= {v for v, o in outs if o in found and v}
-                found |= {v for v, b in carried if b in found and v}
-                _reach_back(body, found)
-        for given, _outs, _carried in around:
-            found |= {v for v, b in given if b in found and v}
+def _copies(op: Op) -> bool:
+    """Whether it only copies, casts or slices an array."""
+    return _passes(op) or (op.name not in (*_ENDS, *REDUCTIONS) and len(op.values) == 1)
 
 
 def _sources(op: Op, out: Value) -> list[Value]:
+    """The operands whose sum or part is the result; none of matmuls, kernels and reductions."""
     if op.name in _ENDS:
         return []
     if op.name in SCATTERS:
         return [op.ins[0]] if op.ins[0] is not None else []
-    if op.name in PAIRWISE:
-        source = op.ins[op.outs.index(out)]
-        return [source] if source is not None else []
     if op.name in REDUCTIONS:  # only over ranks, whose shards a region has stacked
         return [v for v in op.values if v.spec and len(v.spec) == len(out.spec) + 1 and v.spec[0]]
     if op.name in (*SLICES, *JOINS):

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from jaxspeed.placement.show import as_text, bytes_text
+from jaxspeed.placement.show import as_text, bytes_text, titled
 
 # How far below the compiler's figure the estimate may be: tests/planner bounds the error by a fifth
 # over a grid of compiled steps.
@@ -83,10 +82,7 @@ class Memory:
         return {**sums, "components": [vars(c) for c in self.components]}
 
     def __rich__(self) -> Group:
-        table = Table(title="memory per device (estimate)", title_justify="left", box=None)
-        table.add_column("component")
-        table.add_column("bytes", justify="right")
-        table.add_column("arrays", overflow="fold")
+        table = titled("memory per device (estimate)", "component", ">bytes", "arrays")
         for c in self.components:
             where = f"{c.name} (host memory)" if c.host else c.name
             table.add_row(where, bytes_text(c.bytes), c.formula)

@@ -14,7 +14,8 @@ from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
 # XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
-# them, and the trips' buffers are alive at once (libtpu 0.0.52; with six trips they are not).
+# them, and the largest buffers of the trips are alive at once (libtpu 0.0.52; with six trips they
+# are not).
 UNROLLED_TRIPS = 3
 
 
@@ -132,8 +133,10 @@ class _Liveness(OrderedScope):
                 times = op.trips if streams and op.trips <= UNROLLED_TRIPS else 1
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
             for host, peak in enumerate(inner):
-                if peak.bytes * times > found[host].bytes:
-                    found[host] = Peak(peak.bytes * times, peak.arrays * times)
+                largest = sorted(peak.arrays, key=lambda array: array.bytes)[-1:] * (times - 1)
+                size = peak.bytes + sum(array.bytes for array in largest)
+                if size > found[host].bytes:
+                    found[host] = Peak(size, (*peak.arrays, *largest))
         return found[0], found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[tuple[int, int, Value, int]]:

@@ -153,7 +153,9 @@ class ScopeAnalysis:
                 if self._is_materialized(op, out):
                     if op.name in PRODUCTS and self._fused_into(out) is not None:
                         for v in op.ins:
-                            read(v, self.readers[out])
+                            read(
+                                v, self.readers[out], v is not None and self.root(v) in self.of_exp
+                            )
                         continue
                     self.materialized.add(out)
                     inputs = [op.ins[k]] if op.name in MOVES else op.ins

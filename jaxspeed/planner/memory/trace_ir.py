@@ -4,8 +4,10 @@ Dead code is removed, loop outputs included, as a compiler does: residuals for a
 kernel are a large part of what JAX traces.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +21,6 @@ PLATFORM = "platform_index"
 # (ENTER); its results become global arrays (LEAVE).
 PLACED, ENTER, LEAVE = "placed", "enter", "leave"
 PAIRWISE = (PLACED, ENTER, LEAVE, "optimization_barrier", "device_put")
-
-
 _NEVER_MERGED = {CONSTRAINT, "optimization_barrier", "device_put", "empty2"}
 
 
@@ -82,7 +82,7 @@ class Scope:
 def open_program(closed: Any, platform: str) -> Scope:
     """Convert a traced function for one platform ("tpu", "cuda", "cpu")."""
     scope = _Converter(platform).scope(open_jaxpr(closed)[0])
-    _remove_dead(scope, [True] * len(scope.outs))
+    _remove_dead(scope)
     return scope
 
 
@@ -218,6 +218,33 @@ def wires(op: Op, body: Scope) -> tuple[Wires, Wires, Wires]:
     return [*given], [*zip(body.outs, op.outs, strict=True)], [*carried]
 
 
+def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
+    """Data flow of a program, loops included: (operation, what it reads, what that becomes)."""
+    for op in scope.ops:
+        pairs: Iterable[tuple[Value | None, Value]] = itertools.product(op.values, op.outs)
+        if op.bodies:
+            pairs = (pair for body in op.bodies for each in wires(op, body) for pair in each)
+        elif op.name in PAIRWISE:
+            pairs = zip(op.ins, op.outs, strict=True)
+        yield from ((op, v, made) for v, made in pairs if v is not None)
+        for body in op.bodies:
+            yield from flows(body)
+
+
+def reach(start: Iterable[Value], edges: Iterable[tuple[Value, Value]]) -> set[Value]:
+    """`start`, and all that its members lead to along the edges."""
+    after: dict[Value, list[Value]] = defaultdict(list)
+    for v, to in edges:
+        after[v].append(to)
+    found = set(start)
+    left = list(found)
+    while left:
+        new = set(after[left.pop()]) - found
+        found |= new
+        left += new
+    return found
+
+
 def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
     """Key under which equal operations of a scope are merged (CSE); None if never."""
     if eqn.effects or len(eqn.outvars) != 1 or eqn.primitive.name in _NEVER_MERGED:
@@ -238,57 +265,43 @@ def _is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def _remove_dead(scope: Scope, read: Sequence[bool]) -> None:
-    """Remove operations whose results are not read; set unread outputs to None."""
-    scope.outs = [v if on else None for v, on in zip(scope.outs, read, strict=True)]
-    live = {v for v in scope.outs if v is not None}
-    remaining = []
-    for op in reversed(scope.ops):
-        wanted = [v in live for v in op.outs]
-        if not any(wanted) and op.outs:
+def _remove_dead(scope: Scope) -> None:
+    """Remove operations, and a loop's operands and results, on which no output depends."""
+    sources = [(made, v) for _, v, made in flows(scope)]
+    ends = [v for v in scope.outs if v is not None]
+    for op in all_ops(scope):
+        if not op.outs:  # run for its effect
+            ends += op.values
+        elif op.name == "scan":
+            consts, carry = consts_and_carry(op)
+            sources += [(out, v) for out, v in zip(op.outs, op.ins[consts : consts + carry]) if v]
+        elif op.bodies:  # of a while all carries are read, of a cond the index
+            read = (*op.values, *op.bodies[0].outs) if op.name == "while" else op.ins[:1]
+            sources += [(out, v) for out in op.outs for v in read if v]
+    _remove_all_but(reach(ends, sources), scope)
+
+
+def _remove_all_but(live: set[Value], scope: Scope) -> None:
+    scope.ops = [op for op in scope.ops if not (op.outs and live.isdisjoint(op.outs))]
+    for op in scope.ops:
+        read = [out in live for out in op.outs]
+        if op.name in PAIRWISE:
+            op.ins = [v if on else None for v, on in zip(op.ins, read, strict=True)]
+        for body in op.bodies:
+            _remove_all_but(live, body)
+        if op.name not in ("scan", "cond"):
             continue
-        remaining.append(op)
+        first = len(op.ins) - len(op.bodies[0].ins)
+        used = {i for body in op.bodies for i, v in enumerate(body.ins, first) if v in live}
         if op.name == "scan":
-            _of_scan(op, wanted)
-        elif op.name == "cond":
-            _of_cond(op, wanted)
-        elif op.name == "while":
-            _remove_dead(op.bodies[0], [True] * len(op.outs))
-        elif op.name in PAIRWISE:
-            op.ins = [v if on else None for v, on in zip(op.ins, wanted, strict=True)]
-        live.update(op.values)
-    scope.ops = remaining[::-1]
-
-
-def _of_scan(op: Op, wanted: list[bool]) -> None:
-    body, (consts, carry) = op.bodies[0], consts_and_carry(op)
-    outs, read = list(body.outs), list(wanted)
-    while True:
-        body.outs = list(outs)
-        ops = body.ops
-        _remove_dead(body, read)
-        reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
-        more = [
-            read[i] or (i < carry and body.ins[consts + i] in reached) for i in range(len(read))
-        ]
-        if more == read:
-            break
-        read, body.ops = more, ops
-    used = [v in reached for v in body.ins]
-    for i in range(carry):
-        used[consts + i] |= read[i]
-    op.ins = [v if on else None for v, on in zip(op.ins, used, strict=True)]
-    op.outs = [v if on else _Unread for v, on in zip(op.outs, read, strict=True)]
-
-
-def _of_cond(op: Op, wanted: list[bool]) -> None:
-    used = [True] + [False] * (len(op.ins) - 1)
-    for body in op.bodies:
-        _remove_dead(body, wanted)
-        reached = {v for o in body.ops for v in o.values} | {v for v in body.outs if v is not None}
-        for i, v in enumerate(body.ins):
-            used[i + 1] |= v in reached
-    op.ins = [v if on else None for v, on in zip(op.ins, used, strict=True)]
+            consts, carry = consts_and_carry(op)
+            for i in range(carry):
+                read[i] |= consts + i in used
+            used |= {consts + i for i in range(carry) if read[i]}
+        op.ins = [v if i in used or i < first else None for i, v in enumerate(op.ins)]
+        op.outs = [out if on else _Unread for out, on in zip(op.outs, read, strict=True)]
+        for body in op.bodies:
+            body.outs = [v if on else None for v, on in zip(body.outs, read, strict=True)]
 
 
 _Unread = Value(None)  # in place of a loop's unread output

@@ -150,15 +150,13 @@ class Adviser:
         for _, choice in order:
             if self._late and able:
                 break
-            if not self._of(choice).refused and self._fits_host(choice):
+            found = self._of(choice)
+            if not found.refused and found.host <= found.host_limit:
                 able.append(choice)
         best = min(able, key=lambda c: self._of(c).device, default=None)
         if best is None or self._of(best).device >= self._base.device:
             return None
         return self._change(best)
-
-    def _fits_host(self, choice: Choice) -> bool:
-        return self._of(choice).host <= self._of(choice).host_limit
 
     def _cheapest(self) -> Change | None:
         """The fastest set that fits, of those that fit by formula and of all estimated ones."""
@@ -168,20 +166,17 @@ class Adviser:
             if enough or (self._late and count):
                 break
             fitting += self._of(choice).fits == "fits"
-        fit = self._fastest()
+        able = [c for c, e in self._done.items() if not e.refused and e.fits != "does not fit"]
+        fit = min(able, key=self._cost, default=None)
         return self._change(self._fewest(fit)) if fit else None
 
-    def _fastest(self) -> Choice | None:
-        able = [c for c, e in self._done.items() if not e.refused and e.fits != "does not fit"]
-        return min(able, key=self._cost, default=None)
-
     def _cost(self, choice: Choice) -> tuple[bool, float]:
-        found, count = self._of(choice), self._count(choice)
-        return found.fits != "fits", found.seconds * (1 + MIN_GAIN * count)
+        found = self._of(choice)
+        return found.fits != "fits", found.seconds * self._effort(choice)
 
-    def _count(self, choice: Choice) -> int:
-        """The number of changes from the base."""
-        return len(changes(self.space.base, choice))
+    def _effort(self, choice: Choice) -> float:
+        """The factor of a step's time by which changes count."""
+        return 1 + MIN_GAIN * len(changes(self.space.base, choice))
 
     def _promising(self) -> Iterator[Choice]:
         """Sets of changes that fit by formula, corrected by the base's estimate."""
@@ -197,7 +192,7 @@ class Adviser:
                         cost = self.analytic_cost(choice)
                         over = max(cost.device * large / room, 1.0)
                         over *= max(cost.host / self._base.host_limit, 1.0)
-                        found[choice] = over, cost.seconds * (1 + MIN_GAIN * self._count(choice))
+                        found[choice] = over, cost.seconds * self._effort(choice)
                         grown[choice] = cost.seconds * over**2
             edge = dict(heapq.nsmallest(BEAM_WIDTH, grown.items(), key=lambda item: item[1]))
         # Sets that nearly fit come after those that fit: formulas are not exact.

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.placement.show import as_text, bytes_text, seconds_text
+from jaxspeed.placement.show import as_text, bytes_text, seconds_text, titled
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.search.candidate import Choice, with_keys
 from jaxspeed.planner.search.candidate_estimate import Estimate, why_lost
@@ -102,13 +101,9 @@ class SearchResult:
         }
 
     def __rich__(self) -> Group:
-        table = Table(title="search", title_justify="left", box=None, pad_edge=False)
-        table.add_column("")
-        table.add_column("candidate", overflow="fold", ratio=3)
-        table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("mfu", justify="right", no_wrap=True)
-        table.add_column("device", justify="right", no_wrap=True)
-        table.add_column("reason", overflow="fold", ratio=2)
+        heads = ("", "candidate", ">step", ">mfu", ">device", "reason")
+        table = titled("search", *heads, pad_edge=False)
+        table.columns[1].ratio, table.columns[-1].ratio = 3, 2
         for number, each in self._shown():
             found = each.estimate
             table.add_row(

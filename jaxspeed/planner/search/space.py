@@ -176,17 +176,12 @@ class Space:
         sizes = (n for n in divisors(per_rank) if low <= n <= high)
         return tuple(n for n in sizes if stages.accepts(per_rank // n))
 
-    def all(self) -> Iterator[Choice]:
-        """Every choice, once; the base first."""
-        return self._choices({})
-
     def coarse(self) -> Iterator[Choice]:
         """Choices to start from: one value of `gather` and at most two of `sequence`."""
-        return self._choices(
-            {"gather": (self.base.gather,), "sequence": (True, self.base.sequence)}
-        )
+        return self.all(gather=(self.base.gather,), sequence=(True, self.base.sequence))
 
-    def _choices(self, some: Mapping[str, tuple[Any, ...]]) -> Iterator[Choice]:
+    def all(self, **some: tuple[Any, ...]) -> Iterator[Choice]:
+        """Every choice, once, with the values of `some` where given; the base first."""
         yield self.base
         for mesh in self.meshes:
             yield from (choice for choice in self._on(mesh, some) if choice != self.base)
@@ -194,7 +189,7 @@ class Space:
     def _on(
         self, mesh: tuple[int, int, int, int], some: Mapping[str, tuple[Any, ...]]
     ) -> Iterator[Choice]:
-        """All choices on a mesh, field by field, with the values of `some` where given."""
+        """All choices on a mesh, field by field."""
         choices = [self.base.on(mesh)]
         for name in _ORDER:
             grown = []

@@ -7,10 +7,8 @@ the argument's kind. Arrays on which the host's cores compute are not transferre
 the device and outputs to it are `HOST_UPDATE`.
 """
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -25,12 +23,12 @@ from jaxspeed.offload.transfer_report import (
     HostTransfers,
 )
 from jaxspeed.planner.memory.tiles import local_shape
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
 from jaxspeed.planner.memory.traced_step import Step
 from jaxspeed.planner.time.infer_collectives import CollectiveOp
 
 _COMPUTE_ON = "compute_on"
-_SAME_VALUES = ("reshape", "device_put")
+_SAME = ("reshape", "device_put")
 
 
 def host_moves(step: Step) -> list[CollectiveOp]:
@@ -57,66 +55,45 @@ class _Transfer:
 class _TransferCounter:
     def __init__(self, step: Step) -> None:
         self.sizes, self.kinds = step.sizes, step.kinds
-        self.parents: dict[Value, Value] = {}
         self.moves: list[_Transfer] = []
         self.works: list[tuple[Value, int]] = []  # read in place by the host's cores, and runs
-        self.handed: set[Value] = set()  # the values that they read or computed
+        self.run(step.scope, 1)
         scope, state = step.scope, step.state
-        self.run(scope, 1)
-        for before, after in zip(scope.ins[:state], scope.outs[:state], strict=True):
-            self.join([before, after])
-        paths = zip(scope.ins[:state], step.paths[:state], strict=True)
+        steps = [each for each in flows(scope) if each[1].host and each[2].host]
+        # Slices, updates and carries of one array, in both directions.
+        alike = [(v, made) for op, v, made in steps if op.name != _COMPUTE_ON]
+        alike += [
+            (v, out) for v, out in zip(scope.ins, scope.outs[:state]) if out and v.host and out.host
+        ]
+        alike += [(made, v) for v, made in alike]
+        self.gradients = reach((v for v in self.kinds.gradients if v.host), alike)
         self.paths = {
-            self.root(value): jax.tree_util.keystr(path[1:], simple=True, separator="/")
-            for value, path in paths
-            if value.host
+            same: jax.tree_util.keystr(path[1:], simple=True, separator="/")
+            for v, path in zip(scope.ins[:state], step.paths)
+            if v.host
+            for same in reach([v], alike)
         }
-
-    # -- the host values of one array: union-find -------------------------------------------
-
-    def root(self, value: Value) -> Value:
-        while (parent := self.parents.setdefault(value, value)) is not value:
-            self.parents[value] = value = self.parents.setdefault(parent, parent)
-        return value
-
-    def join(self, values: Iterable[Value | None]) -> None:
-        roots = [self.root(v) for v in values if v is not None and v.host]
-        for other in roots[1:]:
-            self.parents[self.root(other)] = self.root(roots[0])
+        # What the host's cores read or compute, and other shapes of it.
+        handed = reach(
+            (v for v, _ in self.works), ((made, v) for op, v, made in steps if op.name in _SAME)
+        )
+        handed |= {out for op in all_ops(scope) if op.name == _COMPUTE_ON for out in op.outs}
+        self.handed = reach(handed, ((v, made) for op, v, made in steps if op.name == "reshape"))
 
     # -- one scope -------------------------------------------------------------------------------
 
     def run(self, scope: Scope, runs: int) -> None:
-        producers = {v: op for op in scope.ops for v in op.outs}
         for op in scope.ops:
             if op.name == _COMPUTE_ON:
-                self._by_host(op, runs, producers)
+                self.works += [(v, runs) for v in op.values if v.host]
             elif op.bodies:
                 self._largest(op, runs)
             elif op.name in PAIRWISE:
                 for v, out in zip(op.ins, op.outs, strict=True):
                     if v is not None and v.host != out.host:
-                        self._put(v, out, runs, scope, op)
-                    else:
-                        self.join([v, out])
-            elif any(out.host for out in op.outs):
-                # An operation on host values: operands and results are one array.
-                self.join([*op.ins, *op.outs])
-                if op.name == "reshape" and self.handed.intersection(op.values):
-                    self.handed.update(op.outs)
-
-    def _put(self, source: Value, made: Value, runs: int, scope: Scope, op: Op) -> None:
-        kind, node = (FROM_HOST, source) if source.host else (TO_HOST, made)
-        sent = min(source, made, key=self.sizes.plain)
-        self.moves.append(_Transfer(kind, node, sent, runs, scope, op))
-
-    def _by_host(self, op: Op, runs: int, producers: Mapping[Value, Op]) -> None:
-        """Arrays read and computed by the host's cores: one per result."""
-        for v in op.values:
-            if v.host:
-                self.works.append((v, runs))
-                self.handed.update(_same_values(v, producers))
-        self.handed.update(out for out in op.outs if out.host)
+                        kind, node = (FROM_HOST, v) if v.host else (TO_HOST, out)
+                        sent = min(v, out, key=self.sizes.plain)
+                        self.moves.append(_Transfer(kind, node, sent, runs, scope, op))
 
     def _largest(self, op: Op, runs: int) -> None:
         """Of branches, the one that transfers most."""
@@ -124,8 +101,6 @@ class _TransferCounter:
         for body in op.bodies:
             self.moves = []
             self.run(body, runs * max(op.trips, 1))
-            for pair in itertools.chain(*wires(op, body)):
-                self.join(pair)
             best = max(best, self.moves, key=lambda moves: sum(map(self._bytes, moves)))
         self.moves = before + best
 
@@ -135,18 +110,16 @@ class _TransferCounter:
     # -- purposes and owners ---------------------------------------------------------------------
 
     def sent(self) -> list[CollectiveOp]:
-        gradients = {self.root(v) for v in self.kinds.gradients if v.host}
-        return [self._sent(move, gradients) for move in self.moves]
+        return [self._sent(move) for move in self.moves]
 
-    def _sent(self, move: _Transfer, gradients: set[Value]) -> CollectiveOp:
-        root, value = self.root(move.node), move.sent
-        path = self.paths.get(root, "")
+    def _sent(self, move: _Transfer) -> CollectiveOp:
+        value, path = move.sent, self.paths.get(move.node, "")
         if path:
             purpose = PARAMETERS if path.startswith("params/") else OPTIMIZER
         elif move.node in self.handed:
             purpose = HOST_UPDATE
         else:
-            purpose = GRADIENTS if root in gradients else ACTIVATIONS
+            purpose = GRADIENTS if move.node in self.gradients else ACTIVATIONS
         communication = Communication(
             move.kind,
             (),
@@ -165,18 +138,6 @@ class _TransferCounter:
         """{path of an argument: bytes that the host's cores read in place}."""
         found: dict[str, int] = defaultdict(int)
         for value, runs in self.works:
-            if path := self.paths.get(self.root(value)):
+            if path := self.paths.get(value):
                 found[path] += runs * self.sizes.plain(value)
         return dict(found)
-
-
-def _same_values(v: Value | None, producers: Mapping[Value, Op]) -> Iterator[Value]:
-    """A host value, and those of which it is a reshape or copy."""
-    while v is not None and v.host:
-        yield v
-        producer = producers.get(v)
-        v = (
-            producer.ins[producer.outs.index(v)]
-            if producer and producer.name in _SAME_VALUES
-            else None
-        )

@@ -10,6 +10,7 @@ A collective is needed where an operation requires another sharding of an array 
 - In regions that are manual over an axis the collectives are in the program.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class _Inference:
         for v, d, axes in self._summed(op):
             required[v, d] |= axes
             partial |= axes
-        for v, d in (*_batching(op), *_filled(op)):
+        for v, d in _local(op):
             required[v, d] |= set(v.spec[d])
         for v in dict.fromkeys(op.values):
             if v.spec and any(v.spec):
@@ -132,7 +133,7 @@ class _Inference:
 
     def _summed(self, op: Op) -> Iterator[tuple[Value, int, set[str]]]:
         """Sharded dims over which the result is a partial sum: (operand, dim, axes)."""
-        if op.name not in _PARTIAL or (op.name in SCATTERS and any(_batching(op))):
+        if op.name not in _PARTIAL or (op.name in SCATTERS and any(_local(op))):
             return
         known, out = relations_of(op), op.outs[0]
         made = {f for factors in known.results for f in factors}
@@ -166,7 +167,8 @@ class _Inference:
         broadcast = self._broadcast_of(v)
         if broadcast is not None and broadcast.ins[0] is not None:
             v, dims = broadcast.ins[0], broadcast.params["broadcast_dimensions"]
-            spec = [spec[int(e)] if n > 1 else v.spec[d] for d, (n, e) in _dims(v, dims)]
+            places = zip(v.shape, v.spec, dims, strict=True)
+            spec = [spec[int(e)] if n > 1 else own for n, own, e in places]
         remaining = {a for e in spec for a in e}
         moved = {a for e, new in zip(v.spec, spec, strict=True) for a in e if a not in new}
         gathers = {a for a in moved - remaining if (v, a) not in self.gathered}
@@ -310,7 +312,9 @@ class _Inference:
         axes = {a for e in spec for a in e if a not in current}
         reader = next((op for op in self.scope.ops if inner in op.values), None)
         if axes and reader:
-            self._send("all-gather", axes, _with_spec(inner, spec), reader)
+            shard = copy.copy(inner)
+            shard.spec = list(spec)
+            self._send("all-gather", axes, shard, reader)
 
     def reshard_outputs(self, op: Op) -> None:
         consts, carry = consts_and_carry(op)
@@ -321,36 +325,20 @@ class _Inference:
                 self._reshard(v, spec, self.producers[v], before=False)
 
 
-def _filled(op: Op) -> Iterator[tuple[Value, int]]:
-    """Padded or sliced dims: neighbours exchange only their edges, which is neglected."""
-    if op.name in ("slice", "pad") and op.ins[0] is not None:
-        yield from ((op.ins[0], d) for d in range(len(op.ins[0].shape)))
+def _local(op: Op) -> Iterator[tuple[Value, int]]:
+    """Dims that stay sharded: batching dims of a gather or scatter, padded or sliced dims.
 
-
-def _batching(op: Op) -> Iterator[tuple[Value, int]]:
-    """Batching dims of a gather or scatter."""
-    if op.name != "gather" and op.name not in SCATTERS:
-        return
-    numbers = op.params["dimension_numbers"]
+    Of those neighbours exchange only their edges, which is neglected.
+    """
+    first, numbers = op.ins[0] if op.ins else None, op.params.get("dimension_numbers")
     batching = getattr(numbers, "operand_batching_dims", ())
-    if op.name == "gather":
-        if op.ins[0] is not None:
-            yield from ((op.ins[0], int(d)) for d in batching)
-    elif batching and (updates := op.ins[2]) is not None:
-        window = numbers.update_window_dims
+    if op.name in ("slice", "pad") and first is not None:
+        yield from ((first, d) for d in range(len(first.shape)))
+    elif op.name == "gather" and first is not None:
+        yield from ((first, int(d)) for d in batching)
+    elif op.name in SCATTERS and batching and (updates := op.ins[2]) is not None:
+        window = op.params["dimension_numbers"].update_window_dims
         yield from ((updates, d) for d in range(len(updates.shape)) if d not in window)
-
-
-def _dims(v: Value, dims: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(dim of `v`, (its size, the dim that it becomes in the broadcast result))."""
-    yield from enumerate(zip(v.shape, dims, strict=True))
-
-
-def _with_spec(value: Value, spec: Sequence[tuple[str, ...]]) -> Value:
-    new = Value(None)
-    new.shape, new.dtype, new.size, new.host = value.shape, value.dtype, value.size, value.host
-    new.spec = list(spec)
-    return new
 
 
 def _sum(found: Sequence[CollectiveOp]) -> int:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.communication import FROM_HOST, TO_HOST, Communication, ring_bytes
-from jaxspeed.placement.show import as_text, bytes_text, seconds_text
+from jaxspeed.placement.show import as_text, bytes_text, seconds_text, titled
 
 WIDTH = 80
 HOUR = 3600
@@ -128,10 +128,7 @@ class Time:
         }
 
     def __rich__(self) -> Group:
-        parts = Table(title="step time (estimate)", title_justify="left", box=None)
-        parts.add_column("")
-        parts.add_column("", justify="right")
-        parts.add_column("")
+        parts = titled("step time (estimate)", "", ">", "")
         for name, seconds, of in (
             ("compute", self.compute, "matmuls and kernels, at the achieved rate"),
             ("memory", self.memory, "memory-bound operations"),
@@ -151,11 +148,8 @@ class Time:
         return Group(*lines)
 
     def _links(self) -> Table:
-        table = Table(title="communication, per device and step", title_justify="left", box=None)
-        for column in ("", "purpose", "over"):
-            table.add_column(column, overflow="fold")
-        for column in ("runs", "bytes", "time", "exposed"):
-            table.add_column(column, justify="right", no_wrap=True)
+        heads = ("", "purpose", "over", ">runs", ">bytes", ">time", ">exposed")
+        table = titled("communication, per device and step", *heads)
         for e in sorted(self.exchanges, key=lambda e: -e.seconds)[:12]:
             over = ", ".join(e.axes) or "host"
             over += " (network)" if e.link == "network" else ""
