@@ -342,7 +342,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_of_branches_the_one_that_transfers_most_counts",
     ),
     (
-        "purpose = GRADIENTS if root in gradients else ACTIVATIONS",
+        "purpose = GRADIENTS if move.node in self.gradients else ACTIVATIONS",
         "purpose = ACTIVATIONS",
         "test_what_reaches_the_next_state_by_itself_is_a_gradient_and_else_an_activation",
     ),
