@@ -166,14 +166,24 @@ def with_functions(eqn: Any, new: Callable[[Any], Any]) -> Any:
 def forwarded(jaxpr: Any) -> list[Any]:
     """For each result of a jaxpr the input variable that it equals unchanged, or None.
 
-    Calls, loops and branches are looked into.
+    Calls, loops and branches are looked into, and transpositions may cancel: `nnx.scan` along
+    another dim than the first returns the parameters that it sliced.
     """
-    origin = {v: v for v in jaxpr.invars}
+    # The input that a variable equals, with its dims in this order.
+    origin: dict[Any, tuple[Any, tuple[int, ...]]] = {v: (v, _in_order(v)) for v in jaxpr.invars}
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "transpose" and eqn.invars[0] in origin:
+            source, order = origin[eqn.invars[0]]
+            origin[eqn.outvars[0]] = source, tuple(order[d] for d in eqn.params["permutation"])
         for out, i in zip(eqn.outvars, forwarded_operands(eqn)):
             if i is not None and is_var(eqn.invars[i]) and eqn.invars[i] in origin:
                 origin[out] = origin[eqn.invars[i]]
-    return [origin.get(v) if is_var(v) else None for v in jaxpr.outvars]
+    found = [origin.get(v, (None, ())) if is_var(v) else (None, ()) for v in jaxpr.outvars]
+    return [v if v is not None and order == _in_order(v) else None for v, order in found]
+
+
+def _in_order(variable: Any) -> tuple[int, ...]:
+    return tuple(range(len(getattr(variable.aval, "shape", ()))))
 
 
 def forwarded_operands(eqn: Any) -> list[int | None]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspeed.config import match
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.primitives import RANDOM
-from jaxspeed.jaxpr.traverse import forwarded, runs
+from jaxspeed.jaxpr.traverse import forwarded, is_var, runs
 from jaxspeed.objective.autocast import Autocast, asks_for_full_precision, with_autocast
 from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.loss import Loss, parse_loss
@@ -212,6 +212,7 @@ def _without_unwritten(
 ) -> tuple[Any, Any]:
     """Remove outputs that are unchanged inputs: (program, tree of its results).
 
+    Transposes that nothing else reads go too: a stack is found by what reads its parameters.
     Its first inputs are the parameters at these paths, one by one, and then the variables.
     """
     rest = (path for path in sorted(variables) for _ in jax.tree.leaves(variables[path]))
@@ -224,5 +225,11 @@ def _without_unwritten(
     changed = {path: i for path, i in names.items() if own.get(origins[i]) != path}
     outs = closed.jaxpr.outvars
     outs = [*outs[:count], *(outs[count + i] for i in changed.values())]
-    jaxpr = closed.jaxpr.replace(outvars=outs)
+    eqns: list[Any] = []
+    read = set(filter(is_var, outs))
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.primitive.name != "transpose" or eqn.outvars[0] in read:
+            eqns.append(eqn)
+            read.update(filter(is_var, eqn.invars))
+    jaxpr = closed.jaxpr.replace(outvars=outs, eqns=eqns[::-1])
     return closed.replace(jaxpr=jaxpr), jax.tree.structure((loss, changed))

@@ -101,8 +101,9 @@ class UnlikeStage(Stage):
 
         def local(*args: Any) -> Values:
             _, own = split.traced()
-            assert isinstance(own, UnlikeParts)
-            own = own.of_samples(parts, ranks)
+            _, alike = self.split.traced() if ranks > 1 else (None, own)
+            assert isinstance(own, UnlikeParts) and isinstance(alike, UnlikeParts)
+            own = own.of_samples(parts, alike, ranks)
             stages = range(self.split.stages)
             branches = [of_branch(self._branch(own, stage)) for stage in stages]
             found = lax.switch(args[at], branches, *args)

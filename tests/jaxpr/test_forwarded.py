@@ -53,6 +53,15 @@ def test_a_scan_forwards_its_carry_and_its_slices():
     assert places(run, *args) == [0, None, 2, None, None]
 
 
+def test_transpositions_that_cancel_are_seen_through_a_scan():
+    def run(xs, ys):
+        _, same = lax.scan(lambda c, x: (c, x), 0.0, xs.transpose(2, 0, 1))
+        return same.transpose(1, 2, 0), same.transpose(2, 1, 0), ys.T, ys.T.T
+
+    args = (jnp.ones((2, 2, 2)), jnp.ones((2, 2)))
+    assert places(run, *args) == [0, None, None, 1]
+
+
 def test_a_scan_that_exchanges_its_carry_forwards_nothing():
     def run(a, b):
         return lax.scan(lambda carry, _: (carry[::-1], None), (a, b), length=3)[0]

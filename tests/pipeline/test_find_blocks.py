@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -12,6 +13,7 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ModelError, PlacementError
 from jaxspeed.placement.stacks import UnlikeStages
 from jaxspeed.train import build_program
+from jaxspeed.train.tensor_names import traced_example
 
 WIDTH = 16
 RNG = np.random.default_rng(0)
@@ -46,6 +48,36 @@ class Scanned(nn.Module):
         stacked = {"variable_axes": {"params": self.axis}, "split_rngs": {"params": True}}
         x, _ = nn.scan(Block, **stacked, length=4)(name="layers")(nn.Dense(WIDTH)(x), None)
         return nn.Dense(1)(x)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def nnx_scanned(axis):
+    """A factory of unnamed blocks that `nnx.vmap` creates and `nnx.scan` runs along dim `axis`."""
+
+    class NnxScanned(nnx.Module):
+        def __init__(self, rngs):
+            self.enter = nnx.Linear(6, WIDTH, rngs=rngs)
+            stacked = nnx.StateAxes({nnx.Param: axis, ...: 0})
+            make = nnx.vmap(NnxBlock, in_axes=0, out_axes=stacked)
+            self.layers = make(rngs.fork(split=4))
+            self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+        def __call__(self, x):
+            stacked = nnx.StateAxes({nnx.Param: axis, ...: 0})
+            run = nnx.scan(
+                lambda x, block: block(x), in_axes=(nnx.Carry, stacked), out_axes=nnx.Carry
+            )
+            return self.head(run(self.enter(x), self.layers))
+
+    return NnxScanned
 
 
 def losses_of(model, **config):
@@ -89,6 +121,45 @@ def test_blocks_that_are_scanned_need_no_names(name):
     axis, config = SETTINGS[name]
     # The two models have equal values: Flax draws them per layer and stacks them.
     np.testing.assert_allclose(losses_of(Scanned(axis), **config), losses_of(Scanned(0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in SETTINGS]
+)
+def test_blocks_under_nnx_scan_need_no_names(name):
+    axis, config = SETTINGS[name]
+    found = losses_of(nnx_scanned(axis), gradient_clipping=0, **config)
+    np.testing.assert_allclose(found, plain_losses(nnx_scanned(axis)), rtol=1e-5)
+
+
+def plain_losses(factory):
+    graph, params, rest = nnx.split(factory(nnx.Rngs(0)), nnx.Param, ...)
+    tx = optax.adam(1e-2)
+    state, losses = tx.init(params), []
+    for _ in range(3):
+        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p, rest), BATCH))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_the_stack_under_nnx_scan_is_found_on_any_dim(axis):
+    stack = stack_of(nnx_scanned(axis))
+    assert stack.layers == 4 and all(path.startswith("layers/") for path in stack.paths)
+    assert len(stack.paths) == 4
+    dims = {"layers/up/kernel": axis % 3, "layers/up/bias": axis % 2}
+    assert {path: stack.layers_dim(path) for path in dims} == dims
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_layer_under_nnx_scan_is_a_unit_and_writes_no_parameter(axis):
+    config = Config(**CONFIG, zero_optimization=STAGE_3)
+    program = build_program(config, nnx_scanned(axis), loss, example_batch=BATCH)
+    traced = traced_example(program.model, loss, BATCH, program.mesh)
+    assert traced.units.kinds == (("NnxBlock", 4),)
+    assert not traced.written
 
 
 def test_the_stack_is_that_of_the_scan():

@@ -108,6 +108,44 @@ class BatchMean(UNet):
         return self.last(self.up1(jnp.concatenate([self.up2(jnp.concatenate([x, x], -1))] * 2, -1)))
 
 
+def with_mixed(mix):
+    """A UNet whose blocks are followed by `mix`."""
+
+    class Mixed(UNet):
+        def __call__(self, x):
+            x = mix(self.down2(self.down1(self.first(x))))
+            x = self.middle(x)
+            x = self.up2(jnp.concatenate([x, x], -1))
+            return self.last(self.up1(jnp.concatenate([x, x], -1)))
+
+    return Mixed
+
+
+ORDER = np.arange(SAMPLES * 8 * 16, dtype=np.float32)
+# What each data rank alone would compute otherwise; a sum with x keeps the dim of samples.
+MIXED = {
+    "reduce_max": lambda x: x / jnp.abs(x).max(),
+    "rev": lambda x: x + x[::-1],
+    "cumsum": lambda x: x + jnp.cumsum(x, axis=0),
+    "dot_general": lambda x: jnp.einsum("btc,dtc,dse->bse", x, x, x),
+    "scatter": lambda x: x.at[0].set(0.0),
+    "slice": lambda x: x - x[:1],
+    "iota": lambda x: x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None],
+    "constant": lambda x: x + ORDER.reshape(-1, 8, 16)[: x.shape[0]],
+    "random_bits": lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "scan": lambda x: lax.scan(lambda c, y: (c + y, c + y), jnp.zeros(x.shape[1:]), x)[1] + x,
+    "while": lambda x: lax.while_loop(lambda c: c.max() > 1e3, lambda c: c / 2, x),
+}
+# Samples stay apart.
+APART = {
+    "another dim": lambda x: x + jnp.cumsum(jnp.sort(x, axis=1), axis=1)[:, ::-1],
+    "merged with positions": lambda x: x + jnp.tanh(x.reshape(-1, 16)).reshape(x.shape),
+    "attention": lambda x: x + jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x,
+    "scan": lambda x: x + lax.map(jnp.tanh, x),
+    "vmap": lambda x: x + jax.vmap(lambda y: y - y.mean())(x),
+}
+
+
 def translation(model, batch):
     logits = model(batch["source"], batch["target"][:, :-1])
     targets = batch["target"][:, 1:]
@@ -287,6 +325,48 @@ def test_settings_that_unlike_stages_exclude_are_named(name):
 def test_blocks_that_mix_samples_are_refused_over_data_ranks_by_name():
     run, batch = engine("batch mean", 2, 2)
     with pytest.raises(ModelError, match=r"a reduce_sum mixes.*\(down1/conv, down1/norm"):
+        run.train_batch(batch)
+
+
+def refuse_mixed(model):
+    batch = CASES["UNet"][2]
+    config = Config(**{**CONFIG, "mesh": {"pipe": 2, "data": 2}})
+    program = build_program(
+        config, model, denoising, example_batch=batch, devices=jax.devices()[:4]
+    )
+    traced = traced_example(program.model, denoising, batch, program.mesh)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    paths = [row.path for row in program.table]
+
+    def check():
+        split_program(traced, paths, program.table.stack, one).refuse_mixed_samples()
+
+    program.in_mesh(check)()
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_operations_that_mix_samples_are_refused_over_data_ranks(name):
+    with pytest.raises(ModelError, match=rf"mesh.pipe: a {name}.*(mixes|value for each sample)"):
+        refuse_mixed(with_mixed(MIXED[name]))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operations_on_each_sample_alone_are_accepted(name):
+    refuse_mixed(with_mixed(APART[name]))
+
+
+COUNTING = {
+    "a factor": lambda x: x / x.shape[0],
+    "a branch": lambda x: x / 2 if x.shape[0] > 2 else x,
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_blocks_that_compute_with_the_number_of_samples_are_refused(name, monkeypatch):
+    case = with_mixed(COUNTING[name]), denoising, CASES["UNet"][2]
+    monkeypatch.setitem(CASES, "counting", case)
+    run, batch = engine("counting", 2, 2, gradient_accumulation_steps=2)
+    with pytest.raises(ModelError, match="computes something else of 2 samples"):
         run.train_batch(batch)
 
 
