@@ -186,11 +186,12 @@ def rope_scaling(fields: Mapping[str, Any]) -> Scaling | None:
     names = [field.name for field in dataclasses.fields(SCALINGS[kind])]
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"rope_scaling: {unknown[0]!r} is none of {kind}'s {', '.join(names)}")
-    try:
-        scaling: Scaling = SCALINGS[kind](**given)
-    except TypeError as error:
-        raise ValueError(f"rope_scaling {dict(fields)}: {error}") from None
-    return scaling
+    needed = [
+        f.name for f in dataclasses.fields(SCALINGS[kind]) if f.default is dataclasses.MISSING
+    ]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"rope_scaling {dict(fields)}: {kind} needs {' and '.join(missing)}")
+    return SCALINGS[kind](**given)
 
 
 class Rotation(NamedTuple):

@@ -148,7 +148,7 @@ BROKEN = {
         "rope_type is 'cubic'; known are llama3, linear, yarn, dynamic, longrope",
     ),
     "scaling without its fields": (
-        with_config(rope_scaling={"type": "linear"}), "missing 1 required positional argument",
+        with_config(rope_scaling={"type": "linear"}), "linear needs factor",
     ),
     "scaling with other fields": (
         with_config(rope_scaling={"type": "linear", "factor": 2.0, "fctor": 1}), "'fctor' is none",

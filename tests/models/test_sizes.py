@@ -19,6 +19,8 @@ PUBLISHED = {
     ("llama", "llama3-70b"): 70_553_706_496,
     ("llama", "llama3.1-8b"): 8_030_261_248,
     ("llama", "llama3.1-70b"): 70_553_706_496,
+    ("gemma", "gemma2-2b"): 2_614_341_888,
+    ("gemma", "gemma2-9b"): 9_241_705_984,
     ("vit", "vit-ti16"): 5_717_416,
     ("vit", "vit-s16"): 22_050_664,
     ("vit", "vit-b16"): 86_567_656,
@@ -78,7 +80,14 @@ def test_names_stand_at_the_dims_they_mean():
         (("gpt2", "gpt2-xxl", {}), "unknown preset 'gpt2-xxl': did you mean 'gpt2-xl'"),
         (("llama", "tiny", {"hidden": 1}), "unknown field of the llama config 'hidden'"),
         (("vit", "tiny", {"patch_size": 7}), "patch_size 7 does not divide image_size 32"),
-        (("llama", "tiny", {"rope_scaling": {"rope_type": "yarn"}}), "only rope_type 'llama3'"),
+        (
+            ("llama", "tiny", {"rope_scaling": {"rope_type": "cubic"}}),
+            "rope_type is 'cubic'; known are llama3",
+        ),
+        (
+            ("gemma", "tiny", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}),
+            "yarn needs original_max_position_embeddings",
+        ),
         (
             ("gpt2", "tiny", {"num_attention_heads": 5}),
             "num_attention_heads 5 does not divide hidden_size 64",

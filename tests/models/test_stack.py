@@ -13,6 +13,7 @@ from tests.support.covering import covering
 BATCHES = {
     "gpt2": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
     "llama": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 17))},
+    "gemma": {"tokens": np.random.default_rng(0).integers(0, 256, (2, 33))},
     "vit": {"images": np.ones((2, 32, 32, 3), np.float32), "labels": np.array([1, 2])},
     "mlp": {"x": np.ones((2, 16), np.float32), "y": np.array([1, 2])},
 }

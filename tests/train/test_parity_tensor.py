@@ -47,6 +47,17 @@ CASES = {
         )
         for heads in KEY_HEADS
     },
+    "gemma": family(  # a window, so that local layers differ from global ones
+        "gemma",
+        language,
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        head_dim=4,
+        intermediate_size=32,
+        sliding_window=3,
+        query_pre_attn_scalar=4.0,
+        **TEXT,
+    ),
 }
 CUT = {"sequence_parallel_activations": True}
 BETWEEN = {
@@ -59,7 +70,7 @@ TENSOR, STAGES = (2, 4, 8), (0, 1, 2, 3)
 # (model, tensor, stage, activations between the cuts), by their numbers. Some always run.
 COVERING = {
     *((0, 2, 2, 2), (1, 4, 3, 1), (2, 2, 3, 0), (3, 8, 1, 2), (4, 8, 0, 1), (5, 4, 2, 0)),
-    (0, 4, 1, 3),
+    *((0, 4, 1, 3), (6, 2, 3, 1)),
 }
 ALWAYS = {(0, 4, 1, 3)}
 
