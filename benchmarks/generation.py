@@ -80,9 +80,7 @@ def main() -> int:
         for name, each in found.items():
             shown = "  ".join(f"{which} {value:.3g}" for which, value in each.items())
             print(f"{name:<8}{shown}")
-    return int(
-        "one" in found and found["one"]["ratio cpu"] > BOUND
-    )
+    return int("one" in found and found["one"]["ratio cpu"] > BOUND)
 
 
 if __name__ == "__main__":
