@@ -51,6 +51,7 @@ LONG = (
     # of the run that the second one leaves
     "jaxspeed eval configs/tiny.yaml",
     "jaxspeed sample configs/tiny.yaml --prompt 'import ' --tokens 100",
+    "jaxspeed sample configs/tiny.yaml --prompt 'def ' --temperature 0.7 --top-p 0.9 --stop '#'",
     "jaxspeed checkpoint export runs/tiny weights/ --dtype bf16",
 )
 FEW_STEPS = " --set run.steps=4 --set run.eval_batches=1"

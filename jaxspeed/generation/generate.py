@@ -142,9 +142,9 @@ class BatchRow:
 class Generation:
     """A request that is being generated: an iterator over pieces of its texts."""
 
-    def __init__(self, rows: list[BatchRow], count: int, steps: Steps, rules: Any, context: int):
+    def __init__(self, rows: list[BatchRow], count: int, steps: Steps, context: int, text: bool):
         self._rows, self._count, self._steps = rows, count, steps
-        self._rules, self._context = rules, context
+        self._context, self._text = context, text
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[TextPiece]:
@@ -174,8 +174,8 @@ class Generation:
     def _draws(self) -> dict[str, Any]:
         keys = np.stack([row.key for row in self._rows])
         drawn = np.asarray([row.drawn for row in self._rows], np.int32)
-        draws = {"rules": self._rules, "keys": keys, "drawn": drawn}
-        if "repetition_penalty" in self._rules:
+        draws = {"keys": keys, "drawn": drawn}
+        if self._text:
             most = bucket(max(len(row.ids) for row in self._rows), 1 << 30)
             draws["text"] = np.full((len(keys), most), NO_TOKEN, np.int32)
             for row, ids in zip(draws["text"], (row.ids for row in self._rows)):
@@ -200,19 +200,20 @@ class Generator:
         rows = [BatchRow(ids, request, number) for number, ids in enumerate(prompts)]
         longest = max(map(len, prompts)) + request.tokens
         context = request.context or self.context or longest
-        steps = self._steps(len(rows), bucket(min(context, longest), context), state)
-        return Generation(rows, count, steps, request.sampling.rules, context)
+        rules = request.sampling.rules
+        steps = self._steps(len(rows), bucket(min(context, longest), context), state, rules)
+        return Generation(rows, count, steps, context, "repetition_penalty" in rules)
 
     @cached_property
     def context(self) -> int | None:
         """The tokens that the model sees at most, if its config says so."""
         return getattr(sizes_of(self.program.source.model), "max_position_embeddings", None)
 
-    def _steps(self, rows: int, length: int, state: TrainState) -> Steps:
+    def _steps(self, rows: int, length: int, state: TrainState, rules: Any) -> Steps:
         if (rows, length) not in self._programs:
             self._programs[rows, length] = self._compilable(rows, length)
         programs = self._programs[rows, length]
-        runs = Runs(self.program, state)
+        runs = Runs(self.program, state, rules)
         if programs.cached is None:
             return Recomputed(programs, runs, length)
         if programs.cached.one_by_one:

@@ -7,7 +7,7 @@ as in a step. A cache is sharded over the data axes by sequences and over `tenso
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,23 @@ from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.train.program import Program
 
-# What is drawn with: the "rules", "keys" [rows, 2] and the number of tokens "drawn" [rows] so far;
-# for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
+# What is drawn with: "keys" [rows, 2] and the number of tokens "drawn" [rows] so far; for a
+# repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
 Draws = Mapping[str, Any]
+Rules = Mapping[str, Any]
 NO_TOKEN = np.iinfo(np.int32).max
+
+
+class ModelState(NamedTuple):
+    """What generation reads of a train state."""
+
+    sources: Arrays
+    variables: Arrays
+    step: Any
+
+    @classmethod
+    def of(cls, program: Program, state: TrainState) -> "ModelState":
+        return cls(state.sources(program.table), state.variables, state.step)
 
 
 class ForwardPrograms:
@@ -44,36 +57,40 @@ class ForwardPrograms:
 
     @functools.cached_property
     def recompute(self) -> Any:
-        """`recompute(state, batch, draws)`: the next tokens [rows], without a cache."""
+        """`recompute(state, batch, draws, rules)`: the next tokens [rows], without a cache."""
 
-        def recompute(state: TrainState, batch: Any, draws: Draws) -> jax.Array:
-            return self._next(state, {}, batch, draws)[0]
+        def recompute(state: ModelState, batch: Any, draws: Draws, rules: Rules) -> jax.Array:
+            return self._next(state, {}, batch, draws, rules)[0]
 
-        return self._jit(recompute, self._replicated)
+        return self._jit(recompute, (None, self._rows, self._rows, None), self._replicated)
 
     @functools.cached_property
     def prefill(self) -> Any:
-        """`prefill(state, batch, draws)`: (the next tokens, caches of the sequences' starts)."""
+        """`prefill(state, batch, draws, rules)`: (the next tokens, caches of all before)."""
 
-        def prefill(state: TrainState, batch: Any, draws: Draws) -> tuple[jax.Array, Arrays]:
+        def prefill(
+            state: ModelState, batch: Any, draws: Draws, rules: Rules
+        ) -> tuple[jax.Array, Arrays]:
             assert self.cached is not None
-            return self._next(state, self.cached.fresh(), batch, draws)
+            return self._next(state, self.cached.fresh(), batch, draws, rules)
 
-        return self._jit(prefill, (self._replicated, self._caches))
+        given = (None, self._rows, self._rows, None)
+        return self._jit(prefill, given, (self._replicated, self._caches))
 
     @functools.cached_property
     def decode(self) -> Any:
-        """`decode(state, caches, batch, draws)`: (the next tokens, the caches with one token more).
+        """`decode(state, caches, batch, draws, rules)`: (the next tokens, the caches after it).
 
         Donates the caches.
         """
 
         def decode(
-            state: TrainState, caches: Arrays, batch: Any, draws: Draws
+            state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
         ) -> tuple[jax.Array, Arrays]:
-            return self._next(state, caches, batch, draws)
+            return self._next(state, caches, batch, draws, rules)
 
-        return self._jit(decode, (self._replicated, self._caches), donate_argnums=1)
+        given = (None, self._caches, self._rows, self._rows, None)
+        return self._jit(decode, given, (self._replicated, self._caches), donate_argnums=1)
 
     def check(self, rows: int) -> None:
         """Raise ModelError if the model cannot be called with its caches."""
@@ -81,18 +98,25 @@ class ForwardPrograms:
         one = np.zeros((rows, 1), np.int32)
         batch = {"tokens": one, "positions": one, "at": np.zeros(rows, np.int32)}
         keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
-        draws = {"rules": {}, "keys": keys, "drawn": np.zeros(rows, np.int32)}
+        draws = {"keys": keys, "drawn": np.zeros(rows, np.int32)}
         caches = jax.eval_shape(self.cached.fresh)
-        jax.eval_shape(self.decode, self._program.state, caches, batch, draws)
+        state = ModelState.of(self._program, self._program.state)
+        jax.eval_shape(self.decode, state, caches, batch, draws, {})
 
     @functools.cached_property
     def fresh(self) -> Any:
         """`fresh()`: empty caches."""
         assert self.cached is not None
-        return self._jit(self.cached.fresh, self._caches)
+        return self._jit(self.cached.fresh, (), self._caches)
 
-    def _jit(self, function: Any, shardings: Any, **options: Any) -> Any:
-        return jax.jit(self._program.in_mesh(function), out_shardings=shardings, **options)
+    def _jit(self, function: Any, given: Any, shardings: Any, **options: Any) -> Any:
+        in_mesh = self._program.in_mesh(function)
+        return jax.jit(in_mesh, in_shardings=given, out_shardings=shardings, **options)
+
+    @property
+    def _rows(self) -> NamedSharding:
+        """Of arrays with one row for each sequence."""
+        return NamedSharding(self._program.mesh, PartitionSpec(DATA_AXES))
 
     @property
     def _replicated(self) -> NamedSharding:
@@ -113,11 +137,10 @@ class ForwardPrograms:
         return places
 
     def _next(
-        self, state: TrainState, caches: Arrays, batch: Any, draws: Draws
+        self, state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
     ) -> tuple[jax.Array, Arrays]:
-        sources = state.sources(self._program.table)
         variables = {**state.variables, **caches}
-        loss, written = self._objective(sources, variables, batch, state.step, 0, False)
+        loss, written = self._objective(state.sources, variables, batch, state.step, 0, False)
         logits = loss.metrics["logits"]
         keys = jax.random.wrap_key_data(draws["keys"])
         keys = jax.vmap(jax.random.fold_in)(keys, draws["drawn"])
@@ -125,7 +148,7 @@ class ForwardPrograms:
         if "text" in draws:
             rows = jnp.arange(len(logits))[:, None]
             seen = jnp.zeros(logits.shape, bool).at[rows, draws["text"]].set(True, mode="drop")
-        tokens = draw(logits, draws["rules"], keys, seen)
+        tokens = draw(logits, rules, keys, seen)
         return tokens, {path: written.get(path, caches[path]) for path in caches}
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxspeed.generation.programs import Draws, ForwardPrograms
+from jaxspeed.generation.programs import Draws, ForwardPrograms, ModelState, Rules
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
 
@@ -109,16 +109,19 @@ class OneByOne:
 
 
 class Runs:
-    """Calls of the programs with a state, and with arrays sharded by sequences."""
+    """Calls of the programs with a model's state and with the rules of a request."""
 
-    def __init__(self, program: Program, state: TrainState) -> None:
-        self._program, self._state = program, state
+    def __init__(self, program: Program, state: TrainState, rules: Rules) -> None:
+        self._program, self._rules = program, rules
+        self._state = ModelState.of(program, state)
+        self._several = jax.process_count() > 1
 
     def __call__(self, function: Any, *args: Any) -> Any:
         *caches, batch, draws = args
-        rows = {name: x for name, x in draws.items() if name != "rules"}
-        placed = jax.device_put((batch, rows), self._program.batch_shardings((batch, rows)))
-        return function(self._state, *caches, placed[0], {**placed[1], "rules": draws["rules"]})
+        if self._several:  # jit itself takes arrays of one process only
+            rows = batch, draws
+            batch, draws = jax.device_put(rows, self._program.batch_shardings(rows))
+        return function(self._state, *caches, batch, draws, self._rules)
 
 
 def padded(seen: Sequence[Seen], length: int) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import jaxspeed
 from jaxspeed import models
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
+from jaxspeed.generation.programs import ModelState
 from tests.generation import plain
 
 RNG = np.random.default_rng(0)
@@ -32,7 +33,10 @@ PLACEMENTS = {
     "tensor 2": {"mesh": {"tensor": 2}},
     "ZeRO 3": ZERO3,
     "ZeRO 3, tensor 2": {"mesh": {"tensor": 2}, **ZERO3},
-    "sequence parallel": {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
+    "sequence parallel": {
+        "mesh": {"tensor": 2},
+        "parallel": {"sequence_parallel_activations": True},
+    },
     "ZeRO 3, bf16": {**ZERO3, "bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -143,9 +147,9 @@ def test_a_decode_step_moves_no_cache_between_devices():
         "positions": np.ones((2, 1), np.int32),
         "at": np.zeros(2, np.int32),
     }
-    lowered = programs.decode.lower(
-        engine.state, generation._steps._caches, batch, generation._draws()
-    )
+    state = ModelState.of(engine.program, engine.state)
+    draws = generation._draws()
+    lowered = programs.decode.lower(state, generation._steps._caches, batch, draws, {})
     text = lowered.compile().as_text()
     gathered = [
         line for line in text.splitlines() if " all-gather(" in line or "all-to-all(" in line
