@@ -15,6 +15,7 @@ from typing import Any
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.agent import decoded, encoded_job
 from jaxspeed.launch.local_group import Ended, HostJob, Output
+from jaxspeed.launch.rendezvous import is_loopback
 
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=3"
 LOST = 255  # ssh's own exit code
@@ -128,20 +129,16 @@ def coordinator_host(hosts: list[str]) -> str:
       ConfigError: it is a loopback address, and others are not.
     """
     first, *others = hosts
-    apart = [host for host in others if not _is_loopback(host)]
+    apart = [host for host in others if not is_loopback(host)]
     if not apart:
-        return "127.0.0.1" if _is_loopback(first) else first
+        return "127.0.0.1" if is_loopback(first) else first
     if is_here(first):
         return _address_towards(apart[0])
-    if _is_loopback(first):
+    if is_loopback(first):
         raise ConfigError(
             f"the coordinator on {first} cannot be reached from {apart[0]}; give --coordinator"
         )
     return first
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def _address_towards(host: str) -> str:

@@ -167,7 +167,9 @@ def test_two_hosts_train_and_end_when_their_link_is_cut(two_hosts, tmp_path):
     said, _ = child.communicate(timeout=400)
     assert time.monotonic() - begun < 180
     assert child.returncode not in (0, ExitCode.CONFIG, ExitCode.PREEMPTED), said[-3000:]
-    assert re.search(r"rank [01] of 2 on host-[ab] ", said.splitlines()[-1])
+    named = re.search(r"rank (\d) of 2 on (host-.) .*: process (\d) on (host-.), in ", said)
+    assert named and {named[1], named[3]} == {"0", "1"}, said[-3000:]
+    assert {named[2], named[4]} == {"host-a", "host-b"}
 
 
 @pytest.mark.ray
