@@ -26,6 +26,7 @@ from jaxspeed.objective.pretrained import Pretrained
 FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",
     "llama": "jaxspeed.models.llama",
+    "gemma": "jaxspeed.models.gemma",
     "vit": "jaxspeed.models.vit",
     "mlp": "jaxspeed.models.mlp",
 }
@@ -37,6 +38,8 @@ MODEL_TYPES: dict[str, str] = {
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
     "vit": "vit",
 }
 

@@ -48,6 +48,9 @@ class LanguageModel(Protocol):
     @property
     def vocab_chunk(self) -> int | None: ...
 
+    @property
+    def logit_soft_cap(self) -> float | None: ...
+
 
 class Decoder(nnx.Module):
     """Base class of language models: a head that may be tied, and logits.
@@ -67,6 +70,10 @@ class Decoder(nnx.Module):
     @property
     def vocab_chunk(self) -> int | None:
         return self.config.vocab_chunk
+
+    @property
+    def logit_soft_cap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
 
     def __call__(self: LanguageModel, tokens: jax.Array, **context: jax.Array | None) -> jax.Array:
         """Logits [batch, seq, vocab] in fp32; `context` as in `hidden`."""
@@ -108,6 +115,7 @@ def next_token_loss(model: LanguageModel, batch: LanguageBatch) -> tuple[jax.Arr
         model.head_weight,
         p.targets,
         ignore_index=IGNORED,
+        soft_cap=model.logit_soft_cap,
         chunk=model.vocab_chunk,
     )
 
@@ -116,4 +124,6 @@ def logits(model: LanguageModel, hidden: jax.Array) -> jax.Array:
     """hidden [batch, seq, embed] to logits [batch, seq, vocab], in fp32."""
     weight = model.head_weight
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jnp.einsum("bse,ve->bsv", hidden, weight, preferred_element_type=dtype)
+    logits = jnp.einsum("bse,ve->bsv", hidden, weight, preferred_element_type=dtype)
+    cap = model.logit_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -138,9 +138,15 @@ def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> B
 
 
 def scan_blocks(
-    blocks: nnx.Module, x: jax.Array, *args: object, unroll: int | bool = 1
+    blocks: nnx.Module,
+    x: jax.Array,
+    *args: object,
+    each: tuple[jax.Array, ...] = (),
+    unroll: int | bool = 1,
 ) -> jax.Array:
     """Apply every block of a stack in order: `x = block(x, *args)`.
+
+    Arrays of `each` have a first dim of layers; a block gets its own as its last arguments.
 
     `lax.scan` compiles one block, whatever their number; `unroll` is the number of blocks per
     iteration, or True for all. Parameters are only read; other changed variables, such as dropout's
@@ -149,15 +155,15 @@ def scan_blocks(
     graphdef, *states = nnx.split(blocks, nnx.Param, ...)
     params, rest = states
 
-    def body(x: jax.Array, layer: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
+    def body(x: jax.Array, layer: tuple[nnx.State, nnx.State, tuple[jax.Array, ...]]):
         before = {path: v.get_value() for path, v in nnx.to_flat_state(layer[1])}
-        block = nnx.merge(graphdef, *layer)
-        y = block(x, *args)
+        block = nnx.merge(graphdef, *layer[:2])
+        y = block(x, *args, *layer[2])
         after = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
         changed = [(path, v) for path, v in after if v.get_value() is not before.get(path)]
         return y, nnx.from_flat_state(changed)
 
-    x, changed = lax.scan(body, x, (params, rest), unroll=unroll)
+    x, changed = lax.scan(body, x, (params, rest, each), unroll=unroll)
     if changed:
         nnx.update(blocks, changed)
     return x

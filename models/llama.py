@@ -53,6 +53,7 @@ class Config:
         scaling: Any = self.rope_scaling
         if isinstance(scaling, Mapping):
             object.__setattr__(self, "rope_scaling", ops.rope_scaling(scaling))
+        ops.frequencies(self.size_of_head, self.rope_theta, self.rope_scaling)  # or an error
 
     @property
     def size_of_head(self) -> int:

@@ -82,8 +82,13 @@ def read_rope(values: Mapping[str, Any], theta: float) -> tuple[float, ops.Scali
         raise PretrainedError("config.json: partial_rotary_factor is not supported")
     if fields and "rope_type" not in fields and "type" not in fields:
         raise PretrainedError(f"config.json: rope_scaling {fields} has no rope_type")
-    if "yarn" in (fields.get("rope_type"), fields.get("type")):
-        fields.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    if fields.get("rope_type", fields.get("type")) in ("yarn", "dynamic", "longrope"):
+        context = values.get("max_position_embeddings")
+        original = "original_max_position_embeddings"
+        if fields.get(original) is None:
+            fields[original] = values.get(original) or context
+        if fields.get("factor") is None and context is not None:
+            fields["factor"] = context / fields[original]
     try:
         return float(theta), ops.rope_scaling(fields) if fields else None
     except (ValueError, TypeError) as error:

@@ -93,7 +93,7 @@ def _with_weights(
             (master if program.table[path].master else params)[path] = value
     params.update(published)
     # An optimizer's state may be initialized from the parameters (averages, copies): from these.
-    rest = program.rest(params, master)
+    rest = program.storage.rest(params, master)
     return TrainState(params=params, master=master, variables=variables, **rest)
 
 

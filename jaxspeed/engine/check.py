@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.engine.check_report import DTYPE_NAMES, CheckReport, StepValues, compare_steps, norm
+from jaxspeed.engine.check_report import (
+    DTYPE_NAMES,
+    NUDGES,
+    CheckReport,
+    StepValues,
+    compare_steps,
+    moves_from,
+    norm,
+)
 from jaxspeed.engine.oom_help import device_limit
 from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
@@ -57,12 +65,15 @@ def check(
     single = _moved(state, program, plain)
     order = _as_one_rank(program, batch)
     order = jax.device_put(order, plain.batch_shardings(order))
-    theirs = _probe(plain, reduced_by_one(plain))(single, order)
-    flax_step = _by_flax(plain)
-    lower = _lowest_dtype(plain, order)
-    nudged = flax_step(_nudged(plain, lower)(single), order)
-    found = jax.device_get((ours, theirs, flax_step(single, order), nudged))
-    return compare_steps(program, lower, *found)
+    with plain.set_mesh():
+        theirs = _probe(plain, reduced_by_one(plain))(single, order)
+        flax_step = _by_flax(plain)
+        lower = _lowest_dtype(plain, order)
+        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, order)))
+        nudge = _nudged(plain, lower)
+        # One at a time: each is as large as the gradients.
+        moves = [moves_from(by_flax, flax_step(*nudge(single, order, i))) for i in range(NUDGES)]
+    return compare_steps(program, lower, ours, theirs, by_flax, moves)
 
 
 def _as_one_rank(program: Program, batch: Any) -> Any:
@@ -148,22 +159,32 @@ def _by_flax(program: Program) -> Any:
     return jax.jit(program.in_mesh(gradients))
 
 
-def _nudged(program: Program, lower: str) -> Callable[[TrainState], TrainState]:
-    """The state with each parameter moved by one unit in its last place, up or down."""
+def _nudged(program: Program, lower: str) -> Callable[[TrainState, Any, int], tuple[Any, Any]]:
+    """The i-th move of each parameter by one unit in its last place, up or down.
 
-    def nudge(state: TrainState) -> TrainState:
-        # Drawn once for all parameters: each draw takes the compiler as long as a layer does.
-        most = max((x.size for x in [*state.params.values(), *state.master.values()]), default=0)
-        signs = jax.random.rademacher(jax.random.key(0), (most,), "int8")
+    The extra arrays of a batch move too: they may be another network's parameters.
+    """
 
-        def moved(path: str, x: Any) -> Any:
-            step = float(jnp.finfo(lower or program.table[path].read.dtype).eps)
+    def nudge(state: TrainState, batch: Any, i: int) -> tuple[TrainState, Any]:
+        extra = batch.extra if isinstance(batch, WithExtra) else ()
+        # Drawn once for all arrays: each draw takes the compiler as long as a layer does.
+        sizes = [x.size for x in jax.tree.leaves((state.params, state.master, extra))]
+        signs = jax.random.rademacher(jax.random.key(i), (max(sizes, default=0),), "int8")
+
+        def moved(x: Any, dtype: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            step = float(jnp.finfo(lower or dtype).eps)
             sign = signs[: x.size].reshape(x.shape).astype(x.real.dtype)
             return (x * (1 + step * sign)).astype(x.dtype)
 
-        params = {path: moved(path, x) for path, x in state.params.items()}
-        master = {path: moved(path, x) for path, x in state.master.items()}
-        return replace(state, params=params, master=master)
+        def all_moved(arrays: Arrays) -> Arrays:
+            return {path: moved(x, program.table[path].read.dtype) for path, x in arrays.items()}
+
+        state = replace(state, params=all_moved(state.params), master=all_moved(state.master))
+        if isinstance(batch, WithExtra):
+            batch = WithExtra(batch.samples, jax.tree.map(lambda x: moved(x, x.dtype), extra))
+        return state, batch
 
     return jax.jit(nudge)
 

@@ -1,7 +1,7 @@
 """The report of `engine.check`: a step's values by three programs, leaf by leaf."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,9 @@ OF_WIRE = {"none": 0.0, "bf16": 5e-2, "int8": 0.5}
 DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 # A value is rounding noise up to this many times what it moves by when each parameter moves by one
 # unit in its last place: the bias before a batch normalization, whose gradient is 0 but for that.
+# The largest of several such moves counts: that of one number can be 0 by chance.
 NOISE = 4.0
+NUDGES = 4
 SHOWN = 12
 
 
@@ -112,26 +114,44 @@ class StepValues(NamedTuple):
     variables: Arrays  # after it, without random keys
 
 
+class Moves(NamedTuple):
+    """Distances by which plain Flax's values move when parameters move in their last place."""
+
+    loss: float
+    grads: Mapping[str, float]
+    values: Mapping[str, float]
+
+
+def moves_from(by_flax: PlainGradients, nudged: PlainGradients) -> Moves:
+    def between(old: Arrays, new: Arrays) -> dict[str, float]:
+        return {path: norm(_wide(x) - _wide(new[path])) for path, x in old.items()}
+
+    return Moves(
+        norm(_wide(by_flax.loss) - _wide(nudged.loss)),
+        between(by_flax.grads, nudged.grads),
+        between(by_flax.values, nudged.values),
+    )
+
+
 def compare_steps(
     program: Program,
     lower: str,
     ours: StepValues,
     theirs: StepValues,
     by_flax: PlainGradients,
-    nudged: PlainGradients,
+    moves: Sequence[Moves],
 ) -> CheckReport:
     """Compare the sharded step with the plain one and with plain Flax.
 
-    `nudged` are plain Flax's values with each parameter moved by one unit in its last place: their
-    distance is the noise of a value. `lower` is the 16-bit dtype in which the model computes.
+    `lower` is the 16-bit dtype in which the model computes.
     """
     tolerance = TOLERANCE[DTYPE_NAMES.get(lower, program.config.compute_dtype)]
     if program.update.ring:
         tolerance = max(tolerance, OF_WIRE[program.config.parallel.ring_wire])
 
-    def noise(of: Any, nudged: Any) -> float:
+    def noise(moved: Iterable[float]) -> float:
         """The size up to which a value is noise, over the tolerance."""
-        return NOISE * norm(_wide(of) - _wide(nudged)) / tolerance
+        return NOISE * max(moved) / tolerance
 
     floor = 1e-3 * math.sqrt(sum(norm(g) ** 2 for g in theirs.grads.values()))
 
@@ -139,7 +159,7 @@ def compare_steps(
         sides = [theirs.grads[path], by_flax.grads.get(path, theirs.grads[path])]
         least = floor
         if path in by_flax.grads:
-            least = max(floor, noise(by_flax.grads[path], nudged.grads[path]))
+            least = max(floor, noise(m.grads[path] for m in moves))
         return max(_difference(ours.grads[path], side, least) for side in sides)
 
     leaves = tuple(
@@ -150,11 +170,9 @@ def compare_steps(
         )
         for path in ours.grads
     )
-    least = noise(by_flax.loss, nudged.loss)
+    least = noise(m.loss for m in moves)
     loss = max(_difference(ours.loss, side, least) for side in (theirs.loss, by_flax.loss))
-    kept = {
-        path: max(tolerance, noise(x, nudged.values[path])) for path, x in by_flax.values.items()
-    }
+    kept = {path: max(tolerance, noise(m.values[path] for m in moves)) for path in by_flax.values}
     faults = _faults(program, ours, by_flax, tolerance, kept)
     return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
 

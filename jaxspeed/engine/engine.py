@@ -153,7 +153,8 @@ class Engine:
     def _explained(self, function: Any, *args: Any) -> Any:
         """Call the function; on OOM raise a report built from the placement table."""
         try:
-            return function(*args)
+            with self.program.set_mesh():
+                return function(*args)
         except Exception as error:
             if is_out_of_memory(error):
                 raise explain_out_of_memory(self.program, error) from error
@@ -246,7 +247,7 @@ class Engine:
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Replace the parameters at these paths; the optimizer's state and the step stay."""
         state = self.state
-        params, master = self.program.placed_parameters(values)
+        params, master = self.program.storage.placed(values)
         self.state = replace(
             state, params={**state.params, **params}, master={**state.master, **master}
         )
@@ -273,7 +274,8 @@ class Engine:
 
     def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
         """Bytes, flops and collectives of the compiled step for a batch of these shapes."""
-        return compiled_report(self.program, batch, self._from_file, extra)
+        with self.program.set_mesh():
+            return compiled_report(self.program, batch, self._from_file, extra)
 
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:
         """Compare this step with the same step on one device, from the current state.
@@ -282,7 +284,8 @@ class Engine:
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
-        return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
+        with self.program.set_mesh():
+            return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The function that computes a batch's reduced gradients as this engine does."""
@@ -292,7 +295,8 @@ class Engine:
         """The first non-finite input, parameter, layer or gradient for this batch."""
         batch = self.program.read_batch(batch, self.program.batch.train, extra)
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
-        return diagnosing.diagnose(self.program, self.state, placed)
+        with self.program.set_mesh():
+            return diagnosing.diagnose(self.program, self.state, placed)
 
 
 def compiled_report(

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
-from jaxspeed.launch.local_group import Ended, HostJob, LocalGroup, Output
+from jaxspeed.launch.local_group import Ended, HostJob, LocalGroup, Output, started
 
 _LOST = None  # in the queue: the launcher has gone
 
@@ -56,7 +56,7 @@ def main() -> None:
     job = decoded_job(sys.stdin.readline())
     events: SimpleQueue[Any] = SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="jaxspeed-launch-") as folder:
-        group = LocalGroup(job, events, f"{folder}/progress")
+        group = started(job, events, f"{folder}/progress")
         threading.Thread(target=_listen, args=(group, events), daemon=True).start()
         left = job.processes
         try:
@@ -66,12 +66,14 @@ def main() -> None:
         except BrokenPipeError:
             pass
         finally:
-            group.close()
+            if group is not None:
+                group.close()
 
 
-def _listen(group: LocalGroup, events: "SimpleQueue[Any]") -> None:
+def _listen(group: LocalGroup | None, events: "SimpleQueue[Any]") -> None:
     for line in sys.stdin:
-        group.signal(int(line))
+        if group is not None:
+            group.signal(int(line))
     events.put(_LOST)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from jaxspeed.errors import ConfigError
+from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.binding import allowed_cores, has_gpus, shared_evenly, visible_gpus
 from jaxspeed.launch.variables import COORDINATOR, COUNT, PROGRESS, RANK
 
@@ -76,6 +76,18 @@ class HostJob:
     terminal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: str | None = None
+
+
+def started(job: HostJob, events: "SimpleQueue[Any]", progress: str) -> "LocalGroup | None":
+    """The group for a launcher elsewhere. If it cannot start: None, and events that say why."""
+    try:
+        return LocalGroup(job, events, progress)
+    except (ConfigError, OSError) as error:
+        where = socket.gethostname()
+        for rank in range(job.first, job.first + job.processes):
+            events.put(Output(rank, f"error: {where}: {error}", True))
+            events.put(Ended(rank, ExitCode.CONFIG, time.time()))
+        return None
 
 
 class LocalGroup:
@@ -190,7 +202,13 @@ def _check_gpus(job: HostJob) -> None:
     """Raise ConfigError if this host has GPUs, but too few."""
     given = {**os.environ, **job.environment}
     there = len(visible_gpus(given))
-    if job.devices and has_gpus(given) and job.processes * job.devices > there:
+    if not has_gpus(given):
+        return
+    if job.slots and max(job.slots) >= there:
+        raise ConfigError(
+            f"the hostfile's slot {max(job.slots)}, but {there} GPUs on {socket.gethostname()}"
+        )
+    if job.devices and job.processes * job.devices > there:
         raise ConfigError(
             f"{job.processes} processes with {job.devices} devices each, but {there} GPUs on "
             f"{socket.gethostname()}; JAX_PLATFORMS=cpu simulates devices"
@@ -209,7 +227,7 @@ def process_environment(job: HostJob, local_rank: int) -> dict[str, str]:
     if has_gpus(given):
         gpus = visible_gpus(given)
         if job.slots is not None:
-            gpus = [gpus[slot] for slot in job.slots if slot < len(gpus)]
+            gpus = [gpus[slot] for slot in job.slots]
         mine = shared_evenly(gpus, local_rank, job.processes)
         if job.devices is not None:
             mine = gpus[local_rank * job.devices : (local_rank + 1) * job.devices]

@@ -80,7 +80,8 @@ class RemoteGroup:
             text = f"{host}: the connection has ended with exit code {code}"
             self._events.put(Output(min(ranks), text, True))
         for rank in sorted(ranks):
-            self._events.put(Ended(rank, LOST, time.time()))
+            # Not ssh's own: the remote shell's, of a folder or a Python that is not there.
+            self._events.put(Ended(rank, code or LOST, time.time()))
 
     def _read_errors(self, rank: int, process: "subprocess.Popen[str]") -> None:
         assert process.stderr is not None

@@ -2,16 +2,16 @@
 
 import json
 import shlex
+import signal
 import subprocess
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from jaxspeed.errors import ConfigError, ExitCode
 from jaxspeed.launch.agent import encoded_job
 from jaxspeed.launch.hostfile import read_hostfile
 from jaxspeed.launch.local_group import HostJob
-from jaxspeed.launch.supervisor import Restarts
+from jaxspeed.launch.supervisor import STOPS, Restarts
 from jaxspeed.launch.variables import COORDINATOR
 
 # Restarted at once, and without being counted: the state is saved.
@@ -89,7 +89,6 @@ def slurm_script(job: ClusterJob) -> str:
 trap : TERM
 mkdir -p {_quoted(f"{job.logs}/ranks", job.cache)}
 export JAX_COMPILATION_CACHE_DIR={_quoted(job.cache)}
-restarts=${{SLURM_RESTART_COUNT:-0}}
 
 # When one process fails the others end by themselves, or {_WAIT} seconds later.
 srun --wait={_WAIT} --label --open-mode=append \\
@@ -98,15 +97,23 @@ srun --wait={_WAIT} --label --open-mode=append \\
 code=$?
 
 tail -n 20 {_quoted(f"{job.logs}/ranks")}/rank-*.log
+again() {{ # but not after scancel
+  if [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = COMPLETING ]; then return; fi
+  echo "$1; queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+}}
+# A line for each; what SLURM counts are preemptions, too.
+failures={_quoted(f"{job.logs}/failures")}-$SLURM_JOB_ID
 case $code in
   {_FINAL}) ;;
-  {_AGAIN}) echo "saved; queued again"; scontrol requeue "$SLURM_JOB_ID" ;;
-  *) if [ "$restarts" -lt {job.max_restarts} ]; then
-       echo "exit code $code; restart $((restarts + 1)) of at most {job.max_restarts}"
-       scontrol requeue "$SLURM_JOB_ID"
+  {_AGAIN}) again saved ;;
+  *) echo "exit code $code" >> "$failures"
+     failed=$(wc -l < "$failures")
+     if [ "$failed" -le {job.max_restarts} ]; then
+       again "exit code $code; restart $failed of at most {job.max_restarts}"
      fi ;;
 esac
-echo "{job.name}: exit code $code, restarts so far $restarts"
+echo "{job.name}: exit code $code, starts before this one ${{SLURM_RESTART_COUNT:-0}}"
 exit $code
 """
 
@@ -128,8 +135,6 @@ def mpi_script(job: ClusterJob, hostfile: str | None = None) -> str:
         *hosts,
         *exported,
         *("--tag-output", "--output-filename", f"{job.logs}/ranks"),
-        # Between its SIGTERM and SIGKILL: the time for the last checkpoint.
-        *("--mca", "odls_base_sigkill_timeout", str(job.save_seconds)),
         *job.options,
     ]
     return f"""\
@@ -139,10 +144,12 @@ mkdir -p {_quoted(job.logs, job.cache)}
 export JAX_COMPILATION_CACHE_DIR={_quoted(job.cache)}
 
 restarts=0 stopped=
-trap 'stopped=1; kill -TERM $run 2>/dev/null' TERM INT
+# mpirun would end the processes a second after SIGTERM or Ctrl-C, so it has a session of its own.
+# SIGUSR1 it passes on, and waits; a run saves and ends.
+trap 'stopped=1; kill -USR1 $run 2>/dev/null' TERM INT
 while :; do
   # In the background: bash runs no handler while it waits for a command.
-  mpirun {_quoted(*words)} \\
+  setsid mpirun {_quoted(*words)} \\
     {_quoted(*job.command)} &
   run=$!
   wait $run
@@ -161,8 +168,17 @@ exit $code
 
 
 def ray_script(job: ClusterJob, restarts: Restarts) -> str:
-    """A script that submits a Ray job, whose driver starts and supervises the processes."""
-    processes = HostJob(job.command, 1, job.processes, "", devices=job.devices, bind=False)
+    """A script that submits a Ray job, whose driver starts and supervises the processes.
+
+    They run in this folder, which all hosts see, or in one that `--working-dir` uploads.
+    """
+    uploads = any("working-dir" in option for option in job.options)
+    processes = HostJob(
+        *(job.command, 1, job.processes, ""),
+        devices=job.devices,
+        bind=False,
+        folder=None if uploads else job.folder,
+    )
     given = {"job": encoded_job(processes), "restarts": asdict(restarts), "logs": job.logs}
     environment = {
         "JAX_COMPILATION_CACHE_DIR": job.cache,
@@ -170,7 +186,6 @@ def ray_script(job: ClusterJob, restarts: Restarts) -> str:
     }
     words = [
         *("--runtime-env-json", json.dumps({"env_vars": environment})),
-        *(() if any("working-dir" in o for o in job.options) else ("--working-dir", job.folder)),
         *job.options,
     ]
     driver = [job.command[0] if job.command[1:2] == ("-m",) else "python", "-m", _RAY_DRIVER]
@@ -187,11 +202,22 @@ def submit(program: list[str], text: str) -> int:
     Raises:
       ConfigError: the program is not installed.
     """
-    options: dict[str, Any] = {"input": text, "text": True}
     try:
-        return subprocess.run(program, check=False, **options).returncode
+        process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
     except FileNotFoundError:
         raise ConfigError(f"{program[0]} is not installed here; --print shows the job") from None
+    # Also a Ctrl-C comes from here alone, once.
+    pass_on = lambda number, _: process.send_signal(number)  # noqa: E731
+    before = {number: signal.signal(number, pass_on) for number in STOPS}
+    try:
+        process.communicate(text)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    code = process.returncode
+    return code if code >= 0 else 128 - code
 
 
 def _quoted(*words: str) -> str:

@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
@@ -28,6 +28,7 @@ PASSED_ON = (*STOPS, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUS
 _TICK = 0.2
 _SECONDS_FOR_THE_CAUSE = 2.0
 _LONGEST_BACK_OFF = 60.0
+_FAULT = "jaxspeed: "  # begins what a watchdog prints before it ends a process
 _MEANINGS: dict[int, str] = {
     ExitCode.CRASH: "an error",
     ExitCode.CONFIG: "a config or usage error",
@@ -37,8 +38,7 @@ _MEANINGS: dict[int, str] = {
     ExitCode.PREEMPTED: "asked to stop, and the state is saved",
     LOST: "its host cannot be reached",
 }
-# The same again would fail again; and who asked for an end does not want a start.
-_FINAL = (ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.PREEMPTED)
+_FINAL = (ExitCode.CONFIG, ExitCode.DIVERGED)  # the same again would fail again
 
 
 class ProcessGroup(Protocol):
@@ -156,16 +156,25 @@ def _report(display: Display, attempt: Attempt, host: str, verdict: str) -> None
     """Show the last output of the process that failed; then, as the last line, how it ended."""
     cause = attempt.cause
     assert cause is not None
-    if lines := display.last_lines(cause.rank):
+    lines = display.last_lines(cause.rank)
+    if lines:
         log = display.log_of(cause.rank)
         display.say(f"last output of rank {cause.rank}" + (f" (all: {log})" if log else "") + ":")
         for line in lines:
             display.say(f"  | {line}")
     display.say(
         f"jaxspeed launch: rank {cause.rank} of {len(attempt.codes)} on {host} "
-        f"{how_it_ended(cause.code)}, after {attempt.seconds:.0f} s; "
+        f"{how_it_ended(cause.code)}{_fault(cause.code, lines)}, after {attempt.seconds:.0f} s; "
         + (verdict or "the others were ended")
     )
+
+
+def _fault(code: int, lines: Sequence[str]) -> str:
+    """The process at fault, as the watchdog of the one that ended names it."""
+    found = [line for line in lines if line.startswith(_FAULT)]
+    if code in (ExitCode.PEER, ExitCode.HANG) and found:
+        return f": {found[-1].removeprefix(_FAULT)}"
+    return ""
 
 
 def how_it_ended(code: int) -> str:
@@ -214,6 +223,8 @@ class _Watch:
         elif isinstance(event, Ended):
             self._codes[event.rank] = event.code
             self._progress = max(self._progress, event.progress)
+            if event.code == ExitCode.PREEMPTED and self._asked is None:
+                self._asked = signal.SIGTERM  # it was asked itself; all save and end
             if event.code and not (self._asked is not None and _is_stop(event.code)):
                 self._failed(event)
         elif isinstance(event, Asked):

@@ -1,12 +1,16 @@
 """Attention for all models, with the kernel of the platform that the program is lowered for.
 
-    out = softmax(scale q k^T + mask) v
+    out = softmax(cap(scale q k^T) + mask) v,   cap(s) = soft_cap tanh(s / soft_cap), if given
 
 | lowered for | kernel | supports |
 |---|---|---|
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
-| CUDA | cuDNN, if installed | bf16, fp16; no segments |
+| CUDA | cuDNN, if installed | bf16, fp16; no segments, no soft cap |
+| CUDA, else | `blockwise`, in XLA operations | keys that 128 divides |
 | any | `plain`, which materializes the scores | everything |
+
+Sinks (arXiv:2309.17453, as gpt-oss learns them) are one more score of each query and head, without
+a value: they join what a kernel returns (`two_passes.with_sinks`).
 
 The choice is made by `jax.lax.platform_dependent`: a program traced on a machine without
 accelerators and lowered for a TPU gets the TPU's kernel. Unsupported inputs go to `plain`.
@@ -32,17 +36,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import cudnn, splash
+from jaxspeed.ops import blockwise, cudnn, splash
 from jaxspeed.ops.free_axes import tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
-from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes
+from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes, with_sinks
 
-KERNELS = {"splash": splash, "cudnn": cudnn}
+KERNELS = {"splash": splash, "cudnn": cudnn, "blockwise": blockwise}
 # The dtype of fp32 operands under automatic mixed precision: a kernel, which has to be chosen when
 # the loss is traced, cannot be cast later.
 _autocast: ContextVar[Any] = ContextVar("autocast", default=None)
-Implementation = Literal["plain", "splash", "cudnn"]
+Implementation = Literal["plain", "splash", "cudnn", "blockwise"]
 
 
 @contextlib.contextmanager
@@ -65,6 +69,8 @@ def attention(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention with grouped heads.
@@ -79,13 +85,15 @@ def attention(
         kv_segment_ids: [batch, kv_seq]; by default those of the queries. The output of a query
             that sees no key is finite but undefined, and differs between kernels.
         scale: of the scores; 1 / sqrt(head_dim) by default.
+        soft_cap: bound of the scores, as in Gemma 2 (arXiv:2408.00118).
+        sinks: [heads], a score of each head that no key has.
         implementation: forces a kernel, for tests and comparisons.
 
     Returns:
         [batch, seq, heads, head_dim] in the dtype of q, with the checkpoint name "attention" for
         rematerialization policies.
     """
-    _check(q, k, v, window, segment_ids, kv_segment_ids)
+    _check(q, k, v, window, segment_ids, kv_segment_ids, sinks)
     if (low := _autocast.get()) is not None and q.dtype == jnp.float32:
         out = attention(
             *(x.astype(low) for x in (q, k, v)),
@@ -94,6 +102,8 @@ def attention(
             segment_ids=segment_ids,
             kv_segment_ids=kv_segment_ids,
             scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
             implementation=implementation,
         )
         return out.astype(jnp.float32)
@@ -104,20 +114,27 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     k, v = repeated_for_sharding(q, k, v)
-    by_plain = functools.partial(plain, mask=mask, scale=scale)
+    form: dict[str, Any] = {"mask": mask, "scale": scale}
+    if soft_cap is not None:
+        form["soft_cap"] = soft_cap
+    by_plain: Callable[..., jax.Array] = functools.partial(plain, **form)
 
     if implementation is not None:
         if implementation not in ("plain", *KERNELS):
             raise ModelError(f"implementation {implementation!r} is none of {['plain', *KERNELS]}")
+        if implementation == "cudnn" and soft_cap is not None:
+            raise ModelError("cudnn has no soft cap")
         if implementation == "plain":
-            return checkpoint_name(by_plain(q, k, v, segments), NAME)
-        return _by_kernel(KERNELS[implementation], mask, scale)(q, k, v, segments)
+            return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
+        return _by_kernel(KERNELS[implementation], form)(q, k, v, segments, sinks)
 
-    fast = {}
+    fast: dict[str, Any] = {}
     if splash.supports(q, k):
         fast["tpu"] = splash
-    if cudnn.supports(q, k, v, segments, mask):
+    if soft_cap is None and cudnn.supports(q, k, v, segments, mask):
         fast["cuda"] = cudnn
+    elif blockwise.supports(k):
+        fast["cuda"] = blockwise
     if fast and jax.typeof(q).manual_axis_type.varying:
         # The kernels do not track which axes their results vary over: gradients would be wrong.
         warnings.warn(
@@ -127,46 +144,51 @@ def attention(
         )
         fast = {}
     if fast:
-        return _by_platform(fast, mask, scale)(q, k, v, segments)
-    return checkpoint_name(by_plain(q, k, v, segments), NAME)
+        return _by_platform(fast, form)(q, k, v, segments, sinks)
+    return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
 
 
-def _by_platform(kernels: Mapping[str, Any], mask: Mask, scale: float) -> Attend:
+def _by_platform(kernels: Mapping[str, Any], form: Mapping[str, Any]) -> Attend:
     """Attention by the platform's kernel, or by `plain` if it has none."""
-    by_plain = functools.partial(plain, mask=mask, scale=scale)
+    by_plain: Callable[..., jax.Array] = functools.partial(plain, **form)
 
-    def plain_forward(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
+    def plain_forward(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> Any:
         batch, seq, heads, _ = q.shape
         # Its sums are not used: its backward pass recomputes the scores.
-        return by_plain(q, k, v, segments), jnp.zeros((batch, heads, seq), jnp.float32)
+        out = by_plain(q, k, v, segments, sinks=sinks)
+        return out, jnp.zeros((batch, heads, seq), jnp.float32)
 
-    def plain_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d: Any) -> Any:
-        return jax.vjp(lambda q, k, v: by_plain(q, k, v, segments), q, k, v)[1](d)
+    def plain_backward(
+        q: Any, k: Any, v: Any, segments: Any, sinks: Any, out: Any, sums: Any, d: Any
+    ) -> Any:
+        def attend(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+            return by_plain(q, k, v, segments, sinks=sinks)
 
-    def choose(of_plain: Any, one_pass: str, out_ranks: Any) -> Callable[..., Any]:
-        by_platform = {
-            platform: _on_devices(getattr(kernel, one_pass), out_ranks, mask, scale)
-            for platform, kernel in kernels.items()
-        }
+        return jax.vjp(attend, q, k, v, sinks)[1](d)
+
+    passes = {platform: _two_passes(kernel, form) for platform, kernel in kernels.items()}
+
+    def choose(of_plain: Any, number: int) -> Callable[..., Any]:
+        by_platform = {platform: both[number] for platform, both in passes.items()}
         return lambda *args: lax.platform_dependent(*args, default=of_plain, **by_platform)
 
-    return in_two_passes(
-        choose(plain_forward, "forward", (4, 3)), choose(plain_backward, "backward", (4, 4, 4))
+    return in_two_passes(choose(plain_forward, 0), choose(plain_backward, 1))
+
+
+def _by_kernel(kernel: Any, form: Mapping[str, Any]) -> Attend:
+    return in_two_passes(*_two_passes(kernel, form))
+
+
+def _two_passes(kernel: Any, form: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:
+    """The passes of a kernel, on each device's batch and heads."""
+    return with_sinks(
+        _on_devices(kernel.forward, (4, 3), form), _on_devices(kernel.backward, (4, 4, 4), form)
     )
 
 
-def _by_kernel(kernel: Any, mask: Mask, scale: float) -> Attend:
-    return in_two_passes(
-        _on_devices(kernel.forward, (4, 3), mask, scale),
-        _on_devices(kernel.backward, (4, 4, 4), mask, scale),
-    )
-
-
-def _on_devices(kernel: Any, out_ranks: Any, mask: Mask, scale: float) -> Callable[..., Any]:
+def _on_devices(kernel: Any, out_ranks: Any, form: Mapping[str, Any]) -> Callable[..., Any]:
     """One pass of a kernel, on each device's batch and heads."""
-    return functools.partial(
-        over_batch_and_heads, kernel, out_ranks=out_ranks, mask=mask, scale=scale
-    )
+    return functools.partial(over_batch_and_heads, kernel, out_ranks=out_ranks, **form)
 
 
 def plain(
@@ -177,14 +199,17 @@ def plain(
     *,
     mask: Mask,
     scale: float,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention in XLA operations: scores and softmax in fp32, or fp64 for fp64 operands.
 
     `jax.nn.dot_product_attention` does the same and is used for fp32 and bf16: in fp16 it uses a
-    matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.10.2, 0.12.0).
+    matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.10.2, 0.12.0),
+    and it has neither soft cap nor sinks.
     """
     same = None if segments is None else segments.same()[:, None]  # [batch, 1, seq, kv_seq]
-    if q.dtype in (jnp.float32, jnp.bfloat16):
+    if q.dtype in (jnp.float32, jnp.bfloat16) and soft_cap is None and sinks is None:
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -199,10 +224,16 @@ def plain(
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
     scores = scale * jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=dtype)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     seen = mask.dense(seq, kv_seq)
     seen = seen if same is None else seen & same[:, None]
     scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
-    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        by_head = sinks.astype(dtype).reshape(1, *scores.shape[1:3], 1, 1)
+        more = jnp.broadcast_to(by_head, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, more], axis=-1)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)[..., :kv_seq]
     return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(q.shape)
 
 
@@ -213,6 +244,7 @@ def _check(
     window: int | None,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> None:
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ModelError(
@@ -227,6 +259,8 @@ def _check(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ModelError(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ModelError(f"sinks is {sinks.shape}, should be {(heads,)}, one score a query head")
     if window is not None and window < 1:
         raise ModelError(f"window is {window}: it counts the visible keys, at least 1 (itself)")
     if segment_ids is None:

@@ -58,6 +58,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    soft_cap: float | None = None,
     chunk: int | None = None,
     weight_layout: Literal["vocab_embed", "embed_vocab"] = "vocab_embed",
 ) -> tuple[jax.Array, jax.Array]:
@@ -77,6 +78,7 @@ def linear_cross_entropy(
         bias: [vocab], added to the logits.
         z_loss: weight of lse^2.
         label_smoothing: fraction of the target's probability spread over the vocabulary.
+        soft_cap: bound of the logits: soft_cap tanh(logits / soft_cap), after the bias.
         chunk: columns per chunk and device. By default about 8192, a divisor of the device's
             vocabulary if there is one, else with the last chunk padded.
 
@@ -97,7 +99,7 @@ def linear_cross_entropy(
         )
     dtype, parts = _accumulator(hidden), vocabulary_parts()
     if parts == 1 and chunks_of(vocab, chunk)[0] == 1:  # a single chunk
-        logits = logits_of(hidden, weight, bias, dtype)
+        logits = logits_of(hidden, weight, bias, dtype, soft_cap)
         return cross_entropy(
             logits,
             targets,
@@ -111,6 +113,7 @@ def linear_cross_entropy(
         bias,
         targets,
         dtype=dtype,
+        soft_cap=soft_cap,
         chunk=chunk,
         with_logit_sum=label_smoothing != 0,
         parts=parts,

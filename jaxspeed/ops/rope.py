@@ -99,8 +99,75 @@ class YarnScaling:
         return of(1.0)
 
 
-Scaling = RopeScaling | LinearScaling | YarnScaling
-SCALINGS = {each.rope_type: each for each in (RopeScaling, LinearScaling, YarnScaling)}
+@dataclass(frozen=True)
+class DynamicScaling:
+    """NTK-aware scaling by the length L of a batch, as published configs name it.
+
+    Where L exceeds the original context L0, theta is multiplied by r^(d / (d - 2)), with
+    r = factor L / L0 - (factor - 1): a frequency f_i by r^(-2i / (d - 2)).
+    """
+
+    rope_type: ClassVar[str] = "dynamic"
+    factor: float
+    original_max_position_embeddings: int
+
+    def scaled(self, f: np.ndarray, theta: float) -> np.ndarray:
+        return f
+
+    def at_length(self, f: jax.Array, length: jax.Array) -> jax.Array:
+        original = self.original_max_position_embeddings
+        ratio = self.factor * jnp.maximum(length, original) / original - (self.factor - 1)
+        return f * ratio ** (-2 * jnp.arange(len(f)) / (2 * len(f) - 2))
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., arXiv:2402.13753): a divisor of each frequency.
+
+    They are `short_factor` for batches within the original context, and `long_factor` beyond.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+    factor: float
+    original_max_position_embeddings: int
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    attention_factor: float | None = None  # None: sqrt(1 + ln factor / ln original)
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def scaled(self, f: np.ndarray, theta: float) -> np.ndarray:
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(self, name)) != len(f):
+                raise ValueError(
+                    f"rope_scaling: {name} has {len(getattr(self, name))} factors; the heads have "
+                    f"{len(f)} frequencies"
+                )
+        return f / np.asarray(self.short_factor)
+
+    def at_length(self, f: jax.Array, length: jax.Array) -> jax.Array:
+        shorter = np.asarray(self.short_factor) / np.asarray(self.long_factor)
+        return f * jnp.where(length > self.original_max_position_embeddings, shorter, 1.0)
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        ratio = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        return math.sqrt(1 + ratio) if self.factor > 1 else 1.0
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling | DynamicScaling | LongRopeScaling
+SCALINGS: dict[str, type[Scaling]] = {
+    each.rope_type: each
+    for each in (RopeScaling, LinearScaling, YarnScaling, DynamicScaling, LongRopeScaling)
+}
 
 
 def rope_scaling(fields: Mapping[str, Any]) -> Scaling | None:
@@ -141,7 +208,10 @@ def frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> 
 
 def rotation(positions: jax.Array, freqs: np.ndarray, scaling: Scaling | None = None) -> Rotation:
     """The rotation for `positions` [..., seq] at these frequencies, shared by all layers."""
-    angles = positions[..., None, None] * jnp.asarray(freqs, jnp.float32)
+    by_position = jnp.asarray(freqs, jnp.float32)
+    if isinstance(scaling, DynamicScaling | LongRopeScaling):
+        by_position = scaling.at_length(by_position, jnp.max(positions) + 1)
+    angles = positions[..., None, None] * by_position
     angles = angles.reshape(-1, *angles.shape[-3:])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     amplitude = 1.0 if scaling is None else scaling.amplitude

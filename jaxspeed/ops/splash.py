@@ -29,13 +29,14 @@ def forward(
     *,
     mask: Mask,
     scale: float,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
 
     Shapes as in `attention`. `interpret` runs it without a TPU, slowly.
     """
-    kernel = _kernel(q, k, mask, interpret, save_residuals=True)
+    kernel = _kernel(q, k, mask, interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
         out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
     return out.swapaxes(1, 2), sums
@@ -52,12 +53,14 @@ def backward(
     *,
     mask: Mask,
     scale: float,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        kernel = _kernel(q, k, mask, interpret, residual_checkpoint_name=_SAVED)
+        options = {"residual_checkpoint_name": _SAVED, "attn_logits_soft_cap": soft_cap}
+        kernel = _kernel(q, k, mask, interpret, **options)
         return _over_batch(kernel, q, k, v, segments, scale)
 
     saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))

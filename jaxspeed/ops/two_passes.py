@@ -15,27 +15,63 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 NAME = "attention"
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]
 
 
 def in_two_passes(forward: Callable[..., Any], backward: Callable[..., Any]) -> Attend:
-    """Attention of (q, k, v, segments) from its two passes.
+    """Attention of (q, k, v, segments, sinks) from its two passes.
 
-    `forward(q, k, v, segments)` returns (out, sums), and `backward(q, k, v, segments, out, sums,
-    d_out)` the gradients of q, k and v. The result and the sums are named: under a policy that
-    saves the name, the backward pass does not run the forward kernel again.
+    `forward(q, k, v, segments, sinks)` returns (out, sums), and `backward(q, k, v, segments, sinks,
+    out, sums, d_out)` the gradients of q, k, v and sinks. The result and the sums are named: under
+    a policy that saves the name, the backward pass does not run the forward kernel again.
     """
 
-    def named(q: Any, k: Any, v: Any, segments: Any) -> tuple[jax.Array, Any]:
-        out, sums = (checkpoint_name(x, NAME) for x in forward(q, k, v, segments))
-        return out, (q, k, v, segments, out, sums)
+    def named(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> tuple[jax.Array, Any]:
+        out, sums = (checkpoint_name(x, NAME) for x in forward(q, k, v, segments, sinks))
+        return out, (q, k, v, segments, sinks, out, sums)
 
     @jax.custom_vjp
-    def attend(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-        return named(q, k, v, segments)[0]
+    def attend(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> jax.Array:
+        return named(q, k, v, segments, sinks)[0]
 
-    attend.defvjp(named, lambda saved, d_out: (*backward(*saved, d_out), None))
+    def gradients(saved: Any, d_out: jax.Array) -> Any:
+        *d_qkv, d_sinks = backward(*saved, d_out)
+        return (*d_qkv, None, d_sinks)
+
+    attend.defvjp(named, gradients)
     return attend
+
+
+def with_sinks(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The passes of a kernel that knows no sinks, with sinks [heads] or None.
+
+    A sink is one more score of each query, whose value is 0. With the log-sum-exp L of the others
+    and L' = log(e^L + e^sink) the result is e^(L - L') times that of the kernel. The kernel's own
+    backward pass, which needs only the result and L', is right for both.
+    """
+
+    def run(q: Any, k: Any, v: Any, segments: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        out, sums = forward(q, k, v, segments)
+        if sinks is None:
+            return out, sums
+        total = jnp.logaddexp(sums, sinks.astype(sums.dtype)[:, None])  # [batch, heads, seq]
+        share = jnp.exp(sums - total).swapaxes(1, 2)[..., None]
+        return (out * share).astype(out.dtype), total
+
+    def run_backward(
+        q: Any, k: Any, v: Any, segments: Any, sinks: Any, out: Any, sums: Any, d_out: Any
+    ) -> tuple[Any, ...]:
+        d_qkv = backward(q, k, v, segments, out, sums, d_out)
+        if sinks is None:
+            return (*d_qkv, None)
+        wide = out.astype(sums.dtype) * d_out.astype(sums.dtype)
+        shares = jnp.exp(sinks.astype(sums.dtype)[:, None] - sums)
+        d_sinks = -jnp.sum(shares * jnp.sum(wide, axis=-1).swapaxes(1, 2), axis=(0, 2))
+        return (*d_qkv, d_sinks.astype(sinks.dtype))
+
+    return run, run_backward
 
 
 def saved_sums(fn: Callable[..., Any], args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:

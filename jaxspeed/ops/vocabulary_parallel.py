@@ -74,6 +74,7 @@ def sums_over_vocabulary(
     targets: jax.Array,
     *,
     dtype: jnp.dtype,
+    soft_cap: float | None = None,
     chunk: int | None = None,
     with_logit_sum: bool = False,
     parts: int = 1,
@@ -106,7 +107,8 @@ def sums_over_vocabulary(
         # XLA unrolls a loop of few chunks, and with the head's gradient offloaded at the end of the
         # step, the logits of all chunks would stay live until then (seen on TPU compiles).
         hidden, chunk_weight = grads_together(wide_hidden, chunk_weight)
-        logits = logits_of(hidden.astype(operand_dtype), chunk_weight, chunk_bias, dtype)
+        operand = hidden.astype(operand_dtype)
+        logits = logits_of(operand, chunk_weight, chunk_bias, dtype, soft_cap)
         here = (targets >= start) & (targets < start + chunk)
         target_logit = seen.target_logit + jnp.where(here, pick(logits, targets - start), 0)
         logit_sum = seen.logit_sum
@@ -160,9 +162,13 @@ def _combined(seen: _Running) -> _Running:
 
 
 def logits_of(
-    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, dtype: jnp.dtype
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    dtype: jnp.dtype,
+    soft_cap: float | None = None,
 ) -> jax.Array:
-    """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`.
+    """hidden [..., embed] times weight [columns, embed] plus bias, accumulated in `dtype`, capped.
 
     Hidden [parts, ..., embed] and weight [parts, columns, embed] are batched over parts.
 
@@ -179,10 +185,10 @@ def logits_of(
         precision=lax.DotAlgorithmPreset.BF16_BF16_F32 if bf16 else None,
         preferred_element_type=dtype,
     )
-    if bias is None:
-        return logits
-    between = tuple(range(bias.ndim - 1, logits.ndim - 1))
-    return logits + jnp.expand_dims(bias.astype(dtype), between)
+    if bias is not None:
+        between = tuple(range(bias.ndim - 1, logits.ndim - 1))
+        logits += jnp.expand_dims(bias.astype(dtype), between)
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def pick(logits: jax.Array, index: jax.Array) -> jax.Array:

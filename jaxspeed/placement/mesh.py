@@ -1,8 +1,9 @@
 """Device mesh with six fixed axis names: sizes, validation and layout over links."""
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,3 +142,16 @@ def simulated(mesh: Mesh) -> bool:
 def data_parallel_size(mesh: Mesh) -> int:
     """Number of shards of the batch."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)
+
+
+def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace the function with this mesh as the context mesh, which kernels read."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        # Through the empty mesh: one of another size than that around it is refused.
+        empty, own = jax.sharding.AbstractMesh((), ()), mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(empty), jax.sharding.use_abstract_mesh(own):
+            return function(*args)
+
+    return traced

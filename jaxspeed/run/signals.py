@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM (from a scheduler) or SIGINT (Ctrl-C), agreed between processes."""
+"""Stop requests: SIGTERM or SIGUSR1 (from a scheduler), SIGINT (Ctrl-C), agreed by processes."""
 
 import contextlib
 import os
@@ -12,6 +12,9 @@ import jax
 from jaxspeed.checkpoint.process_agreement import HOURS
 from jaxspeed.run.heartbeats import Heartbeats
 from jaxspeed.run.watchdog import Watchdog
+
+# The last one is what mpirun passes on; a site's rule for SLURM jobs may send it, too.
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -37,7 +40,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _REQUESTS:
                 self._before[number] = signal.signal(number, self._asked)
         return self
 

@@ -5,38 +5,32 @@ only: the engine runs the same programs that a compile for absent hardware measu
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.communication import Communication
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_batch
 from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.pretrained import Weights
-from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
-from jaxspeed.optim import ema, loss_scale
+from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
-from jaxspeed.placement.memory_kinds import in_host, on_device
-from jaxspeed.placement.mesh import data_parallel_size
-from jaxspeed.placement.rules import examples, nearest
+from jaxspeed.placement.mesh import data_parallel_size, in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
 from jaxspeed.train.gradients import Gradients, batch_specs
 from jaxspeed.train.optimizer import RunOptimizer
-from jaxspeed.train.staged_init import staged_init
+from jaxspeed.train.state_storage import StateStorage
 from jaxspeed.train.update import Update
 
 Metrics = dict[str, jax.Array]
@@ -173,185 +167,25 @@ class Program:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _fresh_model(self, seed: jax.Array | int) -> tuple[Arrays, Arrays, Arrays]:
-        """(params, masters, variables), in their stored shapes and dtypes."""
-        return self._as_stored(*self.model.init(seed))
-
-    def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        params: Arrays = {}
-        master: Arrays = {}
-        for row in self.table:
-            for stored, placement in ((params, row.param), (master, row.master)):
-                if placement is not None:
-                    value = values[row.path].astype(placement.dtype)
-                    stored[row.path] = pad(value, row.shape(placement))
-        return params, master, variables
-
-    def placed_parameters(self, values: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        """(params, masters) of these values by path, sharded as stored, one parameter at a time."""
-        params: Arrays = {}
-        master: Arrays = {}
-        for path, value in values.items():
-            if path not in self.table.rows:
-                raise ModelError(
-                    f"the model has no parameter {path!r}; it has, for example: "
-                    + examples(nearest(path, list(self.table.rows)))
-                )
-            row = self.table[path]
-            if tuple(np.shape(value)) != row.leaf.shape:
-                raise ModelError(
-                    f"the parameter {path} has shape {row.leaf.shape}; found {np.shape(value)}"
-                )
-            for stored, placement in ((params, row.param), (master, row.master)):
-                if placement is not None:
-                    at = self.table.sharding(placement)
-                    stored[path] = _stored_copy(value, placement.dtype, row.shape(placement), at)
-        return params, master
-
-    def fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
-        """The fields of a fresh state other than the model's."""
-        params, master = on_device((params, master))
-        trained = {
-            # A copy: a transformation may store it unchanged, and no two arrays may share a buffer.
-            row.path: jnp.copy(unpad((master if row.master else params)[row.path], row.leaf.shape))
-            for row in self.table
-            if row.leaf.trainable
-        }
-        opt = self.layout.stored(self.optimizer.transform.init(native_tree(self.model, trained)))
-        average: Arrays = {}
-        if self.optimizer.ema_decay is not None:
-            for path, value in ema.init(trained).items():
-                row = self.table[path]
-                assert row.opt is not None
-                average[path] = pad(value, row.shape(row.opt))
-        scale = loss_scale.init(self.optimizer.rule)
-        zeros = {name: jnp.zeros((), jnp.int32) for name in ("step", "skipped")}
-        errors = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.ring_errors.items()}
-        return {**zeros, "opt": opt, "ema": average, "loss_scale": scale, "ring_errors": errors}
-
     @functools.cached_property
-    def state(self) -> TrainState:
-        """The state's shapes, dtypes and shardings, without arrays."""
-        shapes = jax.eval_shape(self._state_of, *self._model_shapes)
-        return jax.tree.map(
-            lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
-            shapes,
-            self.shardings,
-        )
+    def storage(self) -> StateStorage:
+        """How the state is stored, and fresh ones."""
+        return StateStorage(self.table, self.model, self.optimizer, self.layout, self.ring_errors)
 
     @property
-    def _model_shapes(self) -> tuple[Arrays, Arrays]:
-        leaves = {r.path: jax.ShapeDtypeStruct(r.leaf.shape, r.leaf.dtype) for r in self.table}
-        return leaves, dict(self.model.variables)
+    def state(self) -> TrainState:
+        """The state's shapes, dtypes and shardings, without arrays."""
+        return self.storage.shapes
 
-    def _state_of(self, values: Arrays, variables: Arrays) -> TrainState:
-        params, master, variables = self._as_stored(values, variables)
-        rest = self.in_mesh(self.fresh_rest)(params, master)
-        return TrainState(params=params, master=master, variables=variables, **rest)
-
-    @functools.cached_property
+    @property
     def shardings(self) -> TrainState:
         """The sharding of each array of the state."""
-        at = self.table.sharding
-        replicated = NamedSharding(self.mesh, PartitionSpec())
-        rows = list(self.table)
-        averaged = rows if self.optimizer.ema_decay is not None else []
-        return TrainState(
-            step=replicated,
-            skipped=replicated,
-            params={r.path: at(r.param) for r in rows if r.param},
-            master={r.path: at(r.master) for r in rows if r.master},
-            opt=self.layout.shardings(),
-            ema={r.path: at(r.opt) for r in averaged if r.opt},
-            variables=dict.fromkeys(self.model.variables, replicated),
-            loss_scale=jax.tree.map(lambda _: replicated, loss_scale.init(self.optimizer.rule)),
-            ring_errors={name: x.sharding for name, x in self.ring_errors.items()},
-        )
+        return self.storage.shardings
 
-    @functools.cached_property
+    @property
     def init(self) -> Callable[[int], TrainState]:
-        """A fresh state, each array created as its shards.
-
-        The model before the rest, so that the memory of random initialization is free before the
-        moments are allocated.
-        """
-        at = self.shardings
-
-        def init(seed: int) -> TrainState:
-            if self.model.weights is not None:
-                params, master = self._read(self.model.weights)
-                draw = self.in_mesh(lambda seed: self.model.init(seed)[1])
-                variables = staged_init(draw, at.variables, seed)
-            elif self.model.needs_values:
-                params, master, variables = self._sharded_one_by_one(*self.model.init(seed))
-            else:
-                places = (at.params, at.master, at.variables)
-                fresh = self.in_mesh(self._fresh_model)
-                params, master, variables = staged_init(fresh, places, seed)
-            rest = self.rest(params, master)
-            return TrainState(params=params, master=master, variables=variables, **rest)
-
-        return init
-
-    def _read(self, weights: Weights) -> tuple[Arrays, Arrays]:
-        """(params, masters), each shard read by itself, once for the devices that have it."""
-        weights.check({row.path: row.leaf.shape for row in self.table})
-        params: Arrays = {}
-        master: Arrays = {}
-        for row in self.table:
-            for stored, placement in ((params, row.param), (master, row.master)):
-                if placement is None:
-                    continue
-                shape, at = row.shape(placement), self.table.sharding(placement)
-                devices: dict[Any, list[jax.Device]] = {}
-                for device, index in at.addressable_devices_indices_map(shape).items():
-                    spans = [span.indices(size)[:2] for span, size in zip(index or (), shape)]
-                    devices.setdefault(tuple(spans), []).append(device)
-                shards = {}
-                for spans, where in devices.items():
-                    inside = [(min(a, n), min(b, n)) for (a, b), n in zip(spans, row.leaf.shape)]
-                    block = weights.read(
-                        row.path, tuple(slice(a, b) for a, b in inside), placement.dtype
-                    )
-                    pads = [(0, b - a - n) for (a, b), n in zip(spans, block.shape)]
-                    block = np.pad(block, pads) if any(map(any, pads)) else block
-                    for device in where:
-                        here = SingleDeviceSharding(device, memory_kind=at.memory_kind)
-                        # Not as an alias of NumPy's memory: the step donates it.
-                        shards[device] = jax.device_put(block, here, may_alias=False)
-                    jax.block_until_ready([shards[device] for device in where])
-                order = [shards[d] for d in at.addressable_devices]
-                stored[row.path] = jax.make_array_from_single_device_arrays(shape, at, order)
-        return params, master
-
-    def _sharded_one_by_one(
-        self, values: Arrays, variables: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """Values in host memory as stored, of which each is freed when it is sharded."""
-        params: Arrays = {}
-        master: Arrays = {}
-        for path in list(values):
-            param, wide = self.placed_parameters({path: values.pop(path)})
-            params |= param
-            master |= wide
-        copied = jax.jit(jnp.copy, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
-        placed = jax.device_put(variables, self.shardings.variables)
-        return params, master, {path: copied(x) for path, x in placed.items()}
-
-    @functools.cached_property
-    def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
-        """`rest(params, master)`: the fields of a fresh state other than the model's."""
-        names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
-        return self._jit_sharded(
-            self.fresh_rest, {name: getattr(self.shardings, name) for name in names}
-        )
-
-    def _jit_sharded(self, function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-        """Compile with output shardings, in small programs if some are in host memory."""
-        in_mesh = self.in_mesh(function)
-        if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(staged_init, in_mesh, shardings)
-        return jax.jit(in_mesh, out_shardings=shardings)
+        """`init(seed)`: a fresh state, each array created as its shards."""
+        return self.storage.fresh
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -416,13 +250,15 @@ class Program:
 
     def in_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Trace the function with this mesh as the context mesh, which kernels read."""
+        return in_mesh(self.mesh, function)
 
-        @functools.wraps(function)
-        def traced(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return function(*args)
+    def set_mesh(self) -> AbstractContextManager[Any]:
+        """This mesh instead of one that the process has set, as some libraries do on import.
 
-        return traced
+        jit lowers what it has traced, `jax.shard_map` included, for the mesh of its caller.
+        """
+        unset = jax.sharding.get_abstract_mesh().empty
+        return nullcontext() if unset else jax.set_mesh(self.mesh)
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -460,17 +296,3 @@ class Program:
         else:
             check_train_batch(arrays, self.batch, self.ranks)
         return batch
-
-
-def _stored_copy(value: Any, dtype: Any, shape: tuple[int, ...], at: NamedSharding) -> jax.Array:
-    """A value in a stored dtype and shape; its devices only receive their shards."""
-    if isinstance(value, jax.Array) and value.sharding.device_set == at.device_set:
-        kind = value.sharding.memory_kind
-        here = at.with_memory_kind(kind) if kind else at
-        copy = jax.jit(lambda x: jnp.copy(pad(x.astype(dtype), shape)), out_shardings=here)
-        return jax.device_put(copy(value), at)
-    array = np.asarray(value).astype(dtype)
-    pads = [(0, b - a) for a, b in zip(array.shape, shape, strict=True)]
-    placed = jax.device_put(np.pad(array, pads), at)
-    # A copy: on the CPU an array may share its buffer with NumPy's, and the step donates it.
-    return placed if in_host(at) else jax.jit(jnp.copy, out_shardings=at)(placed)

@@ -160,8 +160,8 @@ def test_a_run_is_exported_for_hugging_face_and_continued_from_there(trained, tm
     assert done.returncode == 0, done.stderr
     found = {file.name for file in out.iterdir()}
     assert found == {"config.json", "model.safetensors", "tokenizer.json"}
-    model = json.dumps({"pretrained": str(out)})
-    config = small.write(tmp_path, model=json.loads(model), run={"steps": 1})
+    model = {"pretrained": str(out), "family": None, "preset": None, "config": {}}
+    config = small.write(tmp_path, model=model, run={"steps": 1})
     again = jaxspeed("train", config, "--json")
     assert again.returncode == 0, again.stderr
     alone = folder / "checkpoints"

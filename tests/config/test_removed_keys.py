@@ -86,10 +86,14 @@ def test_without_the_effect_of_a_key_its_test_fails(file, tmp_path):
     assert sorted(row["key"] for row in rows if row["seen"]) == sorted(keys)
 
 
+def test_what_reads_no_key_but_loads_it_is_blind_to_it():
+    assert Config(run={"seed": 3}).run.steps is None
+
+
 @pytest.mark.full
 def test_a_test_that_does_not_see_the_effect_is_reported():
     test = str(Path(__file__).relative_to(ROOT))
-    blind = f"{test}::test_what_only_the_absence_of_a_key_makes_an_error_is_none"
-    done = run_pytest(["--find", "--keys=parallel.pipeline_chunks", blind], capture_output=True)
+    blind = f"{test}::test_what_reads_no_key_but_loads_it_is_blind_to_it"
+    done = run_pytest(["--find", "--keys=run.seed", blind], capture_output=True)
     assert done.returncode == 1
-    assert "does not fail without parallel.pipeline_chunks" in done.stdout
+    assert "does not fail without run.seed" in done.stdout

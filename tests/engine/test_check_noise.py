@@ -27,6 +27,19 @@ class Normalized(nnx.Module):
         return self.head(x)
 
 
+class Shifted(nnx.Module):
+    """Single numbers before batch normalizations: one draw of rounding noise can be about 0."""
+
+    def __init__(self, rngs):
+        self.shifts = nnx.List([nnx.Param(jnp.zeros(())) for _ in range(12)])
+        self.layer = nnx.Linear(tiny.FEATURES, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.layer(x)
+        return sum(self.norm(x + shift[...]) for shift in self.shifts) / len(self.shifts)
+
+
 def small(model, batch):
     """Close activations: their small variance magnifies rounding."""
     return jnp.mean((model(10 + 1e-1 * batch["x"])[:, 0] - batch["y"]) ** 2)
@@ -49,6 +62,11 @@ def test_noise_is_no_difference(stage):
     report = checked(Normalized, small, stage=stage, optimizer=ADAM)
     assert report.ok, str(report)
     assert "DIFFERS" not in str(report)
+
+
+def test_noise_is_measured_by_more_than_one_draw():
+    report = checked(Shifted, small, stage=3)
+    assert report.ok, str(report)
 
 
 def test_updates_that_noise_makes_are_explained():

@@ -55,7 +55,7 @@ def test_a_step_that_is_too_large_is_warned_of_with_what_would_help(limited, cap
 def test_it_is_said_before_anything_is_allocated(limited, caplog, monkeypatch):
     limited(100_000)
 
-    made = Program.init.func
+    made = Program.init.fget
 
     def init(self):
         def full(seed):

@@ -176,6 +176,13 @@ def test_a_models_other_state_is_initialized(tmp_path):
     assert_same(made.parameters, before)
 
 
+def test_a_truncated_folder_is_refused_by_initialize(tmp_path):
+    file = folders.folder(tmp_path, folders.LLAMA, folders.llama_tensors()) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(jaxspeed.PretrainedError, match="truncated"):
+        engine(tmp_path)
+
+
 def test_a_process_maps_only_the_pages_of_its_shards(tmp_path):
     code = f"""
 import re

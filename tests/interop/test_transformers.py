@@ -13,6 +13,7 @@ from jaxspeed.models import from_pretrained
 import jaxspeed
 from jaxspeed.interop import save_pretrained
 from jaxspeed.interop.mapping import bind
+from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.objective import adapt_model
 from jaxspeed.train import build_program
 
@@ -31,6 +32,15 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0,
+    "original_max_position_embeddings": 256, "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)],
+}  # fmt: skip
+# Without padding: torch has no gradient of a padding token's embedding.
+GEMMA = {
+    "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 100, "pad_token_id": None,
 }  # fmt: skip
 # name: (configuration class, model class, fields)
 CASES = {
@@ -54,12 +64,35 @@ CASES = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     }),
     "llama, scaled by yarn": ("Llama", "LlamaForCausalLM", SIZES | {"rope_parameters": YARN}),
+    "llama, scaled dynamically": ("Llama", "LlamaForCausalLM", SIZES | {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": 256,
+    }),
+    "llama, scaled by longrope": (
+        "Llama", "LlamaForCausalLM", SIZES | {"rope_parameters": LONGROPE},
+    ),
     "mistral": ("Mistral", "MistralForCausalLM", SIZES | {"sliding_window": 100}),
     "qwen2": ("Qwen2", "Qwen2ForCausalLM", SIZES | {"num_key_value_heads": 1}),
     "qwen2, windowed": ("Qwen2", "Qwen2ForCausalLM", SIZES | {
         "use_sliding_window": True, "sliding_window": 77, "max_window_layers": 0,
     }),
     "qwen3": ("Qwen3", "Qwen3ForCausalLM", SIZES | {"head_dim": 32}),
+    "gemma2": ("Gemma2", "Gemma2ForCausalLM", SIZES | GEMMA | {"attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", "Gemma3ForCausalLM", SIZES | GEMMA | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+        },
+    }),
+    "gemma3, tied": ("Gemma3Text", "Gemma3ForCausalLM", SIZES | GEMMA | {
+        "num_hidden_layers": 6, "tie_word_embeddings": True,
+    }),
+    "vit": ("ViT", "ViTForImageClassification", {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_labels": 7,
+        "initializer_range": 0.15,
+    }),
 }  # fmt: skip
 BY_DEFAULT = ("gpt2", "llama, scaled as llama3", "qwen3")
 cases = pytest.mark.parametrize(
@@ -93,8 +126,20 @@ def reference(tmp_path_factory):
     return of
 
 
-def tokens(seed=0, batch=2):
-    return np.random.default_rng(seed).integers(0, VOCAB, (batch, SEQ))
+def inputs(case, batch=2, seq=SEQ):
+    """(arguments of their model, a batch of ours, the argument of our model)."""
+    rng = np.random.default_rng(0)
+    if case == "vit":
+        images = rng.normal(size=(batch, 32, 32, 3)).astype(np.float32)
+        labels = rng.integers(0, 7, batch)
+        theirs = {"pixel_values": torch.tensor(images.transpose(0, 3, 1, 2))}
+        theirs["labels"] = torch.tensor(labels)
+        return theirs, {"images": images, "labels": labels}, images
+    tokens = rng.integers(0, VOCAB, (batch, seq))
+    theirs = {"input_ids": torch.tensor(tokens), "labels": torch.tensor(tokens)}
+    # As long as theirs: a dynamic scaling depends on the length.
+    targets = np.concatenate([tokens[:, 1:], np.full((batch, 1), -100)], axis=1)
+    return theirs, {"tokens": tokens, "targets": targets}, tokens
 
 
 def read(pretrained):
@@ -111,34 +156,34 @@ def bound_model(model, params):
 
 
 @cases
-def test_logits_loss_and_gradients_are_theirs(reference, case):
+def test_logits_loss_and_gradients_are_theirs(reference, case, tmp_path):
     theirs, folder = reference(case)
     pretrained = from_pretrained(folder)
     model, params = read(pretrained)
-    batch = tokens()
+    arguments, batch, x = inputs(case)
     with torch.enable_grad():
         theirs.zero_grad()
-        out = theirs(torch.tensor(batch), labels=torch.tensor(batch))
+        out = theirs(**arguments)
         out.loss.backward()
 
     def loss(params):
         bound = bound_model(model, params)
-        total, weight = pretrained.loss(bound, {"tokens": jnp.asarray(batch)})
-        return total / weight, bound(jnp.asarray(batch))
+        total, weight = pretrained.loss(bound, jax.tree.map(jnp.asarray, batch))
+        return total / weight, bound(jnp.asarray(x))
 
     (mine, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     expected = out.logits.detach().numpy()
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
     np.testing.assert_allclose(mine, out.loss.item(), atol=1e-4, rtol=0)
+    # Their gradients as a file, because names in files are not always those in memory.
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    theirs.save_pretrained(tmp_path, state_dict=gradients)
+    file = TensorFile.open(tmp_path / "model.safetensors")
     names = theirs_by_name(pretrained, grads)
-    tied = theirs.config.tie_word_embeddings
-    for name, parameter in theirs.named_parameters():
-        if not (tied and name == "lm_head.weight"):
-            np.testing.assert_allclose(
-                names.pop(name), parameter.grad.numpy(), atol=1e-4, rtol=0, err_msg=name
-            )
-    assert not names
+    assert names.keys() == file.tensors.keys()
+    for name, found in names.items():
+        np.testing.assert_allclose(found, file.array(name), atol=1e-4, rtol=0, err_msg=name)
 
 
 def theirs_by_name(pretrained, values):
@@ -171,9 +216,9 @@ def test_tensors_come_back_bitwise(reference, case, tmp_path):
     built = build_program(other, *jaxspeed.objective.config_model.resolve_model(other))
     save_pretrained(built, state, tmp_path / "again")
     again = assert_same(theirs, tmp_path / "again")
-    batch = torch.tensor(tokens())
+    arguments, *_ = inputs(case)
     with torch.no_grad():
-        assert torch.equal(again(batch).logits, theirs(batch).logits)
+        assert torch.equal(again(**arguments).logits, theirs(**arguments).logits)
 
 
 def assert_same(theirs, folder):
@@ -231,11 +276,17 @@ def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(reference, cas
     used = {
         piece.tensor for pieces in pretrained.weights._bound.pieces.values() for piece in pieces
     }
-    batch = jnp.asarray(tokens(batch=1)[:, :64])
+    arguments, _, x = inputs(case, batch=1, seq=64)
     with torch.no_grad():
-        expected = theirs(torch.tensor(np.asarray(batch))).logits.numpy()
-    logits = jax.jit(lambda params: bound_model(model, params)(batch))
+        expected = theirs(**arguments).logits.numpy()
+    logits = jax.jit(lambda params: bound_model(model, params)(jnp.asarray(x)))
     np.testing.assert_allclose(logits(params), expected, atol=1e-4, rtol=0)
+    key_bias = "blocks/attn/k_proj/bias"
+    if case == "vit":  # without a rotation it changes no softmax: its values are compared
+        biases = [
+            layer.attention.k_proj.bias.detach().reshape(4, -1) for layer in theirs.vit.layers
+        ]
+        np.testing.assert_array_equal(params[key_bias], np.stack(biases))
     caught = 0
     for what, table in mutations(pretrained.weights.table):
         try:
@@ -251,11 +302,15 @@ def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(reference, cas
     assert caught >= 2 * len(used) / 4
 
 
-@pytest.mark.parametrize("kind", ["llama3", "linear"])
+SCALED = {
+    "llama3": "as llama3", "linear": "linearly", "yarn": "by yarn", "dynamic": "dynamically",
+    "longrope": "by longrope",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
 def test_both_spellings_of_rotary_settings_are_read(reference, tmp_path, kind):
-    _, folder = reference(
-        "llama, scaled as llama3" if kind == "llama3" else "llama, scaled linearly"
-    )
+    _, folder = reference(f"llama, scaled {SCALED[kind]}")
     config = json.loads((folder / "config.json").read_text())
     new = from_pretrained(folder).config
     rope = config.pop("rope_parameters")

@@ -33,7 +33,8 @@ def report(step): open(os.environ["JAXSPEED_PROGRESS_FILE"], "w").write(str(step
 
 def words(code, *options, processes=3):
     program = [sys.executable, "-S", "-c", HEAD + code]
-    return [*LAUNCH, "--processes", str(processes), *map(str, options), "--", *program]
+    count = [] if "--hostfile" in options else ["--processes", str(processes)]
+    return [*LAUNCH, *count, *map(str, options), "--", *program]
 
 
 def launch(code, *options, processes=3):
@@ -176,6 +177,15 @@ def test_the_cause_is_named_even_if_a_consequence_is_seen_first(consequence):
     assert "rank 0 of 3" in last_line(done)
 
 
+def test_a_process_that_is_stuck_is_named_as_its_peers_name_it():
+    """It cannot end by itself: the last line has what another one's watchdog found."""
+    fault = "process 2 on h, in step after step 7: no heartbeat for 60 s"
+    code = f"if rank == 1: print('jaxspeed: {fault}', file=sys.stderr); sys.exit(5)\n"
+    done = launch(code + "os.kill(os.getpid(), signal.SIGSTOP)", "--grace", 0.3)
+    assert done.returncode == ExitCode.PEER
+    assert f"(another process failed): {fault}, after" in last_line(done)
+
+
 def test_what_a_failed_process_started_is_ended_too(tmp_path):
     code = "if rank == 0:\n import subprocess\n child = subprocess.Popen(['sleep', '60'])\n"
     code += " print(child.pid, flush=True); sys.exit(1)\ntime.sleep(60)"
@@ -226,6 +236,39 @@ def test_exit_codes_in_prose(code, said):
     assert how_it_ended(code) == said
 
 
+# -- other hosts, which a shell stands for; with a real sshd: tests/system/test_clusters.py -----
+
+
+def launch_far(folder, ssh, slots, *options):
+    """On a host `far`, whose ssh is a shell script that is given the command as $2."""
+    (folder / "hosts").write_text(f"far slots={slots}\n")
+    (folder / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
+    (folder / "ssh").chmod(0o755)
+    return launch("print(rank)", "--hostfile", folder / "hosts", "--ssh", folder / "ssh", *options)
+
+
+def test_processes_of_another_host(tmp_path):
+    done = launch_far(tmp_path, 'exec sh -c "$2"', 3, "--all-output")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 0", "[1] 1", "[2] 2"]
+
+
+def test_a_host_that_has_fewer_gpus_than_slots_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    done = launch_far(tmp_path, 'exec sh -c "$2"', 4, "--max-restarts", 2)
+    assert done.returncode == ExitCode.CONFIG
+    assert f"  | error: {os.uname().nodename}: the hostfile's slot 3, but 2 GPUs" in done.stderr
+    assert "rank 0 of 4 on far ended with exit code 2" in last_line(done)
+
+
+def test_a_host_without_the_same_python_is_no_lost_connection(tmp_path):
+    done = launch_far(tmp_path, "echo exec: python: not found >&2; exit 127", 2)
+    assert done.returncode == 127
+    assert "  | exec: python: not found\n" in done.stderr
+    assert "rank 0 of 2 on far ended with exit code 127, after" in last_line(done)
+
+
 # -- signals -----------------------------------------------------------------------------------
 
 SAVES = """
@@ -246,6 +289,14 @@ def test_a_request_to_stop_is_passed_on_and_waited_for(number):
     assert child.returncode == ExitCode.PREEMPTED
     assert out.count("saving") == 3
     assert err.splitlines()[-1].endswith(f"stopped by {number.name}; the state is saved")
+
+
+def test_a_process_that_was_asked_itself_leaves_the_others_time_to_end():
+    """All stop at the same step; a second signal would end them before they have saved."""
+    code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+    done = launch(code + "time.sleep(0 if rank == 1 else 1); sys.exit(75)", "--max-restarts", 2)
+    assert done.returncode == ExitCode.PREEMPTED
+    assert last_line(done) == "jaxspeed launch: stopped by SIGTERM; the state is saved"
 
 
 def test_a_third_request_kills():

@@ -74,6 +74,25 @@ def test_four_processes_train_as_one(config, one_process):
 
 
 @pytest.mark.full
+def test_a_checkpoint_of_two_processes_is_evaluated_sampled_and_exported(config, tmp_path):
+    run = tmp_path / "run"
+    launched(config, output=run)
+    launch = small.command("launch", "--processes", "2", "--devices-per-process", "4", "--")
+    last, results = ["--set", f"run.output={run}"], {}
+    for words in (["eval", config, "--json"], ["sample", config, "--tokens", "4", "--json"]):
+        done = subprocess.run(
+            [*launch, *map(str, words), *last], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        results |= json.loads(done.stdout[done.stdout.index("{") :])
+    (held_out,) = [r["eval_loss"] for r in read_records(run / "metrics.jsonl") if "eval_loss" in r]
+    assert results["eval_loss"] == pytest.approx(held_out, abs=1e-6)
+    assert len(results["text"]) >= 4
+    done = small.jaxspeed("checkpoint", "export", run, tmp_path / "weights")
+    assert done.returncode == 0 and list((tmp_path / "weights").glob("*.safetensors"))
+
+
+@pytest.mark.full
 def test_a_run_whose_process_is_killed_restarts_and_ends_bitwise_as_one_never_killed(config):
     undisturbed, killed = (config.parent / name for name in ("undisturbed", "killed"))
     launched(config, output=undisturbed)

@@ -77,20 +77,24 @@ def test_a_slurm_script_asks_for_what_the_run_needs(printed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeued"),
-    [(0, 0, False), (75, 9, True), (1, 0, True), (1, 2, False), (137, 1, True), (2, 0, False),
+    ("code", "failures", "requeued"),
+    [(0, 0, False), (75, 2, True), (1, 0, True), (1, 2, False), (137, 1, True), (2, 0, False),
      (3, 0, False)],
 )  # fmt: skip
-def test_a_slurm_script_requeues_by_exit_code(printed, tmp_path, code, restarts, requeued):
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])  # the latter after scancel
+def test_a_slurm_script_requeues_by_exit_code(printed, tmp_path, code, failures, requeued, state):
     script = printed("slurm", "--max-restarts", "2")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "failures-7").write_text("exit code 1\n" * failures)
+    stub(tmp_path, "squeue", f"echo {state}")
     stub(tmp_path, "srun", f'echo "$JAX_COMPILATION_CACHE_DIR" > {tmp_path}/cache.txt; exit {code}')
     stub(tmp_path, "scontrol", f'echo "$@" > {tmp_path}/requeued')
-    environment = with_stubs(tmp_path, SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7")
+    environment = with_stubs(tmp_path, SLURM_RESTART_COUNT="5", SLURM_JOB_ID="7")
     done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment)
     assert done.returncode == code
-    assert (tmp_path / "requeued").exists() is requeued
+    assert (tmp_path / "requeued").exists() is (requeued and state == "RUNNING")
     assert (tmp_path / "cache.txt").read_text().strip() == f"{tmp_path}/cache"
-    assert done.stdout.splitlines()[-1] == f"jaxspeed: exit code {code}, restarts so far {restarts}"
+    assert done.stdout.splitlines()[-1] == f"jaxspeed: exit code {code}, starts before this one 5"
 
 
 def test_a_slurm_job_is_submitted(tmp_path, monkeypatch):
@@ -127,7 +131,7 @@ def test_an_mpi_script_starts_a_failed_run_again(printed, tmp_path):
 def test_an_mpi_script_passes_a_signal_on_and_waits(printed, tmp_path):
     """The run takes its time to save; its exit code is the script's."""
     (tmp_path / "script").write_text(printed("mpi", "--max-restarts", "5"))
-    code = "trap 'sleep 1; exit 75' TERM; touch started; sleep 60 & wait"
+    code = "trap 'sleep 1; exit 75' USR1; touch started; sleep 60 & wait"
     stub(tmp_path, "mpirun", code)
     child = subprocess.Popen(["bash", "script"], cwd=tmp_path, env=with_stubs(tmp_path))
     while not (tmp_path / "started").exists():
@@ -237,11 +241,10 @@ def test_a_ray_job_is_submitted_with_its_environment_and_driver(tmp_path, monkey
     variables = json.loads(words[3])["env_vars"]
     assert variables["RAY_JOB_STOP_WAIT_TIME_S"] == "300"
     assert variables["JAX_COMPILATION_CACHE_DIR"] == f"{tmp_path}/cache"
-    assert words[4:7] == ["--working-dir", str(tmp_path), "--no-wait"]
-    assert words[7:11] == ["--", sys.executable, "-m", "jaxspeed.launch.ray.driver"]
-    given = json.loads(words[11])
+    assert words[4:9] == ["--no-wait", "--", sys.executable, "-m", "jaxspeed.launch.ray.driver"]
+    given = json.loads(words[9])
     job = decoded_job(given["job"])
-    assert (job.count, job.processes, job.devices) == (4, 1, 1)
+    assert (job.count, job.processes, job.devices, job.folder) == (4, 1, 1, str(tmp_path))
     assert job.command == (sys.executable, "-m", "jaxspeed", *TRAIN[1:])
     assert given["restarts"]["most"] == 2
 

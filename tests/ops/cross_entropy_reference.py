@@ -5,10 +5,14 @@ import numpy as np
 IGNORED = -100
 
 
-def reference(hidden, weight, bias, targets, *, z_loss, label_smoothing):
+def reference(hidden, weight, bias, targets, *, z_loss, label_smoothing, soft_cap=None):
     """(sum, weight, d hidden, d weight, d bias) in numpy and fp64, from the formula."""
     h, w, b = (np.asarray(x, np.float64) for x in (hidden, weight, bias))
     logits = h @ w.T + b
+    slope = 1.0
+    if soft_cap is not None:
+        slope = 1 - np.tanh(logits / soft_cap) ** 2
+        logits = soft_cap * np.tanh(logits / soft_cap)
     top = logits.max(-1, keepdims=True)
     lse = (top + np.log(np.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
     counted = np.asarray(targets) != IGNORED
@@ -17,7 +21,7 @@ def reference(hidden, weight, bias, targets, *, z_loss, label_smoothing):
     smooth = (1 - eps) * one_hot + eps / len(w)
     loss = lse - (smooth * logits).sum(-1) + z_loss * lse**2
     d_logits = (1 + 2 * z_loss * lse)[..., None] * np.exp(logits - lse[..., None]) - smooth
-    d_logits *= counted[..., None]
+    d_logits *= counted[..., None] * slope
     return (
         loss[counted].sum(),
         counted.sum(),

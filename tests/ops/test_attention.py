@@ -14,10 +14,12 @@ from jaxspeed.ops import attention, cudnn, splash
 from jaxspeed.ops.attention import plain, repeated_for_sharding
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
-from jaxspeed.ops.two_passes import in_two_passes
+from jaxspeed.ops.two_passes import in_two_passes, with_sinks
+from tests.ops import score_buffers
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.ops.meshes import simulated_mesh
 from tests.support.covering import covering
+from tests.support.topology import run_on_topology
 
 # Unit roundoff u. Fp32: 256-term sums and exp cost a few u each, 16 u in all. Narrow types round
 # the shares, the scaled query, the scores' gradient and the result, each by at most u: 4 u.
@@ -30,7 +32,13 @@ CASES = {
     "window both ways": {"causal": False, "window": 17},
     "window in segments, grouped": {"causal": True, "window": 40, "segments": True, "kv_heads": 2},
     "segments both ways, one key head": {"causal": False, "segments": True, "kv_heads": 1},
-}
+    "soft cap, grouped": {"causal": True, "soft_cap": 1.5, "kv_heads": 2},
+    "sinks": {"causal": True, "sinks": True},
+    "all at once": {
+        "causal": True, "window": 40, "segments": True, "kv_heads": 2, "soft_cap": 1.5,
+        "sinks": True,
+    },
+}  # fmt: skip
 
 
 def inputs(*, batch=2, seq=64, heads=4, kv_heads=4, head_dim=32, dtype="float32"):
@@ -45,13 +53,18 @@ def some_segments(batch, seq):
     return jnp.asarray(np.cumsum(cuts, axis=1), jnp.int32)
 
 
-def with_gradients(f, q, k, v, d_out):
-    out, pullback = jax.vjp(f, q, k, v)
+def some_sinks(heads=4):
+    return jnp.linspace(-1.0, 3.0, heads)
+
+
+def with_gradients(f, q, k, v, d_out, *sinks):
+    out, pullback = jax.vjp(f, q, k, v, *sinks)
     return (out, *pullback(d_out))
 
 
 def assert_close(found, wanted, tolerance):
-    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted):
+    assert len(found) == len(wanted)
+    for name, x, y in zip(("out", "dq", "dk", "dv", "d sinks"), found, wanted):
         x, y = np.asarray(x).astype(np.float64), np.asarray(y).astype(np.float64)
         error = np.linalg.norm(x - y) / np.linalg.norm(y)
         assert error <= tolerance, f"{name}: {error:.2e} > {tolerance:.2e}"
@@ -59,42 +72,58 @@ def assert_close(found, wanted, tolerance):
 
 @functools.cache
 def case(name, dtype, seq=64):
-    """(arguments, Segments or None, Mask, the reference's out and gradients)."""
-    options = CASES[name]
-    args = inputs(kv_heads=options.get("kv_heads", 4), dtype=dtype, seq=seq)
-    ids = some_segments(2, seq) if options.get("segments") else None
-    mask = Mask(options["causal"], options.get("window"))
-    dense = seen(seq, seq, causal=mask.causal, window=mask.window, segments=ids)
-    wanted = attention_and_gradients(*args, dense, 32**-0.5)
-    return args, None if ids is None else Segments(ids, ids), mask, wanted
+    """(arguments, Segments or None, options of attention, the reference's out and gradients)."""
+    options = {"window": None} | CASES[name]
+    args = inputs(kv_heads=options.pop("kv_heads", 4), dtype=dtype, seq=seq)
+    ids = some_segments(2, seq) if options.pop("segments", False) else None
+    sinks = [some_sinks()] if options.pop("sinks", False) else []
+    dense = seen(seq, seq, causal=options["causal"], window=options["window"], segments=ids)
+    more = (options.get("soft_cap"), *sinks)
+    wanted = attention_and_gradients(*args, dense, 32**-0.5, *more)
+    return (*args, *sinks), None if ids is None else Segments(ids, ids), options, wanted
+
+
+def run(name, dtype, seq=64, **more):
+    """(what `attention` and its gradients are, what they should be)."""
+    args, segments, options, wanted = case(name, dtype, seq)
+
+    def f(q, k, v, sinks=None):
+        ids = None if segments is None else segments.q
+        return attention(q, k, v, sinks=sinks, segment_ids=ids, **options, **more)
+
+    return jax.jit(functools.partial(with_gradients, f))(*args), wanted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_the_formula(name, dtype):
-    args, segments, mask, wanted = case(name, dtype)
-
-    @jax.jit
-    def run(q, k, v, d_out):
-        f = functools.partial(
-            attention,
-            causal=mask.causal,
-            window=mask.window,
-            segment_ids=None if segments is None else segments.q,
-        )
-        return with_gradients(f, q, k, v, d_out)
-
-    found = run(*args)
-    assert all(x.dtype == dtype for x in found)
+    found, wanted = run(name, dtype)
+    assert all(x.dtype == dtype for x in found[:4])
     assert_close(found, wanted, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    covering(
+        [(name, dtype) for name in CASES for dtype in TOLERANCE],
+        [("all at once", "float32"), ("window both ways", "bfloat16"), ("causal", "float16")],
+    ),
+)
+def test_blocks_of_keys_equal_the_formula(name, dtype):
+    """384 tokens are three blocks of 128; a sink's factor rounds the result once more."""
+    found, wanted = run(name, dtype, 384, implementation="blockwise")
+    assert all(x.dtype == dtype for x in found[:4])
+    assert_close(found, wanted, 1.5 * TOLERANCE[dtype])
 
 
 def test_attention_in_fp64_is_fp64_throughout():
     with jax.enable_x64(True):
         args = inputs(seq=32, kv_heads=2, dtype="float64")
-        found = with_gradients(functools.partial(attention, window=9), *args)
         dense = seen(32, 32, causal=True, window=9, segments=None)
-        assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
+        for kernel in (None, "blockwise"):
+            f = functools.partial(attention, window=9, implementation=kernel)
+            found = with_gradients(f, *args)
+            assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -105,19 +134,25 @@ def test_attention_in_fp64_is_fp64_throughout():
             ("causal", "bfloat16"),
             ("window in segments, grouped", "float32"),
             ("segments both ways, one key head", "float32"),
+            ("soft cap, grouped", "float32"),
+            ("sinks", "float32"),
+            ("all at once", "float32"),
         ],
-        [("causal", "bfloat16"), ("window in segments, grouped", "float32")],
+        [("causal", "bfloat16"), ("all at once", "float32")],
     ),
 )
 def test_splash_in_interpret_mode_equals_the_formula(name, dtype):
     """384 tokens are three blocks of 128, some of them wholly hidden."""
-    args, segments, mask, wanted = case(name, dtype, seq=384)
-    options = {"mask": mask, "scale": 32**-0.5, "interpret": True}
-    passes = (functools.partial(p, **options) for p in (splash.forward, splash.backward))
-    attend = in_two_passes(*passes)
+    args, segments, options, wanted = case(name, dtype, seq=384)
+    mask = Mask(options["causal"], options["window"])
+    options = {"mask": mask, "scale": 32**-0.5, "soft_cap": options.get("soft_cap")}
+    passes = (
+        functools.partial(p, **options, interpret=True) for p in (splash.forward, splash.backward)
+    )
+    attend = in_two_passes(*with_sinks(*passes))
 
-    def f(q, k, v):
-        return attend(q, k, v, segments)
+    def f(q, k, v, sinks=None):
+        return attend(q, k, v, segments, sinks)
 
     assert_close(with_gradients(f, *args), wanted, TOLERANCE[dtype])
 
@@ -150,6 +185,18 @@ def test_cudnns_passes_fit_each_other_as_traced(monkeypatch):
     gradients = jax.jit(lambda q, k, v, d: jax.vjp(attention, q, k, v)[1](d))
     lowered = gradients.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "fmhaSoftmaxBackward" in lowered
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_no_array_on_a_tpu_is_as_large_as_the_scores(dtype):
+    found = run_on_topology("tests.ops.score_buffers:on_tpu", "v5e:2x2", dtype=dtype)
+    assert found.pop("plain") and not any(found.values()), found
+
+
+@pytest.mark.parametrize("name", score_buffers.FORMS)
+def test_nor_on_a_gpu(name):
+    """In fp32: cuDNN, which JAX looks for when it traces, is not here."""
+    assert bool(score_buffers.on_cuda(name, "float32")) == (name == "plain")
 
 
 @pytest.mark.parametrize("kwargs", [{"seq": 200}, {"seq": 64}, {"dtype": "float16"}])
@@ -240,6 +287,8 @@ BAD = {
     "segments": ({}, {"segment_ids": np.zeros((2, 7), int)}, r"\(2, 7\), should be \(2, 8\)"),
     "lone kv segments": ({}, {"kv_segment_ids": np.zeros((2, 8), int)}, "without segment_ids"),
     "window": ({}, {"window": 0}, "window is 0"),
+    "sinks": ({}, {"sinks": np.zeros(2)}, r"sinks is \(2,\), should be \(4,\)"),
+    "soft cap": ({}, {"soft_cap": 1.0, "implementation": "cudnn"}, "cudnn has no soft cap"),
     "kernel": ({}, {"implementation": "flash"}, "'flash' is none of"),
 }
 

@@ -21,12 +21,15 @@ from tests.support.covering import examples
     chunk=st.one_of(st.none(), st.integers(1, 26)),
     z_loss=st.sampled_from([0.0, 1e-2]),
     label_smoothing=st.sampled_from([0.0, 0.1]),
+    soft_cap=st.sampled_from([None, 2.5]),
     embed_vocab=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_chunking_equals_the_formula(vocab, chunk, z_loss, label_smoothing, embed_vocab, seed):
+def test_any_chunking_equals_the_formula(
+    vocab, chunk, z_loss, label_smoothing, soft_cap, embed_vocab, seed
+):
     hidden, weight, bias, targets = problem(vocab, seed=seed)
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "soft_cap": soft_cap}
 
     def loss(hidden, weight, bias):
         layout = "embed_vocab" if embed_vocab else "vocab_embed"

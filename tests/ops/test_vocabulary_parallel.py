@@ -37,18 +37,19 @@ def on_mesh(mesh, function, *args, cut=()):
     chunk=st.one_of(st.none(), st.integers(1, 9)),
     z_loss=st.sampled_from([0.0, 1e-2]),
     label_smoothing=st.sampled_from([0.0, 0.1]),
+    soft_cap=st.sampled_from([None, 2.5]),
     bias=st.booleans(),
     embed_vocab=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_any_vocabulary_over_any_devices_equals_the_formula(
-    parts, vocab, chunk, z_loss, label_smoothing, bias, embed_vocab, seed
+    parts, vocab, chunk, z_loss, label_smoothing, soft_cap, bias, embed_vocab, seed
 ):
     """Vocabularies that devices do not divide, chunks that do not divide a device's part, and parts
     that have no row at all."""
     hidden, weight, biases, targets = problem(vocab, batch=4, seed=seed)
     biases = biases if bias else 0 * biases
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "soft_cap": soft_cap}
 
     def loss(hidden, weight, biases):
         return linear_cross_entropy(

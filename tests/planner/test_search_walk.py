@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspeed.planner.search.candidate import changes
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.walk import NEAR, Limits, SearchLoop, best_of, order_of
 from tests.planner.choices import LIMIT, made_up, space_of, submitted
@@ -71,6 +72,19 @@ def test_the_descent_goes_on_from_the_best_so_far_then_from_other_meshes(seed):
     Watched(space, costs, memory_excess, submitted(estimate)).run()
     first, others = starts[-2:]
     assert len({top.mesh for top in first + others}) == len(others) + 1 > 3
+
+
+def test_the_best_change_of_each_setting_is_a_neighbour(monkeypatch):
+    """However many changes of two settings by formula are better."""
+    monkeypatch.setattr("jaxspeed.planner.search.walk.NEIGHBOURS", 1)
+    space = space_of(WRITTEN, 8, layers=4, changing=FEW)
+    estimate, costs = made_up(space, 0)
+    walk = SearchLoop(space, costs, lambda cost: 1.0, submitted(estimate))
+    walk.done[space.base] = best = estimate(space.base)
+    found = walk._near([space.base], best, slack=100.0)
+    for setting in ("mesh", "stage", "recompute", "micro"):
+        alone = [c for c in space.single(space.base) if changes(space.base, c) == [setting]]
+        assert min(alone, key=lambda choice: costs(choice).seconds) in found
 
 
 def test_no_more_than_the_limit_are_estimated():

@@ -83,7 +83,11 @@ def test_a_run_killed_at_random_moments_ends_bitwise_as_one_never_killed(tmp_pat
 
 @pytest.mark.parametrize(
     ("sent", "code"),
-    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)],
+    [
+        (signal.SIGTERM, 75),
+        pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_that_is_asked_to_stop_saves_and_shows_how_to_resume(tmp_path, sent, code, capsys):
     config = small.write(tmp_path, run={"steps": 4000, "checkpoint_every": 4000})

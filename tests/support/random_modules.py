@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 
 WIDTH, HIDDEN = 8, 12  # on 8 devices one dim is padded and the other is not
 MOMENTUM = 0.8
+# Where activations are close to 1, the variance is a difference of rounding errors.
+EPSILON = 1e-2
 
 # In the order in which hypothesis tries to make a failing module simpler.
 KINDS = (
@@ -39,6 +41,11 @@ KINDS = (
     "add",  # sown into a sum
     "spectral",  # a complex parameter
     "phase",  # complex state
+    "shared",  # one layer under two names, called by both
+    "scanned",  # two layers stacked along one of their dims, called by a scan
+    "nested",  # parameters and state in lists, dicts and tuples
+    "half",  # a parameter and state in bf16
+    "draws",  # a raw key that it splits itself
 )
 NNX_KINDS = (
     *KINDS,
@@ -72,6 +79,7 @@ class Part(Described):
         whose parameters are those of the nearest module that has some.
       depth: how many modules are around it.
       calls: how often the module calls it.
+      axis: the dim of a kernel along which scanned layers are stacked.
     """
 
     kind: str
@@ -80,6 +88,7 @@ class Part(Described):
     affine: str = "both"
     depth: int = 0
     calls: int = 1
+    axis: int = 0
 
     @property
     def runs_on_statistics(self) -> bool:
@@ -101,6 +110,7 @@ class Spec(Described):
       evaluating: whether the factory calls `.eval()` on the whole module.
       setup: Linen's way of making submodules; else compact.
       collection: where a Linen module sows: one of its own, or that of its counters.
+      staged: how the loss calls an nnx module: as it is, or by nnx.jit or nnx.remat.
     """
 
     parts: tuple[Part, ...]
@@ -111,6 +121,7 @@ class Spec(Described):
     evaluating: bool = False
     setup: bool = False
     collection: str = "losses"
+    staged: str = ""
 
     def settled(self, part: Part) -> bool:
         """Whether a part is in evaluation mode while the module is trained."""
@@ -170,6 +181,7 @@ def specs(kinds: tuple[str, ...], linen: bool) -> st.SearchStrategy[Spec]:
             depth=st.integers(0, 2),
             # A Linen module has no parameters of what it does not call.
             calls=st.sampled_from((1, 2) if linen else (1, 0, 2)),
+            axis=st.integers(0, 2) if kind == "scanned" else st.just(0),
         )
 
     one = st.sampled_from(kinds).flatmap(part)
@@ -186,6 +198,7 @@ def specs(kinds: tuple[str, ...], linen: bool) -> st.SearchStrategy[Spec]:
             else {
                 "reads": st.sampled_from(("attribute", "state", "pop", "capture")),
                 "evaluating": st.sampled_from((False, False, False, True)),
+                "staged": st.sampled_from(("", "", "jit", "remat")),
             }
         ),
     )
@@ -228,6 +241,22 @@ def spectral(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     return x + jnp.real(z) + jnp.sin(jnp.imag(z)) + bias
 
 
+def halved(x: jax.Array, scale: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(output, the new state): bf16, in arithmetic that is fp32."""
+    x = x * (1 + scale.astype(x.dtype)) + 0.1 * seen.astype(x.dtype)
+    return x, (seen.astype(x.dtype) + 0.25).astype(seen.dtype)
+
+
+def drawn(x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(output, the next key)."""
+    key, own = jax.random.split(key)
+    return x + 0.1 * jax.random.normal(own, x.shape), key
+
+
+def dense_kernel(key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (WIDTH, WIDTH)) * WIDTH**-0.5
+
+
 def complex_kernel(key: jax.Array, shape: tuple[int, int] = (WIDTH, WIDTH)) -> jax.Array:
     real, imag = jax.random.normal(key, (2, *shape)) * (2 * WIDTH) ** -0.5
     return jax.lax.complex(real, imag)
@@ -259,6 +288,8 @@ class NnxNorm(nnx.Module):
             WIDTH,
             use_running_average=mode,
             momentum=MOMENTUM,
+            epsilon=EPSILON,
+            use_fast_variance=False,
             use_bias=affine != "none",
             use_scale=affine == "both",
             rngs=rngs,
@@ -390,6 +421,63 @@ class NnxSpectral(nnx.Module):
         return spectral(x, self.kernel[...], self.bias[...])
 
 
+class NnxShared(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = self.same = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.same(jnp.tanh(self.dense(x)))
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, axis, rngs):
+        axes = nnx.StateAxes({nnx.Param: axis, ...: None})
+
+        def layer(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        made = nnx.split_rngs(splits=2)(nnx.vmap(layer, in_axes=(0,), out_axes=axes))
+        self.layers, self.axes = made(rngs), axes
+
+    def __call__(self, x):
+        def run(layer, x):
+            return jnp.tanh(layer(x))
+
+        return nnx.scan(run, in_axes=(self.axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+class NnxNested(nnx.Module):
+    def __init__(self, rngs):
+        kernel, bias = nnx.Param(dense_kernel(rngs.params())), nnx.Param(jnp.zeros(WIDTH))
+        self.held = nnx.data([{"kernel": kernel}, ({"bias": bias}, nnx.Variable(jnp.zeros(WIDTH)))])
+        self.fixed = nnx.data({"factor": (jnp.linspace(0.5, 1.5, WIDTH),)})
+
+    def __call__(self, x):
+        more, mean = self.held[1]
+        y = x @ self.held[0]["kernel"][...] + more["bias"][...]
+        y, mean[...] = averaged(y, mean[...])
+        return y * self.fixed["factor"][0]
+
+
+class NnxHalf(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.zeros(WIDTH, jnp.bfloat16))
+        self.seen = nnx.Variable(jnp.zeros(WIDTH, jnp.bfloat16))
+
+    def __call__(self, x):
+        x, self.seen[...] = halved(x, self.scale[...], self.seen[...])
+        return x
+
+
+class NnxDraws(nnx.Module):
+    def __init__(self, rngs):
+        self.key = nnx.Variable(jax.random.PRNGKey(7))
+
+    def __call__(self, x):
+        x, self.key[...] = drawn(x, self.key[...])
+        return x
+
+
 class NnxTeacher(nnx.Module):
     def __init__(self, rngs):
         self.student, self.teacher = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
@@ -428,6 +516,10 @@ NNX = {
     "declared": NnxDeclared,
     "spectral": NnxSpectral,
     "teacher": NnxTeacher,
+    "shared": NnxShared,
+    "nested": NnxNested,
+    "half": NnxHalf,
+    "draws": NnxDraws,
     OVERWRITTEN: NnxOverwritten,
 }
 
@@ -440,6 +532,8 @@ def nnx_part(part: Part, spec: Spec, plain: bool, rngs: nnx.Rngs) -> nnx.Module:
         made = nnx.Dropout(0.3, deterministic=mode, rngs=rngs)
     elif part.kind == "noise":
         made = NnxNoise(mode, rngs)
+    elif part.kind == "scanned":
+        made = NnxScanned(part.axis, rngs)
     else:
         made = NNX[part.kind](rngs)
     for _ in range(part.depth):
@@ -500,17 +594,24 @@ def nnx_factory(spec: Spec, plain: bool = False) -> Callable[[nnx.Rngs], nnx.Mod
 def tell_by_type(module: nnx.Module, spec: Spec) -> None:
     """Make a LoRAParam of what is trained."""
     for keys, node in list(nnx.iter_graph(module)):
-        for name, value in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
+        held = (
+            node if isinstance(node, dict) else vars(node) if isinstance(node, nnx.Module) else {}
+        )
+        for name, value in list(held.items()):
             path = "/".join(map(str, (*keys, name)))
             if type(value) is nnx.Param and spec.is_trained(path):
-                setattr(node, name, nnx.LoRAParam(value[...]))
+                made = nnx.LoRAParam(value[...])
+                held.update({name: made}) if held is node else setattr(node, name, made)
 
 
 def nnx_call(model: NnxNet, x: jax.Array) -> tuple[jax.Array, dict[str, list[Any]]]:
     """(output, what has been sown by name), got at as the Spec says."""
     sown: dict[str, list[Any]] = {"penalty": [], "ones": []}
-    reads = model.spec.reads
-    if reads == "capture":
+    reads, staged = model.spec.reads, model.spec.staged
+    if staged and reads != "capture":
+        y = {"jit": nnx.jit, "remat": nnx.remat}[staged](lambda model, x: model(x))(model, x)
+        found = (nnx.pop if reads == "pop" else nnx.state)(model, nnx.Intermediate)
+    elif reads == "capture":
         y, found = nnx.capture(model, nnx.Intermediate)(x)
     else:
         y = model(x)
@@ -540,6 +641,16 @@ def nnx_writes(model: NnxNet) -> None:
 # -- Linen ----------------------------------------------------------------------------------------
 
 
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(WIDTH, use_bias=False, name="dense")(x)), None
+
+
+def nested_parameters(key: jax.Array) -> Any:
+    return {"kernel": dense_kernel(key), "more": {"bias": jnp.zeros(WIDTH)}}
+
+
 class LinenPart(nn.Module):
     """Every kind of part, in Linen."""
 
@@ -562,6 +673,8 @@ class LinenPart(nn.Module):
             return nn.BatchNorm(
                 evaluating,
                 momentum=MOMENTUM,
+                epsilon=EPSILON,
+                use_fast_variance=False,
                 use_bias=affine != "none",
                 use_scale=affine == "both",
                 name="norm",
@@ -601,6 +714,37 @@ class LinenPart(nn.Module):
             x = x @ kernel + 0.3 * x @ before.value
             if change:
                 before.value, last.value = last.value, kernel
+            return x
+        if kind == "shared":
+            dense = nn.Dense(WIDTH, name="dense")
+            return dense(jnp.tanh(dense(x)))
+        if kind == "scanned":
+            stack = nn.scan(
+                LinenLayer,
+                variable_axes={"params": self.part.axis},
+                split_rngs={"params": True},
+                length=2,
+            )
+            return stack(name="layers")(x, None)[0]
+        if kind == "nested":
+            held = self.param("held", nested_parameters)
+            mean = self.variable("averages", "held", lambda: {"mean": jnp.zeros(WIDTH)})
+            x, new = averaged(x @ held["kernel"] + held["more"]["bias"], mean.value["mean"])
+            if change:
+                mean.value = {"mean": new}
+            return x
+        if kind == "half":
+            scale = self.param("scale", nn.initializers.zeros, (WIDTH,), jnp.bfloat16)
+            seen = self.variable("averages", "half", lambda: jnp.zeros(WIDTH, jnp.bfloat16))
+            x, new = halved(x, scale, seen.value)
+            if change:
+                seen.value = new
+            return x
+        if kind == "draws":
+            key = self.variable("draws", "key", lambda: jax.random.PRNGKey(7))
+            x, new = drawn(x, key.value)
+            if change:
+                key.value = new
             return x
         if kind == "spectral":
             kernel = self.param("kernel", complex_kernel)

@@ -14,7 +14,8 @@ stop() {
 }
 
 start() {
-  local port=$((20000 + $$ % 10000))
+  local port
+  port=$(shuf --input-range=20000-29999 --head-count=1)
   ssh-keygen -q -t ed25519 -N '' -f "$dir/host_key"
   ssh-keygen -q -t ed25519 -N '' -f "$dir/key"
   cp "$dir/key.pub" "$dir/authorized_keys"

@@ -18,7 +18,7 @@ stop() {
 start() {
   local host port
   host=$(hostname -s)
-  port=$((20000 + $$ % 10000))
+  port=$(shuf --input-range=20000-29999 --head-count=1)
   mkdir -p "$dir/state" "$dir/spool"
   head -c 128 /dev/urandom > "$dir/munge.key"
   chmod 600 "$dir/munge.key"
@@ -33,7 +33,8 @@ AuthType=auth/munge
 AuthInfo=socket=$dir/munge.socket
 SlurmctldPort=$port
 SlurmdPort=$((port + 1))
-SrunPortRange=$((port + 10))-$((port + 40))
+# JAX takes its port from the number of the job, and others may run these tests too.
+FirstJobId=$port
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool
 SlurmctldPidFile=$dir/slurmctld.pid

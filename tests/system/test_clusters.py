@@ -200,14 +200,65 @@ def test_a_preempted_slurm_job_is_queued_again(slurm, tmp_path):
     out = run(sys.executable, "-m", "jaxspeed", "launch", *words, env=slurm, cwd=tmp_path)
     job = out.split()[-1]
     log, deadline = tmp_path / "logs" / f"job-{job}.log", time.monotonic() + 240
-    while not log.exists() or "restarts so far 1" not in log.read_text():
+    while not log.exists() or "before this one 1" not in log.read_text():
         assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
         state = run("squeue", "--job", job, "--noheader", "--format=%T %r", env=slurm)
         if "BeginTime" in state:  # SLURM holds a requeued job for two minutes
             run("scontrol", "update", f"JobId={job}", "StartTime=now", env=slurm)
         time.sleep(0.5)
-    assert "exit code 75, restarts so far 0" in log.read_text()
-    assert "exit code 0, restarts so far 1" in log.read_text()
+    assert "exit code 75, starts before this one 0" in log.read_text()
+    assert "exit code 0, starts before this one 1" in log.read_text()
+
+
+@pytest.mark.full
+def test_a_canceled_slurm_job_saves_and_is_not_queued_again(slurm, tmp_path):
+    words = ["--on", "slurm", "--processes", 2, "--", sys.executable, "-c", saves("TERM")]
+    out = run(sys.executable, "-m", "jaxspeed", "launch", *words, env=slurm, cwd=tmp_path)
+    job, deadline = out.split()[-1], time.monotonic() + 60
+    wait_for_files(tmp_path, "ready-*", 2)
+    run("scancel", job, env=slurm)
+    while run("squeue", "--job", job, "--noheader", "--format=%T", env=slurm) == "COMPLETING\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not run("squeue", "--job", job, "--noheader", "--states=pending", env=slurm)
+    assert "exit code 75, starts" in (tmp_path / "logs" / f"job-{job}.log").read_text()
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_open_mpi_passes_a_request_to_stop_on_and_waits(tmp_path, number):
+    require("mpirun")
+    words = ["--on", "mpi", "--processes", "2", "--option=--allow-run-as-root"]
+    words += ["--option=--oversubscribe", "--max-restarts", "3", "--"]
+    launch = [sys.executable, "-m", "jaxspeed", "launch", *words]
+    child = subprocess.Popen(
+        [*launch, sys.executable, "-c", saves("USR1")],
+        cwd=tmp_path,
+        env=environment(),
+        process_group=0,
+    )
+    wait_for_files(tmp_path, "ready-*", 2)
+    os.killpg(child.pid, number)  # as a terminal does
+    assert child.wait(30) == ExitCode.PREEMPTED
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def saves(name):
+    """A program that takes its time to save when the signal asks it to stop."""
+    return (
+        "import os, pathlib, signal, sys, time\n"
+        "touch = lambda name: pathlib.Path(f'{name}-{os.getpid()}').touch()\n"
+        "save = lambda *_: (time.sleep(3), touch('saved'), sys.exit(75))\n"
+        f"signal.signal(signal.SIG{name}, save)\n"
+        "touch('ready'); time.sleep(60)"
+    )
+
+
+def wait_for_files(folder, pattern, count):
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # -- the hostfile's way ------------------------------------------------------------------------

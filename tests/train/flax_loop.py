@@ -17,6 +17,8 @@ from tests.support import covering
 from tests.support.reference import slice_of_each_rank
 
 SEED, DEVICES = 3, 8
+WIDTH = 8
+SGD = optax.sgd(0.05, momentum=0.9)
 
 
 class Setting(NamedTuple):
@@ -227,3 +229,25 @@ def assert_alike(
         np.testing.assert_allclose(
             ours.values[path], value, rtol=0, atol=tolerance * scale, err_msg=path
         )
+
+
+# -- a regression, for models whose loss is not the point --------------------------------------
+
+
+def squared(out: Any, batch: Any) -> jax.Array:
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return squared(model(batch["x"]), batch)
+
+
+def batches(steps: int = 4, samples: int = 64) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "x": rng.normal(size=(samples, WIDTH)).astype(np.float32),
+            "y": rng.normal(size=samples).astype(np.float32),
+        }
+        for _ in range(steps)
+    ]

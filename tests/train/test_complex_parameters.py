@@ -15,15 +15,17 @@ from tests.support.covering import covering
 from tests.train.flax_loop import (
     REPLICATED,
     SHARDED,
+    WIDTH,
     Setting,
     assert_alike,
+    batches,
+    loss,
     settings,
     train_jaxspeed,
     train_linen,
     train_nnx,
 )
 
-WIDTH = 8
 OPTIMIZERS = {"sgd": optax.sgd(0.05, momentum=0.9), "adam": optax.adam(1e-2)}
 
 
@@ -55,25 +57,10 @@ class LinenSpectral(nn.Module):
         return nn.Dense(1)(jnp.tanh(jnp.fft.irfft(h, n=2 * WIDTH)))[:, 0]
 
 
-def squared_error(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def batches(steps=4, samples=64):
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "x": rng.normal(size=(samples, WIDTH)).astype(np.float32),
-            "y": rng.normal(size=samples).astype(np.float32),
-        }
-        for _ in range(steps)
-    ]
-
-
 @settings(SHARDED)
 @pytest.mark.parametrize("name", ["sgd", pytest.param("adam", marks=pytest.mark.full)])
 def test_an_nnx_module_trains_as_in_plain_flax(setting, name):
-    args = (squared_error, batches(), OPTIMIZERS[name], setting)
+    args = (loss, batches(), OPTIMIZERS[name], setting)
     assert_alike(train_jaxspeed(Spectral, *args), train_nnx(Spectral, *args))
 
 
@@ -83,7 +70,7 @@ def test_a_linen_module_trains_as_in_plain_flax(setting):
         return jnp.mean((out - batch["y"]) ** 2)
 
     args = (batches(), OPTIMIZERS["adam"], setting)
-    ours = train_jaxspeed(LinenSpectral(), squared_error, *args)
+    ours = train_jaxspeed(LinenSpectral(), loss, *args)
     assert_alike(ours, train_linen(LinenSpectral(), plain, *args))
 
 
@@ -115,7 +102,7 @@ def test_the_loss_of_the_issue_falls(stage):
 def test_norm_and_clipping_use_magnitudes(stage):
     one = batches(1)
     config = {"gradient_clipping": 0.1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    engine = jaxspeed.initialize(Spectral, squared_error, Setting(stage, 1, 1).config(64, **config))
+    engine = jaxspeed.initialize(Spectral, loss, Setting(stage, 1, 1).config(64, **config))
     before = {path: np.array(x) for path, x in engine.parameters.items()}
     metrics = engine.train_batch(one[0])
     moved = [np.array(x) - before[path] for path, x in engine.parameters.items()]
@@ -124,7 +111,7 @@ def test_norm_and_clipping_use_magnitudes(stage):
     assert length == pytest.approx(0.1, rel=1e-4)
 
     module = Spectral(nnx.Rngs(3))
-    grads = jax.tree.leaves(nnx.grad(squared_error)(module, one[0]))
+    grads = jax.tree.leaves(nnx.grad(loss)(module, one[0]))
     plain = np.sqrt(sum(np.sum(np.abs(g) ** 2) for g in grads))
     assert float(metrics["grad_norm"]) == pytest.approx(plain, rel=1e-5)
 
@@ -149,9 +136,7 @@ def test_sixteen_bit_precision_leaves_them_as_they_are(precision):
 
 
 def test_zero_shards_them():
-    engine = jaxspeed.initialize(
-        Spectral, squared_error, Setting(3, 1, 1).config(64), optax.adam(1e-2)
-    )
+    engine = jaxspeed.initialize(Spectral, loss, Setting(3, 1, 1).config(64), optax.adam(1e-2))
     stored = engine.state.params["mix"]
     assert stored.addressable_shards[0].data.nbytes * 8 == stored.nbytes
     moments = [x for x in jax.tree.leaves(engine.state.opt) if jnp.iscomplexobj(x) and x.ndim == 2]
@@ -177,9 +162,9 @@ def test_other_ways_of_reducing_agree(sections):
     setting = Setting(0, 1, 1)
     optimizer = {"type": "SGD", "params": {"lr": 0.05}}
     ours = train_jaxspeed(
-        Spectral, squared_error, data, None, setting, check=False, optimizer=optimizer, **sections
+        Spectral, loss, data, None, setting, check=False, optimizer=optimizer, **sections
     )
-    plain = train_nnx(Spectral, squared_error, data, optax.sgd(0.05), setting)
+    plain = train_nnx(Spectral, loss, data, optax.sgd(0.05), setting)
     tolerance = {"int8": 1e-2, "bf16": 1e-3}
     close = next((t for word, t in tolerance.items() if word in str(sections)), 1e-5)
     np.testing.assert_allclose(ours.losses, plain.losses, rtol=close)
@@ -189,7 +174,7 @@ def test_other_ways_of_reducing_agree(sections):
 def test_a_checkpoint_holds_them(tmp_path):
     def engine(stage):
         return jaxspeed.initialize(
-            Spectral, squared_error, Setting(stage, 1, 1).config(64), optax.adam(1e-2)
+            Spectral, loss, Setting(stage, 1, 1).config(64), optax.adam(1e-2)
         )
 
     first, (one, two) = engine(3), batches(2)
@@ -216,7 +201,7 @@ def test_check_finds_that_they_are_not_trained(model, monkeypatch):
         monkeypatch.setattr(module, "is_inexact", only_real)
     one = batches(1)[0]
     engine = jaxspeed.initialize(
-        model, squared_error, Setting(0, 1, 1).config(64), optax.sgd(0.1), example_batch=one
+        model, loss, Setting(0, 1, 1).config(64), optax.sgd(0.1), example_batch=one
     )
     report = engine.check(one)
     assert not report.ok
@@ -226,9 +211,7 @@ def test_check_finds_that_they_are_not_trained(model, monkeypatch):
 
 def test_check_finds_that_they_are_trained_the_wrong_way(monkeypatch):
     monkeypatch.setattr(gradients, "steepest", lambda grad: grad)
-    engine = jaxspeed.initialize(
-        Spectral, squared_error, Setting(0, 1, 1).config(64), optax.sgd(0.1)
-    )
+    engine = jaxspeed.initialize(Spectral, loss, Setting(0, 1, 1).config(64), optax.sgd(0.1))
     report = engine.check(batches(1)[0])
     assert not report.ok
     assert {leaf.path for leaf in report.leaves if leaf.gradient > 0.1} == {"mix", "shift"}

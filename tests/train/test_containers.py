@@ -2,14 +2,20 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from tests.train.flax_loop import SHARDED, assert_alike, settings, train_jaxspeed, train_nnx
-
-WIDTH = 8
-SGD = optax.sgd(0.05, momentum=0.9)
+from tests.train.flax_loop import (
+    SGD,
+    SHARDED,
+    WIDTH,
+    assert_alike,
+    batches,
+    loss,
+    settings,
+    train_jaxspeed,
+    train_nnx,
+)
 
 
 class Tables(nnx.Module):
@@ -51,21 +57,6 @@ class Described(nnx.Module):
     def __call__(self, x):
         self.seen[...] = self.seen[...] + x.mean()
         return self.head(jnp.tanh(x * self.scale))[:, 0]
-
-
-def loss(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def batches():
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "x": rng.normal(size=(32, WIDTH)).astype(np.float32),
-            "y": rng.normal(size=32).astype(np.float32),
-        }
-        for _ in range(3)
-    ]
 
 
 @settings(SHARDED)

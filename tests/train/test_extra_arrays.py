@@ -218,6 +218,9 @@ def test_extra_arrays_that_are_missing_or_not_taken_are_refused():
         tiny.engine().train_batch(tiny.batch(), extra={"a": np.ones(3)})
     with pytest.raises(BatchError, match=r"extra\['a'\] is a str"):
         tiny.engine().train_batch(tiny.batch(), extra={"a": "text"})
+    served = {"parallel": {"data_reduction": "parameter_server", "servers": 2}}
+    with pytest.raises(BatchError, match="workers take no extra arrays"):
+        tiny.engine(loss_fn=takes, **served).train_batch(tiny.batch(6), extra={"a": np.ones(3)})
 
 
 # -- parameters and module ------------------------------------------------------------------------

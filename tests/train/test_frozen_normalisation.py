@@ -5,31 +5,23 @@ import logging
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import jaxspeed
 from tests.train.flax_loop import (
     REPLICATED,
+    SGD,
     SHARDED,
+    WIDTH,
     Setting,
     assert_alike,
+    loss,
     settings,
+    squared,
     train_jaxspeed,
     train_linen,
     train_nnx,
 )
-
-WIDTH = 8
-SGD = optax.sgd(0.05, momentum=0.9)
-
-
-def squared(out, batch):
-    return jnp.mean((out - batch["y"]) ** 2)
-
-
-def loss(model, batch):
-    return squared(model(batch["x"]), batch)
 
 
 def batches(steps=4, samples=64):

@@ -3,16 +3,22 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from jaxspeed import ModelError
 from tests.engine import tiny
-from tests.train.flax_loop import SHARDED, assert_alike, settings, train_jaxspeed, train_nnx
-
-WIDTH = 8
-SGD = optax.sgd(0.05, momentum=0.9)
+from tests.train.flax_loop import (
+    SGD,
+    SHARDED,
+    WIDTH,
+    assert_alike,
+    batches,
+    loss,
+    settings,
+    train_jaxspeed,
+    train_nnx,
+)
 
 
 def orthogonal(key, shape, dtype=jnp.float32):
@@ -34,21 +40,6 @@ class Sized(nnx.Module):
 
     def __call__(self, x):
         return self.head(jnp.tanh(self.norm(self.up(x))))[:, 0]
-
-
-def loss(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def batches():
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "x": rng.normal(size=(32, WIDTH)).astype(np.float32),
-            "y": rng.normal(size=32).astype(np.float32),
-        }
-        for _ in range(3)
-    ]
 
 
 @settings(SHARDED)

@@ -222,3 +222,19 @@ def test_constraints_on_a_mesh_of_the_same_devices_change_no_number():
     engine = tiny.engine(Constrained, plain_loss)
     engine.train_batch(tiny.batch())
     assert engine.check(tiny.batch()).ok
+
+
+@pytest.mark.parametrize("sections", [{}, {"mesh": {"pipe": 2}, "gradient_accumulation_steps": 2}])
+def test_a_mesh_that_the_process_has_set_is_not_that_of_the_step(sections):
+    """As a library may do when it is imported; `check` also runs the step on one device."""
+    batch = tiny.batch()
+    with jax.set_mesh(jax.make_mesh((8,), ("S",), axis_types=(jax.sharding.AxisType.Auto,))):
+        engine = tiny.engine(**sections)
+        found = float(engine.train_batch(batch)["loss"])
+        assert engine.check(batch).ok
+        assert engine.diagnose(batch).finite
+        assert engine.compiled(batch).collectives
+        assert np.isfinite(engine.eval_batch(batch)["loss"])
+    plain = tiny.Listed(nnx.Rngs(jax.random.key(engine.config.run.seed)))
+    total, weight = tiny.squared_error(plain, batch)
+    np.testing.assert_allclose(found, total / weight, rtol=1e-5)

@@ -3,15 +3,11 @@
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from tests.engine import tiny
-from tests.train.flax_loop import SEED, Setting, train_jaxspeed
-
-WIDTH = 8
-SGD = optax.sgd(0.05, momentum=0.9)
+from tests.train.flax_loop import SEED, SGD, WIDTH, Setting, batches, loss, train_jaxspeed
 
 
 class Prompt(nnx.Variable):
@@ -29,21 +25,6 @@ class Adapted(nnx.Module):
     def __call__(self, x):
         x = x + self.prompt
         return self.head(jnp.tanh(self.norm(self.body(x)) + self.lora(x)))[:, 0]
-
-
-def loss(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def batches():
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "x": rng.normal(size=(32, WIDTH)).astype(np.float32),
-            "y": rng.normal(size=32).astype(np.float32),
-        }
-        for _ in range(3)
-    ]
 
 
 full = pytest.mark.full

@@ -4,7 +4,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -13,17 +12,19 @@ from jaxspeed import ModelError
 from jaxspeed.objective import linen_model, nnx_model, objective
 from tests.train.flax_loop import (
     REPLICATED,
+    SGD,
     SHARDED,
+    WIDTH,
     Setting,
     assert_alike,
+    batches,
     settings,
+    squared,
     train_jaxspeed,
     train_linen,
     train_nnx,
 )
 
-WIDTH = 8
-SGD = optax.sgd(0.05, momentum=0.9)
 ONE = Setting(0, 1, 1)
 
 
@@ -33,21 +34,6 @@ def add(a, b):
 
 def zero():
     return jnp.zeros(())
-
-
-def squared(out, batch):
-    return jnp.mean((out - batch["y"]) ** 2)
-
-
-def batches(steps=4, samples=64):
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "x": rng.normal(size=(samples, WIDTH)).astype(np.float32),
-            "y": rng.normal(size=samples).astype(np.float32),
-        }
-        for _ in range(steps)
-    ]
 
 
 # -- sown values ----------------------------------------------------------------------------------

@@ -192,8 +192,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_logits_equal_numpy_in_fp64[llama-llama_logits]",
     ),
     (
-        "return (1 - s) * f / scaling.factor + s * f",
-        "return s * f / scaling.factor + (1 - s) * f",
+        "return (1 - s) * f / self.factor + s * f",
+        "return s * f / self.factor + (1 - s) * f",
         "test_frequencies_equal_llama_3s_published_rule",
     ),
     (

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from jaxspeed.launch.agent import decoded_job, encoded
-from jaxspeed.launch.local_group import LocalGroup
+from jaxspeed.launch.local_group import LocalGroup, started
 
 _SECONDS_A_POLL = 0.2
 
@@ -30,7 +30,7 @@ class HostActor:
         return socket.gethostname(), f"{ray.util.get_node_ip_address()}:{port}"
 
     def start(self, job: str) -> None:
-        self._group = LocalGroup(decoded_job(job), self._events, f"{self._folder.name}/progress")
+        self._group = started(decoded_job(job), self._events, f"{self._folder.name}/progress")
 
     def poll(self) -> list[str]:
         """The new events; none if nothing happens for a moment."""

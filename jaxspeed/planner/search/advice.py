@@ -3,13 +3,13 @@
 import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.analytic_cost import AnalyticCost
-from jaxspeed.planner.search.candidate import MESH, Choice
+from jaxspeed.planner.search.candidate import MESH, Choice, changes
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.space import Space
 
@@ -142,7 +142,7 @@ class Adviser:
         kinds: dict[str, tuple[float, Choice]] = {}
         for choice in self.space.single(self.space.base):
             device = self.analytic_cost(choice).device
-            kind = _changes(self.space.base, choice)[0]
+            kind = changes(self.space.base, choice)[0]
             if kind not in kinds or device < kinds[kind][0]:
                 kinds[kind] = device, choice
         order = heapq.nsmallest(SINGLES, kinds.values(), key=lambda item: item[0])
@@ -181,7 +181,7 @@ class Adviser:
 
     def _count(self, choice: Choice) -> int:
         """The number of changes from the base."""
-        return len(_changes(self.space.base, choice))
+        return len(changes(self.space.base, choice))
 
     def _promising(self) -> Iterator[Choice]:
         """Sets of changes that fit by formula, corrected by the base's estimate."""
@@ -207,7 +207,7 @@ class Adviser:
     def _fewest(self, choice: Choice) -> Choice:
         """Remove changes that are not needed to fit and do not make it faster."""
         base = self.space.base
-        for kind in _changes(base, choice):
+        for kind in changes(base, choice):
             names = MESH if kind == "mesh" else (kind,)
             less = replace(choice, **{name: getattr(base, name) for name in names})
             if less == base or not self.space.is_in(less):
@@ -215,13 +215,6 @@ class Adviser:
             if self._cost(less) <= self._cost(choice) and not self._of(less).refused:
                 choice = less
         return choice
-
-
-def _changes(base: Choice, choice: Choice) -> list[str]:
-    """The fields that differ, counting the mesh as one."""
-    found = ["mesh"] if base.mesh != choice.mesh else []
-    rest = (f.name for f in fields(Choice) if f.name not in MESH)
-    return found + [name for name in rest if getattr(base, name) != getattr(choice, name)]
 
 
 def _shown(value: Any) -> str:

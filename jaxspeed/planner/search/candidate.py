@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxspeed.config import Config
@@ -119,6 +119,13 @@ class Choice:
             parts.append("no sequence parallelism")
         parts.append(f"micro {self.micro} x {self.accumulation(samples)}")
         return "; ".join(parts)
+
+
+def changes(base: Choice, choice: Choice) -> list[str]:
+    """The fields that differ, counting the mesh as one."""
+    found = ["mesh"] if base.mesh != choice.mesh else []
+    rest = (field.name for field in fields(Choice) if field.name not in MESH)
+    return found + [name for name in rest if getattr(base, name) != getattr(choice, name)]
 
 
 def remat_json(remat: Any) -> str:

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from jaxspeed.communication import Communication, ring_passes, ring_share
 from jaxspeed.hardware.targets import Target
-from jaxspeed.placement.mesh import AXES
-from jaxspeed.planner.time.torus import placed_on
+from jaxspeed.planner.time.torus import extents, placed_on
 
 LINKS, NETWORK, HOST = "links", "network", "host"
 
@@ -39,6 +37,7 @@ class Links:
 
     def __init__(self, target: Target, sizes: Mapping[str, int]) -> None:
         self.target, self.sizes = target, dict(sizes)
+        self._placed = placed_on(target, sizes)
         self._routes: dict[tuple[str, ...], Route] = {}
 
     def route(self, axes: Sequence[str]) -> Route:
@@ -100,47 +99,20 @@ class Links:
             return one.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
         return one.bytes / (chip.link * chip.reached["links"]) + chip.hop["links"]
 
-    # -- topology --------------------------------------------------------------------------------
-
-    @cached_property
-    def _places(self) -> list[tuple[int, ...]]:
-        """(slice or node, coordinates inside) of each device, in mesh order."""
-        return placed_on(self.target, self.sizes)
-
     def _find(self, axes: tuple[str, ...]) -> Route:
-        group = self._group(axes)
-        places = [self._places[i] for i in group]
-        across = len({place[0] for place in places})
-        inside = len(places) // across
-        if inside == 1:
-            return Route(1, across, 0, 0)
-        if not self.target.topology:
-            return Route(inside, across, 1, inside - 1)
-        first = [place[1:] for place in places if place[0] == places[0][0]]
-        return self._on_torus(first, across)
-
-    def _on_torus(self, places: list[tuple[int, ...]], across: int) -> Route:
-        """The route of a group on a torus: per dim a ring, or a line where it does not wrap around.
+        """The route of a group; per dim of a torus a ring, or a line where it does not wrap around.
 
         A ring is bidirectional; a part of a dim has no wrap-around link.
         """
-        parallel_links, hops = 0.0, 0
-        for d, size in enumerate(self.target.topology):
-            extent = len({place[d] for place in places})
-            if extent == 1:
-                continue
-            closed = extent == size and self.target.wraps[d] and size > 2
-            parallel_links += 2 if closed else 1
+        across, *dims = extents(self._placed, axes)
+        inside = math.prod(self.sizes[axis] for axis in axes) // across
+        if inside == 1:
+            return Route(1, across, 0, 0)
+        if not dims:
+            return Route(inside, across, 1, inside - 1)
+        links = hops = 0
+        for extent, size, wraps in zip(dims, self.target.topology, self.target.wraps):
+            closed = extent == size and wraps and size > 2
+            links += (2 if closed else 1) if extent > 1 else 0
             hops += extent // 2 if closed else extent - 1
-        return Route(len(places), across, max(parallel_links, 1), max(hops, 1))
-
-    def _group(self, axes: tuple[str, ...]) -> list[int]:
-        """Mesh indices of the first group's devices."""
-        strides, step = {}, 1
-        for axis in reversed(AXES):
-            strides[axis] = step
-            step *= self.sizes[axis]
-        group = [0]
-        for axis in axes:
-            group = [g + k * strides[axis] for g in group for k in range(self.sizes[axis])]
-        return group
+        return Route(inside, across, max(links, 1), max(hops, 1))

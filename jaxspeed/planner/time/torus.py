@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +55,21 @@ def can_hold(target: Target, sizes: Mapping[str, int]) -> bool:
     return not target.topology or _holds(sizes, _standins(target))
 
 
-def placed_on(target: Target, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Slice or node of each device, and its coordinates on a torus, in mesh order."""
-    if not target.topology:
-        return [(i // target.node,) for i in range(target.count)]
-    mesh = laid_out(tuple(sizes[axis] for axis in AXES), _standins(target))
-    dims = len(target.topology)
-    return [(device.slice_index, *device.coords[:dims]) for device in mesh.flat]
+def placed_on(target: Target, sizes: Mapping[str, int]) -> Any:
+    """[*mesh, 1 + dims]: of each device its slice or node, and its coordinates on a torus."""
+    shape, dims = tuple(sizes[axis] for axis in AXES), len(target.topology)
+    if not dims:
+        return (np.arange(target.count) // target.node).reshape(*shape, 1)
+    mesh = laid_out(shape, _standins(target))
+    places = [(device.slice_index, *device.coords[:dims]) for device in mesh.flat]
+    return np.array(places).reshape(*shape, -1)
+
+
+def extents(placed: Any, axes: Sequence[str]) -> list[int]:
+    """Of the first devices along mesh axes: over how many slices or nodes, and along each dim."""
+    along = tuple(slice(None) if axis in axes else 0 for axis in AXES)
+    places = placed[along].reshape(-1, placed.shape[-1])
+    return [len(set(column)) for column in places.T.tolist()]
 
 
 def _standins(target: Target) -> list[_Standin]:
@@ -109,19 +118,12 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
       target: devices on which the mesh can be laid out.
       sizes: sizes of all mesh axes.
     """
-    shape = tuple(sizes[axis] for axis in AXES)
-    placed = np.array(placed_on(target, sizes)).reshape(*shape, -1)
-    found = {}
-    for number, axis in enumerate(AXES):
+    placed, found = placed_on(target, sizes), {}
+    inside, outside = ("core", "slice") if target.topology else ("node", "network")
+    for axis in AXES:
         if sizes[axis] > 1:
-            first = tuple(slice(None) if i == number else 0 for i in range(len(AXES)))
-            outside, *dims = (len(set(places)) for places in placed[first].T.tolist())
-            inside = sizes[axis] // outside // math.prod(dims)  # at the same coordinates
-            links = {**dict(zip(DIMS, dims)), _INSIDE[bool(dims)]: inside}
-            links[_OUTSIDE[bool(dims)]] = outside
+            across, *dims = extents(placed, (axis,))
+            same = sizes[axis] // across // math.prod(dims)  # at the same coordinates
+            links = {**dict(zip(DIMS, dims)), inside: same, outside: across}
             found[axis] = {link: n for link, n in links.items() if n > 1}
     return found
-
-
-_INSIDE = {True: "core", False: "node"}  # by whether there is a torus
-_OUTSIDE = {True: "slice", False: "network"}

@@ -1,0 +1,107 @@
+"""Gemma 2 and 3 (its text model) in Hugging Face's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspeed.errors import PretrainedError
+from jaxspeed.interop.config_fields import Field, Fixed, read_fields, write_fields
+from jaxspeed.interop.mapping import MappingTable, TensorRule
+
+from .gemma import Config
+from .llama_hf import block_rules, ignored, outer_rules, read_rope, write_rope
+
+MODEL_TYPES = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+FIELDS = (
+    Field("hidden_size", "hidden_size"),
+    Field("num_hidden_layers", "num_hidden_layers"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_key_value_heads"),
+    Field("head_dim", "head_dim", int, 256),
+    Field("intermediate_size", "intermediate_size"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "max_position_embeddings", int, 8192),
+    Field("rms_norm_eps", "rms_norm_eps", float, 1e-6),
+    Field("initializer_range", "initializer_range", float, 0.02),
+    Field("query_pre_attn_scalar", "query_pre_attn_scalar", float, 256),
+    Field("sliding_window", "sliding_window", int, 4096),
+    Field("attn_logit_softcapping", "attn_logit_softcapping", float, None),
+    Field("final_logit_softcapping", "final_logit_softcapping", float, None),
+    Field("tie_word_embeddings", "tie_word_embeddings", bool, True),
+    Fixed("hidden_activation", ("gelu_pytorch_tanh",)),
+    Fixed("attention_bias", (False,)),
+    Fixed("use_bidirectional_attention", (False, None)),
+)
+
+
+def read_config(values: Mapping[str, Any]) -> Config:
+    found = read_fields(values, FIELDS)
+    third = values["model_type"] == "gemma3_text"
+    if not third:  # published configs of Gemma 2 have them; they are also the defaults
+        found["attn_logit_softcapping"] = values.get("attn_logit_softcapping", 50.0)
+        found["final_logit_softcapping"] = values.get("final_logit_softcapping", 30.0)
+    found["qk_norm"] = third
+    found["global_layers"] = _global_layers(values, found["num_hidden_layers"], 6 if third else 2)
+    rope = values.get("rope_parameters") or {}
+    if third and GLOBAL in rope:  # transformers 5: one for each kind of layer
+        found["rope_theta"], found["rope_scaling"] = read_rope(
+            {**values, "rope_parameters": rope[GLOBAL]}, 1e6
+        )
+        local, scaling = read_rope({"rope_parameters": rope.get(LOCAL, {})}, 1e4)
+        if scaling is not None:
+            raise PretrainedError("config.json: rope_parameters: only global layers are scaled")
+        found["rope_local_theta"] = local
+    else:
+        found["rope_theta"], found["rope_scaling"] = read_rope(values, 1e6 if third else 1e4)
+        if third:
+            found["rope_local_theta"] = float(values.get("rope_local_base_freq", 1e4))
+    return Config(**found)
+
+
+def _global_layers(values: Mapping[str, Any], layers: int, period: int) -> tuple[int, ...]:
+    kinds = values.get("layer_types")
+    if kinds is None:
+        period = values.get("sliding_window_pattern", period)
+        return tuple(range(period - 1, layers, period))
+    if len(kinds) != layers or set(kinds) - {GLOBAL, LOCAL}:
+        raise PretrainedError(
+            f"config.json: layer_types has {len(kinds)} of {sorted(set(kinds))}; {layers} of "
+            f"{LOCAL} and {GLOBAL} are needed"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == GLOBAL)
+
+
+def write_config(config: Config) -> dict[str, Any]:
+    written = write_fields(config, FIELDS)
+    written["layer_types"] = [GLOBAL if g else LOCAL for g in config.is_global.tolist()]
+    rope = write_rope(config.rope_theta, config.rope_scaling)
+    if not config.qk_norm:
+        if config.rope_local_theta is not None:
+            raise ValueError("Hugging Face's gemma2 has one rotation for all layers")
+        return {"model_type": "gemma2", **written, **rope}
+    local = config.rope_theta if config.rope_local_theta is None else config.rope_local_theta
+    kinds = {LOCAL: {"rope_type": "default", "rope_theta": local}, GLOBAL: rope["rope_parameters"]}
+    older = {"rope_theta": config.rope_theta, "rope_local_base_freq": local}
+    return {"model_type": "gemma3_text", **written, **older, "rope_parameters": kinds}
+
+
+def table(config: Config) -> MappingTable:
+    block, ours = "model.layers.{layer}", "blocks"
+    norms = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "attn_out_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_out_norm",
+    }
+    return MappingTable(
+        [
+            *outer_rules(),
+            *(TensorRule(f"{block}.{n}.weight", f"{ours}/{m}/scale") for n, m in norms.items()),
+            *block_rules(block, ours),
+        ],
+        ignored=ignored(config.tie_word_embeddings),
+        prefix="model.",
+    )

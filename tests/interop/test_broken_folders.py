@@ -1,0 +1,194 @@
+"""Each way in which a folder is broken is one clear error, before any array exists."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from jaxspeed.models import from_pretrained
+
+import jaxspeed
+from jaxspeed.objective import adapt_model
+from tests.interop import folders
+
+pytestmark = pytest.mark.fast
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def sound(path, files=1, without=(), more=None, **config):
+    """A folder of a small Llama; fields of `without` are left out of its config."""
+    values = {k: v for k, v in (folders.LLAMA | config).items() if k not in without}
+    tensors = folders.llama_tensors() | (more or {})
+    return folders.folder(path, values, {n: x for n, x in tensors.items() if x is not None}, files)
+
+
+def with_config(**fields):
+    return lambda path: sound(path, **fields)
+
+
+def with_file(name, content):
+    def make(path):
+        sound(path)
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return make
+
+
+def truncated(path):
+    file = sound(path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def longer(path):
+    with (sound(path) / "model.safetensors").open("ab") as file:
+        file.write(b"1234")
+
+
+def overlapping(path):
+    file = sound(path) / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'"data_offsets": [0, ', b'"data_offsets": [4, ', 1))
+
+
+def a_shard_absent(path):
+    (sound(path, files=3) / "model-00002-of-00003.safetensors").unlink()
+
+
+def an_index_of_other_tensors(path):
+    index = sound(path, files=3) / INDEX
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.more"] = values["weight_map"].pop(Q)
+    index.write_text(json.dumps(values))
+
+
+def an_index_that_leaves_its_folder(path):
+    (sound(path) / INDEX).write_text(json.dumps({"weight_map": {Q: "../model.safetensors"}}))
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of a folder was run')",)
+
+
+def pickled(path):
+    (sound(path) / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+
+
+def twice(path):
+    sound(path)
+    folders.write(path / "more.safetensors", {Q: np.zeros((2, 2), np.float32)})
+
+
+def large_tokenizer(path):
+    vocab = {f"t{i}": i for i in range(folders.VOCAB + 1)}
+    with_file("tokenizer.json", json.dumps({"model": {"vocab": vocab}}))(path)
+
+
+BROKEN = {
+    "truncated": (truncated, "model.safetensors: has", "it is truncated"),
+    "longer": (longer, "model.safetensors: has", "it is damaged"),
+    "overlapping": (overlapping, "were expected"),
+    "another format": (with_file("model.safetensors", "no such format here"), "truncated or no"),
+    "empty file": (with_file("model.safetensors", ""), "has 0 bytes"),
+    "damaged header": (
+        with_file("model.safetensors", (9).to_bytes(8, "little") + b"{not json"),
+        "its header is damaged",
+    ),
+    "renamed": (
+        lambda path: sound(path, more={Q: None, f"{Q}s": np.zeros((16, 16), np.float32)}),
+        f"{Q} is missing (nearest: {Q}s)", f"{Q}s [16, 16] is left over",
+    ),
+    "surplus": (
+        lambda path: sound(path, more={"model.extra.bias": np.zeros(3, np.float32)}),
+        "model.extra.bias [3] is left over",
+    ),
+    "missing": (lambda path: sound(path, more={Q: None}), f"{Q} is missing"),
+    "mis-shaped": (
+        lambda path: sound(path, more={Q: np.zeros((16, 8), np.float32)}),
+        f"{Q} has shape [16, 8], expected [16, 16]",
+    ),
+    "unused head": (with_config(num_hidden_layers=2), "model.layers.2", "is left over"),
+    "a shard absent": (a_shard_absent, "absent", "model-00002-of-00003.safetensors"),
+    "an index of other tensors": (
+        an_index_of_other_tensors, f"{Q} is in", "but not in the index", "model.more is not in",
+    ),
+    "an index that leaves its folder": (an_index_that_leaves_its_folder, "not in its folder"),
+    "an index without a map": (with_file(INDEX, "{}"), "no weight_map"),
+    "a tensor in two files": (twice, f"{Q} is in", INDEX),
+    "pickled": (pickled, "pytorch_model.bin", "a pickle: reading it could run any code"),
+    "no weights": (
+        lambda path: (sound(path) / "model.safetensors").unlink(), "has no *.safetensors file",
+    ),
+    "no config": (lambda path: (sound(path) / "config.json").unlink(), "config.json: missing"),
+    "config is not JSON": (with_file("config.json", "{"), "config.json: cannot be read"),
+    "no model type": (lambda path: sound(path, without=["model_type"]), "has no model_type"),
+    "unknown family": (
+        with_config(model_type="lama"), "'lama' is of no known family: did you mean 'llama'?",
+        "jaxspeed.interop.pretrained",
+    ),
+    "missing field": (
+        lambda path: sound(path, without=["hidden_size", "vocab_size"]),
+        "hidden_size is missing: an integer", "vocab_size is missing",
+    ),
+    "wrong type of field": (
+        with_config(num_attention_heads="four"), "num_attention_heads is 'four'",
+    ),
+    "negative field": (with_config(vocab_size=-1), "vocab_size is -1, which is not positive"),
+    "heads that do not divide": (
+        with_config(num_key_value_heads=3), "num_key_value_heads 3 does not divide",
+    ),
+    "unsupported activation": (
+        with_config(hidden_act="relu"), "hidden_act is 'relu'; only 'silu' is supported",
+    ),
+    "unsupported scaling": (
+        with_config(rope_scaling={"rope_type": "cubic", "factor": 2.0}),
+        "rope_type is 'cubic'; known are llama3, linear, yarn, dynamic, longrope",
+    ),
+    "scaling without its fields": (
+        with_config(rope_scaling={"type": "linear"}), "missing 1 required positional argument",
+    ),
+    "scaling with other fields": (
+        with_config(rope_scaling={"type": "linear", "factor": 2.0, "fctor": 1}), "'fctor' is none",
+    ),
+    "scaling of other heads": (
+        with_config(rope_scaling={
+            "type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0],
+        }),
+        "short_factor has 1 factors; the heads have 2 frequencies",
+    ),
+    "a tokenizer larger than the vocabulary": (
+        large_tokenizer, "has ids up to 40, but vocab_size in config.json is 40",
+    ),
+    "a damaged tokenizer": (with_file("tokenizer.json", "[]"), "is not a tokenizer.json"),
+}  # fmt: skip
+
+
+def read(path):
+    model = from_pretrained(path)
+    leaves = adapt_model(model, model.loss).leaves
+    model.weights.check({leaf.path: leaf.shape for leaf in leaves})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_one_clear_error(tmp_path, name):
+    make, *words = BROKEN[name]
+    make(tmp_path)
+    with pytest.raises(jaxspeed.PretrainedError) as found:
+        read(tmp_path)
+    for word in words:
+        assert word in str(found.value), found.value
+    assert str(tmp_path) in str(found.value)
+
+
+def test_the_same_folders_are_read_when_they_are_not_broken(tmp_path):
+    for files in (1, 3):
+        read(sound(tmp_path / str(files), files))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    for path in (tmp_path / "none", tmp_path / "file"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(jaxspeed.PretrainedError, match=path.name):
+            from_pretrained(path)
