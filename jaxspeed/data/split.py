@@ -75,12 +75,12 @@ class Split:
         return self._chain.read(self.sample_ids(step, batch_size, rows))
 
     def shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a global batch, of which one sample is read."""
+        """The shapes of a global batch, of which no sample is read."""
         return {
             name: jax.ShapeDtypeStruct(
                 (batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
             )
-            for name, x in self.batch(0, 1).items()
+            for name, x in self.batch(0, 1, slice(0, 0)).items()
         }
 
     # -- each sample once (evaluation) ------------------------------------------------------------

@@ -217,16 +217,21 @@ class Watchdog:
             if now - at.since > at.limit:
                 self._end(fault_of(0, self.beat(), "stuck", _timed_out(self.beat())))
         elif now - self._contact > self._silence:
-            text = f"the coordination service has not answered for {self._silence:.0f} s"
+            text = (
+                f"the coordination service has not answered for {self._silence:.0f} s{self._own()}"
+            )
             self._end(fault_of(0, self._beat_of_first(), "silent", text))
 
     def _end(self, fault: dict[str, Any]) -> None:
         self._ending.end(fault, self._clock() - self._contact < 5.0 + self._wait)
 
     def _process_0_has_ended(self) -> dict[str, Any]:
+        return fault_of(0, self._beat_of_first(), "dead", f"the process has ended{self._own()}")
+
+    def _own(self) -> str:
+        """Of process 0 others know the section of a heartbeat up to a period before its end."""
         rank = self.beats.rank if self.beats is not None else 0
-        here = f"process {rank} is in {in_section(self.beat())}"
-        return fault_of(0, self._beat_of_first(), "dead", f"the process has ended; {here}")
+        return f"; process {rank} is in {in_section(self.beat())}"
 
     def _beat_of_first(self) -> Beat:
         """The last heartbeat of process 0, which still has to be read where it has started."""

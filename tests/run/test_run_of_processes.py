@@ -125,7 +125,7 @@ def test_failures_at_random_moments_lose_nothing(tmp_path, kind):
 
 @pytest.mark.full
 def test_one_run_on_4_then_2_then_8_devices_reads_each_sample_once(tmp_path):
-    elastic = {"enabled": True, "max_train_batch_size": 16, "micro_batch_sizes": [1, 2, 4]}
+    elastic = {"enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [1, 2, 4]}
     config = small.write(
         tmp_path,
         run={"checkpoint_every": 100},
