@@ -29,6 +29,7 @@ class ArrayFiles:
         self._handler = _handler()
         self._writing: list[Any] = []
         self._quiet = contextlib.ExitStack()
+        logging.getLogger("asyncio").addFilter(_no_array_of_a_failed_save)
 
     def begin(self, folder: epath.Path, arrays: Mapping[str, jax.Array]) -> None:
         """Start writing to an existing `folder`; on return the arrays are in host memory."""
@@ -65,6 +66,11 @@ def _failure(future: Any) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+def _no_array_of_a_failed_save(record: logging.LogRecord) -> bool:
+    """Of several arrays that fail the first is raised; asyncio logs the others once collected."""
+    return "async_serialize_from_host" not in record.getMessage()
 
 
 @contextlib.contextmanager

@@ -200,8 +200,9 @@ exec ray job submit {_quoted(*words)} \\
 def submit(program: list[str], text: str) -> int:
     """Hand a script or manifest to a program's standard input; its exit code."""
     process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
-    # Also a Ctrl-C comes from here alone, once.
-    pass_on = lambda number, _: process.send_signal(number)  # noqa: E731
+    # A stop comes from here alone, once; as SIGTERM also for Ctrl-C, since a shell that was started
+    # with SIGINT ignored, as in the background, cannot trap it.
+    pass_on = lambda *_: process.terminate()  # noqa: E731
     before = {number: signal.signal(number, pass_on) for number in STOPS}
     try:
         process.communicate(text)

@@ -1,5 +1,7 @@
 """What goes wrong while saving or is wrong with what was asked: one clear error, nothing lost."""
 
+import asyncio
+import gc
 import json
 import os
 import shutil
@@ -17,6 +19,7 @@ import pytest
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer, verify
 from jaxspeed.checkpoint.header import NAME as HEADER
+from jaxspeed.checkpoint.orbax_arrays import ArrayFiles
 from jaxspeed.interop import export
 from tests.checkpoint import states
 
@@ -136,6 +139,26 @@ def test_a_disk_that_fills_up_is_one_error_and_the_checkpoint_before_stays(tmp_p
     assert [info.tag for info in Checkpointer(tmp_path).list() if info.ok] == ["small"]
     assert verify(tmp_path) == []
     assert os.listdir(tmp_path) == ["small"]  # what was half written has given its room back
+
+
+def test_only_the_first_array_that_fails_is_reported(caplog):
+    """asyncio logs a task whose error nobody has asked for, once it is collected."""
+    ArrayFiles().close()
+
+    async def async_serialize_from_host():
+        raise ValueError("the disk is full")
+
+    async def another():
+        raise ValueError("the disk is full")
+
+    async def run():
+        tasks = [asyncio.create_task(async_serialize_from_host()), asyncio.create_task(another())]
+        await asyncio.wait(tasks)
+
+    asyncio.run(run())
+    gc.collect()
+    (record,) = [each for each in caplog.records if each.name == "asyncio"]
+    assert "another" in record.getMessage()
 
 
 def test_killed_within_a_save_the_checkpoints_before_are_sound(tmp_path):
