@@ -24,8 +24,8 @@ def global_norm_of_shards(
 ) -> jax.Array:
     """`global_norm` of sharded leaves, with one all-reduce per kind of sharding.
 
-    Each device adds up its shards of all leaves first. XLA's all-reduce combiner is quadratic in
-    all-reduces of single leaves.
+    Each device adds up its shards of all leaves first. An all-reduce per leaf would take XLA a
+    third of a step's compile time, if there are a few hundred.
 
     Args:
       leaves: arrays by path.
