@@ -5,12 +5,7 @@ by their paths.
 """
 
 from jaxspeed.optim import ema, loss_scale
-from jaxspeed.optim.clipping import (
-    clip_by_norm,
-    clip_factor,
-    global_norm,
-    global_norm_of_shards,
-)
+from jaxspeed.optim.clipping import clip_by_norm, clip_factor, global_norm
 from jaxspeed.optim.groups import PathGroup, PathRules
 from jaxspeed.optim.loss_scale import LossScale
 from jaxspeed.optim.muon import uses_muon
@@ -30,7 +25,6 @@ __all__ = [
     "clip_factor",
     "ema",
     "global_norm",
-    "global_norm_of_shards",
     "is_norm_or_bias",
     "loss_scale",
     "uses_muon",

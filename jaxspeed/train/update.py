@@ -20,13 +20,12 @@ from jaxspeed.objective.train_state import (
     wide_dtype,
 )
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
-from jaxspeed.optim import clip_factor, ema, global_norm_of_shards, loss_scale
+from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
-from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.ring_reduction import Reduction
 from jaxspeed.train.optimizer import RunOptimizer
@@ -132,7 +131,7 @@ class Update:
     def _norm(self, grads: Arrays) -> jax.Array:
         """The global norm of the gradients in the dtype of the updated arrays."""
         if not self.streamed:
-            return self._norm_on_device(grads)
+            return global_norm(grads)
         here, offloaded = {}, {}
         for path, grad in grads.items():
             row = self.table[path]
@@ -140,23 +139,13 @@ class Update:
                 offloaded[path] = grad
             else:
                 here[path] = grad.astype(wide_dtype(row))
-        norm = self._norm_on_device(here)
+        norm = global_norm(here)
         if not offloaded:
             return norm
         squares = norm * norm
         for path, grad in offloaded.items():
             squares = self.streamed.with_squares(squares, self.table[path], grad)
         return jnp.sqrt(squares)
-
-    def _norm_on_device(self, grads: Arrays) -> jax.Array:
-        sizes = dict(self.table.mesh.shape)
-        shards = {}
-        for path, grad in grads.items():
-            row = self.table[path]
-            assert row.opt is not None
-            entries = by_dim(self.table.sharding(row.opt).spec, grad.ndim)
-            shards[path] = [(entry, num_shards(entry, sizes)) for entry in entries]
-        return global_norm_of_shards(grads, shards)
 
     def _resident(
         self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
