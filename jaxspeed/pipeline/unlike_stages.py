@@ -23,7 +23,13 @@ from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import renamed, with_calls_inlined
 from jaxspeed.jaxpr.primitives import LOOPS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.slicing import read_by, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import bodies, is_var, open_jaxpr, transparent_bodies
+from jaxspeed.jaxpr.traverse import (
+    bodies,
+    consts_and_carry,
+    is_var,
+    open_jaxpr,
+    transparent_bodies,
+)
 from jaxspeed.pipeline.partition_stages import uses_of_parameters
 from jaxspeed.placement.stacks import UnlikeStages
 from jaxspeed.tensor_parallel.dim_propagation import (
@@ -249,9 +255,9 @@ def _loops_over_samples(found: PropagatedDims, eqn: Any, given: Sequence[Any]) -
         read = read_by(condition)
         pairs = zip(condition.invars, operands, strict=True)
         return any(v in read and any(map(found.is_sample, nodes)) for v, nodes in pairs)
-    walked = params["num_consts"] + params["num_carry"]
-    sliced = [nodes[0] for nodes in given[walked:]]
-    return bool(params["num_carry"]) and any(map(found.is_sample, sliced))
+    consts, carry = consts_and_carry(eqn)
+    sliced = [nodes[0] for nodes in given[consts + carry :]]
+    return carry > 0 and any(map(found.is_sample, sliced))
 
 
 def split_unlike(

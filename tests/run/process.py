@@ -55,6 +55,7 @@ def inject(fault: str) -> None:
         if here.section == section and here.step >= at and not done:
             done.append(True)
             if not delay:
+                time.sleep(1.0)  # two heartbeats: others know process 0's section from its last one
                 happen()
             elif kind == "block":  # a handler runs in the main thread
                 signal.signal(signal.SIGALRM, happen)
