@@ -14,6 +14,7 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
+    HOST_UPDATE,
     HostTransfers,
     TransferReport,
 )
@@ -110,15 +111,17 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
         if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
             continue  # the loss may not read frozen parameters
         by_host = found.by_host.get(name)
+        stored = found.stored | dict.fromkeys(found.written, 1)
         # A parameter that the loss does not read is made of its master alone.
         unread = name.startswith("params/") and value not in read
-        for direction, moved in (("to", found.fetched), ("from", found.stored)):
+        for direction, moved in (("to", found.fetched), ("from", stored)):
             if not moved.get(name) and not by_host and not (direction == "to" and unread):
                 yield f"{name} is offloaded, but is never copied {direction} the device"
         if _on_host_cores(program) and name.startswith("opt/") and not by_host:
             yield f"{name} should be updated by the host's cores, and is not"
     offloaded = any(row.grad and in_host(row.grad) for row in program.table)
-    if offloaded and not found.to_host.get(GRADIENTS):
+    handed = HOST_UPDATE if _on_host_cores(program) else GRADIENTS  # the update reads them there
+    if offloaded and not (found.to_host.get(GRADIENTS) or found.to_host.get(handed)):
         yield "gradients should be offloaded to host memory, but none is"
     if recompute.on_host or recompute.offload:
         key = "cpu_checkpointing" if recompute.on_host else 'parallel.remat {"offload": [...]}'

@@ -45,10 +45,12 @@ class HostTransfers:
       moves: the transfers; the purpose is one of the kinds above, the site the path of the argument
         in host memory, if it is an argument.
       by_host: {path of an argument: bytes that the host's cores read in place}.
+      written: paths of the arguments whose new values the host's cores compute in place.
     """
 
     moves: Sequence[Communication]
     by_host: Mapping[str, int]
+    written: frozenset[str] = frozenset()
 
     @property
     def to_device(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from jaxspeed.offload.transfer_report import (
     PARAMETERS,
 )
 from jaxspeed.planner.memory import read_step
+from jaxspeed.planner.time.host_transfers import _TransferCounter
 from jaxspeed.train.build import build_program
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 from tests.engine.tiny import Listed, apply_pair, batch, init_pair, squared_error
@@ -90,6 +91,28 @@ def test_what_the_host_updates_stays_there(stage, accumulation):
     if stage < 3:
         # One number of each parameter puts loops in turn on simulated devices.
         assert found.by_kind.get(OPTIMIZER, (0, 0))[0] <= 4 * len(program.table)
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_parameters_in_host_memory_are_updated_there(precision):
+    """They come for each pass, and only gradients leave the devices."""
+    config = precision | offloaded(3, "param", "optimizer")
+    config["zero_optimization"]["offload_optimizer"]["where"] = "host"
+    program, found = moved(config)
+    assert found.by_kind[PARAMETERS][0] > 0 and not found.transfers.stored
+    assert found.transfers.written >= {f"params/{row.path}" for row in program.table}
+    there, back = found.by_kind[HOST_UPDATE]
+    grads = program.table.host_bytes_by_role()["grad"]
+    assert there <= 8 * len(program.table)  # numbers that put loops in turn on simulated devices
+    assert grads // 2 <= back <= 1.1 * grads
+
+
+def test_a_parameter_that_the_host_does_not_write_is_an_error(monkeypatch):
+    config = BF16 | offloaded(3, "param", "optimizer")
+    config["zero_optimization"]["offload_optimizer"]["where"] = "host"
+    monkeypatch.setattr(_TransferCounter, "written", lambda self: frozenset())
+    with pytest.raises(JaxspeedError, match="is offloaded, but is never copied from the device"):
+        moved(config)
 
 
 def _row_bytes(program, role):

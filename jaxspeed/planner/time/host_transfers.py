@@ -39,7 +39,8 @@ def host_moves(step: Step) -> list[CollectiveOp]:
 def host_transfers(step: Step) -> HostTransfers:
     """The same, with the bytes that the host's cores read in place."""
     walk = _TransferCounter(step)
-    return HostTransfers(tuple(each.communication for each in walk.sent()), walk.by_host())
+    moves = tuple(each.communication for each in walk.sent())
+    return HostTransfers(moves, walk.by_host(), walk.written())
 
 
 @dataclass(eq=False)
@@ -77,7 +78,8 @@ class _TransferCounter:
         handed = reach(
             (v for v, _ in self.works), ((made, v) for op, v, made in steps if op.name in _SAME)
         )
-        handed |= {out for op in all_ops(scope) if op.name == _COMPUTE_ON for out in op.outs}
+        self.computed = [out for op in all_ops(scope) if op.name == _COMPUTE_ON for out in op.outs]
+        handed |= {*self.computed}
         self.handed = reach(handed, ((v, made) for op, v, made in steps if op.name == "reshape"))
 
     # -- one scope -------------------------------------------------------------------------------
@@ -141,3 +143,7 @@ class _TransferCounter:
             if path := self.paths.get(value):
                 found[path] += runs * self.sizes.plain(value)
         return dict(found)
+
+    def written(self) -> frozenset[str]:
+        """Paths of the arguments whose new values the host's cores compute in place."""
+        return frozenset(self.paths[v] for v in self.computed if v in self.paths)
