@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -127,6 +127,14 @@ class TensorFile:
         with made.path.open("r+b") as file:
             made._mapped = mmap.mmap(file.fileno(), 0)
         return made
+
+    def part(self, names: Mapping[str, str]) -> "TensorFile":
+        """Some of its tensors with other names, {name here: other name}."""
+        places = {}
+        for name, other in names.items():
+            tensor, offset = self._places[name]
+            places[other] = replace(tensor, name=other), offset
+        return TensorFile(self.path, self._start, places)
 
     def array(self, name: str) -> np.ndarray:
         if self._mapped is None:

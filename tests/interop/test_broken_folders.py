@@ -158,6 +158,7 @@ BROKEN = {
         with_config(model_type="lama"), "'lama' is of no known family: did you mean 'llama'?",
         "jaxspeed.interop.pretrained",
     ),
+    "no text_config beside images": (with_config(model_type="gemma3"), "has no text_config"),
     "missing field": (
         lambda path: sound(path, without=["hidden_size", "vocab_size"]),
         "hidden_size is missing: an integer", "vocab_size is missing",
