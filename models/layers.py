@@ -170,7 +170,8 @@ def scan_blocks(
     counters, are written back. A block has its part of an `nnx.Cache` as a `LayerCache`: the stacks
     are carried, because stacked outputs would be a second copy of them.
     """
-    graphdef, params, caches, rest = nnx.split(blocks, nnx.Param, nnx.Cache, ...)
+    graphdef, *states = nnx.split(blocks, nnx.Param, nnx.Cache, ...)
+    params, caches, rest = states
     stacks = jax.tree.leaves(caches)
     numbers = jnp.arange(len(stacks[0])) if stacks else None
 
@@ -181,8 +182,9 @@ def scan_blocks(
         here = jax.tree.map(lambda stack: LayerCache(stack, number), caches)
         block = nnx.merge(graphdef, params, here, rest)
         y = block(x, *args, *own)
-        _, _, here, after = nnx.split(block, nnx.Param, nnx.Cache, ...)
-        caches = jax.tree.map(lambda cache: cache.stack, here)
+        _, *states = nnx.split(block, nnx.Param, nnx.Cache, ...)
+        _, written, after = states
+        caches = jax.tree.map(lambda cache: cache.stack, written)
         flat = nnx.to_flat_state(after)
         changed = [(path, v) for path, v in flat if v.get_value() is not before.get(path)]
         return (y, caches), nnx.from_flat_state(changed)
