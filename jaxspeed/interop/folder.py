@@ -222,8 +222,10 @@ def _local(folder: str | Path) -> Path:
     import huggingface_hub
 
     wanted = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    # Subfolders and Mistral's consolidated files have the same weights in other forms.
+    patterns = {"allow_patterns": wanted, "ignore_patterns": ["*/*", "consolidated*"]}
     try:
-        return Path(huggingface_hub.snapshot_download(str(folder), allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(str(folder), **patterns))
     except Exception as error:  # the library raises those of several HTTP clients
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PretrainedError(

@@ -403,12 +403,13 @@ def test_mxfp4_is_dequantized_as_theirs(tmp_path):
 
 
 @pytest.mark.full
-def test_the_pages_example_ends_in_transformers(tmp_path):
-    """docs/huggingface.md: make a folder, continue training it, export, load it."""
-    page = blocks((ROOT / "docs" / "huggingface.md").read_text())
-    made, config, commands, loaded = (block.text for block in page[:4])
+def test_the_readmes_walk_ends_in_transformers(tmp_path):
+    """Make a folder, continue its training, generate, export, load it."""
+    section = (ROOT / "README.md").read_text().partition("## Hugging Face folders\n")[2]
+    made, config, commands, loaded = (block.text for block in blocks(section)[:4])
     (tmp_path / "config.yaml").write_text(config)
     checked = f"{loaded}\nprint(model.dtype, model.lm_head.weight.shape)"
+    printed = []
     for command in (
         [sys.executable, "-c", made],
         *([sys.executable, "-m", *shlex.split(each)] for each in shell_commands(commands)),
@@ -416,4 +417,7 @@ def test_the_pages_example_ends_in_transformers(tmp_path):
     ):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "torch.bfloat16 torch.Size([256, 64])" in done.stdout
+        printed.append(done.stdout)
+    _, _, text, _, checks = printed
+    assert "def " in text
+    assert "torch.bfloat16 torch.Size([256, 64])" in checks
