@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.folder import LanguageModelFolder, PretrainedFolder
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
 from jaxspeed.objective.pretrained import Pretrained
 
@@ -40,6 +40,7 @@ MODEL_TYPES: dict[str, str] = {
     "qwen3": "llama",
     "gemma2": "gemma",
     "gemma3_text": "gemma",
+    "gemma3": "gemma",  # its language model
     "vit": "vit",
 }
 
@@ -94,6 +95,8 @@ def from_pretrained(folder: str | Path, overrides: Mapping[str, Any] | None = No
         )
     name = MODEL_TYPES[kind]
     module, form = family(name), hf_form(name)
+    if kind not in form.MODEL_TYPES:
+        opened = LanguageModelFolder(opened, form.LANGUAGE_MODELS[kind])
     try:
         config = form.read_config(opened.config)
     except PretrainedError as error:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxspeed import ops
 
-from .layers import Linear
+from .layers import LayerCache, Linear
 
 
 class CachedAttention(nnx.Module):
@@ -61,16 +61,16 @@ class CachedAttention(nnx.Module):
         """
         if self.cached_key is None or self.cached_value is None:
             return None
-        keys, values = self.cached_key[...], self.cached_value[...]
+        keys, values = _read(self.cached_key), _read(self.cached_value)
         if q.shape[1] > 1:
-            self.cached_key[...] = keys.at[:, : k.shape[1]].set(k)
-            self.cached_value[...] = values.at[:, : v.shape[1]].set(v)
+            _write(self.cached_key, keys.at[:, : k.shape[1]].set(k))
+            _write(self.cached_value, values.at[:, : v.shape[1]].set(v))
             return None
         assert positions is not None
         slots = jnp.arange(keys.shape[1])
         here = (slots == positions)[..., None, None]  # not a scatter: each device has its rows
-        self.cached_key[...] = keys = jnp.where(here, k, keys)
-        self.cached_value[...] = values = jnp.where(here, v, values)
+        keys = _write(self.cached_key, jnp.where(here, k, keys))
+        values = _write(self.cached_value, jnp.where(here, v, values))
         seen = slots <= positions
         if window is not None:
             seen &= slots > positions - window
@@ -84,3 +84,15 @@ class CachedAttention(nnx.Module):
             implementation="plain",  # the scores of one token are few
             **options,
         )
+
+
+def _read(cache: nnx.Cache) -> jax.Array:
+    value = cache.get_value()
+    return value.read() if isinstance(value, LayerCache) else value
+
+
+def _write(cache: nnx.Cache, value: jax.Array) -> jax.Array:
+    """The cache's value after it."""
+    old = cache.get_value()
+    cache.set_value(old.write(value) if isinstance(old, LayerCache) else value)
+    return _read(cache)

@@ -13,6 +13,20 @@ from .gemma import Config
 from .llama_hf import block_rules, ignored, outer_rules, read_rope, write_rope
 
 MODEL_TYPES = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+# Gemma 3 with images: the fields that its text_config lacks where they have these values.
+LANGUAGE_MODELS = {
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+}
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 FIELDS = (

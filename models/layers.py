@@ -10,7 +10,8 @@ JAX's default float dtype, or the one that they are cast to, and layers compute 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,22 @@ def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> B
     return create(rngs)
 
 
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's part of a stacked cache, which is written in place."""
+
+    stack: jax.Array
+    layer: jax.Array  # its number
+
+    def read(self) -> jax.Array:
+        return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+
+    def write(self, value: jax.Array) -> LayerCache:
+        stack = lax.dynamic_update_index_in_dim(self.stack, value, self.layer, 0)
+        # What is read next depends on the write; otherwise XLA:CPU copies the stack to read it.
+        return LayerCache(lax.optimization_barrier(stack), self.layer)
+
+
 def scan_blocks(
     blocks: nnx.Module,
     x: jax.Array,
@@ -150,20 +167,31 @@ def scan_blocks(
 
     `lax.scan` compiles one block, whatever their number; `unroll` is the number of blocks per
     iteration, or True for all. Parameters are only read; other changed variables, such as dropout's
-    counters, are written back.
+    counters, are written back. A block has its part of an `nnx.Cache` as a `LayerCache`: the stacks
+    are carried, because stacked outputs would be a second copy of them.
     """
-    graphdef, *states = nnx.split(blocks, nnx.Param, ...)
-    params, rest = states
+    graphdef, *states = nnx.split(blocks, nnx.Param, nnx.Cache, ...)
+    params, caches, rest = states
+    stacks = jax.tree.leaves(caches)
+    numbers = jnp.arange(len(stacks[0])) if stacks else None
 
-    def body(x: jax.Array, layer: tuple[nnx.State, nnx.State, tuple[jax.Array, ...]]):
-        before = {path: v.get_value() for path, v in nnx.to_flat_state(layer[1])}
-        block = nnx.merge(graphdef, *layer[:2])
-        y = block(x, *args, *layer[2])
-        after = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.Param)))
-        changed = [(path, v) for path, v in after if v.get_value() is not before.get(path)]
-        return y, nnx.from_flat_state(changed)
+    def body(carry: tuple[jax.Array, nnx.State], layer: tuple[Any, ...]):
+        x, caches = carry
+        number, params, rest, own = layer
+        before = {path: v.get_value() for path, v in nnx.to_flat_state(rest)}
+        here = jax.tree.map(lambda stack: LayerCache(stack, number), caches)
+        block = nnx.merge(graphdef, params, here, rest)
+        y = block(x, *args, *own)
+        _, *states = nnx.split(block, nnx.Param, nnx.Cache, ...)
+        _, written, after = states
+        caches = jax.tree.map(lambda cache: cache.stack, written)
+        flat = nnx.to_flat_state(after)
+        changed = [(path, v) for path, v in flat if v.get_value() is not before.get(path)]
+        return (y, caches), nnx.from_flat_state(changed)
 
-    x, changed = lax.scan(body, x, (params, rest, each), unroll=unroll)
-    if changed:
-        nnx.update(blocks, changed)
+    layers = (numbers, params, rest, each)
+    (x, caches), changed = lax.scan(body, (x, caches), layers, unroll=unroll)
+    for written in (caches, changed):
+        if written:
+            nnx.update(blocks, written)
     return x

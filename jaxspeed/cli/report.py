@@ -12,12 +12,12 @@ from jaxspeed.cli.common import command, out, print_json
 
 CORE = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"),
-    *("numpy", "pydantic"),
+    *("numpy", "pydantic", "safetensors"),
 )
 EXTRAS = {
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
-    "hf": ("transformers", "safetensors", "datasets"),
+    "hf": ("transformers", "datasets"),
     "tensorboard": ("tensorboardX",),
     "wandb": ("wandb",),
     "ray": ("ray",),

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +16,8 @@ from jaxspeed.errors import PretrainedError
 from jaxspeed.interop.mapping import lines
 from jaxspeed.interop.quantized import Packed, packed_tensors
 from jaxspeed.interop.safetensors import Tensor, TensorFile
+
+log = logging.getLogger("jaxspeed")
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +36,13 @@ COPIED = (
     "chat_template.json",
     "preprocessor_config.json",
 )
+# Names of a language model's tensors beside other models, and alone: two generations of them.
+_LANGUAGE_MODEL = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -56,6 +67,9 @@ class PretrainedFolder:
     @cached_property
     def _files(self) -> dict[str, TensorFile]:
         """The file of each tensor."""
+        return self._opened()
+
+    def _opened(self) -> dict[str, TensorFile]:
         index = self.path / INDEX
         if index.exists():
             return self._indexed(index)
@@ -146,6 +160,52 @@ class PretrainedFolder:
         return [self.path / name for name in COPIED if (self.path / name).is_file()]
 
 
+class LanguageModelFolder(PretrainedFolder):
+    """The language model of a folder that has models of images, too: the others are not read.
+
+    Its config.json is the outer one's `text_config`.
+
+    Args:
+      defaults: the values of fields that `text_config` may lack.
+    """
+
+    def __init__(self, folder: PretrainedFolder, defaults: Mapping[str, Any]) -> None:
+        super().__init__(folder.path)
+        self._outer, self._defaults = folder, defaults
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The language model's part of config.json, complete."""
+        outer = self._outer.config
+        if not isinstance(text := outer.get("text_config"), dict):
+            raise PretrainedError(f"{self.path / CONFIG}: has no text_config")
+        shared = ("tie_word_embeddings", "quantization_config")
+        given = {name: outer[name] for name in shared if name in outer} | text
+        defaults = {n: x for n, x in self._defaults.items() if given.get(n) is None}
+        return given | defaults
+
+    def _opened(self) -> dict[str, TensorFile]:
+        files: dict[TensorFile, dict[str, str]] = {}
+        unread = Counter[str]()
+        for name, file in super()._opened().items():
+            begin = next((old for old in _LANGUAGE_MODEL if name.startswith(old)), None)
+            if begin is None:
+                unread[".".join(name.split(".")[: 1 + name.startswith("model.")])] += 1
+            else:
+                own = _LANGUAGE_MODEL[begin] + name.removeprefix(begin)
+                files.setdefault(file, {})[name] = own
+        log.warning(
+            "%s: the language model alone is read, and these tensors are not: %s",
+            self.path,
+            ", ".join(f"{name}.* ({number})" for name, number in sorted(unread.items())) or "none",
+        )
+        parts = [file.part(names) for file, names in files.items()]
+        return {name: file for file in parts for name in file.tensors}
+
+    def extra_files(self) -> Sequence[Path]:
+        return [path for path in super().extra_files() if path.name != "preprocessor_config.json"]
+
+
 def _local(folder: str | Path) -> Path:
     """A local folder, or the snapshot of a model of the hub where it can be reached."""
     path = Path(folder).expanduser()
@@ -162,8 +222,10 @@ def _local(folder: str | Path) -> Path:
     import huggingface_hub
 
     wanted = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    # Subfolders and Mistral's consolidated files have the same weights in other forms.
+    patterns = {"allow_patterns": wanted, "ignore_patterns": ["*/*", "consolidated*"]}
     try:
-        return Path(huggingface_hub.snapshot_download(str(folder), allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(str(folder), **patterns))
     except Exception as error:  # the library raises those of several HTTP clients
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PretrainedError(

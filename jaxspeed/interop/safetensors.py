@@ -1,8 +1,9 @@
-"""The safetensors format: 8 bytes of length, a JSON header, the tensors one after another.
+"""Files of tensors in the format safetensors: a JSON header, the tensors one after another.
 
-Files are mapped into memory: only the pages that are read or written are transferred, and none is
-anonymous memory. The library `safetensors` reads slices of tensors but not views, and writes only
-tensors that are all in memory; tests compare with it.
+The library `safetensors` reads headers and checks them against their files. Three things are done
+here because it has no call for them: tensors as views of a mapped file, so that a transposed shard
+reads only its own pages and none is anonymous memory; files that are written block by block, of
+which the library wants all tensors in memory; and NumPy's names for bf16 and fp8.
 """
 
 import json
@@ -10,12 +11,13 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxspeed.errors import CheckpointError, PretrainedError
 
@@ -39,7 +41,6 @@ _NAMES = {
     "bool": "BOOL",
 }
 _DTYPES = {name: jnp.dtype(dtype) for dtype, name in _NAMES.items()}
-_MAX_HEADER = 100_000_000  # bytes; the library's limit
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,23 @@ class TensorFile:
         Raises:
           PretrainedError: it is not of this format, or not complete.
         """
+        places, offset = {}, 0
         try:
-            with path.open("rb") as file:
-                found = cls(path, *_read_header(file, path.stat().st_size))
+            with safe_open(path, framework="np") as file:
+                for name in file.offset_keys():  # one after another, without gaps
+                    stored = file.get_slice(name)
+                    if (dtype := stored.get_dtype()) not in _DTYPES:
+                        raise PretrainedError(
+                            f"{path}: {name} has dtype {dtype}, which is not supported"
+                        )
+                    tensor = Tensor(name, tuple(stored.get_shape()), _DTYPES[dtype].name)
+                    places[name] = tensor, offset
+                    offset += tensor.nbytes
+            return cls(path, path.stat().st_size - offset, places)
         except OSError as error:
             raise PretrainedError(f"{path}: {error.strerror or error}") from None
-        except _BadHeader as problem:
-            raise PretrainedError(f"{path}: {problem}") from None
-        return found
+        except SafetensorError as error:
+            raise PretrainedError(f"{path}: {_reason(path, error)}") from None
 
     @classmethod
     def create(cls, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
@@ -118,6 +128,14 @@ class TensorFile:
             made._mapped = mmap.mmap(file.fileno(), 0)
         return made
 
+    def part(self, names: Mapping[str, str]) -> "TensorFile":
+        """Some of its tensors with other names, {name here: other name}."""
+        places = {}
+        for name, other in names.items():
+            tensor, offset = self._places[name]
+            places[other] = replace(tensor, name=other), offset
+        return TensorFile(self.path, self._start, places)
+
     def array(self, name: str) -> np.ndarray:
         if self._mapped is None:
             with self.path.open("rb") as file:
@@ -141,47 +159,22 @@ class TensorFile:
         os.replace(self.path, path)
 
 
-class _BadHeader(Exception):
-    """What is wrong with a header."""
-
-
-def _read_header(file: BinaryIO, size: int) -> tuple[int, dict[str, tuple[Tensor, int]]]:
-    """(where the tensors start, the tensors with their offsets)."""
-    if size < 8:
-        raise _BadHeader(f"has {size} bytes, and is no safetensors file")
-    length = int.from_bytes(file.read(8), "little")
-    if length > min(size - 8, _MAX_HEADER):
-        raise _BadHeader(f"is truncated or no safetensors file (header of {length:,} bytes)")
+def _reason(path: Path, error: SafetensorError) -> str:
+    """The library's reason, or how many bytes are missing: most often a download ended early."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            return f"has {size:,} bytes: it is truncated, or no safetensors file"
+        header = file.read(length)
     try:
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        entries = [(name, *_entry(entry)) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _BadHeader(f"its header is damaged ({type(error).__name__}: {error})") from None
-    end = 0
-    places = {}
-    for name, dtype, shape, start, stop in sorted(entries, key=lambda each: each[3]):
-        if dtype not in _DTYPES:
-            raise _BadHeader(f"{name} has dtype {dtype}, which is not supported")
-        tensor = Tensor(name, shape, _DTYPES[dtype].name)
-        if start != end or stop - start != tensor.nbytes:
-            raise _BadHeader(
-                f"{name} {list(shape)} {dtype} has bytes {start:,} to {stop:,}: {tensor.nbytes:,} "
-                f"from {end:,} were expected"
-            )
-        places[name] = (tensor, start)
-        end = stop
-    if 8 + length + end != size:
-        raise _BadHeader(
-            f"has {size:,} bytes, but its header names {8 + length + end:,}: it is "
-            + ("truncated" if size < 8 + length + end else "damaged")
-        )
-    return 8 + length, places
-
-
-def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    shape = tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
-        raise ValueError(f"shape {shape}, bytes {start} to {stop}")
-    return str(entry["dtype"]), shape, start, stop
+        ends = [
+            entry["data_offsets"][1] for entry in json.loads(header).values() if "dtype" in entry
+        ]
+        named = 8 + length + max(ends)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        named = size
+    if named != size:
+        wrong = "truncated" if size < named else "damaged"
+        return f"has {size:,} bytes, but its header names {named:,}: it is {wrong}"
+    return f"its header is damaged: {error}"

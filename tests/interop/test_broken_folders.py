@@ -52,6 +52,24 @@ def overlapping(path):
     file.write_bytes(content.replace(b'"data_offsets": [0, ', b'"data_offsets": [4, ', 1))
 
 
+def with_header(entry, old, new):
+    """The header with the first `old` after `entry` replaced."""
+
+    def make(path):
+        file = sound(path) / "model.safetensors"
+        before, found, after = file.read_bytes().partition(entry.encode())
+        assert found
+        at = found + after
+        file.write_bytes(before + at.replace(old.encode(), new.encode(), 1))
+
+    return make
+
+
+def four_bits(file):
+    header = json.dumps({"w": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 def a_shard_absent(path):
     (sound(path, files=3) / "model-00002-of-00003.safetensors").unlink()
 
@@ -90,12 +108,23 @@ def large_tokenizer(path):
 BROKEN = {
     "truncated": (truncated, "model.safetensors: has", "it is truncated"),
     "longer": (longer, "model.safetensors: has", "it is damaged"),
-    "overlapping": (overlapping, "were expected"),
-    "another format": (with_file("model.safetensors", "no such format here"), "truncated or no"),
+    "overlapping": (overlapping, "its header is damaged", "invalid offset for tensor"),
+    "another format": (
+        with_file("model.safetensors", "no such format here"), "has 19 bytes", "truncated, or no",
+    ),
     "empty file": (with_file("model.safetensors", ""), "has 0 bytes"),
     "damaged header": (
         with_file("model.safetensors", (9).to_bytes(8, "little") + b"{not json"),
         "its header is damaged",
+    ),
+    "another shape in the header": (
+        with_header(f'"{Q}": {{"dtype": "F32", "shape": [16, 16]', "[16, 16]", "[16, 18]"),
+        "its header is damaged", "invalid shape, data type, or offset",
+    ),
+    "unknown dtype": (with_header(Q, "F32", "F99"), "its header is damaged", "F99"),
+    "unsupported dtype": (
+        lambda path: four_bits(sound(path) / "more.safetensors"),
+        "more.safetensors: w has dtype F4, which is not supported",
     ),
     "renamed": (
         lambda path: sound(path, more={Q: None, f"{Q}s": np.zeros((16, 16), np.float32)}),
@@ -129,6 +158,7 @@ BROKEN = {
         with_config(model_type="lama"), "'lama' is of no known family: did you mean 'llama'?",
         "jaxspeed.interop.pretrained",
     ),
+    "no text_config beside images": (with_config(model_type="gemma3"), "has no text_config"),
     "missing field": (
         lambda path: sound(path, without=["hidden_size", "vocab_size"]),
         "hidden_size is missing: an integer", "vocab_size is missing",

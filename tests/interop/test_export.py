@@ -1,12 +1,12 @@
 """What an export writes is read back with nothing but the format's own description."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
@@ -107,10 +107,7 @@ def test_a_dtype_that_is_none_is_refused(saved, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="needs safetensors")
 def test_the_safetensors_library_reads_it(saved, tmp_path):
-    from safetensors.numpy import load_file
-
     folder, parameters = saved
     export(folder, tmp_path)
     states.assert_same(load_file(tmp_path / "model.safetensors"), parameters)

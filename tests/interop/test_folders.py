@@ -1,9 +1,13 @@
 """Folders written with NumPy are read into shards and written again, without `transformers`."""
 
 import dataclasses
+import fnmatch
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -219,6 +223,62 @@ def test_a_models_other_state_is_initialized(tmp_path):
     assert any((np.asarray(x) != before[path]).any() for path, x in made.parameters.items())
     made.reset()
     assert_same(made.parameters, before)
+
+
+WANTED = {
+    "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
+}  # fmt: skip
+OTHERS = {
+    "pytorch_model-00001-of-00002.bin", "modeling_llama.py", "tf_model.h5", "model.gguf",
+    "README.md", "original/params.json", "original/consolidated.00.pth", "onnx/model.onnx",
+    "consolidated.safetensors", "training_args.bin", "1_Pooling/config.json",
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stub of huggingface_hub, whose `snapshot_download` a test sets."""
+    module = types.ModuleType("huggingface_hub")
+    module.__spec__ = importlib.machinery.ModuleSpec("huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return module
+
+
+def test_of_a_model_of_the_hub_only_what_is_read_is_downloaded(tmp_path, hub):
+    source, asked = folders.folder(tmp_path, folders.GPT2, folders.gpt2_tensors()), []
+
+    def download(name, *, allow_patterns, ignore_patterns):
+        def matches(file, patterns):
+            return any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+
+        chosen = {f for f in WANTED | OTHERS if matches(f, allow_patterns)}
+        asked.append((name, {f for f in chosen if not matches(f, ignore_patterns)}))
+        return str(source)
+
+    hub.snapshot_download = download
+    made = engine({"pretrained": "org/a-model.v1"})
+    table = folders.gpt2_tensors()["transformer.wpe.weight"]
+    np.testing.assert_array_equal(made.parameters["positions/table"], table)
+    assert asked == [("org/a-model.v1", WANTED)] * len(asked) and asked
+
+
+def test_a_hub_that_cannot_be_reached_is_one_error(hub, monkeypatch):
+    def download(name, **patterns):
+        raise ConnectionError(f"no route to the host of {name}\nand what was tried")
+
+    hub.snapshot_download = download
+    with pytest.raises(jaxspeed.PretrainedError) as found:
+        engine({"pretrained": "org/name"})
+    assert str(found.value) == (
+        "org/name: no such folder, and the hub has no such model or cannot be reached: no route to "
+        "the host of org/name"
+    )
+    monkeypatch.delitem(sys.modules, "huggingface_hub")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(jaxspeed.PretrainedError, match="needs the package huggingface_hub"):
+        from_pretrained("org/name")
 
 
 def test_a_truncated_folder_is_refused_by_initialize(tmp_path):
