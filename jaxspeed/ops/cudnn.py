@@ -52,7 +52,7 @@ def supports(
 def _tried(q: Any, k: Any, v: Any, segments: Segments | None, mask: Mask) -> Any:
     attend = functools.partial(_attend, mask=mask, scale=1.0)
     if segments is not None:
-        attend = functools.partial(_packed, Documents.of(segments), mask=mask, scale=1.0)
+        attend = functools.partial(_packed, PackedDocuments.of(segments), mask=mask, scale=1.0)
         k, v = _repeated(q, k, v)
     return jax.vjp(attend, q, k, v)[0]
 
@@ -71,7 +71,7 @@ def forward(
     if segments is None:
         # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
         return saved_sums(functools.partial(_attend, **form), (q, k, v))
-    documents = Documents.of(segments)
+    documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
         attend = functools.partial(_packed, documents, **form)
@@ -99,7 +99,7 @@ def backward(
     if segments is None:
         attend = functools.partial(_attend, **form)
         return gradients_from(attend, (q, k, v), (out, sums), d_out)
-    documents = Documents.of(segments)
+    documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any) -> Any:
         attend = functools.partial(_packed, documents, **form)
@@ -127,7 +127,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) 
 # -- the packed layout -----------------------------------------------------------------------------
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of each sequence: its runs of equal segment ids, in order.
 
     Attributes:
@@ -143,7 +143,7 @@ class Documents(NamedTuple):
     fit: jax.Array
 
     @classmethod
-    def of(cls, segments: Segments) -> Documents:
+    def of(cls, segments: Segments) -> PackedDocuments:
         ids = segments.q
         batch, seq = ids.shape
         begins = jnp.concatenate([jnp.full((batch, 1), True), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -192,7 +192,7 @@ class Documents(NamedTuple):
 
 
 def _packed(
-    documents: Documents, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float
+    documents: PackedDocuments, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float
 ) -> jax.Array:
     from jax._src.cudnn import fused_attention_stablehlo as fused
 

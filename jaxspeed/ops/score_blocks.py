@@ -19,7 +19,7 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockPlaces:
     """Positions of one block of queries or keys."""
 
     start: Any
@@ -92,11 +92,11 @@ class ScoreBlocks:
     def columns(self, x: jax.Array) -> jax.Array:
         return _padded(x, self.blocks_k * self.block_k)
 
-    def rows_of(self, i: Any) -> Block:
-        return Block(i * self.block_q, self.block_q)
+    def rows_of(self, i: Any) -> BlockPlaces:
+        return BlockPlaces(i * self.block_q, self.block_q)
 
-    def columns_of(self, j: Any) -> Block:
-        return Block(j * self.block_k, self.block_k)
+    def columns_of(self, j: Any) -> BlockPlaces:
+        return BlockPlaces(j * self.block_k, self.block_k)
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, Any]:
         """(scores in units of ln 2, the derivative of their soft cap)."""
@@ -119,14 +119,14 @@ class ScoreBlocks:
             parts.append(q_ids == k_ids)
         return functools.reduce(jnp.logical_and, parts) if parts else None
 
-    def keys_of(self, rows: Block, seen: Any, i: Any) -> tuple[Any, Any]:
+    def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
         """The range of blocks of keys that a block of queries sees."""
         low, high = _window(rows, self.mask.window, self.kv_seq)
         if self.mask.causal:
             high = jnp.minimum(high, rows.last)
         return _range(low, high, self.block_k, seen, i)
 
-    def queries_of(self, columns: Block, seen: Any, j: Any) -> tuple[Any, Any]:
+    def queries_of(self, columns: BlockPlaces, seen: Any, j: Any) -> tuple[Any, Any]:
         """The range of blocks of queries that see a block of keys."""
         low, high = _window(columns, self.mask.window, self.seq)
         if self.mask.causal:
@@ -156,7 +156,7 @@ class ScoreBlocks:
         return above & (q.min(-1)[:, :, None] <= kv.max(-1)[:, None])
 
 
-def _window(block: Block, window: int | None, length: int) -> tuple[Any, Any]:
+def _window(block: BlockPlaces, window: int | None, length: int) -> tuple[Any, Any]:
     """(first, last) position of the other side within the window of a block."""
     if window is None:
         return 0, length - 1

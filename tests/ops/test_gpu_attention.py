@@ -160,7 +160,7 @@ def test_documents_are_the_runs_of_ids(given_rows, seq, same_keys):
         ]
     ).astype(np.int32)
     keys = ids if same_keys else ids + 1
-    found = cudnn.Documents.of(Segments(jnp.asarray(ids), jnp.asarray(keys)))
+    found = cudnn.PackedDocuments.of(Segments(jnp.asarray(ids), jnp.asarray(keys)))
     wanted = [documents_of(row) for row in ids]
     fit = all(
         len(row) <= cudnn.MOST_DOCUMENTS and len({name for *_, name in row}) == len(row)
