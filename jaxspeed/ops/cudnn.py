@@ -14,8 +14,10 @@ from jaxspeed.ops.mask import Mask, Segments, unlikely
 from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
 FLASH: gpu.Capability = (8, 0)
-PACKED: gpu.Capability = (9, 0)
-PACKED_VERSION = 90600  # the first with which JAX tests it
+# JAX tests offsets from this version on, with head dims of 64; larger ones than these are not
+# supported on all GPUs. That offsets need Hopper it checks itself.
+PACKED_VERSION, PACKED_HEAD_DIM = 90600, 128
+MOST_ELEMENTS = 2**31  # of a device's queries: offsets are counted in elements, in 32 bits
 # The packed layout has a row of sums, and launches thread blocks that end at once, for every
 # document that a sequence could have. In a sequence of more documents than this, attention is at
 # most 1/32 of that in one long document, if they are alike: there `triton` computes it, which skips
@@ -34,9 +36,9 @@ def supports(
         return False
     if mask.window is not None and not mask.causal:
         return False  # cuDNN's window looks back only
+    # Documents of queries are those of keys, and what cuDNN does not take is for `triton`.
     if segments is not None and not (
-        # Documents of queries are those of keys. Offsets are counted in elements, in 32 bits.
-        q.shape[1] == k.shape[1] and q.size < 2**31 and triton.supports(q, k)
+        q.shape[1] == k.shape[1] and q.shape[3] <= PACKED_HEAD_DIM and triton.supports(q, k)
     ):
         return False
     try:
@@ -71,6 +73,8 @@ def forward(
     if segments is None:
         # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
         return saved_sums(functools.partial(_attend, **form), (q, k, v))
+    if q.size >= MOST_ELEMENTS:
+        return triton.forward(q, k, v, segments, **form)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
@@ -99,6 +103,8 @@ def backward(
     if segments is None:
         attend = functools.partial(_attend, **form)
         return gradients_from(attend, (q, k, v), (out, sums), d_out)
+    if q.size >= MOST_ELEMENTS:
+        return triton.backward(q, k, v, segments, out, sums, d_out, **form)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any) -> Any:

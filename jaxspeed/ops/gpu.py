@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,8 +25,7 @@ def is_at_least(needed: Capability) -> bool:
     """Whether the GPU has this compute capability; an unknown GPU does."""
     known = _assumed.get()
     if known is None and jax.default_backend() == "gpu":
-        major, minor = jax.local_devices()[0].compute_capability.split(".")
-        known = int(major), int(minor)
+        known = _number(jax.local_devices()[0].compute_capability)
     return known is None or known >= needed
 
 
@@ -73,5 +73,11 @@ def _version() -> int:
 
 
 def _is_at_least(needed: str) -> bool:
-    major, minor = needed.split(".")
-    return is_at_least((int(major), int(minor)))
+    number = _number(needed)
+    return number is None or is_at_least(number)
+
+
+def _number(written: str) -> Capability | None:
+    """Of `9.0`; None if it is of another vendor."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", written)
+    return (int(found[1]), int(found[2])) if found else None

@@ -185,9 +185,9 @@ def test_documents_are_the_runs_of_ids(given_rows, seq, same_keys):
     assert (np.asarray(found.by_token(jnp.asarray(packed))) == sums).all()
 
 
-def lowered(capability, kv_heads=2, **options):
+def lowered(capability, head_dim=64, **options):
     """The gradients of a packed attention, for a GPU that is not here."""
-    q, k = (jax.ShapeDtypeStruct((2, 256, h, 64), jnp.bfloat16) for h in (4, kv_heads))
+    q, k = (jax.ShapeDtypeStruct((2, 256, h, head_dim), jnp.bfloat16) for h in (4, 2))
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def gradients(q, k, v, ids):
@@ -236,6 +236,7 @@ def test_cudnn_is_given_documents_by_offsets(causal, window):
     [
         (HOPPER, {}, ("cudnn", "triton")),
         (HOPPER, {"soft_cap": 5.0}, ("triton",)),
+        (HOPPER, {"head_dim": 256}, ("triton",)),
         (HOPPER, {"causal": False, "window": 9}, ("triton",)),
         (AMPERE, {}, ("triton",)),
         ((7, 0), {}, ()),
@@ -245,6 +246,19 @@ def test_packed_documents_have_the_kernels_of_the_gpu(capability, options, calls
     text = lowered(capability, **options)
     marks = {"cudnn": "__cudnn$fmha", "triton": "__gpu$xla.gpu.triton"}
     assert tuple(name for name, mark in marks.items() if mark in text) == calls
+
+
+def test_more_elements_than_32_bits_count_go_to_triton():
+    """A device's: attention of a global batch may have more."""
+    form = {"mask": Mask(True, None), "scale": 1.0}
+    for batch, conds in ((2**13, 1), (2**14, 0)):
+        x = jax.ShapeDtypeStruct((batch, 1024, 1, 128), jnp.bfloat16)
+        ids = jax.ShapeDtypeStruct((batch, 1024), jnp.int32)
+        run = functools.partial(cudnn.forward, **form)
+        with gpu.assumed(HOPPER):
+            assert cudnn.supports(x, x, x, Segments(ids, ids), form["mask"])
+            traced = jax.make_jaxpr(run)(x, x, x, Segments(ids, ids))
+        assert sum(eqn.primitive.name == "cond" for eqn in traced.eqns) == conds
 
 
 def packed_by_formula(documents, q, k, v, mask, scale):
