@@ -53,6 +53,7 @@ class Chip:
         `bandwidth`, `links`, `outside`, `host`.
       hop: latency of a message in seconds: over `links`, and `outside`.
       tile: the side of a matmul tile.
+      capability: a GPU's compute capability; None if unknown.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Chip:
     reached: Mapping[str, float] = field(default_factory=lambda: REACHED["cuda"])
     hop: Mapping[str, float] = field(default_factory=lambda: HOP["cuda"])
     tile: int = 128
+    capability: tuple[int, int] | None = None
 
     @property
     def compiles(self) -> bool:
@@ -139,7 +141,7 @@ _FIGURES = {
 _COUNTS = ("links", "node", "per_chip", "tile")
 _DEFAULTS = {"tile": 128}
 _KEYS = {each.name for each in fields(Chip)} - {"name", "kind"}
-_OPTIONAL = {"sources", "per_chip", "pod", "compiler", "reached", "hop", "tile"}
+_OPTIONAL = {"sources", "per_chip", "pod", "compiler", "reached", "hop", "tile", "capability"}
 
 
 def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
@@ -178,6 +180,11 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
             problems.append(f"{name}.{key}: found {count!r}. Needs an integer of at least 1.")
     if not _is_list(found.get("pod", [1]), int):
         problems.append(f"{name}.pod: found {found['pod']!r}. Needs a list of integers.")
+    capability = found.get("capability")
+    if capability is not None and not (_is_list(capability, int) and len(capability) == 2):
+        problems.append(
+            f"{name}.capability: found {capability!r}. Needs two integers, like [9, 0]."
+        )
     speeds = {kind: read(f"flops.{kind}", value, "FLOP/s") for kind, value in flops.items()}
     platform = str(found["platform"])
     reached = _numbers("reached", found.get("reached"), REACHED.get(platform, _ALL), read)
@@ -209,6 +216,7 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
         reached=reached,
         hop=hop,
         tile=counts["tile"],
+        capability=(capability[0], capability[1]) if capability else None,
     )
 
 

@@ -5,8 +5,8 @@
 | lowered for | kernel | supports |
 |---|---|---|
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
-| CUDA | cuDNN, if installed | bf16, fp16; no segments, no soft cap |
-| CUDA, else | `blockwise`, in XLA operations | keys that 128 divides |
+| CUDA | cuDNN, if installed | bf16, fp16; no soft cap; segments from Hopper on |
+| CUDA, else | `triton` (`jax.experimental.pallas`) | 128 queries and keys or more; from Ampere on |
 | any | `plain`, which materializes the scores | everything |
 
 Sinks (arXiv:2309.17453, as gpt-oss learns them) are one more score of each query and head, without
@@ -36,17 +36,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import blockwise, cudnn, splash
+from jaxspeed.ops import cudnn, splash, triton
 from jaxspeed.ops.free_axes import tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes, with_sinks
 
-KERNELS = {"splash": splash, "cudnn": cudnn, "blockwise": blockwise}
+KERNELS = {"splash": splash, "cudnn": cudnn, "triton": triton}
 # The dtype of fp32 operands under automatic mixed precision: a kernel, which has to be chosen when
 # the loss is traced, cannot be cast later.
 _autocast: ContextVar[Any] = ContextVar("autocast", default=None)
-Implementation = Literal["plain", "splash", "cudnn", "blockwise"]
+Implementation = Literal["plain", "splash", "cudnn", "triton"]
 
 
 @contextlib.contextmanager
@@ -133,8 +133,8 @@ def attention(
         fast["tpu"] = splash
     if soft_cap is None and cudnn.supports(q, k, v, segments, mask):
         fast["cuda"] = cudnn
-    elif blockwise.supports(k):
-        fast["cuda"] = blockwise
+    elif triton.supports(q, k):
+        fast["cuda"] = triton
     if fast and jax.typeof(q).manual_axis_type.varying:
         # The kernels do not track which axes their results vary over: gradients would be wrong.
         warnings.warn(

@@ -1,19 +1,28 @@
-"""cuDNN's fused attention, through `jax.nn.dot_product_attention`."""
+"""cuDNN's fused attention; documents that share a sequence are given to it by their offsets."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops import gpu, triton
+from jaxspeed.ops.mask import Mask, Segments, unlikely
 from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
-ASSUMED_VERSION = 91300  # in the CUDA wheels that jaxspeed[cuda] installs
+FLASH: gpu.Capability = (8, 0)
+# JAX tests offsets from this version on, with head dims of 64; larger ones than these are not
+# supported on all GPUs. That offsets need Hopper it checks itself.
+PACKED_VERSION, PACKED_HEAD_DIM = 90600, 128
+MOST_ELEMENTS = 2**31  # of a device's queries: offsets are counted in elements, in 32 bits
+# The packed layout has a row of sums, and launches thread blocks that end at once, for every
+# document that a sequence could have. In a sequence of more documents than this, attention is at
+# most 1/32 of that in one long document, if they are alike: there `triton` computes it, which skips
+# what documents hide.
+MOST_DOCUMENTS = 32
 
 
 def supports(
@@ -21,19 +30,33 @@ def supports(
 ) -> bool:
     """Whether the installed cuDNN supports these shapes, dtypes and masks.
 
-    Segments would need a bias of [batch, 1, seq, seq], whose gradient cuDNN computes too; they go
-    to the plain kernel. The rest is checked by JAX.
+    What is not checked here is checked by JAX.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or segments is not None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not gpu.is_at_least(FLASH):
         return False
     if mask.window is not None and not mask.causal:
         return False  # cuDNN's window looks back only
+    # Documents of queries are those of keys, and what cuDNN does not take is for `triton`.
+    if segments is not None and not (
+        q.shape[1] == k.shape[1] and q.shape[3] <= PACKED_HEAD_DIM and triton.supports(q, k)
+    ):
+        return False
     try:
-        attend = functools.partial(_attend, mask=mask, scale=1.0)
-        jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[0], q, k, v)
+        if segments is not None and gpu.cudnn_version() < PACKED_VERSION:
+            return False
+        passes = functools.partial(_tried, mask=mask)
+        jax.eval_shape(passes, q, k, v, segments)
     except (NotImplementedError, RuntimeError, ValueError):
         return False  # no cuDNN, or unsupported shapes
     return True
+
+
+def _tried(q: Any, k: Any, v: Any, segments: Segments | None, mask: Mask) -> Any:
+    attend = functools.partial(_attend, mask=mask, scale=1.0)
+    if segments is not None:
+        attend = functools.partial(_packed, PackedDocuments.of(segments), mask=mask, scale=1.0)
+        k, v = _repeated(q, k, v)
+    return jax.vjp(attend, q, k, v)[0]
 
 
 def forward(
@@ -45,10 +68,22 @@ def forward(
     mask: Mask,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """(attention, log-sum-exp of each query's scores [batch, heads, seq]); no segments."""
-    del segments
-    # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
-    return saved_sums(functools.partial(_attend, mask=mask, scale=scale), (q, k, v))
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq])."""
+    form: dict[str, Any] = {"mask": mask, "scale": scale}
+    if segments is None:
+        # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
+        return saved_sums(functools.partial(_attend, **form), (q, k, v))
+    if q.size >= MOST_ELEMENTS:
+        return triton.forward(q, k, v, segments, **form)
+    documents = PackedDocuments.of(segments)
+
+    def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        attend = functools.partial(_packed, documents, **form)
+        out, sums = saved_sums(attend, (q, *_repeated(q, k, v)))
+        return out, documents.by_token(sums)
+
+    other = unlikely(functools.partial(triton.forward, **form))
+    return lax.cond(documents.fit, packed, other, q, k, v, segments)
 
 
 def backward(
@@ -64,9 +99,23 @@ def backward(
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
-    del segments
-    attend = functools.partial(_attend, mask=mask, scale=scale)
-    return gradients_from(attend, (q, k, v), (out, sums), d_out)
+    form: dict[str, Any] = {"mask": mask, "scale": scale}
+    if segments is None:
+        attend = functools.partial(_attend, **form)
+        return gradients_from(attend, (q, k, v), (out, sums), d_out)
+    if q.size >= MOST_ELEMENTS:
+        return triton.backward(q, k, v, segments, out, sums, d_out, **form)
+    documents = PackedDocuments.of(segments)
+
+    def packed(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any) -> Any:
+        attend = functools.partial(_packed, documents, **form)
+        saved = out, documents.by_document(sums)
+        d_q, *d_kv = gradients_from(attend, (q, *_repeated(q, k, v)), saved, d_out)
+        grouped = (x.reshape(*k.shape[:3], -1, k.shape[3]) for x in d_kv)
+        return d_q, *(jnp.sum(x, axis=3, dtype=jnp.float32).astype(k.dtype) for x in grouped)
+
+    other = unlikely(functools.partial(triton.backward, **form))
+    return lax.cond(documents.fit, packed, other, q, k, v, segments, out, sums, d_out)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) -> jax.Array:
@@ -81,42 +130,97 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float) 
     )
 
 
-@contextmanager
-def assumed() -> Iterator[None]:
-    """Context in which cuDNN's attention is traced although cuDNN is not installed.
+# -- the packed layout -----------------------------------------------------------------------------
 
-    JAX checks the installed cuDNN's version and the device's compute capability before it traces
-    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). If that module has changed, `plain`
-    is traced, which materializes the scores.
+
+class PackedDocuments(NamedTuple):
+    """The documents of each sequence: its runs of equal segment ids, in order.
+
+    Attributes:
+      starts, lengths: [batch, MOST_DOCUMENTS], -1 where there is no document.
+      document: [batch, seq], a token's document in its sequence.
+      fit: whether these are the segments of all sequences: at most MOST_DOCUMENTS runs, each of an
+        id of its own, of queries and keys alike.
     """
-    checks = _checks()
-    if checks is None:
-        yield
-        return
-    before = (checks.check_cudnn_version, checks.check_compute_capability)
-    checks.check_cudnn_version = _assumed_version
-    checks.check_compute_capability = lambda capability: True
-    try:
-        yield
-    finally:
-        checks.check_cudnn_version, checks.check_compute_capability = before
+
+    starts: jax.Array
+    lengths: jax.Array
+    document: jax.Array
+    fit: jax.Array
+
+    @classmethod
+    def of(cls, segments: Segments) -> PackedDocuments:
+        ids = segments.q
+        batch, seq = ids.shape
+        begins = jnp.concatenate([jnp.full((batch, 1), True), ids[:, 1:] != ids[:, :-1]], axis=1)
+        find = functools.partial(jnp.nonzero, size=MOST_DOCUMENTS, fill_value=seq)
+        starts = jax.vmap(lambda x: find(x)[0])(begins).astype(jnp.int32)
+        there = starts < seq
+        ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=seq)
+        names = jnp.take_along_axis(ids, jnp.minimum(starts, seq - 1), axis=1)
+        alike = (names[:, :, None] == names[:, None]) & there[:, :, None] & there[:, None]
+        fit = jnp.all(begins.sum(1) <= MOST_DOCUMENTS) & (alike.sum() == there.sum())
+        return cls(
+            jnp.where(there, starts, -1),
+            jnp.where(there, ends - starts, -1),
+            jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1,
+            fit & jnp.all(segments.q == segments.kv),
+        )
+
+    @property
+    def offsets(self) -> jax.Array:
+        """[batch, MOST_DOCUMENTS + 1], as JAX takes them."""
+        return jnp.pad(self.starts, ((0, 0), (0, 1)), constant_values=-1)
+
+    # cuDNN numbers the documents through the batch, and has sums [documents, heads, seq], a
+    # document's from 0 on.
+
+    def by_token(self, sums: jax.Array) -> jax.Array:
+        """[batch, heads, seq], from cuDNN's."""
+        counts = self.document[:, -1] + 1
+        row = (jnp.cumsum(counts) - counts)[:, None] + self.document
+        place = jnp.arange(self.document.shape[1]) - jnp.take_along_axis(
+            self.starts, self.document, axis=1
+        )
+        return sums[row, :, place].swapaxes(1, 2)
+
+    def by_document(self, sums: jax.Array) -> jax.Array:
+        """cuDNN's, from [batch, heads, seq]; what stands behind a document's end is not read."""
+        starts = self.starts.reshape(-1)
+        (which,) = jnp.nonzero(starts >= 0, size=starts.size, fill_value=0)
+        wide = jnp.concatenate([sums, jnp.zeros_like(sums)], axis=2)
+
+        def one(sequence: jax.Array, start: jax.Array) -> jax.Array:
+            first, size = (sequence, 0, start), (1, *sums.shape[1:])
+            return lax.dynamic_slice(wide, first, size)[0]
+
+        return jax.vmap(one)(which // MOST_DOCUMENTS, starts[which])
 
 
-def is_assumed() -> bool:
-    """Whether `assumed` is active: the same attention is traced differently then."""
-    checks = _checks()
-    return checks is not None and checks.check_cudnn_version is _assumed_version
+def _packed(
+    documents: PackedDocuments, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, scale: float
+) -> jax.Array:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    kind = fused.MaskType.PADDING_CAUSAL if mask.causal else fused.MaskType.PADDING
+    return fused.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=documents.lengths,
+        kv_seqlen=documents.lengths,
+        q_offsets=documents.offsets,
+        kv_offsets=documents.offsets,
+        scale=scale,
+        mask_type=kind,
+        sliding_window_length=mask.window,
+    )
 
 
-def _checks() -> Any:
-    """JAX's module with the checks; None if it has changed."""
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as checks
-    except ImportError:
-        return None
-    names = ("check_cudnn_version", "check_compute_capability")
-    return checks if all(hasattr(checks, name) for name in names) else None
+def _repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """Keys and values with as many heads as queries.
 
-
-def _assumed_version() -> int:
-    return ASSUMED_VERSION
+    jax 0.10.2 multiplies the offsets of keys by the number of query heads, so that with fewer key
+    heads cuDNN reads other documents' keys; fixed in 0.12.0.
+    """
+    return [jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)]

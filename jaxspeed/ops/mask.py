@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +62,14 @@ def computed_blocks(scopes: str) -> int | None:
     """The count of `computes_blocks` in the scope names around a kernel."""
     found = re.findall(r"computes_(\d+)_blocks", scopes)
     return int(found[-1]) if found else None
+
+
+UNLIKELY = "unlikely_branch"
+
+
+def unlikely(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A branch of a `cond` for inputs that are rare: estimates are of the other branch."""
+    return jax.named_scope(UNLIKELY)(fn)
 
 
 class Segments(NamedTuple):

@@ -47,7 +47,7 @@ def plan_run(
     if target is None:
         return _here(source, compiling)
     # JAX caches traces, so even the first is made as on the target.
-    with as_on(target.chip.platform):
+    with as_on(target.chip.platform, target.chip.capability):
         refuse_torus(target, resolve_sizes(source.config.mesh.model_dump(), target.count))
         program, batch = _program(source, with_overlap(source.config, target.chip.platform))
         if program.serving:

@@ -96,7 +96,7 @@ class SearchProblem:
         """The estimate of a choice, from its traced step."""
         platform, devices = self.target.chip.platform, jax.devices("cpu")[: self.target.count]
         try:
-            with as_on(platform):
+            with as_on(platform, self.target.chip.capability):
                 config = with_overlap(self.config(choice), platform)
                 program, _ = Job(replace(self.source, config=config))(devices)
                 step = read_step(program, self.batch, platform)

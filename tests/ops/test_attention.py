@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import attention, cudnn, splash
+from jaxspeed.ops import attention, gpu, splash
 from jaxspeed.ops.attention import plain, repeated_for_sharding
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
@@ -102,28 +102,12 @@ def test_attention_equals_the_formula(name, dtype):
     assert_close(found, wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    covering(
-        [(name, dtype) for name in CASES for dtype in TOLERANCE],
-        [("all at once", "float32"), ("window both ways", "bfloat16"), ("causal", "float16")],
-    ),
-)
-def test_blocks_of_keys_equal_the_formula(name, dtype):
-    """384 tokens are three blocks of 128; a sink's factor rounds the result once more."""
-    found, wanted = run(name, dtype, 384, implementation="blockwise")
-    assert all(x.dtype == dtype for x in found[:4])
-    assert_close(found, wanted, 1.5 * TOLERANCE[dtype])
-
-
 def test_attention_in_fp64_is_fp64_throughout():
     with jax.enable_x64(True):
         args = inputs(seq=32, kv_heads=2, dtype="float64")
         dense = seen(32, 32, causal=True, window=9, segments=None)
-        for kernel in (None, "blockwise"):
-            f = functools.partial(attention, window=9, implementation=kernel)
-            found = with_gradients(f, *args)
-            assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
+        found = with_gradients(functools.partial(attention, window=9), *args)
+        assert_close(found, attention_and_gradients(*args, dense, 32**-0.5), 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -174,29 +158,23 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
     assert kernel_calls("cuda") == 0
 
 
-def test_cudnns_passes_fit_each_other_as_traced(monkeypatch):
-    """The forward pass returns the residuals of the derivative; traced without a GPU."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91200)
-    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda *version: False)
-    args = inputs(seq=256, head_dim=64, dtype="bfloat16")
-    assert cudnn.supports(*args[:3], None, Mask(True, None))
-    gradients = jax.jit(lambda q, k, v, d: jax.vjp(attention, q, k, v)[1](d))
-    lowered = gradients.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "fmhaSoftmaxBackward" in lowered
-
-
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_no_array_on_a_tpu_is_as_large_as_the_scores(dtype):
     found = run_on_topology("tests.ops.score_buffers:on_tpu", "v5e:2x2", dtype=dtype)
     assert found.pop("plain") and not any(found.values()), found
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", score_buffers.FORMS)
-def test_nor_on_a_gpu(name):
-    """In fp32: cuDNN, which JAX looks for when it traces, is not here."""
-    assert bool(score_buffers.on_cuda(name, "float32")) == (name == "plain")
+def test_nor_on_a_gpu(name, dtype, capability):
+    with gpu.assumed(capability):
+        assert bool(score_buffers.on_cuda(name, dtype)) == (name == "plain")
+
+
+def test_a_gpu_without_kernels_materializes_the_scores():
+    with gpu.assumed((7, 0)):
+        assert score_buffers.on_cuda("window", "bfloat16")
 
 
 @pytest.mark.parametrize("kwargs", [{"seq": 200}, {"seq": 64}, {"dtype": "float16"}])

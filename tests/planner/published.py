@@ -77,7 +77,9 @@ def estimate(name: str) -> Estimated:
     config = Config.load(config_of(run))
     model, loss = resolve_model(config)
     batch = {"tokens": jax.ShapeDtypeStruct((run["batch"], run["seq"] + 1), jnp.int32)}
-    with as_on(target.chip.platform if run["attention"] == "kernel" else ""):
+    # Before Ampere there is no kernel, and the scores are materialized.
+    capability = target.chip.capability if run["attention"] == "kernel" else (7, 0)
+    with as_on(target.chip.platform, capability):
         program = build_program(config, model, loss, devices=jax.devices()[: target.count])
         # What is traced is kept, and the estimate finds it.
         program.step.trace(program.state, program.abstract_batch(batch))

@@ -39,8 +39,8 @@ def test_blocks_are_those_in_which_the_dense_mask_has_any(causal, window, seq, k
     assert mask.share(seq, keys) == pytest.approx(dense.mean())
 
 
-def kernels(platform, fn, *args):
-    with as_on(platform):
+def kernels(platform, fn, *args, capability=None):
+    with as_on(platform, capability):
         closed = jax.make_jaxpr(fn)(*args)
     ops = all_ops(open_program(closed, platform))
     return [op for op in ops if op.name.startswith(KERNELS)]
@@ -73,6 +73,46 @@ def test_a_gpus_attention_counts_the_scores_that_the_mask_leaves(causal, window)
     found = kernels("cuda", jax.grad(loss, (0, 1, 2)), q, q, q)
     seen = np.array(Mask(causal, window).dense(seq, seq)).sum()
     one = 2 * BATCH * HEADS * seen * DIM
+    assert sorted(_kernel(op, MESH) / one for op in found) == pytest.approx([2, 5])
+
+
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+def test_triton_counts_the_blocks_that_are_computed(causal, window):
+    """Of packed documents as many: what they hide depends on the data."""
+    seq, sides = 2048, {"forward": (128, 64), "backward": (64, 64)}
+    q = jax.ShapeDtypeStruct((BATCH, seq, HEADS, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((BATCH, seq, HEADS // 2, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((BATCH, seq), jnp.int32)
+
+    def loss(q, k, v, ids):
+        out = attention(q, k, v, causal=causal, window=window, segment_ids=ids)
+        return out.astype(jnp.float32).sum()
+
+    found = kernels("cuda", jax.grad(loss, (0, 1, 2)), q, k, k, ids, capability=(8, 0))
+    dense = np.array(Mask(causal, window).dense(seq, seq))
+    one = {}
+    for name, (rows, columns) in sides.items():
+        tiles = dense.reshape(seq // rows, rows, seq // columns, columns).any((1, 3)).sum()
+        one[name] = 2 * BATCH * HEADS * tiles * rows * columns * 128
+    # Forward: scores and result. Backward: three products for dq, four for dk and dv.
+    wanted = [2 * one["forward"], 3 * one["backward"], 4 * one["backward"]]
+    assert sorted(_kernel(op, MESH) for op in found) == sorted(wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_count_as_one_document_by_cudnn(causal):
+    """The kernel for documents that cuDNN cannot take is not part of the estimate."""
+    seq = 2048
+    q = jax.ShapeDtypeStruct((BATCH, seq, HEADS, DIM), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((BATCH, seq, HEADS // 2, DIM), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((BATCH, seq), jnp.int32)
+
+    def loss(q, k, v, ids):
+        out = attention(q, k, v, causal=causal, segment_ids=ids)
+        return out.astype(jnp.float32).sum()
+
+    found = kernels("cuda", jax.grad(loss, (0, 1, 2)), q, k, k, ids, capability=(9, 0))
+    one = 2 * BATCH * HEADS * np.array(Mask(causal, None).dense(seq, seq)).sum() * DIM
     assert sorted(_kernel(op, MESH) / one for op in found) == pytest.approx([2, 5])
 
 

@@ -9,6 +9,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import report
+from jaxspeed.ops import gpu
 from jaxspeed.planner.compile import deviceless_cuda
 from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from jaxspeed.train.aot_step import identity_of, write
@@ -63,9 +65,10 @@ class CompileJob:
         target, folder = self.target, Path(self.folder)
         cuda = target.chip.platform == "cuda"
         try:
-            program, batch = job(devices_of(target))
-            traced = program.step.trace(program.state, program.abstract_batch(batch))
-            lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
+            with gpu.assumed(target.chip.capability) if cuda else nullcontext():
+                program, batch = job(devices_of(target))
+                traced = program.step.trace(program.state, program.abstract_batch(batch))
+                lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
             lowering = time.perf_counter() - started
             compiled = (
                 deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()

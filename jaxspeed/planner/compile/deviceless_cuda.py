@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
+from jaxspeed.ops import gpu
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
@@ -48,9 +49,10 @@ def target_config(target: Target) -> str:
     """A GPU's GpuTargetConfigProto in text form, as in XLA's gpu_specs."""
     chip = target.chip
     spec: Mapping[str, Any] = chip.compiler or {}
+    major, minor = chip.capability or gpu.NEWEST
     return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {spec["major"]} minor: {spec["minor"]} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   core_count: {spec["cores"]}  fpus_per_core: {spec["fpus"]}  clock_rate_ghz: {spec["clock"]}
   threads_per_warp: 32
   threads_per_block_limit: 1024  threads_per_core_limit: {spec["threads"]}

@@ -15,6 +15,7 @@ import jax
 
 from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
+from jaxspeed.ops.mask import UNLIKELY
 
 PLATFORM = "platform_index"
 # A shard_map region: its inputs are resharded to its in_specs (PLACED) and become per-device shards
@@ -193,7 +194,10 @@ class _Converter:
         if eqn.params.get("branches_platforms"):
             return self._branch(eqn.params["branches_platforms"])
         index = eqn.invars[0]
-        return chosen.get(index) if is_var(index) else None
+        if is_var(index) and index in chosen:
+            return chosen[index]
+        usual = [i for i, b in enumerate(eqn.params["branches"]) if not _is_unlikely(b)]
+        return usual[0] if len(usual) == 1 < len(eqn.params["branches"]) else None
 
 
 def all_ops(scope: Scope) -> Iterator[Op]:
@@ -261,6 +265,10 @@ def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
     except TypeError:
         return None
     return key
+
+
+def _is_unlikely(branch: Any) -> bool:
+    return any(UNLIKELY in str(eqn.source_info.name_stack) for eqn in open_jaxpr(branch)[0].eqns)
 
 
 def _is_backward(eqn: Any) -> bool:

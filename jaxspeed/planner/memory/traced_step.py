@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
-from jaxspeed.ops import cudnn
+from jaxspeed.ops import gpu
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
@@ -85,9 +85,9 @@ def _platform(program: Program) -> str:
     return "cuda" if name == "gpu" else str(name)
 
 
-def as_on(platform: str) -> AbstractContextManager[None]:
-    """Trace inside with a GPU's attention kernel although cuDNN is absent."""
-    return cudnn.assumed() if platform == "cuda" else nullcontext()
+def as_on(platform: str, capability: gpu.Capability | None = None) -> AbstractContextManager[None]:
+    """Trace inside with the attention kernels of an absent GPU; an outer capability stays."""
+    return gpu.assumed(capability) if platform == "cuda" else nullcontext()
 
 
 def with_overlap(config: Config, platform: str) -> Config:

@@ -9,7 +9,7 @@ from jaxspeed.metrics import program_model_flops
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import array_text
 from jaxspeed.planner.memory.trace_ir import Scope
-from jaxspeed.planner.memory.traced_step import Step, read_step
+from jaxspeed.planner.memory.traced_step import Step, as_on, read_step
 from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
@@ -28,7 +28,8 @@ def time_of(program: Program, batch: Any, target: Target) -> Time:
       program: on as many devices as the target has, simulated ones too.
       batch: arrays or their shapes, of an entire step.
     """
-    return time_in(read_step(program, batch, target.chip.platform), target)
+    with as_on(target.chip.platform, target.chip.capability):
+        return time_in(read_step(program, batch, target.chip.platform), target)
 
 
 def time_in(step: Step, target: Target) -> Time:

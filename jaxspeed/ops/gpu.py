@@ -1,0 +1,83 @@
+"""The GPU for which attention is traced: one of this machine, or an absent one of a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+Capability = tuple[int, int]
+CUDNN_VERSION = 91300  # assumed: in the CUDA wheels that jaxspeed[cuda] installs
+NEWEST: Capability = (99, 0)
+_assumed: ContextVar[Capability | None] = ContextVar("assumed", default=None)
+
+
+def assumption() -> Capability | None:
+    """The compute capability that is assumed: attention is traced differently then."""
+    return _assumed.get()
+
+
+def is_at_least(needed: Capability) -> bool:
+    """Whether the GPU has this compute capability; an unknown GPU does."""
+    known = _assumed.get()
+    if known is None and jax.default_backend() == "gpu":
+        known = _number(jax.local_devices()[0].compute_capability)
+    return known is None or known >= needed
+
+
+def cudnn_version() -> int:
+    """The installed or assumed version; RuntimeError if there is none."""
+    checks = _checks()
+    if checks is None:
+        raise RuntimeError("jax has no cuDNN attention")
+    return int(checks.check_cudnn_version())
+
+
+@contextmanager
+def assumed(capability: Capability | None = None) -> Iterator[None]:
+    """Context in which attention is traced for a GPU that is absent, with its cuDNN.
+
+    JAX checks the installed cuDNN's version and the device's compute capability before it traces
+    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). If that module has changed, another
+    kernel is traced. Without a capability that of an outer context stays, or it is the newest.
+    """
+    token = _assumed.set(capability or _assumed.get() or NEWEST)
+    checks = _checks()
+    if checks is not None:
+        before = checks.check_cudnn_version, checks.check_compute_capability
+        checks.check_cudnn_version, checks.check_compute_capability = _version, _is_at_least
+    try:
+        yield
+    finally:
+        if checks is not None:
+            checks.check_cudnn_version, checks.check_compute_capability = before
+        _assumed.reset(token)
+
+
+def _checks() -> Any:
+    """JAX's module with the checks; None if it has changed."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as checks
+    except ImportError:
+        return None
+    names = ("check_cudnn_version", "check_compute_capability")
+    return checks if all(hasattr(checks, name) for name in names) else None
+
+
+def _version() -> int:
+    return CUDNN_VERSION
+
+
+def _is_at_least(needed: str) -> bool:
+    number = _number(needed)
+    return number is None or is_at_least(number)
+
+
+def _number(written: str) -> Capability | None:
+    """Of `9.0`; None if it is of another vendor."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", written)
+    return (int(found[1]), int(found[2])) if found else None

@@ -1,0 +1,195 @@
+"""Blocks of attention scores for a kernel: their sizes, what is visible in them, which to skip."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspeed.ops.mask import Mask, Segments
+
+SMALLEST = 16  # the least side of a product on tensor cores
+SHARED = 96 * 1024  # bytes of shared memory that a program may use on every GPU since Ampere
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class BlockPlaces:
+    """Positions of one block of queries or keys."""
+
+    start: Any
+    size: int
+
+    @property
+    def last(self) -> Any:
+        return self.start + self.size - 1
+
+    @property
+    def places(self) -> jax.Array:
+        return self.start + jnp.arange(self.size)
+
+
+@dataclass(frozen=True)
+class ScoreBlocks:
+    """The static part of a kernel: mask and scale of the scores, and the sizes of their blocks."""
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None
+    seq: int
+    kv_seq: int
+    block_q: int
+    block_k: int
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array,
+        k: jax.Array,
+        mask: Mask,
+        scale: float,
+        soft_cap: float | None,
+        *,
+        most: int,
+        keys: float,
+        tiles: int,
+    ) -> ScoreBlocks:
+        """Blocks of queries of up to `most`, of keys `keys` times as many.
+
+        `tiles` of these blocks of queries fit in shared memory.
+        """
+        row = max(_power_of_2(q.shape[3]), SMALLEST) * q.dtype.itemsize
+        block = min(most, 1 << (SHARED // (tiles * row)).bit_length() - 1)
+        sides = (block, int(block * keys))
+        lengths = (q.shape[1], k.shape[1])
+        block_q, block_k = (
+            max(SMALLEST, min(side, _power_of_2(length))) for side, length in zip(sides, lengths)
+        )
+        return cls(mask, scale, soft_cap, *lengths, block_q, block_k)
+
+    @property
+    def blocks_q(self) -> int:
+        return -(-self.seq // self.block_q)
+
+    @property
+    def blocks_k(self) -> int:
+        return -(-self.kv_seq // self.block_k)
+
+    @property
+    def computed(self) -> int:
+        """Blocks of the scores of one head that the mask leaves."""
+        return self.mask.blocks(self.seq, self.kv_seq, self.block_q, self.block_k)[0]
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Queries [batch, seq, heads, head_dim], padded to full blocks."""
+        return _padded(x, self.blocks_q * self.block_q)
+
+    def columns(self, x: jax.Array) -> jax.Array:
+        return _padded(x, self.blocks_k * self.block_k)
+
+    def rows_of(self, i: Any) -> BlockPlaces:
+        return BlockPlaces(i * self.block_q, self.block_q)
+
+    def columns_of(self, j: Any) -> BlockPlaces:
+        return BlockPlaces(j * self.block_k, self.block_k)
+
+    def scores(self, products: jax.Array) -> tuple[jax.Array, Any]:
+        """(scores in units of ln 2, the derivative of their soft cap)."""
+        s = self.scale * products
+        if self.soft_cap is None:
+            return LOG2_E * s, 1.0
+        capped = jnp.tanh(s / self.soft_cap)
+        return LOG2_E * self.soft_cap * capped, 1 - capped * capped
+
+    def shown(self, rows: Any, columns: Any, q_ids: Any, k_ids: Any) -> jax.Array | None:
+        """Where a query sees a key, broadcast; None: everywhere."""
+        parts = []
+        if self.mask.causal:
+            parts.append(columns <= rows)
+        if self.mask.window is not None:
+            parts.append(jnp.abs(rows - columns) < self.mask.window)
+        if self.kv_seq % self.block_k:
+            parts.append(columns + 0 * rows < self.kv_seq)
+        if q_ids is not None:
+            parts.append(q_ids == k_ids)
+        return functools.reduce(jnp.logical_and, parts) if parts else None
+
+    def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
+        """The range of blocks of keys that a block of queries sees."""
+        low, high = _window(rows, self.mask.window, self.kv_seq)
+        if self.mask.causal:
+            high = jnp.minimum(high, rows.last)
+        return _range(low, high, self.block_k, seen, i)
+
+    def queries_of(self, columns: BlockPlaces, seen: Any, j: Any) -> tuple[Any, Any]:
+        """The range of blocks of queries that see a block of keys."""
+        low, high = _window(columns, self.mask.window, self.seq)
+        if self.mask.causal:
+            low = jnp.maximum(low, columns.start)
+        return _range(low, high, self.block_q, seen, j)
+
+    def ids(self, segments: Segments | None) -> Any:
+        if segments is None:
+            return None
+        more_q, more_k = self.blocks_q * self.block_q, self.blocks_k * self.block_k
+        q, kv = segments.q.astype(jnp.int32), segments.kv.astype(jnp.int32)
+        return _edged(q, more_q), _edged(kv, more_k)
+
+    def seen_by_queries(self, segments: Segments | None) -> Any:
+        """[batch, blocks of queries] twice: the range of blocks of keys of their segments."""
+        return None if segments is None else _ranges(self._overlap(segments))
+
+    def seen_by_keys(self, segments: Segments | None) -> Any:
+        return None if segments is None else _ranges(self._overlap(segments).swapaxes(1, 2))
+
+    def _overlap(self, segments: Segments) -> jax.Array:
+        """[batch, blocks of queries, blocks of keys], False where no id can be equal."""
+        q, kv = self.ids(segments)
+        q = q.reshape(len(q), self.blocks_q, self.block_q)
+        kv = kv.reshape(len(kv), self.blocks_k, self.block_k)
+        above = q.max(-1)[:, :, None] >= kv.min(-1)[:, None]
+        return above & (q.min(-1)[:, :, None] <= kv.max(-1)[:, None])
+
+
+def _window(block: BlockPlaces, window: int | None, length: int) -> tuple[Any, Any]:
+    """(first, last) position of the other side within the window of a block."""
+    if window is None:
+        return 0, length - 1
+    low = jnp.maximum(block.start - window + 1, 0)
+    return low, jnp.minimum(block.last + window - 1, length - 1)
+
+
+def _range(low: Any, high: Any, size: int, seen: Any, i: Any) -> tuple[Any, Any]:
+    """(first, stop) of the blocks from position low to high, and within a given range."""
+    first, stop = lax.div(jnp.int32(low), size), lax.div(jnp.int32(high), size) + 1
+    if seen is not None:
+        first, stop = jnp.maximum(first, seen[0][i]), jnp.minimum(stop, seen[1][i])
+    return first, stop
+
+
+def _ranges(overlap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(first, stop) of the last dim's True, [batch, blocks] each; empty without any."""
+    length = overlap.shape[-1]
+    first = jnp.argmax(overlap, axis=-1)
+    stop = jnp.where(overlap.any(-1), length - jnp.argmax(overlap[..., ::-1], axis=-1), 0)
+    return first.astype(jnp.int32), stop.astype(jnp.int32)
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    """[batch, length, heads, a power of 2], since Triton's tensors have such dims."""
+    head_dim = max(_power_of_2(x.shape[3]), SMALLEST)
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, head_dim - x.shape[3])))
+
+
+def _edged(x: jax.Array, length: int) -> jax.Array:
+    """Padded with the last id, which leaves the ranges of ids of blocks as they are."""
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])), mode="edge")
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

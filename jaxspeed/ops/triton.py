@@ -1,0 +1,314 @@
+"""FlashAttention for GPUs as Pallas (Triton) kernels, for what cuDNN does not support.
+
+The online softmax of Dao et al. (arXiv:2205.14135) with the loops of FlashAttention-2
+(arXiv:2307.08691): each program has one block of queries, or for the gradients of keys and values
+one block of keys, and loops over the blocks of the other side that mask and segments leave.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspeed.ops import gpu
+from jaxspeed.ops.mask import Mask, Segments, computes_blocks
+from jaxspeed.ops.score_blocks import LOG2_E, ScoreBlocks
+
+AMPERE: gpu.Capability = (8, 0)  # XLA's Triton needs its tensor cores
+# Scores of fewer queries or keys are no larger than other arrays, and not worth the time to trace.
+SHORTEST = 128
+STAGES = 2  # blocks in flight from memory
+_HIDDEN = -1e30  # a hidden score
+_NEVER = 1e30  # a log-sum-exp for which every share is 0
+
+
+def supports(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the kernels support these shapes and dtypes."""
+    if min(q.shape[1], k.shape[1]) < SHORTEST or q.shape[3] > 256:
+        return False
+    return q.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and gpu.is_at_least(AMPERE)
+
+
+@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq]) of one device's shard.
+
+    Shapes as in `attention`. `interpret` runs it without a GPU, slowly.
+    """
+    seq, heads, head_dim = q.shape[1:]
+    # In shared memory: a block of queries, and the stages of a block of keys and of values.
+    blocks = ScoreBlocks.of(q, k, mask, scale, soft_cap, most=128, keys=0.5, tiles=1 + STAGES)
+    q, k, v = blocks.rows(q), blocks.columns(k), blocks.columns(v)
+    group = heads // k.shape[2]
+    one, every = _block(blocks.block_q), _block(k.shape[1])
+    kernel = _call(
+        functools.partial(_forward_kernel, blocks=blocks),
+        (blocks.blocks_q, heads),
+        [one(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))],
+        [one(_same), _sums(blocks.block_q)(lambda i, h: (h, i))],
+        [(q.shape[1:], q.dtype), ((heads, q.shape[1]), jnp.float32)],
+        interpret,
+    )
+    with computes_blocks(heads * blocks.computed):
+        out, sums = jax.vmap(kernel)(
+            (q, k, v), blocks.ids(segments), blocks.seen_by_queries(segments)
+        )
+    return out[:, :seq, :, :head_dim], sums[..., :seq]
+
+
+@functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    sums: jax.Array,
+    d_out: jax.Array,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v, from the results of `forward`."""
+    (seq, heads, head_dim), kv_seq = q.shape[1:], k.shape[1]
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    # In shared memory: two blocks of one side, and the stages of two of the other.
+    blocks = ScoreBlocks.of(q, k, mask, scale, soft_cap, most=64, keys=1, tiles=2 + 2 * STAGES)
+    q, d_out, k, v = blocks.rows(q), blocks.rows(d_out), blocks.columns(k), blocks.columns(v)
+    more = q.shape[1] - seq
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (0, more)), constant_values=_NEVER)
+    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, more)))
+    ids = blocks.ids(segments)
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+
+    one, every = _block(blocks.block_q), _block(k.shape[1])
+    row = _sums(blocks.block_q)(lambda i, h: (h, i))
+    of_queries = _call(
+        functools.partial(_d_query_kernel, blocks=blocks),
+        (blocks.blocks_q, heads),
+        [
+            *(one(_same), every(lambda i, h: (0, h // group)), every(lambda i, h: (0, h // group))),
+            *(one(_same), row, row),
+        ],
+        [one(_same)],
+        [(q.shape[1:], q.dtype)],
+        interpret,
+    )
+    one = _block(blocks.block_k)
+    heads_of = _block(q.shape[1], group)(lambda j, h: (0, h))
+    rows = _sums(q.shape[1], group)(lambda j, h: (h, 0))
+    of_keys = _call(
+        functools.partial(_d_key_kernel, blocks=blocks, group=group),
+        (blocks.blocks_k, kv_heads),
+        [heads_of, one(_same), one(_same), heads_of, rows, rows],
+        [one(_same), one(_same)],
+        [(k.shape[1:], k.dtype), (v.shape[1:], v.dtype)],
+        interpret,
+    )
+    given = (q, k, v, d_out, sums, delta)
+    with computes_blocks(heads * blocks.computed):
+        (d_q,) = jax.vmap(of_queries)(given, ids, blocks.seen_by_queries(segments))
+        d_k, d_v = jax.vmap(of_keys)(given, ids, blocks.seen_by_keys(segments))
+    return d_q[:, :seq, :, :head_dim], *(x[:, :kv_seq, :, :head_dim] for x in (d_k, d_v))
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+# Their first two operands are the segment ids (queries', keys') and, for each block of the grid,
+# the range of blocks of the other side that have a common segment; None without segments. Scores
+# are in units of ln 2, for exp2.
+
+
+def _forward_kernel(
+    ids: Any,
+    seen: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    sums_ref: Any,
+    blocks: Any,
+) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas.triton import dot
+
+    i = pl.program_id(0)
+    q, rows = q_ref[...], blocks.rows_of(i)
+    q_ids = None if ids is None else ids[0][pl.ds(rows.start, blocks.block_q)][:, None]
+
+    def body(j: Any, carry: Any) -> Any:
+        top, total, out = carry
+        columns = blocks.columns_of(j)
+        at = pl.ds(columns.start, blocks.block_k)
+        k_ids = None if ids is None else ids[1][at][None]
+        s, _ = blocks.scores(dot(q, k_ref[at, :], trans_b=True))
+        shown = blocks.shown(rows.places[:, None], columns.places[None], q_ids, k_ids)
+        s = s if shown is None else jnp.where(shown, s, _HIDDEN)
+        new_top = jnp.maximum(top, jnp.max(s, axis=1))
+        shares = jnp.exp2(s - new_top[:, None])
+        shrink = jnp.exp2(top - new_top)
+        v = v_ref[at, :]
+        part = dot(shares.astype(v.dtype), v)
+        return new_top, total * shrink + jnp.sum(shares, axis=1), out * shrink[:, None] + part
+
+    start = (
+        jnp.full(blocks.block_q, _HIDDEN, jnp.float32),
+        jnp.zeros(blocks.block_q, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    first, stop = blocks.keys_of(rows, seen, i)
+    top, total, out = lax.fori_loop(first, stop, body, start)
+    total = jnp.where(total == 0, 1, total)  # no visible block
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    sums_ref[...] = top / LOG2_E + jnp.log(total)
+
+
+def _d_query_kernel(
+    ids: Any,
+    seen: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    sums_ref: Any,
+    delta_ref: Any,
+    d_q_ref: Any,
+    blocks: Any,
+) -> None:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas.triton import dot
+
+    i = pl.program_id(0)
+    q, d_out, rows = q_ref[...], d_out_ref[...], blocks.rows_of(i)
+    sums, delta = sums_ref[...] * LOG2_E, delta_ref[...]
+    q_ids = None if ids is None else ids[0][pl.ds(rows.start, blocks.block_q)][:, None]
+
+    def body(j: Any, d_q: Any) -> Any:
+        columns = blocks.columns_of(j)
+        at = pl.ds(columns.start, blocks.block_k)
+        k_ids = None if ids is None else ids[1][at][None]
+        k = k_ref[at, :]
+        s, slope = blocks.scores(dot(q, k, trans_b=True))
+        shares = jnp.exp2(s - sums[:, None])
+        shown = blocks.shown(rows.places[:, None], columns.places[None], q_ids, k_ids)
+        shares = shares if shown is None else jnp.where(shown, shares, 0)
+        d_shares = dot(d_out, v_ref[at, :], trans_b=True)
+        d_s = slope * shares * (d_shares - delta[:, None])
+        return d_q + dot(d_s.astype(k.dtype), k)
+
+    start = jnp.zeros(q.shape, jnp.float32)
+    first, stop = blocks.keys_of(rows, seen, i)
+    d_q = lax.fori_loop(first, stop, body, start)
+    d_q_ref[...] = (blocks.scale * d_q).astype(d_q_ref.dtype)
+
+
+def _d_key_kernel(
+    ids: Any,
+    seen: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    sums_ref: Any,
+    delta_ref: Any,
+    d_k_ref: Any,
+    d_v_ref: Any,
+    blocks: Any,
+    group: int,
+) -> None:
+    """Scores are [keys, queries] here, so that no product has a transposed computed operand."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas.triton import dot
+
+    j = pl.program_id(0)
+    k, v, columns = k_ref[...], v_ref[...], blocks.columns_of(j)
+    k_ids = None if ids is None else ids[1][pl.ds(columns.start, blocks.block_k)][:, None]
+    first, stop = blocks.queries_of(columns, seen, j)
+
+    def body(n: Any, carry: Any) -> Any:
+        d_k, d_v = carry
+        rows, head = blocks.rows_of(first + lax.div(n, group)), lax.rem(n, group)
+        at = pl.ds(rows.start, blocks.block_q)
+        q_ids = None if ids is None else ids[0][at][None]
+        q, d_out = q_ref[at, head, :], d_out_ref[at, head, :]
+        s, slope = blocks.scores(dot(k, q, trans_b=True))
+        shares = jnp.exp2(s - (sums_ref[head, at] * LOG2_E)[None])
+        shown = blocks.shown(rows.places[None], columns.places[:, None], q_ids, k_ids)
+        shares = shares if shown is None else jnp.where(shown, shares, 0)
+        d_v += dot(shares.astype(d_out.dtype), d_out)
+        d_shares = dot(v, d_out, trans_b=True)
+        d_s = slope * shares * (d_shares - delta_ref[head, at][None])
+        return d_k + dot(d_s.astype(q.dtype), q), d_v
+
+    start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    d_k, d_v = lax.fori_loop(0, jnp.maximum(stop - first, 0) * group, body, start)
+    d_k_ref[...] = (blocks.scale * d_k).astype(d_k_ref.dtype)
+    d_v_ref[...] = d_v.astype(d_v_ref.dtype)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def _same(i: Any, h: Any) -> tuple[Any, Any]:
+    return i, h
+
+
+def _block(size: int, heads: int | None = None) -> Callable[[Any], Any]:
+    """A spec of an array [seq, heads, head_dim], at (block of seq, head) by the grid."""
+
+    def spec(at: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+        return lambda pl, x: pl.BlockSpec((size, heads, x.shape[-1]), lambda i, h: (*at(i, h), 0))
+
+    return spec
+
+
+def _sums(size: int, heads: int | None = None) -> Callable[[Any], Any]:
+    """A spec of an array [heads, seq]."""
+
+    def spec(at: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+        return lambda pl, x: pl.BlockSpec((heads, size), at)
+
+    return spec
+
+
+def _call(
+    kernel: Any, grid: Any, ins: Any, outs: Any, shapes: Any, interpret: bool
+) -> Callable[[Any, Any, Any], Any]:
+    """A kernel of (arrays, segment ids, ranges of blocks) of one sequence."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def run(arrays: Any, ids: Any, seen: Any) -> Any:
+        results = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        everything = jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda i, h: (0,)), (ids, seen))
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=[*everything, *(spec(pl, x) for spec, x in zip(ins, arrays, strict=True))],
+            out_specs=[spec(pl, x) for spec, x in zip(outs, results, strict=True)],
+            out_shape=results,
+            compiler_params=triton.CompilerParams(
+                num_warps=4 if arrays[0].shape[-1] <= 64 else 8, num_stages=STAGES
+            ),
+            interpret=interpret,
+        )(ids, seen, *arrays)
+
+    return run
