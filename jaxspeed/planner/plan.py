@@ -19,7 +19,7 @@ from jaxspeed.planner.page import page_of
 from jaxspeed.planner.search.advice import Advice
 from jaxspeed.planner.search.result import SearchResult
 from jaxspeed.planner.time import Time
-from jaxspeed.planner.time.torus import layout_of
+from jaxspeed.planner.time.torus import layout_of, layout_text
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.run.opening import memory_line, on_what
 from jaxspeed.train.program import Program
@@ -60,6 +60,8 @@ class Plan:
             show.totals(program.table.stage, axes, roles, program.table.host_bytes_by_role()),
             Text(memory_line(program, temporary, target)),
         ]
+        if target and target.topology and program.mesh.size > 1:
+            parts[0] = Group(parts[0], Text(layout_text(target, axes)))
         if self.memory and target:
             parts.append(Group(self.memory, Text("\n".join(self._expected(self.memory, target)))))
         if self.time:

@@ -1,5 +1,6 @@
 """`plan --search`: the fastest config on a target; and advice for a config that does not fit."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from jaxspeed.hardware.targets import Target
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.parameter_server import build
-from jaxspeed.placement.mesh import AXES
+from jaxspeed.placement.mesh import AXES, resolve_sizes
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
 from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for, pickled
@@ -41,7 +42,8 @@ from jaxspeed.planner.search.result import SearchResult, make_result, with_outco
 from jaxspeed.planner.search.space import FAST, Space, divisors
 from jaxspeed.planner.search.walk import Limits, SearchLoop
 from jaxspeed.planner.time import Time, time_in
-from jaxspeed.planner.time.torus import can_hold
+from jaxspeed.planner.time.links import Links
+from jaxspeed.planner.time.torus import can_hold, split_dims
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
 
@@ -142,6 +144,9 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
     def holds(mesh: tuple[int, int, int, int]) -> bool:
         return can_hold(target, {**sizes, **dict(zip(MESH, mesh))})
 
+    def splits(mesh: tuple[int, int, int, int]) -> bool:
+        return bool(split_dims(target, {**sizes, **dict(zip(MESH, mesh))}))
+
     bounds = (1, samples)
     if tuning.enabled:
         bounds = (
@@ -156,6 +161,7 @@ def search_space(problem: SearchProblem, program: Program) -> Space:
         _tensor_degrees(problem, program),
         target.slice_count if target.topology else target.node,
         holds,
+        splits,
         _may_offload(target),
         bounds,
         fixed=math.prod(n for axis, n in sizes.items() if axis not in MESH),
@@ -217,10 +223,19 @@ def cost_model(problem: SearchProblem) -> CostModel:
     config = load_config(with_keys(plain, keys))
     program, _ = Job(replace(problem.source, config=config))(jax.devices("cpu")[:1])
     one = {k: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
-    flops = target.chip.flops
+    flops, sizes = (
+        target.chip.flops,
+        resolve_sizes(problem.source.config.mesh.model_dump(), target.count),
+    )
+
+    @functools.cache
+    def links(mesh: tuple[int, int, int, int]) -> Links:
+        return Links(target, {**sizes, **dict(zip(MESH, mesh))})
+
     return CostModel(
         sizes_of(program, one),
         target,
+        links,
         problem.samples,
         max((x.shape[1] for x in one.values() if len(x.shape) == 2), default=1),
         flops.get(config.compute_dtype, flops["bf16"]),

@@ -21,8 +21,8 @@ def read_of_small(devices: Any) -> dict[str, Any]:
     }
 
 
-def held(devices: Any, asked: list[Any]) -> list[bool]:
-    """Of each (topology, options, mesh) whether JAX lays it out on libtpu's own devices."""
+def laid_out(devices: Any, asked: list[Any]) -> list[Any]:
+    """Of each (topology, options, mesh) the places of libtpu's own devices; None if refused."""
     from jax.experimental import topologies
 
     from jaxspeed.errors import PlacementError
@@ -32,11 +32,11 @@ def held(devices: Any, asked: list[Any]) -> list[bool]:
     for name, options, sizes in asked:
         described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         try:
-            build_mesh(sizes, described.devices)
+            mesh = build_mesh(sizes, described.devices).devices.flat
         except PlacementError:
-            found.append(False)
+            found.append(None)
         else:
-            found.append(True)
+            found.append([[getattr(device, "slice_index", 0), *device.coords] for device in mesh])
     return found
 
 

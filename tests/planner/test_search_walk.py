@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspeed.planner.search.analytic_cost import AnalyticCost
 from jaxspeed.planner.search.candidate import changes
 from jaxspeed.planner.search.candidate_estimate import Estimate
 from jaxspeed.planner.search.walk import NEAR, Limits, SearchLoop, best_of, order_of
@@ -156,3 +157,23 @@ def test_an_error_in_an_estimate_ends_the_search(error):
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="the process ended"):
         SearchLoop(space, costs, lambda s: 1.0, lambda c: pool.submit(broken, c)).run()
+
+
+def test_of_equally_fast_meshes_one_with_entire_dims_of_the_torus_is_the_best():
+    """The best is the first of the fastest, and meshes that split dims come last."""
+
+    def splits(mesh):
+        return mesh[2] >= 4
+
+    space = space_of(WRITTEN, 8, tensor=(1, 2), changing=frozenset({"pipe"}), splits=splits)
+    in_order = [splits(mesh) for mesh in space.meshes]
+    assert splits(space.base.mesh) and {False, True} == set(in_order)
+    assert in_order == sorted(in_order)
+
+    def estimate(choice):
+        seconds = 2.0 if choice == space.base else 1.0
+        return Estimate(1, 0, LIMIT, LIMIT, "fits", seconds, 1 / seconds, 0.5)
+
+    walk = walked(space, estimate, lambda choice: AnalyticCost(1.0, 0.0, 1.0))
+    assert any(splits(choice.mesh) and choice != space.base for choice in walk.done)
+    assert walk.best and not splits(walk.best.mesh)

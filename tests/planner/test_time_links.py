@@ -32,6 +32,40 @@ def test_a_slice_that_is_not_closed_sends_one_way():
     assert links("v5e:16x16", data=256).route(("data",)).parallel_links == 4
 
 
+@pytest.mark.parametrize(
+    ("target", "axis", "found"),
+    [
+        # A ring of 4, as 2 x 2: neighbours share no link; pairs two apart, each of two ways.
+        ("v5p:4x4x4", "tensor", (2 + 1, 2 + 1, 1)),  # x 4, y 2
+        ("v5p:4x4x4", "data", (2 + 1, 2 + 2, 2)),  # y 2 with stride 2, z 4
+        # Lines of 4 and 8, as 2 x 2 and 4 x 2: no way around, two groups on a link.
+        ("v6e:4x8", "tensor", (1, 1, 1)),  # x 2
+        ("v6e:4x8", "data", (1 / 2 + 1, 2 + 1, 2)),  # x 2 with stride 2, y 2
+        ("v6e:4x8", "pipe", (1 / 2, 6, 2)),  # y 4 with stride 2
+    ],
+)
+def test_groups_that_are_interleaved_on_a_dim_share_its_links(target, axis, found):
+    sizes = {"data": 8, "tensor": 8} if "v5p" in target else {"pipe": 4, "data": 4, "tensor": 2}
+    route = links(target, **sizes).route((axis,))
+    assert (route.parallel_links, route.hops, route.sharing) == found
+
+
+def test_a_message_to_a_neighbour_with_a_stride_shares_the_links_on_its_way():
+    split = links("v6e:4x8", pipe=4, data=4, tensor=2)
+    whole = links("v6e:4x8", pipe=4, data=8)
+    one = moved("collective-permute", "pipe")
+    assert split.seconds(one) == pytest.approx(2 * whole.seconds(one))
+
+
+def test_an_all_to_all_loads_the_links_alike_whether_groups_are_interleaved_or_not():
+    """All chips of a ring of 16 send over half of it, on both links: V times 16 / 4 hops over 2."""
+    found = links("v6e:16x16", pipe=4, data=4, tensor=16)
+    assert found.route(("pipe",)).sharing == 4
+    rate = found.target.chip.link * found.target.chip.reached["links"]
+    seconds = found.seconds(moved("all-to-all", "pipe"), latency=False)
+    assert seconds == pytest.approx(GB * 3 / 4 * 16 / 4 / 2 / rate)
+
+
 def test_a_gather_takes_its_bytes_over_all_lanes():
     """V / W of https://jax-ml.github.io/scaling-book/sharding, W of both ways, and a hop's time."""
     found = links("v5p:4x4x4", data=16, tensor=4)

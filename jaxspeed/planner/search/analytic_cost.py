@@ -5,12 +5,14 @@ It only orders the estimates of a search and excludes what certainly does not fi
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxspeed.hardware.targets import Target
 from jaxspeed.planner.memory.components import MAY_BE_BELOW
 from jaxspeed.planner.search.candidate import NONE, Choice
 from jaxspeed.planner.search.model_sizes import ModelSizes
+from jaxspeed.planner.time.links import Links
 
 PEAK_FRACTION = 0.6  # of a chip's peak FLOP/s, reached by matmuls of a usual size
 PIPELINE_OVERHEAD = 1.3  # factor of ticks and messages on a pipeline's compute
@@ -34,6 +36,7 @@ class CostModel:
     Attributes:
       sizes: of the model, per sample.
       target: the devices.
+      links: of the target under a mesh (pipe, replica, data, tensor).
       samples: per step.
       tokens: per sample.
       peak: FLOP/s of a device in the matmuls' dtype.
@@ -41,6 +44,7 @@ class CostModel:
 
     sizes: ModelSizes
     target: Target
+    links: Callable[[tuple[int, int, int, int]], Links]
     samples: int
     tokens: int
     peak: float
@@ -136,7 +140,7 @@ class CostModel:
             return 0.0
         s = self.sizes
         bytes_ = 4 * 2 * s.unit_inputs / at.pipe * at.micro * micros * (at.tensor - 1) / at.tensor
-        return bytes_ / self._speed(at.tensor)
+        return bytes_ / self._speed(at, "tensor", at.tensor)
 
     def _of_data(self, at: Choice, micros: int) -> float:
         """All-gathers of parameters and reductions of gradients."""
@@ -154,11 +158,11 @@ class CostModel:
         if at.data > 1:
             factor = 2 if at.stage == 0 else 1
             part = (at.data - 1) / at.data
-            speed = self._speed(at.data * at.tensor)
+            speed = self._speed(at, "data", at.data * at.tensor)
             seconds += each * part * (gathers + factor * sums * s.grad_bytes) / speed
         if at.replica > 1:
             shared = each / (at.data if at.stage >= 2 else 1)
-            speed = self._speed(at.ranks * at.tensor)
+            speed = self._speed(at, "replica", at.ranks * at.tensor)
             seconds += 2 * shared * sums * s.grad_bytes / speed
         return seconds
 
@@ -180,13 +184,13 @@ class CostModel:
             moved += 2 * micros * saved_host
         return moved / link
 
-    def _speed(self, span: int) -> float:
-        """Bytes per second that a device sends along an axis of `span` neighbouring devices."""
+    def _speed(self, at: Choice, axis: str, span: int) -> float:
+        """Bytes per second that a device sends along an axis, which spans so many neighbours."""
         chip = self.target.chip
-        within = self.target.slice_count if self.target.topology else self.target.node
-        if span > max(within, 1):
-            return chip.outside
-        return 2 * chip.link if chip.platform == "tpu" else chip.link * chip.links
+        if self.target.topology:
+            route = self.links(at.mesh).route((axis,))
+            return chip.outside if route.across > 1 else chip.link * route.parallel_links
+        return chip.outside if span > max(self.target.node, 1) else chip.link * chip.links
 
 
 def memory_excess(cost: AnalyticCost, target: Target) -> float:

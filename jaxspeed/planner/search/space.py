@@ -42,6 +42,7 @@ class Space:
       tensor: degrees that divide the model's dims.
       node: number of devices on the fast network: tensor stays inside.
       holds: whether the target can lay out (pipe, replica, data, tensor).
+      splits: whether axes of such a mesh share a dim of the target's torus.
       offload: whether offloading is allowed.
       micro: the smallest and the largest micro-batch.
       changing: the fields that may differ from the base's; any mesh axis stands for all.
@@ -55,6 +56,7 @@ class Space:
     tensor: tuple[int, ...]
     node: int
     holds: Callable[[tuple[int, int, int, int]], bool] = lambda mesh: True
+    splits: Callable[[tuple[int, int, int, int]], bool] = lambda mesh: False
     offload: bool = True
     micro: tuple[int, int] = (1, 1024)
     changing: frozenset[str] = _ALL
@@ -62,7 +64,7 @@ class Space:
 
     @cached_property
     def meshes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(pipe, replica, data, tensor)."""
+        """(pipe, replica, data, tensor); the first of equals wins, so split dims come last."""
         if not self.changing & set(MESH):
             return (self.base.mesh,)
         free = self.devices // self.fixed
@@ -78,7 +80,7 @@ class Space:
                     mesh = pipe, replica, ranks // replica, tensor
                     if self.samples % ranks == 0 and mesh not in found and self.holds(mesh):
                         found[mesh] = None
-        return tuple(found)
+        return tuple(sorted(found, key=self.splits))
 
     def _copies(self, ranks: int, tensor: int) -> Iterable[int]:
         """Candidate sizes of `replica`: 1, the config's, or one replica per node."""

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxspeed.communication import Communication, ring_passes, ring_share
 from jaxspeed.hardware.targets import Target
-from jaxspeed.planner.time.torus import extents, placed_on
+from jaxspeed.planner.time.torus import extents, groups_of, placed_on
 
 LINKS, NETWORK, HOST = "links", "network", "host"
 
@@ -18,14 +21,17 @@ class Route:
     Attributes:
       inside: number of devices in the same slice or node.
       across: number of slices or nodes.
-      parallel_links: links per device that a ring uses at once; 0 where `inside` is 1.
+      parallel_links: links per device that a ring uses at once, a part of one where groups share
+        it; 0 where `inside` is 1.
       hops: diameter of the group inside of a slice or node.
+      sharing: groups whose messages pass the same link.
     """
 
     inside: int
     across: int
     parallel_links: float
     hops: int
+    sharing: int = 1
 
 
 class Links:
@@ -75,8 +81,9 @@ class Links:
         turns = ring_passes(one.kind) * latency
         bytes_ = ring_share(one.bytes, one.kind, route.inside)
         if one.kind == "all-to-all" and chip.torus_dims:
-            # Half of a ring's bytes cross its middle, over all hops on the way.
-            bytes_ *= max(route.hops, 1) / 2
+            # Half of a ring's bytes cross its middle, over all hops on the way; other groups, which
+            # share its links, do not make more of them.
+            bytes_ *= max(route.hops / route.sharing, 1) / 2
         return bytes_ / rate + turns * self._latency(route)
 
     def _latency(self, route: Route) -> float:
@@ -97,22 +104,51 @@ class Links:
         chip = self.target.chip
         if route.across > 1:
             return one.bytes / (chip.outside * chip.reached["outside"]) + chip.hop["outside"]
-        return one.bytes / (chip.link * chip.reached["links"]) + chip.hop["links"]
+        # A neighbour is as many links away as groups are interleaved.
+        rate = chip.link * chip.reached["links"] / route.sharing
+        return one.bytes / rate + route.sharing * chip.hop["links"]
 
     def _find(self, axes: tuple[str, ...]) -> Route:
-        """The route of a group; per dim of a torus a ring, or a line where it does not wrap around.
-
-        A ring is bidirectional; a part of a dim has no wrap-around link.
-        """
-        across, *dims = extents(self._placed, axes)
+        """The route of a group: the sum of those along the dims of a torus."""
+        groups = groups_of(self._placed, axes)
+        across, *dims = extents(groups[0])
         inside = math.prod(self.sizes[axis] for axis in axes) // across
         if inside == 1:
             return Route(1, across, 0, 0)
         if not dims:
             return Route(inside, across, 1, inside - 1)
-        links = hops = 0
-        for extent, size, wraps in zip(dims, self.target.topology, self.target.wraps):
-            closed = extent == size and wraps and size > 2
-            links += (2 if closed else 1) if extent > 1 else 0
-            hops += extent // 2 if closed else extent - 1
-        return Route(inside, across, max(links, 1), max(hops, 1))
+        links, hops, sharing = 0.0, 0, 1
+        for dim, (size, wraps) in enumerate(zip(self.target.topology, self.target.wraps), 1):
+            if dims[dim - 1] > 1:
+                route = _along(groups[..., dim], size, wraps)
+                links, hops = links + route[0], hops + route[1]
+                sharing = max(sharing, route[2])
+        return Route(inside, across, links or 1, max(hops, 1), sharing)
+
+
+def _along(positions: Any, size: int, wraps: bool) -> tuple[float, int, int]:
+    """Of groups along a dim: links that a ring of each uses at once, its diameter, and sharing.
+
+    All groups communicate at the same time, so a link's bandwidth is divided by the groups that
+    pass it. A group has two routes:
+
+    - around the dim, if it wraps around: a ring, in both directions. Every group passes each link,
+      so of g groups on one line of the dim each has 2 / g links; both, if it takes the entire dim.
+    - between its ends: a line, of which a ring's pass uses both directions as one link. Blocks of
+      neighbours have links of their own; groups with stride s, of a dim that is split between axes,
+      pass those of the s - 1 that are interleaved with them, so that each has 1 / s.
+
+    A ring of 8 chips, split into 4 x 2: the inner axis has one link, the outer one 2 / 2, over
+    twice the hops. A line of 8: one, and 1 / 2.
+
+    Args:
+      positions: [groups, members] along the dim.
+    """
+    lines = np.unique(np.sort(positions, axis=1), axis=0)
+    first, last = lines[:, :1], lines[:, -1:]
+    link = np.arange(size - 1)
+    passing = int(((first <= link) & (link < last)).sum(axis=0).max())
+    around = 2 / len(lines) if wraps and size > 2 else 0.0
+    if around > 1 / passing:
+        return around, size // 2, len(lines)
+    return 1 / passing, int((last - first).max()), passing

@@ -1,8 +1,8 @@
-"""Layout of a mesh on a TPU torus: whether it is possible, and each axis's links; no compiler."""
+"""Layout of a mesh on a TPU torus: each axis's links, and whether axes share dims; no compiler."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxspeed.placement.mesh import AXES, laid_out
 from jaxspeed.placement.show import mesh_text
 
 _TRIES, _SHOWN = 60, 4
+DIMS = ("x", "y", "z")  # of a torus
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,11 @@ def refuse_torus(target: Target, sizes: Mapping[str, int]) -> None:
     devices = _standins(target)
     if _holds(sizes, devices):
         return
-    near = itertools.islice(_nearest(sizes), _TRIES)
-    works = [mesh_text(other) for other in near if _holds(other, devices)][:_SHOWN]
-    hint = f"; possible: {'; '.join(works)}" if works else ""
+    works = _near(sizes, lambda other: _holds(other, devices))
+    hint = f"; possible: {works}" if works else ""
     raise PlacementError(
-        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, where each axis takes entire "
-        f"dims of the torus{hint}"
+        f"mesh: {mesh_text(sizes)} cannot be laid out on {target}, whose dims JAX cannot split "
+        f"so{hint}"
     )
 
 
@@ -65,11 +65,16 @@ def placed_on(target: Target, sizes: Mapping[str, int]) -> Any:
     return np.array(places).reshape(*shape, -1)
 
 
-def extents(placed: Any, axes: Sequence[str]) -> list[int]:
-    """Of the first devices along mesh axes: over how many slices or nodes, and along each dim."""
-    along = tuple(slice(None) if axis in axes else 0 for axis in AXES)
-    places = placed[along].reshape(-1, placed.shape[-1])
-    return [len(set(column)) for column in places.T.tolist()]
+def groups_of(placed: Any, axes: Sequence[str]) -> Any:
+    """[groups, members, 1 + dims]: the places of the groups of devices along mesh axes."""
+    last = [AXES.index(axis) for axis in axes]
+    moved = np.moveaxis(placed, last, range(len(AXES) - len(last), len(AXES)))
+    return moved.reshape(-1, math.prod(placed.shape[n] for n in last), placed.shape[-1])
+
+
+def extents(group: Any) -> list[int]:
+    """Over how many slices or nodes a group goes, and along each dim."""
+    return [len(set(column)) for column in group.T.tolist()]
 
 
 def _standins(target: Target) -> list[_Standin]:
@@ -90,6 +95,12 @@ def _holds(sizes: Mapping[str, int], devices: list[_Standin]) -> bool:
     return True
 
 
+def _near(sizes: Mapping[str, int], works: Callable[[Mapping[str, int]], bool]) -> str:
+    """The most similar meshes that work, as text."""
+    near = filter(works, itertools.islice(_nearest(sizes), _TRIES))
+    return "; ".join(map(mesh_text, itertools.islice(near, _SHOWN)))
+
+
 def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Meshes of as many devices over the same axes and `data`, the most similar first."""
     used = [axis for axis in AXES if sizes[axis] > 1 or axis == "data"]
@@ -103,8 +114,6 @@ def _nearest(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 # -- links of each mesh axis -----------------------------------------------------------------------
-
-DIMS = ("x", "y", "z")  # of a torus
 
 
 def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -122,8 +131,37 @@ def layout_of(target: Target, sizes: Mapping[str, int]) -> dict[str, dict[str, i
     inside, outside = ("core", "slice") if target.topology else ("node", "network")
     for axis in AXES:
         if sizes[axis] > 1:
-            across, *dims = extents(placed, (axis,))
+            across, *dims = extents(groups_of(placed, (axis,))[0])
             same = sizes[axis] // across // math.prod(dims)  # at the same coordinates
             links = {**dict(zip(DIMS, dims)), inside: same, outside: across}
             found[axis] = {link: n for link, n in links.items() if n > 1}
     return found
+
+
+def split_dims(target: Target, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """{dim of the torus that several mesh axes share: those axes}."""
+    layout = layout_of(target, sizes)
+    shared = {dim: [axis for axis, links in layout.items() if dim in links] for dim in DIMS}
+    return {dim: axes for dim, axes in shared.items() if len(axes) > 1}
+
+
+def layout_text(target: Target, sizes: Mapping[str, int]) -> str:
+    """The links of each axis; where axes share a dim, the nearest meshes that take entire ones."""
+
+    def link_text(link: str, extent: int) -> str:
+        size = dict(zip(DIMS, target.topology)).get(link, extent)
+        return f"{link} ({extent} of {size})" if size != extent else f"{link} {extent}"
+
+    layout = layout_of(target, sizes)
+    axes = [
+        f"{axis} along {', '.join(link_text(*link) for link in links.items())}"
+        for axis, links in layout.items()
+    ]
+    text = f"links  {'; '.join(axes)}"
+    shared = split_dims(target, sizes)
+    if not shared:
+        return text
+    why = ", ".join(f"{dim} by {' and '.join(of)}" for dim, of in shared.items())
+    works = _near(sizes, lambda other: can_hold(target, other) and not split_dims(target, other))
+    hint = f"\n       entire dims: {works}" if works else ""
+    return f"{text}\n       shared, so slower: {why}{hint}"
