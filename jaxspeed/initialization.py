@@ -116,6 +116,7 @@ def engine_of(
     from jaxspeed.engine.memory_precheck import warn_of_room
     from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
     from jaxspeed.engine.startup_log import log_startup
+    from jaxspeed.jaxpr.paused_collector import paused_collector
     from jaxspeed.objective.config_model import resolve_model
     from jaxspeed.parameter_server import build
     from jaxspeed.parameter_server.engine import open_engine
@@ -123,18 +124,19 @@ def engine_of(
 
     model, loss_fn = resolve_model(config, model, loss_fn)
     enable_compilation_cache(config)
-    program = build(
-        config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
-    )
-    if config.run.executable is not None:
-        read_identity(config.run.executable)  # reports a bad file before anything is allocated
-    warn_of_room(program, example_batch)
-    try:
-        state = program.init(config.run.seed)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise explain_out_of_memory(program, error) from error
-        raise
+    with paused_collector():
+        program = build(
+            config, model, loss_fn, optimizer=optimizer, example_batch=example_batch, **options
+        )
+        if config.run.executable is not None:
+            read_identity(config.run.executable)  # reports a bad file before anything is allocated
+        warn_of_room(program, example_batch)
+        try:
+            state = program.init(config.run.seed)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise explain_out_of_memory(program, error) from error
+            raise
     log_startup(program)
     return open_engine(program, state)
 

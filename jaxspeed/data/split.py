@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 
@@ -56,6 +55,8 @@ class Split:
     def _order(self) -> Any:
         """order[k] is the sample at position k."""
         if self._made is None:
+            import grain  # loads slowly, and adds a handler to the root logger
+
             orders = []
             for i, (start, stop) in enumerate(pairwise(self._chain.edges)):
                 ids = grain.MapDataset.range(int(start), int(stop))

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxspeed.generation import Generated, Generation, Generator, Request, Sampl
 from jaxspeed.hlo import CompiledReport, report
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
+from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
@@ -87,7 +89,8 @@ class Engine:
         placed = self._place(batch, "train_batch", self.program.batch.train, extra)
         if not self._moves_checked:
             if asks(self.program):
-                check_moves(self.program, placed)
+                with paused_collector():
+                    check_moves(self.program, placed)
             self._moves_checked = True
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
@@ -155,8 +158,9 @@ class Engine:
 
     def _explained(self, function: Any, *args: Any) -> Any:
         """Call the function; on OOM raise a report built from the placement table."""
+        pause = paused_collector() if self._new_shapes else nullcontext()
         try:
-            with self.program.set_mesh():
+            with self.program.set_mesh(), pause:
                 return function(*args)
         except Exception as error:
             if is_out_of_memory(error):

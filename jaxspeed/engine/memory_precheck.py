@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
+from jaxspeed.data import known_shapes, limits_of
 from jaxspeed.engine.oom_help import device_limit, remedies
 from jaxspeed.hardware import chip_of_kind
 from jaxspeed.objective.config_model import family_sizes
@@ -66,9 +67,6 @@ def shapes_by_config(config: Config) -> Any:
     sizes = family_sizes(config)
     if sizes is None or config.data.seq_len is None:
         return None
-    # A local import: grain, which reads the data, adds a handler to the root logger.
-    from jaxspeed.data import known_shapes, limits_of
-
     return known_shapes(config.data, limits_of(sizes), samples=1)
 
 

@@ -104,9 +104,9 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
     """Offloads and remats that the config sets and the step lacks."""
     program, recompute = step.program, step.program.config.recompute
     frozen = {row.path for row in program.table if not row.leaf.trainable}
-    read = {value for op in step.scope.ops for value in op.values}
+    read = {value for op in step.operations.ops for value in op.values}
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
-    for (path, leaf), value in zip(state, step.scope.ins[: step.state], strict=True):
+    for (path, leaf), value in zip(state, step.operations.ins[: step.state], strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
             continue  # the loss may not read frozen parameters
@@ -129,5 +129,5 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
             # In a pipeline an activation may have the shape of a gradient.
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{key}: no activation is copied {direction} host memory"
-    if recompute and not any(op.rematerialized for op in all_ops(step.scope)):
+    if recompute and not any(op.rematerialized for op in all_ops(step.operations)):
         yield "parallel.remat: remat had no effect on the backward pass"

@@ -1,6 +1,6 @@
 """Evaluation of jaxprs, equation by equation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -32,22 +32,46 @@ def evaluate(
     consts: Sequence[Any],
     args: Sequence[Any],
     on_value: Callable[[Any, Any], Any] = lambda var, value: value,
+    of: Collection[Any] | None = (),
 ) -> list[Any]:
     """Run a jaxpr with nested jits inlined, so that values they return unchanged stay identical.
 
-    `on_value(variable, value)` may replace the result of an equation, also inside nested jits.
+    `on_value(variable, value)` may replace the result of an equation, for the variables `of`; for
+    None of every equation, also inside nested jits.
     """
     env = bindings(jaxpr, consts, args)
 
     def read(atom: Any) -> Any:
         return env[atom] if is_var(atom) else atom.val
 
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in INLINED:
-            inner, inner_consts = open_jaxpr(called(eqn))
-            values = evaluate(inner, inner_consts, [read(v) for v in eqn.invars], on_value)
+    for eqns in _runs(jaxpr.eqns, of):
+        made = [v for eqn in eqns for v in eqn.outvars]
+        if eqns[0].primitive.name in INLINED:
+            inner, inner_consts = open_jaxpr(called(eqns[0]))
+            given = [read(v) for v in eqns[0].invars]
+            values = evaluate(inner, inner_consts, given, on_value, of)
         else:
-            values = run_equation(jaxpr, eqn, env.__getitem__)
-        pairs = zip(eqn.outvars, values, strict=True)
-        env.update((v, on_value(v, value)) for v, value in pairs)
+            free = free_variables(eqns)
+            values = as_function(sub_jaxpr(jaxpr, eqns, free, made))(*map(read, free))
+        pairs = zip(made, values, strict=True)
+        env.update((v, on_value(v, x) if of is None or v in of else x) for v, x in pairs)
     return [read(v) for v in jaxpr.outvars]
+
+
+def _runs(eqns: Sequence[Any], ends: Collection[Any] | None) -> Iterator[list[Any]]:
+    """The equations in turn: each inlined call alone, others up to one that computes an end.
+
+    Many are evaluated at once: each evaluation makes and checks a jaxpr.
+    """
+    run: list[Any] = []
+    for eqn in eqns:
+        is_call = eqn.primitive.name in INLINED
+        if run and is_call:
+            yield run
+            run = []
+        run.append(eqn)
+        if is_call or ends is None or any(v in ends for v in eqn.outvars):
+            yield run
+            run = []
+    if run:
+        yield run

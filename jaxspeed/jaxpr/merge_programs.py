@@ -64,13 +64,14 @@ class _Merge:
         _require_equal((e.primitive.name, len(e.invars), _shapes(e.outvars)) for e in eqns)
         invars = [self.atom(atoms) for atoms in zip(*(e.invars for e in eqns))]
         params = first.params
-        if first.primitive.name in CHECKPOINTS and len(set(map(_text, eqns))) > 1:
+        texts = _texts(eqns)
+        if first.primitive.name in CHECKPOINTS and len(set(texts)) > 1:
             _require_equal(_text(e, but="jaxpr") for e in eqns)
             body, reads = self._body([open_jaxpr(called(e))[0] for e in eqns])
             invars += [self.atom(atoms) for atoms in reads]
             params = {**params, "jaxpr": with_jaxpr(params["jaxpr"], body)}
         else:
-            _require_equal(map(_text, eqns))
+            _require_equal(texts)
         for made, e in zip(self.places, eqns, strict=True):
             made.update((v, (index, i)) for i, v in enumerate(e.outvars))
         return first.replace(invars=invars, params=params)
@@ -108,7 +109,7 @@ def _inline_different_calls(programs: Sequence[Any]) -> Sequence[Any]:
     while index < min(len(p.eqns) for p in programs):
         eqns = [p.eqns[index] for p in programs]
         calls = all(e.primitive.name in INLINED for e in eqns)
-        if calls and len(set(map(_text, eqns))) > 1:
+        if calls and len(set(_texts(eqns))) > 1:
             opened = (inline_call(p, index, e) for p, e in zip(programs, eqns, strict=True))
             programs = [_without_no_op_casts(p) for p in opened]
         else:
@@ -137,6 +138,13 @@ def _is_no_op_cast(eqn: Any) -> bool:
 
 def _shapes(atoms: Iterable[Any]) -> list[Any]:
     return [(v.aval.shape, v.aval.dtype) for v in atoms]
+
+
+def _texts(eqns: Sequence[Any]) -> list[str]:
+    """The text of each; once for those with the same parameters, as JAX shares traced programs."""
+    known: dict[Any, str] = {}
+    keys = [tuple((name, id(value)) for name, value in e.params.items()) for e in eqns]
+    return [known.get(k) or known.setdefault(k, _text(e)) for k, e in zip(keys, eqns, strict=True)]
 
 
 def _text(eqn: Any, but: str = "") -> str:

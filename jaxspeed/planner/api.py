@@ -61,7 +61,6 @@ def plan(
       ConfigError, PlacementError, ModelError: an impossible setting, with what would work.
       RunError: the compilation failed.
     """
-    # A local import: grain, which reads the data, adds a handler to the root logger.
     from jaxspeed.objective.config_model import hidden_size_of
     from jaxspeed.planner.make_plan import plan_run
     from jaxspeed.run import source_of

@@ -15,7 +15,7 @@ from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.partitioning import propagate_shardings
 from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Scope, Value, open_program
+from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, open_program
 from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.program import Program
 
@@ -26,19 +26,33 @@ class Step:
 
     Attributes:
       platform: "tpu", "cuda" or "cpu", for its kernels and layouts.
-      scope: the operations.
+      operations: the operations, before shardings are propagated through them.
       state: number of inputs that are the state, and of outputs that are the next one.
       paths: for each input its path in (state, batch).
+      specs: for each input its sharding.
       in_host: for each input whether it is in host memory.
     """
 
     program: Program
     batch: Any
     platform: str
-    scope: Scope
+    operations: Scope
     state: int
     paths: Sequence[Any]
+    specs: Sequence[Any]
     in_host: Sequence[bool]
+
+    @cached_property
+    def scope(self) -> Scope:
+        """The operations, with the sharding of each array."""
+        propagate_shardings(self.operations, self.specs, dict(self.program.mesh.shape))
+        return self.operations
+
+    @cached_property
+    def uses_host(self) -> bool:
+        """Whether any array is in host memory."""
+        made = (v for op in all_ops(self.operations) for v in op.outs)
+        return any(v.host for v in (*self.operations.ins, *made))
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -72,12 +86,18 @@ def read_step(program: Program, batch: Any, platform: str | None = None) -> Step
     # JAX caches the trace for the first step on these devices: it must choose kernels that run.
     with as_on("" if platform == own else platform):
         traced = program.step.trace(*given)
-    scope = open_program(traced.jaxpr, platform)
+    operations = open_program(traced.jaxpr, platform)
     leaves = jax.tree_util.tree_flatten_with_path(given)[0]
-    propagate_shardings(scope, [x.sharding.spec for _, x in leaves], dict(program.mesh.shape))
-    count = len(jax.tree.leaves(program.state))
-    in_host = [x.sharding.memory_kind == HOST for _, x in leaves]
-    return Step(program, given[1], platform, scope, count, [path for path, _ in leaves], in_host)
+    return Step(
+        program,
+        given[1],
+        platform,
+        operations,
+        len(jax.tree.leaves(program.state)),
+        [path for path, _ in leaves],
+        [x.sharding.spec for _, x in leaves],
+        [x.sharding.memory_kind == HOST for _, x in leaves],
+    )
 
 
 def _platform(program: Program) -> str:

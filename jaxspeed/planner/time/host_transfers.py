@@ -33,11 +33,13 @@ _SAME = ("reshape", "device_put")
 
 def host_moves(step: Step) -> list[CollectiveOp]:
     """The host transfers of a step, in the order of the program."""
-    return _TransferCounter(step).sent()
+    return _TransferCounter(step).sent() if step.uses_host else []
 
 
 def host_transfers(step: Step) -> HostTransfers:
     """The same, with the bytes that the host's cores read in place."""
+    if not step.uses_host:
+        return HostTransfers((), {})
     walk = _TransferCounter(step)
     moves = tuple(each.communication for each in walk.sent())
     return HostTransfers(moves, walk.by_host(), walk.written())
