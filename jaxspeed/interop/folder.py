@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json, and the tensors of its safetensors files."""
 
+import functools
 import importlib.util
 import json
 import logging
@@ -223,9 +224,10 @@ def _local(folder: str | Path) -> Path:
 
     wanted = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
     # Subfolders and Mistral's consolidated files have the same weights in other forms.
-    patterns = {"allow_patterns": wanted, "ignore_patterns": ["*/*", "consolidated*"]}
+    other = ["*/*", "consolidated*"]
+    fetch = functools.partial(huggingface_hub.snapshot_download, ignore_patterns=other)
     try:
-        return Path(huggingface_hub.snapshot_download(str(folder), **patterns))
+        return Path(fetch(str(folder), allow_patterns=wanted))
     except Exception as error:  # the library raises those of several HTTP clients
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PretrainedError(
