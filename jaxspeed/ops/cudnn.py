@@ -55,7 +55,6 @@ def _tried(q: Any, k: Any, v: Any, segments: Segments | None, mask: Mask) -> Any
     attend = functools.partial(_attend, mask=mask, scale=1.0)
     if segments is not None:
         attend = functools.partial(_packed, PackedDocuments.of(segments), mask=mask, scale=1.0)
-        k, v = _repeated(q, k, v)
     return jax.vjp(attend, q, k, v)[0]
 
 

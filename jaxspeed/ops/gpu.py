@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,13 +13,18 @@ import jax
 
 Capability = tuple[int, int]
 CUDNN_VERSION = 91300  # assumed: in the CUDA wheels that jaxspeed[cuda] installs
-NEWEST: Capability = (99, 0)
+NEWEST: Capability = (10, 0)
 _assumed: ContextVar[Capability | None] = ContextVar("assumed", default=None)
 
 
 def assumption() -> Capability | None:
     """The compute capability that is assumed: attention is traced differently then."""
     return _assumed.get()
+
+
+def is_meant() -> bool:
+    """Whether the program that is traced is for a GPU, as far as is known."""
+    return _assumed.get() is not None or jax.default_backend() == "gpu"
 
 
 def is_at_least(needed: Capability) -> bool:
@@ -42,20 +48,41 @@ def assumed(capability: Capability | None = None) -> Iterator[None]:
     """Context in which attention is traced for a GPU that is absent, with its cuDNN.
 
     JAX checks the installed cuDNN's version and the device's compute capability before it traces
-    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0). If that module has changed, another
-    kernel is traced. Without a capability that of an outer context stays, or it is the newest.
+    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0), and asks for the device when it
+    lowers a Triton kernel (`jax._src.pallas.triton.gpu_info`, jax 0.12.0). If the first has
+    changed, another kernel is traced. Without a capability that of an outer context stays, or it is
+    the newest.
     """
-    token = _assumed.set(capability or _assumed.get() or NEWEST)
-    checks = _checks()
-    if checks is not None:
-        before = checks.check_cudnn_version, checks.check_compute_capability
-        checks.check_cudnn_version, checks.check_compute_capability = _version, _is_at_least
-    try:
+    capability = capability or _assumed.get() or NEWEST
+    token = _assumed.set(capability)
+    with ExitStack() as restored:
+        restored.callback(_assumed.reset, token)
+        if (checks := _checks()) is not None:
+            _replace(restored, checks, "check_cudnn_version", _version)
+            _replace(restored, checks, "check_compute_capability", _is_at_least)
+        if (info := _device_info()) is not None:
+            major, minor = capability
+            assumed_info = info.GpuInfo(
+                gpu_version=None,
+                arch_name=f"{major}.{minor}",
+                compute_capability=10 * major + minor,
+            )
+            _replace(restored, info, "get_gpu_info", lambda: assumed_info)
         yield
-    finally:
-        if checks is not None:
-            checks.check_cudnn_version, checks.check_compute_capability = before
-        _assumed.reset(token)
+
+
+def _replace(restored: ExitStack, module: Any, name: str, value: Any) -> None:
+    restored.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
+def _device_info() -> Any:
+    """JAX's module with the device of Triton's kernels; None before jax 0.12."""
+    try:
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:
+        return None
+    return gpu_info if hasattr(gpu_info, "get_gpu_info") else None
 
 
 def _checks() -> Any:

@@ -29,7 +29,12 @@ _NEVER = 1e30  # a log-sum-exp for which every share is 0
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
     """Whether the kernels support these shapes and dtypes."""
-    if min(q.shape[1], k.shape[1]) < SHORTEST or q.shape[3] > 256:
+    lengths = q.shape[1], k.shape[1]
+    if min(lengths) < SHORTEST or q.shape[3] > 256:
+        return False
+    # Where a kernel is offered to one platform, the backward pass of others recomputes the scores:
+    # those have none for incomplete blocks, so these are offered only where a GPU is meant.
+    if any(length % SHORTEST for length in lengths) and not gpu.is_meant():
         return False
     return q.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and gpu.is_at_least(AMPERE)
 
