@@ -312,8 +312,8 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_which_reshapes_are_views[old5-0-new5-None]",
     ),
     (
-        "outermost = [s for s in chosen.values() if not chosen.keys() & set(s.chain)]",
-        "outermost = list(chosen.values())",
+        "outermost = [s for s in chosen if not serials & set(s.chain)]",
+        "outermost = list(chosen)",
         "test_units_are_found_and_change_no_number[UnlikeBlocks]",
     ),
     (
