@@ -51,20 +51,14 @@ def guarded(
     made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
     selected = {v: before for v, before in state_vars if is_var(v) and v in made}
 
-    def kept(value: Any, before: Any) -> jax.Array:
-        if value.dtype != before.dtype:
-            return jnp.where(keep, value, before)
-        # As jnp.where, which traces a jit for each leaf.
-        return jax.lax.select(jnp.broadcast_to(keep, before.shape), value, before)
-
     def select(var: Any, value: Any) -> Any:
         value = in_memory_of(value, keep)  # a constant is on the device
-        return kept(value, selected[var]) if var in selected else value
+        return jnp.where(keep, value, selected[var]) if var in selected else value
 
     values = evaluate(jaxpr, consts, args, select, None if on_host(keep) else selected)
     return [  # values that are selected already are not selected again
         value
         if is_var(v) and selected.get(v) is before
-        else kept(value, before).astype(before.dtype)
+        else jnp.where(keep, value, before).astype(before.dtype)
         for v, value, before in zip(jaxpr.outvars, values, [*states, *params], strict=True)
     ]

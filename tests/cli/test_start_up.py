@@ -62,6 +62,13 @@ def test_initialize_and_config_load_no_engine():
     assert child.stdout == "['config', 'errors', 'initialization', 'launch']\n"
 
 
+def test_the_engine_loads_no_reader_of_data():
+    """Grain takes as long to import as the engine, and adds a handler to the root logger."""
+    code = "import jaxspeed, sys; jaxspeed.Engine; print('grain' in sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "False\n"
+
+
 def test_every_public_name_is_imported_from_the_module_that_type_checkers_see():
     tree = ast.parse(Path(jaxspeed.__file__).read_text())
     seen = {

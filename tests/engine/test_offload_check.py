@@ -256,6 +256,14 @@ def test_named_activations_that_stay_are_an_error(monkeypatch):
         moved({"parallel": {"remat": {"offload": ["attention"]}}})
 
 
+def test_remat_without_offload_is_checked_before_shardings_are_propagated(monkeypatch):
+    """Propagation took as long as the check: only bytes in host memory need it."""
+    monkeypatch.setattr("jaxspeed.planner.memory.traced_step.propagate_shardings", None)
+    assert moved({"parallel": {"remat": "full"}})[1] is None
+    with pytest.raises(TypeError):
+        moved({"parallel": {"remat": {"offload": ["attention"]}}})
+
+
 def test_what_is_saved_in_spite_of_remat_is_an_error(monkeypatch):
     monkeypatch.setattr(ResidualPolicy, "rematerialized", lambda self, fn, in_loop: fn)
     with pytest.raises(JaxspeedError, match=r"parallel\.remat: remat had no effect"):
