@@ -1,8 +1,8 @@
 """Seconds until the command line answers, `initialize` is imported, and a run has its first step.
 
 Each in a process of its own, interleaved; medians of wall and CPU time, and the ratio of CPU time
-to importing JAX, Flax and Optax. The config of `make train` runs one step, with an empty compilation
-cache and with a full one: until its first step is shown, and from there to the end of the process.
+to importing JAX, Flax and Optax. The config of `make train` runs one step, with an empty cache of
+compiled programs and with a full one: until its first step is shown, and from there to the end.
 """
 
 import os
