@@ -5,6 +5,8 @@ prints one message and no traceback.
 """
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -46,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # Python's last collections walk all of JAX's objects, 0.6 s, to free what the exit frees.
+    atexit.register(gc.freeze)
     given = parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True)
     logger = logging.getLogger("jaxspeed")

@@ -111,6 +111,10 @@ def run(given: argparse.Namespace) -> int:
     if given.target is not None:
         doing = "compiling" if given.compile else "planning"
         config = loaded(given)
+        from jaxspeed.hardware.known_chips import chips_of
+        from jaxspeed.hardware.targets import target_of
+
+        target_of(given.target, chips_of(given.hardware))  # its errors come before JAX's import
         from jaxspeed.planner.api import plan
 
         # Shown only on a terminal.

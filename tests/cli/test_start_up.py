@@ -12,6 +12,7 @@ import jaxspeed
 
 pytestmark = pytest.mark.fast
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("flax", "jax", "numpy", "optax", "orbax", "pydantic", "rich", "yaml")
 PARSING = ["rich"]
 READING = ["pydantic", "rich", "yaml"]
@@ -27,6 +28,7 @@ READING = ["pydantic", "rich", "yaml"]
         (["train", "no-such-file.yaml"], ["pydantic", "rich"]),
         (["train", "{config}"], READING),
         (["plan", "{config}", "--target", "v5e:2x2"], READING),
+        (["plan", "configs/tiny.yaml", "--target", "h101:8"], READING),
         (["config", "{config}"], READING),
     ],
     ids=lambda value: " ".join(value),
@@ -41,9 +43,21 @@ def test_libraries_that_a_command_loads(arguments, loaded, tmp_path):
         "from jaxspeed.cli import main\n"
         f"sys.exit(main({given!r}))"
     )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert child.returncode == (0 if "--help" in given else 2), child.stderr
     assert child.stdout.splitlines()[-1] == str(loaded)
+
+
+def test_a_command_does_not_collect_garbage_as_it_exits():
+    """Walking all objects of JAX would take half a second."""
+    code = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # runs after the later ones
+        "from jaxspeed.cli import main\n"
+        "main(['config', 'configs/tiny.yaml'])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert child.stdout.splitlines()[-1] == "True", child.stderr
 
 
 def test_importing_jaxspeed_loads_nothing_else():

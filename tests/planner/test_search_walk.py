@@ -177,3 +177,10 @@ def test_of_equally_fast_meshes_one_with_entire_dims_of_the_torus_is_the_best():
     walk = walked(space, estimate, lambda choice: AnalyticCost(1.0, 0.0, 1.0))
     assert any(splits(choice.mesh) and choice != space.base for choice in walk.done)
     assert walk.best and not splits(walk.best.mesh)
+
+
+def test_the_base_is_estimated_even_if_that_takes_longer_than_the_limit():
+    space = space_of(WRITTEN, 8, changing=FEW)
+    estimate, costs = made_up(space, 1)
+    walk = walked(space, estimate, costs, seconds=0.0)
+    assert set(walk.done) == {space.base}

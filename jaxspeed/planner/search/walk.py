@@ -73,7 +73,9 @@ class SearchLoop:
 
     def run(self) -> dict[Choice, Estimate]:
         """Run the search; all estimates."""
-        self._estimate([self.space.base])
+        base = self.space.base  # estimated even if that takes all the time: others compare with it
+        self.done[base] = self.submit(base).result()
+        self.on_estimate(1, self.best)
         self._estimate(self._fastest_by_formula())
         while tops := self._best_of_meshes():
             best = self.done[tops[0]]
