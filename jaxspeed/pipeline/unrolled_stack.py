@@ -1,6 +1,6 @@
 """Repeated blocks in a list, each with separate parameters: one body found by merging them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -140,17 +140,19 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
     layer_of = {v: i for vs in stack.values() for i, v in enumerate(vs)}
     layers = len(next(iter(stack.values())))
     outermost: dict[int, tuple[int, int]] = {}  # layer -> (depth, serial) of its call
-    for serial, seen in traced_calls(jaxpr, layer_of).items():
+    calls = traced_calls(jaxpr, layer_of)
+    traces = Counter(seen.call.serial for seen in calls)  # a shared one is inside of the blocks
+    for seen in calls:
         layers_read = {layer_of[v] for v in seen.reads}
-        if len(layers_read) == 1:
+        if len(layers_read) == 1 and traces[seen.call.serial] == 1:
             (layer,) = layers_read
-            call = (len(seen.chain), serial)
+            call = (len(seen.chain), seen.call.serial)
             outermost[layer] = min(outermost.get(layer, call), call)
     layer_of_call = {serial: layer for layer, (_, serial) in outermost.items()}
     eqns: dict[int, list[Any]] = defaultdict(list)
     for eqn in jaxpr.eqns:
-        calls = (c.serial for c in calls_in(str(eqn.source_info.name_stack)))
-        of_eqn = {layer_of_call[serial] for serial in calls if serial in layer_of_call}
+        serials = (c.serial for c in calls_in(str(eqn.source_info.name_stack)))
+        of_eqn = {layer_of_call[serial] for serial in serials if serial in layer_of_call}
         of_eqn |= {layer_of[v] for v in eqn.invars if is_var(v) and v in layer_of}
         if len(of_eqn) > 1:
             raise ModelError(

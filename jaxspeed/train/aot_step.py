@@ -80,7 +80,7 @@ def identity_of(lowered: Any, devices: Sequence[Any], mesh: Any) -> Identity:
         versions={name: version for name, version in found.items() if version},
         machine=_instructions() if on_cpu else "",
         flags=tuple(sorted(flag for flag in _flags() if not flag.startswith(_IDLE_FLAGS))),
-        options={name: str(getattr(jax.config, name, None)) for name in OPTIONS},
+        options={name: str(jax.config.values.get(name)) for name in OPTIONS},
     )
 
 

@@ -70,23 +70,38 @@ def choose_units(
     return _units(taken)
 
 
-def traced_calls(jaxpr: Any, parameters: Iterable[Any]) -> dict[int, TracedCall]:
-    """Every tagged call of a program, by serial."""
-    seen: dict[int, TracedCall] = {}
-    _walk(jaxpr, {v: v for v in parameters}, 1, seen)
-    return seen
+def traced_calls(jaxpr: Any, parameters: Iterable[Any]) -> list[TracedCall]:
+    """Every tagged call of a program.
+
+    Calls that share one cached trace, as those of a function in `jax.checkpoint` or `jax.jit` do,
+    have one serial; each is a call of its own here.
+    """
+    seen: dict[Any, TracedCall] = {}
+    _walk(jaxpr, {v: v for v in parameters}, 1, seen, defaultdict(int))
+    return [*seen.values()]
 
 
-def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, TracedCall]) -> None:
-    """Add the calls of a jaxpr to `seen`.
+def _walk(
+    jaxpr: Any,
+    origin: dict[Any, Any],
+    times: int,
+    seen: dict[Any, TracedCall],
+    visits: dict[int, int],
+    again: tuple[int, ...] = (),
+) -> None:
+    """Add the calls of a jaxpr to `seen`, by serial and `again`.
 
-    `origin` maps a variable of this jaxpr to the parameter that it is, or is a slice of.
+    Args:
+      origin: a variable of this jaxpr -> the parameter that it is, or is a slice of.
+      visits: how often each inner jaxpr was walked before.
+      again: that number, of each enclosing jaxpr that was.
     """
     for eqn in jaxpr.eqns:
         calls = calls_in(str(eqn.source_info.name_stack))
         chain = tuple(c.serial for c in calls)
         for depth, call in enumerate(calls):
-            known = seen.setdefault(call.serial, TracedCall(call, times, chain[:depth]))
+            new = TracedCall(call, times, chain[:depth])
+            known = seen.setdefault((call.serial, again), new)
             for v in eqn.invars:
                 if is_var(v) and v in origin:
                     known.reads[origin[v]] = nbytes(v.aval)
@@ -99,13 +114,16 @@ def _walk(jaxpr: Any, origin: dict[Any, Any], times: int, seen: dict[int, Traced
                 for v, iv in zip(body.operands, body.jaxpr.invars, strict=True)
                 if is_var(v) and v in origin
             }
-            _walk(body.jaxpr, inner, times * body.trips, seen)
+            before = visits[id(body.jaxpr)]
+            visits[id(body.jaxpr)] += 1
+            nested = (*again, before) if before else again
+            _walk(body.jaxpr, inner, times * body.trips, seen, visits, nested)
 
 
-def _candidates(seen: dict[int, TracedCall]) -> list[list[TracedCall]]:
+def _candidates(seen: Sequence[TracedCall]) -> list[list[TracedCall]]:
     """Calls of one class that read equal shapes, and the members of one list."""
     groups: dict[Any, list[TracedCall]] = defaultdict(list)
-    for s in seen.values():
+    for s in seen:
         if s.bytes:
             groups[s.call.kind, tuple(sorted(s.reads.values()))].append(s)
             parent, _, last = s.call.path.rpartition("/")
@@ -133,13 +151,13 @@ def _overlap(a: Sequence[TracedCall], b: Sequence[TracedCall]) -> bool:
 
 
 def _named(
-    seen: dict[int, TracedCall], patterns: Sequence[str], match: Callable[[str, str], bool]
+    seen: Sequence[TracedCall], patterns: Sequence[str], match: Callable[[str, str], bool]
 ) -> Units:
     found: list[list[TracedCall]] = []
     for pattern in patterns:
-        hits = [s for s in seen.values() if s.call.kind == pattern or match(pattern, s.call.path)]
+        hits = [s for s in seen if s.call.kind == pattern or match(pattern, s.call.path)]
         if not hits:
-            names = sorted({s.call.path or s.call.kind for s in seen.values() if s.bytes})
+            names = sorted({s.call.path or s.call.kind for s in seen if s.bytes})
             raise ConfigError(
                 f"parallel.units: {pattern!r} matches no call of this model; its calls are, for "
                 f"example: {', '.join(names[:12])}"
@@ -149,8 +167,9 @@ def _named(
 
 
 def _units(groups: Sequence[Sequence[TracedCall]]) -> Units:
-    chosen = {s.call.serial: s for group in groups for s in group}
-    outermost = [s for s in chosen.values() if not chosen.keys() & set(s.chain)]
+    chosen = {id(s): s for group in groups for s in group}.values()
+    serials = {s.call.serial for s in chosen}
+    outermost = [s for s in chosen if not serials & set(s.chain)]
     kinds: dict[str, int] = defaultdict(int)
     for s in outermost:
         kinds[s.call.kind] += s.times

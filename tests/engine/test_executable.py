@@ -17,7 +17,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.planner.compile.in_child import compile_for, refuse_missing
-from jaxspeed.train.aot_step import MAGIC, Identity, identity_of, read_identity
+from jaxspeed.train.aot_step import MAGIC, OPTIONS, Identity, identity_of, read_identity
 from jaxspeed.train.build import build_program
 from jaxspeed.train.program import Program
 from tests.cli.planning import plan
@@ -133,6 +133,11 @@ def test_for_another_step_the_differences_are_logged_and_it_is_compiled(
     (said,) = found["warned"]
     assert f"which is compiled now: {differs} (" in said
     assert [each for each in found["compiled"] if "step" in each]
+
+
+def test_every_compiler_option_is_known_to_jax(kept):
+    options = read_identity(kept).options
+    assert options == {name: str(jax.config.values[name]) for name in OPTIONS}
 
 
 def test_what_it_was_compiled_for_can_be_read_without_loading_it(kept):

@@ -119,7 +119,7 @@ COVERING = [
 ]
 SCHEDULES, PIPE, STAGES = ("gpipe", "1f1b", "interleaved"), (2, 4, 8), (0, 1, 2, 3)
 RECOMPUTES, GATHERS = ("stage", "layers", "save"), ("tick", "step")
-DEPTH = {2: 5, 4: 6, 8: 9}
+DEPTH = {2: 3, 4: 6, 8: 9}
 
 
 # GPT-2 has the schedules and dropout that ViT and LLaMA have, and takes twice as long to compile.

@@ -210,9 +210,11 @@ def wires(op: Op, body: Scope) -> tuple[Wires, Wires, Wires]:
     """What becomes what around a body of a loop or cond: (inputs, outputs, carries of a loop).
 
     As pairs of an operand and the body's input, of the body's output and the result, and of the
-    body's output and its input in the next trip.
+    body's output and its input in the next trip, which a scan of one trip does not have.
     """
     consts, carry = consts_and_carry(op) if op.name in LOOPS else (0, 0)
+    if op.name == "scan" and op.trips == 1:
+        carry = 0
     given = zip(op.ins[len(op.ins) - len(body.ins) :], body.ins, strict=True)
     carried = zip(body.outs, body.ins[consts : consts + carry], strict=False)
     return [*given], [*zip(body.outs, op.outs, strict=True)], [*carried]
@@ -295,7 +297,7 @@ def _remove_all_but(live: set[Value], scope: Scope) -> None:
         used = {i for body in op.bodies for i, v in enumerate(body.ins, first) if v in live}
         if op.name == "scan":
             consts, carry = consts_and_carry(op)
-            for i in range(carry):
+            for i in range(carry if op.trips > 1 else 0):
                 read[i] |= consts + i in used
             used |= {consts + i for i in range(carry) if read[i]}
         op.ins = [v if i in used or i < first else None for i, v in enumerate(op.ins)]
