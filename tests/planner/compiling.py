@@ -98,7 +98,9 @@ def _add_drawn(grid: str, platform: Platform) -> None:
         and (target_of(point.target).chip.platform == "tpu") == (platform == "tpu")
     ]
     with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(add, missing))
+        for point, done in [(point, pool.submit(add, point)) for point in missing]:
+            if error := done.exception():
+                print(f"{point.name}: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
