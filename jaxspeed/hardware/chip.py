@@ -17,9 +17,16 @@ BUILT_IN = Path(__file__).with_name("chips.yaml")
 PLATFORMS = ("tpu", "cuda", "cpu")
 # Defaults of chips whose row does not set them.
 _ALL = {
-    "products": 0.8, "attention": 0.55, "bandwidth": 0.85, "links": 0.8, "outside": 0.8, "host": 0.8
+    "products": 0.8, "attention": 0.55, "bandwidth": 0.85, "links": 0.8, "outside": 0.8,
+    "host": 0.8, "concurrent": 1.0,
 }  # fmt: skip
-REACHED: Mapping[str, Mapping[str, float]] = dict.fromkeys(PLATFORMS, _ALL)
+# NCCL's kernels run on the cores that compute: on 20 of 132 of an H800 (DeepSeek-V3,
+# arXiv:2412.19437, section 3.2.2). A TPU's links are driven by its own DMA engines.
+REACHED: Mapping[str, Mapping[str, float]] = {
+    "tpu": _ALL,
+    "cuda": {**_ALL, "concurrent": 1 - 20 / 132},
+    "cpu": _ALL,
+}
 HOP: Mapping[str, Mapping[str, float]] = {
     "tpu": {"links": 1e-6, "outside": 20e-6},
     "cuda": {"links": 10e-6, "outside": 10e-6},
@@ -50,7 +57,8 @@ class Chip:
       pod: the largest torus of chips.
       compiler: options of the platform's compiler for it; None if none supports it.
       reached: achieved fraction of each figure: `products` and `attention` of flops,
-        `bandwidth`, `links`, `outside`, `host`.
+        `bandwidth`, `links`, `outside`, `host`, and of compute while a collective runs
+        (`concurrent`).
       hop: latency of a message in seconds: over `links`, and `outside`.
       tile: the side of a matmul tile.
       capability: a GPU's compute capability; None if unknown.

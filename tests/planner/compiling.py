@@ -1,27 +1,29 @@
 """What compilers say of points of the grid; they run in a child process.
 
 `python -m tests.planner.compiling tpu` (or `gpu`) compiles what tests/planner/compiled_tpu.json
-(compiled_gpu.json) lacks, and adds it.
+(compiled_gpu.json) lacks, and adds it; `python -m tests.planner.compiling tpu second` what the
+second grid's file lacks of TPUs.
 """
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.hardware.targets import Target, target_of
 from jaxspeed.planner.compile.in_child import compile_for
-from tests.planner.grid import DEVICES, Point, points
+from tests.planner import drawn
+from tests.planner.grid import Point, points
 
 Platform = Literal["tpu", "gpu"]
 VERSIONS = {
     "tpu": ("jax", "jaxlib", "libtpu"),
     "gpu": ("jax", "jaxlib", "jax-cuda13-plugin"),
 }
+WORKERS = 2  # compiles at a time
 FIGURES = {
     "argument": "argument_bytes",
     "temp": "temp_bytes",
@@ -36,24 +38,21 @@ def stored(platform: Platform = "tpu") -> dict[str, dict[str, int]]:
 
 
 def target_for(point: Point, platform: Platform) -> Target:
-    name = point.target if platform == "tpu" else f"h100:{DEVICES[point.target]}"
-    return target_of(name, chips_of())
-
-
-@dataclass(frozen=True)
-class Job:
-    """Builds a point's program, in the process that compiles."""
-
-    name: str
-
-    def __call__(self, devices: Sequence[Any] | None) -> tuple[Any, Any]:
-        return next(p for p in points() if p.name == self.name).program(devices)
+    """The point's own target, or as many H100s where it names a TPU."""
+    own = target_of(point.target)
+    return (
+        own
+        if (own.chip.platform == "tpu") == (platform == "tpu")
+        else target_of(f"h100:{own.count}")
+    )
 
 
 def compiled(point: Point, platform: Platform = "tpu") -> dict[str, int]:
-    found = compile_for(target_for(point, platform), Job(point.name)).report
-    assert found is not None, "the chips of the grid are large enough"
-    return {figure: getattr(found, field) for figure, field in FIGURES.items()}
+    """The figures, or what a program needs that does not fit."""
+    found = compile_for(target_for(point, platform), point.program)
+    if found.report is None:
+        return {"needed": found.device_bytes or 0}
+    return {figure: getattr(found.report, field) for figure, field in FIGURES.items()}
 
 
 def _file(platform: Platform) -> Path:
@@ -80,5 +79,31 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _add_drawn(grid: str, platform: Platform) -> None:
+    """Compile and store them one by one."""
+    turn, file = threading.Lock(), drawn.file_of(grid)
+
+    def add(point: Point) -> None:
+        figures = compiled(point, platform)
+        with turn:
+            tree = json.loads(file.read_text())
+            tree.setdefault("versions", {}).update({n: _version(n) for n in VERSIONS[platform]})
+            tree["points"][point.name] |= figures
+            file.write_text(json.dumps(tree, indent=1) + "\n")
+
+    missing = [
+        point
+        for point in drawn.points(grid)
+        if not {"temp", "needed"} & set(drawn.stored(grid)[point.name])
+        and (target_of(point.target).chip.platform == "tpu") == (platform == "tpu")
+    ]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for point, done in [(point, pool.submit(add, point)) for point in missing]:
+            if error := done.exception():
+                print(f"{point.name}: {error}", file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(_add_missing("gpu" if "gpu" in sys.argv else "tpu"))
+    grids = [arg for arg in sys.argv[1:] if arg in drawn.SEEDS]
+    which: Platform = "gpu" if "gpu" in sys.argv else "tpu"
+    sys.exit(_add_drawn(grids[0], which) if grids else _add_missing(which))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
+from jaxspeed.hardware.targets import target_of
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train.build import build_program
 from tests.planner import mixer
@@ -23,7 +24,6 @@ LLAMA = {**GPT2, "intermediate_size": 2816, "num_key_value_heads": 4}
 MIXER = {"width": 1024, "tokens": 512, "depth": 12}
 CPU = {"device": "cpu"}
 V5P, V5E = "v5p:2x2x1", "v5e:2x4"
-DEVICES = {V5P: 4, V5E: 8}
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -116,25 +116,21 @@ class Point:
     name: str
     target: str
     config: dict[str, Any]
-    seq: int  # 0: of the tests' own model, whose sizes are fixed
+    seq: int  # 0: of the tests' own model, which has no tokens
 
     def program(self, devices: Any) -> tuple[Any, Any]:
         """(the program on so many of the devices as the target has, a batch's shapes)."""
         config = Config.load(self.config)
-        if self.seq:
-            model, loss = resolve_model(config)
-        else:
-            model, loss = (lambda rngs: mixer.Mixer(**MIXER, rngs=rngs)), mixer.loss
-        example = None if self.seq else self._batch(8)
-        program = build_program(
-            config, model, loss, devices=devices[: DEVICES[self.target]], example_batch=example
-        )
+        model, loss = resolve_model(config, loss_fn=None if self.seq else mixer.loss)
+        count = target_of(self.target).count
+        program = build_program(config, model, loss, devices=devices[:count])
         return program, program.abstract_batch(self._batch(program.batch.train))
 
     def _batch(self, samples: int) -> dict[str, jax.ShapeDtypeStruct]:
         if self.seq:
             return {"tokens": jax.ShapeDtypeStruct((samples, self.seq + 1), jnp.int32)}
-        shape = (samples, MIXER["tokens"], MIXER["width"])
+        sizes = self.config["model"]["config"]
+        shape = (samples, sizes["tokens"], sizes["width"])
         return {
             "x": jax.ShapeDtypeStruct(shape, jnp.float32),
             "y": jax.ShapeDtypeStruct((samples, 16), jnp.float32),
@@ -150,7 +146,8 @@ def points() -> Iterator[Point]:
             yield Point(f"{family}: {name}", target, {**model, **_COMMON, **more}, seq)
     for name in OF_MIXER:
         target, more = WAYS[name]
-        yield Point(f"mixer: {name}", target, {**_COMMON, **more}, 0)
+        model = {"model": {"factory": "tests.planner.mixer:Mixer", "config": MIXER}}
+        yield Point(f"mixer: {name}", target, {**model, **_COMMON, **more}, 0)
 
 
 _COMMON = {

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 LISTED = Path(__file__).with_name("published.yaml")
+CHIPS = Path(__file__).with_name("published_chips.yaml")
 ROOT = Path(__file__).resolve().parents[2]
 GPT_VOCABULARY = 51200
 
@@ -111,9 +112,10 @@ def _seconds(run: dict[str, Any], devices: int, model_flops: float) -> float:
 
 
 def _target(run: dict[str, Any]) -> Any:
+    from jaxspeed.hardware.known_chips import chips_of
     from jaxspeed.hardware.targets import target_of
 
-    return target_of(run["target"])
+    return target_of(run["target"], chips_of(CHIPS))
 
 
 def in_child(name: str) -> Estimated:

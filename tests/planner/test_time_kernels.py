@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
+from jaxspeed.hardware.targets import target_of
 from jaxspeed.ops import attention
 from jaxspeed.ops.mask import Mask
 from jaxspeed.planner.memory.trace_ir import all_ops, open_program
 from jaxspeed.planner.memory.traced_step import as_on
-from jaxspeed.planner.time.op_cost import KERNELS, _kernel
+from jaxspeed.planner.time.op_cost import KERNELS, _kernel, _used
 
 BATCH, HEADS, DIM = 2, 4, 64
 MASKS = [(True, None), (False, None), (True, 300), (False, 300), (True, 1)]
@@ -132,3 +133,22 @@ def test_any_other_kernel_counts_its_entire_grid():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((128, 64), (64, 128))]
     (op,) = kernels("tpu", multiply, *shapes)
     assert _kernel(op, MESH) == 2 * 128 * 64 * 128
+
+
+def test_a_gpus_product_takes_full_waves_of_tiles():
+    cores = 132
+    assert _used(12 * 128, 11 * 256, 512, 1, cores) == 1  # a tile for each core
+    # One tile more is a second wave: twice as many tiles of half the size take 3 of 2 waves.
+    assert _used(19 * 128, 7 * 256, 1024, 1, cores) == pytest.approx(0.9 * 266 / (3 * 132))
+    # Parts of a deep product fill the last wave better.
+    assert _used(19 * 128, 7 * 256, 8192, 1, cores) == pytest.approx(0.9 * 8 * 133 / (9 * 132))
+    assert _used(12 * 128, 11 * 256, 96, 1, cores) == 0.75  # steps of 64 along the depth
+    assert _used(64, 64, 512, 1, cores) < 0.01
+    assert _used(16384, 14336, 4096, 1, cores) > 0.97
+    assert _used(128, 256, 512, 12 * 11, cores) == 1  # a batch of products
+
+
+def test_cores_that_send_do_not_compute():
+    chip = target_of("h100:8").chip
+    assert 1 - chip.reached["concurrent"] == pytest.approx(20 / 132)
+    assert target_of("v5p:2x2x1").chip.reached["concurrent"] == 1

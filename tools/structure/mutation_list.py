@@ -207,7 +207,7 @@ MUTATIONS: list[tuple[str, str, str]] = [
         "test_the_keys_of_micro_batches_differ",
     ),
     (
-        "return kept(value, selected[var]) if var in selected else value",
+        "return jnp.where(keep, value, selected[var]) if var in selected else value",
         "return value",
         "test_a_skipped_update_changes_nothing[nan-adam]",
     ),

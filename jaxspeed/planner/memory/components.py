@@ -8,9 +8,9 @@ from rich.text import Text
 
 from jaxspeed.placement.show import as_text, bytes_text, titled
 
-# How far below the compiler's figure the estimate may be: tests/planner bounds the error by a fifth
-# over a grid of compiled steps.
-MAY_BE_BELOW = 0.2
+# What the compiler may need beyond the estimate: tests/planner bounds the error by a fifth of its
+# figure over a grid of compiled steps, which is a quarter of the estimate.
+MAY_BE_BELOW = 0.25
 # With parameters in host memory, XLA:TPU unrolls loops to prefetch them, and its memory depends on
 # the loop's length (at worst a fifth above the estimate of what was compiled).
 MAY_BE_BELOW_WITH_TRANSFERS = 0.5
@@ -39,9 +39,15 @@ class Memory:
     """M, the estimated bytes per device, by component.
 
     All stages of a pipeline run one program over arrays of the same shapes, so they need the same.
+
+    Attributes:
+      components: host memory last; state first, the largest first.
+      recomputed: bytes that are recomputed in the computation that holds their forward pass, as of
+        unrolled layers: XLA may merge the two and save them.
     """
 
-    components: tuple[Component, ...]  # host memory last; state first, the largest first
+    components: tuple[Component, ...]
+    recomputed: int = 0
 
     def _sum(self, host: bool, lasting: bool | None = None) -> int:
         return sum(
@@ -72,7 +78,7 @@ class Memory:
         """Compare with the device's memory; "fits" only with a margin for the estimate's error."""
         streamed = any(c.host and c.lasting and c.name == "parameters" for c in self.components)
         below = MAY_BE_BELOW_WITH_TRANSFERS if streamed else MAY_BE_BELOW
-        if self.device * (1 + below) <= device_bytes:
+        if (self.device + self.recomputed) * (1 + below) <= device_bytes:
             return "fits"
         return "tight" if self.device <= device_bytes else "does not fit"
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
 from jaxspeed.planner.memory.liveness import LiveArray, Peak, peaks
+from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.tiles import Sizes, array_text, local_shape, nbytes
-from jaxspeed.planner.memory.trace_ir import Value
+from jaxspeed.planner.memory.trace_ir import Op, Value
 from jaxspeed.planner.memory.traced_step import Step, read_step
 from jaxspeed.train.program import Program
 
@@ -41,7 +43,27 @@ def memory_in(step: Step) -> Memory:
         *_temporary(device, kinds, sizes, False),
         *_temporary(host, kinds, sizes, True),
     ]
-    return Memory(tuple(sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))))
+    ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
+    merged = (_recomputed(op, sizes) for op in scope.ops if op.name == "scan")
+    return Memory(tuple(ordered), max(merged, default=0))
+
+
+def _recomputed(loop: Op, sizes: Sizes) -> int:
+    """Bytes of what a loop recomputes, which XLA may merge with the forward pass.
+
+    - A loop whose trips are unrolled: JAX puts no barrier before what a loop recomputes.
+    - A loop over micro-batches that holds forward and backward passes of layers that are no stack:
+      XLA:TPU merged them through barriers in some programs (libtpu 0.0.52).
+    """
+    (body,) = loop.bodies
+    analysis = ScopeAnalysis(body, sizes, (), 1, {})
+    analysis.analyze()
+    made = ((v, body.ops[analysis.producers[v]]) for v in analysis.materialized if not v.host)
+    own = sum(sizes.of(v) for v, op in made if op.rematerialized)
+    inner = max((_recomputed(op, sizes) for op in body.ops if op.name == "scan"), default=0)
+    unrolled = loop.params.get("unroll", 1) >= loop.trips > 1
+    forward = any(op.name in PRODUCTS and not op.backward for op in body.ops)
+    return inner + own * loop.trips * unrolled or own * (sizes.tiled and forward)
 
 
 def _name(path: Sequence[Any]) -> str:

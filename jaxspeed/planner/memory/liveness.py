@@ -71,7 +71,8 @@ class _Liveness(OrderedScope):
             by = self.readers[value]
             is_output = OUT in by and value not in stacked
             last = end if is_output else max(times[i] for i in by - {OUT})
-            lifetimes.append((times[self.producers[value]], last, value, self.sizes.of(value)))
+            first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
+            lifetimes.append((first, last, value, self.sizes.of(value)))
         lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
         lifetimes += self._zeros(times)
         starts: dict[int, list[int]] = {}
@@ -109,6 +110,18 @@ class _Liveness(OrderedScope):
             mine = tuple(h for h in held if h.value not in reused)
             made.append(Peak(best[host], mine + within.arrays))
         return made[0], made[1]
+
+    def _is_fetched_early(self, value: Value) -> bool:
+        """Whether XLA:TPU fetches it from host memory when the step begins.
+
+        So it does with arguments that no loop slices: nothing delays their copies (seen in buffer
+        assignments of libtpu 0.0.52).
+        """
+        op = self.scope.ops[self.producers[value]]
+        if self.depth or self.sizes.library or op.name != "device_put" or value.host:
+            return False
+        source = op.ins[op.outs.index(value)]
+        return source is not None and source.host and self.root(source) not in self.producers
 
     def _live_array(self, first: int, last: int, value: Value, size: int) -> LiveArray:
         if value not in self.producers:

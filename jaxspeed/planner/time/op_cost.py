@@ -167,23 +167,55 @@ def _dot(op: Op, mesh: Mapping[str, int], chip: Chip) -> tuple[float, float]:
 
     depth: float = math.prod(left.shape[int(d)] for d in contracted)
     depth /= shards(*((left, int(d)) for d in contracted), *((right, int(d)) for d in other))
-    shards(*((out, d) for d in range(first)))  # batch dims claim their axes first
+    count = along(out, range(first))  # batch dims claim their axes first
     rows = along(out, range(first, first + free))
     columns = along(out, range(first + free, len(out.shape)))
     if min(rows, columns) <= 1:  # a vector product: not on the matrix units
         return 0.0, 1.0
-    filled = _filled(rows, columns, depth, chip)
-    return _flops(op, mesh), _peak(op, chip) * chip.reached["products"] * filled
+    cores = (chip.compiler or {}).get("cores", 0) if chip.platform == "cuda" else 0
+    if cores:
+        used = _used(rows, columns, depth, count, cores)
+    else:
+        used = _filled(rows, columns, depth, chip)
+    return _flops(op, mesh), _peak(op, chip) * chip.reached["products"] * used
 
 
 def _filled(rows: float, columns: float, depth: float, chip: Chip) -> float:
     """The filled share of the matrix units' tiles."""
-    tile = chip.tile
     dims = sorted((rows, columns, depth))
     full = 1.0
     for n in dims[:2] if chip.platform == "tpu" else dims:
-        full *= n / (math.ceil(n / tile - 1e-9) * tile)
+        full *= n / _up(n, chip.tile)
     return full
+
+
+# Output tiles of a GPU's library, and what a core reaches with each in proportion to the largest: a
+# small tile reads more operands per product (NVIDIA, Matrix Multiplication Background User's Guide,
+# sections "Tile quantization" and "Tile efficiency"; assumed figures in the range of its plots).
+_GPU_TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.9, (128, 64): 0.75, (64, 128): 0.75}
+_GPU_DEPTH = 64  # of a tile's step along the contracted dim
+_SPLITS = {1: 1.0, 2: 0.9, 4: 0.9, 8: 0.9}  # of the contracted dim, whose parts are summed after it
+_SPLIT_DEPTH = 1024  # the least depth of a part
+
+
+def _used(rows: float, columns: float, depth: float, count: float, cores: int) -> float:
+    """The used share of a GPU's cores: its library chooses among tiles, which run in full waves.
+
+    A wave is a tile per core; the last one leaves cores idle ("wave quantization", ibid.).
+    """
+    best = 0.0
+    for (tall, wide), efficiency in _GPU_TILES.items():
+        full = rows / _up(rows, tall) * columns / _up(columns, wide)
+        tiles = count * _up(rows, tall) / tall * _up(columns, wide) / wide
+        for parts, left in _SPLITS.items():
+            if parts == 1 or depth >= parts * _SPLIT_DEPTH:
+                waves = tiles * parts / _up(tiles * parts, cores)
+                best = max(best, full * waves * efficiency * left)
+    return best * depth / _up(depth, _GPU_DEPTH)
+
+
+def _up(n: float, tile: int) -> float:
+    return math.ceil(n / tile - 1e-9) * tile
 
 
 def _peak(op: Op, chip: Chip) -> float:

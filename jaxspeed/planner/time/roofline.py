@@ -79,12 +79,19 @@ class _Clock:
                 self.memory += (seconds - work.compute) * runs * busy
             tasks.append([*sends[True], TimedTask(UNITS, seconds), *sends[False]])
         ran = schedule_scope(scope, tasks)
-        for i, waited in ran.waited.items():
-            of = self.at[id(scope), id(scope.ops[i])]
-            total = sum(self.seconds[id(m)] for m in of) or 1.0
-            for moved in of:
-                self.exposed[id(moved)] += waited * runs * busy * self.seconds[id(moved)] / total
-        return ran.seconds
+        slowed = 0.0
+        for i, op in enumerate(scope.ops):
+            of = self.at.get((id(scope), id(op)), [])
+            total = sum(self.seconds[id(m)] for m in of)
+            waited = ran.waited.get(i, 0.0)
+            for moved in of if total else ():
+                alone = self.seconds[id(moved)]
+                # The cores on which a collective runs do not compute meanwhile.
+                slows = moved.communication.axes and 1 / chip.reached["concurrent"] - 1
+                cost = (max(total - waited, 0.0) * slows if slows else 0.0) * alone / total
+                slowed += cost
+                self.exposed[id(moved)] += (waited * alone / total + cost) * runs * busy
+        return ran.seconds + slowed
 
     def _inside(self, analysis: ScopeAnalysis, op: Any, runs: int, busy: float) -> list[float]:
         """Seconds of all trips of each of its bodies."""
