@@ -97,7 +97,10 @@ class _Evaluation:
         outputs = [v for v in segment.outputs if v in made]
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
         stored = {v: storage[v] for v in weights}
-        products = wide_products(program, stored) if segment.units == 1 else []
+        # Where nothing is recomputed, each operand would be a residual behind a barrier, besides
+        # what XLA computes it from.
+        alone = context.residuals is not None and segment.units == 1
+        products = wide_products(program, stored) if alone else []
         if products:  # their weights are passed as stored, like other inputs
             own = [product.weight for product in products]
             weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
