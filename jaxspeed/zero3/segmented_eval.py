@@ -27,6 +27,7 @@ from jaxspeed.jaxpr.traverse import (
 from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
+from jaxspeed.zero3.product_vjp import wide_products, with_products
 from jaxspeed.zero3.segment_vjp import read, read_tied, run_segment
 from jaxspeed.zero3.segments import EvalContext, Segment, Storage, split_at_units
 from jaxspeed.zero3.sharded_param import ShardedParam
@@ -95,18 +96,28 @@ class _Evaluation:
         inputs = [v for v in free if v not in storage]
         outputs = [v for v in segment.outputs if v in made]
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
-        values = [env[v] for v in inputs]
         stored = {v: storage[v] for v in weights}
+        # Where nothing is recomputed, each operand would be a residual behind a barrier, besides
+        # what XLA computes it from.
+        alone = context.residuals is not None and segment.units == 1
+        products = wide_products(program, stored) if alone else []
+        if products:  # their weights are passed as stored, like other inputs
+            own = [product.weight for product in products]
+            weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
+            program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
+            fn = with_products(program, products, stored)
+            stored = {v: storage[v] for v in weights}
+        else:
+            fn = _with_eager_weight_grads(program, stored)
+        values = [env[v] for v in inputs]
         shards = [env[v] for v in weights]
         if not (context.residuals and segment.units):
             run = read_tied if context.recomputed else run_segment
-            fn = _with_eager_weight_grads(program, stored)
             given = list(stored.values()), shards, values
             env.update(zip(outputs, run(fn, *given) if weights else fn(*values)))
             return
         unshared = [v in self.moving and self.readers[v] == 1 for v in inputs]
         if segment.units == 1:
-            fn = _with_eager_weight_grads(program, stored)
             fn = context.residuals.rematerialized(fn, context.in_loop)
             given = list(stored.values()), shards, values
         else:  # each unit gathers its own weights; only the first one's inputs are saved

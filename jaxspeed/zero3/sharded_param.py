@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.rows import HOST, reduction_dtype
 from jaxspeed.placement.specs import by_dim
+from jaxspeed.placement.torus_gather import first_step
 
 
 class GatherScatter(Protocol):
@@ -104,8 +105,10 @@ class ShardedParam:
         """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
         stored = self.brought(stored)
         # Without the first constraint the gather may move above the barrier on the shard.
-        stored = constrain(stored, self._here, "unit.shard")
-        full = constrain(stored.astype(self.dtype), self.gathered, "unit.gather")
+        stored = _cast(constrain(stored, self._here, "unit.shard"), self.dtype)
+        step = first_step(self._here, self.gathered)
+        stored = constrain(stored, step, "unit.step") if step else stored
+        full = constrain(stored, self.gathered, "unit.gather")
         return full if full.shape == self.shape else full[tuple(map(slice, self.shape))]
 
     def on_device(self) -> ShardedParam:
@@ -124,6 +127,18 @@ class ShardedParam:
         at = self.grad_sharding or self._here
         grad = constrain(grad, at, "unit.scatter").astype(like.dtype)
         return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
+
+
+def _cast(stored: jax.Array, dtype: Any) -> jax.Array:
+    """The stored array in the dtype in which layers read it.
+
+    XLA:TPU moves a cast to bf16 out of a loop over layers and holds a bf16 copy of all their
+    shards (bfloat16-propagation, libtpu 0.0.52). It does not where the values are rounded first;
+    the cast is then exact.
+    """
+    if stored.dtype == jnp.float32 and dtype == jnp.bfloat16:
+        stored = jax.lax.reduce_precision(stored, exponent_bits=8, mantissa_bits=7)
+    return stored.astype(dtype)
 
 
 # All-gather and reduce-scatter of a segment: by sharding constraints, or by an exchange.

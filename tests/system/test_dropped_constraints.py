@@ -31,6 +31,7 @@ ELSEWHERE = {"vocabulary.parts", *cut_blocks.DROPPED}
 ELSEWHERE |= {*test_pipeline_constraints.CASES, *test_pipeline_constraints.TRACED}
 ELSEWHERE |= {*test_partitioned_residuals.SITES}
 ELSEWHERE |= {"draw"}  # tests/train/test_draws.py
+ELSEWHERE |= {"unit.step"}  # test_torus_gather.py
 
 
 @pytest.fixture(scope="module")

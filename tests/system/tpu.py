@@ -70,6 +70,13 @@ def forms(devices: list[jax.Device]) -> dict[str, Any]:
     return measure_stacks(devices, {form: {"stage": 3, "form": form} for form in FORMS})
 
 
+def torus(devices: list[jax.Device], dropped: str | None) -> dict[str, Any]:
+    """Scanned layers gathered over three closed dims of a torus."""
+    case = {"stage": 3, "form": "scanned", "width": DEEP_WIDTH, "micro": DEEP_BATCH}
+    with without(dropped):
+        return measure(*stack_program(devices, **case))
+
+
 def heads(devices: list[jax.Device], names: list[str]) -> dict[str, Any]:
     """Language models, with their head tied to the embedding and not; at stage 3 and 2."""
     cases: dict[str, dict[str, Any]] = {

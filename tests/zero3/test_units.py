@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxspeed.jaxpr.module_scopes import tagged
 from jaxspeed.zero3 import EvalContext, ShardedParam, Units, choose_units, run_segmented
+from jaxspeed.zero3.residual_policy import ResidualPolicy
 from tests.support.awkward import AWKWARD, OwnScan, Plain, TiedWeights, UnlikeBlocks
 from tests.support.awkward.base import WIDTH
 
@@ -82,8 +83,8 @@ def as_stored(leaf: Any) -> jax.Array:
 class Sliced:
     """The same model with its units gathering their own stored parameters."""
 
-    def __init__(self, split: Split) -> None:
-        self.split = split
+    def __init__(self, split: Split, residuals: ResidualPolicy | None = None) -> None:
+        self.split, self.residuals = split, residuals
         trace = jax.make_jaxpr(lambda *args: split.loss(*args, named=True), return_shape=True)
         self.closed, _ = trace(split.leaves, split.rest, split.x)
         self.parameters = self.closed.jaxpr.invars[: len(split.leaves)]
@@ -92,9 +93,8 @@ class Sliced:
     def loss(self, leaves: list[Any], rest: Any, x: Any) -> Any:
         storage = dict(zip(self.parameters, map(stored, self.split.leaves), strict=True))
         args = [*leaves, *jax.tree.leaves(rest), x]
-        outs = run_segmented(
-            self.closed.jaxpr, self.closed.consts, args, storage, EvalContext(self.units)
-        )
+        context = EvalContext(self.units, residuals=self.residuals)
+        outs = run_segmented(self.closed.jaxpr, self.closed.consts, args, storage, context)
         return outs[0], outs[1:]
 
     def gradients(self) -> Callable[..., Any]:

@@ -1,0 +1,252 @@
+"""Custom VJP of a matmul in a wide unit: it gathers its own weight, a part of it at a time.
+
+A unit whose weights are large against its activations would hold all of them at once, and their
+gradients too. Here each matmul gathers its weight in both passes: forward, while the matmul before
+it runs; backward, while its weight gradient is computed, which is reduce-scattered while the input
+gradient is. A weight that is larger than the matmul's activations is divided, so that one part of
+it after the other is gathered.
+
+Whether that pays is decided from bytes in `wide_products`, and nowhere else: the planner reads the
+program that results.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import linear_transpose
+from jax.lax import optimization_barrier
+
+from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
+from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
+from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.slicing import sub_jaxpr
+from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.placement.grad_barrier import grads_together
+from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.specs import num_shards
+from jaxspeed.zero3.sharded_param import ShardedParam
+
+# Weights of fewer bytes than so many of the unit's inputs count little among its activations.
+INPUTS = 2
+# A recomputing unit's backward pass gathers each weight twice. A gather moves 2 bytes per
+# parameter, and the matmul that hides it takes 2 FLOPs per row and parameter: with fewer rows per
+# device, links do not keep up (v5p: 459 TFLOP/s at 540 GB/s, 850 rows).
+ROWS = 1024
+
+Storage = Mapping[Any, ShardedParam]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul with one stored weight that nothing else reads.
+
+    Attributes:
+      jaxpr: of (weight, operand); with the equations that compute the matmul's operand from the
+        weight, such as a transpose.
+      numbers: of these equations; the last one is the matmul.
+      dims: the dim of the weight that is divided, and that of the result.
+    """
+
+    jaxpr: Any
+    weight: Any
+    operand: Any
+    numbers: tuple[int, ...]
+    dims: tuple[int, int] | None = None
+    parts: int = 1
+
+    @property
+    def eqn(self) -> Any:
+        return self.jaxpr.eqns[-1]
+
+
+def wide_products(jaxpr: Any, storage: Storage) -> list[Product]:
+    """The matmuls of a unit that gather their own weights, in order; none if that does not pay."""
+    movable = {v: s for v, s in storage.items() if s.trainable and not s.exchange and not s.on_host}
+    if not movable:
+        return []
+    sizes = next(iter(movable.values())).gathered.mesh.shape
+    ranks = math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+    inputs = [v.aval for v in jaxpr.invars if v not in storage and len(v.aval.shape) > 1]
+    real = [nbytes(x) for x in inputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    weights = sum(_gathered_bytes(v.aval, s) for v, s in storage.items())
+    if weights < INPUTS * max(real, default=0) // ranks:
+        return []
+
+    def rows(product: Product) -> int:
+        size = math.prod(product.weight.aval.shape)
+        return equation_flops(product.eqn, count_all) // (2 * size * ranks)
+
+    found = [product for product in _products(jaxpr, movable) if rows(product) >= ROWS]
+    return [_divided(product, movable[product.weight], ranks) for product in found]
+
+
+def _gathered_bytes(aval: Any, stored: ShardedParam) -> int:
+    sizes = stored.gathered.mesh.shape
+    return nbytes(aval) // math.prod(num_shards(entry, sizes) for entry in stored.entries)
+
+
+def _products(jaxpr: Any, storage: Storage) -> list[Product]:
+    origin = {v: v for v in storage}  # of values computed from a single weight
+    chains: dict[Any, list[int]] = {v: [] for v in storage}
+    readers: dict[Any, list[int | None]] = {v: [] for v in storage}
+    for number, eqn in enumerate(jaxpr.eqns):
+        origins = {origin.get(v) for v in eqn.invars if is_var(v)}
+        if len(origins) == 1 and None not in origins:
+            (weight,) = origins
+            origin.update(dict.fromkeys(eqn.outvars, weight))
+            chains[weight].append(number)
+        else:
+            for weight in origins - {None}:
+                readers[weight].append(number)
+    for v in jaxpr.outvars:
+        if is_var(v) and v in origin:
+            readers[origin[v]].append(None)
+    found = []
+    for weight, by in readers.items():
+        last = by[0] if len(by) == 1 else None
+        if last is None or jaxpr.eqns[last].primitive.name not in PRODUCTS:
+            continue
+        numbers = (*chains[weight], last)
+        eqns = [jaxpr.eqns[i] for i in numbers]
+        moving = [v for v in eqns[-1].invars if is_var(v) and v not in origin]
+        if len(moving) == 1:
+            program = sub_jaxpr(jaxpr, eqns, [weight, *moving], eqns[-1].outvars)
+            found.append(Product(program, weight, moving[0], numbers))
+    return sorted(found, key=lambda product: product.numbers[-1])
+
+
+def _divided(product: Product, stored: ShardedParam, ranks: int) -> Product:
+    """The product in as many parts that one is no larger than its larger activation.
+
+    The first dim that is neither contracted nor sharded is divided: parts of the last dim can be
+    narrower than a TPU's tile, whose padding the stacked gradients would have too.
+    """
+    eqn, weight = product.eqn, product.weight
+    if len(product.numbers) > 1 or eqn.primitive.name != "dot_general":
+        return product
+    side = [v is weight for v in eqn.invars].index(True)
+    contracted, batch = eqn.params["dimension_numbers"]
+    free = [d for d in range(weight.aval.ndim) if d not in (*contracted[side], *batch[side])]
+    divisible = [d for d in free if d != stored.sharded_dim and stored.entries[d] is None]
+    dim = next((d for d in divisible if weight.aval.shape[d] > 1), None)
+    if dim is None:
+        return product
+    first = len(eqn.outvars[0].aval.shape) - len(free) if side else len(batch[0])
+    limit = max(nbytes(v.aval) for v in (product.operand, *eqn.outvars)) // ranks
+    size, parts = _gathered_bytes(weight.aval, stored), 1
+    while size > limit * parts and weight.aval.shape[dim] % (2 * parts) == 0:
+        parts *= 2
+    return replace(product, dims=(dim, first + free.index(dim)), parts=parts)
+
+
+def with_products(
+    jaxpr: Any, products: Sequence[Product], storage: Storage
+) -> Callable[..., list[Any]]:
+    """A constant-free jaxpr as a function to which the products' weights are passed as stored."""
+    inside = {number: product for product in products for number in product.numbers}
+    # As in `with_eager_weight_grads`: the gradient of a weight precedes the input gradient of the
+    # matmul before it, during which it may still be reduce-scattered.
+    following = {a.weight: b.weight for a, b in itertools.pairwise(products)}
+
+    def run(*args: Any) -> list[Any]:
+        env = bindings(jaxpr, (), args)
+        before: Any = None  # the operand of the product before
+        for number, eqn in enumerate(jaxpr.eqns):
+            product = inside.get(number)
+            if product is None:
+                outs = run_equation(jaxpr, eqn, env.__getitem__)
+            elif number != product.numbers[-1]:
+                continue
+            else:
+                operand, weight = env[product.operand], product.weight
+                if weight in following:
+                    after = following[weight]
+                    operand, env[after] = grads_together(operand, env[after])
+                given = env[weight], operand, operand if before is None else before
+                outs = [_run(product, storage[weight], *given)]
+                before = operand
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
+
+    return run
+
+
+def _run(product: Product, stored: ShardedParam, shard: Any, operand: Any, before: Any) -> Any:
+    """The result of a product; its first gather waits for `before`."""
+    count, dims = product.parts, product.dims
+    fn, part = as_function(product.jaxpr), stored
+    if dims is not None and count > 1:
+        shape = list(stored.shape)
+        shape[dims[0]] //= count
+        part = replace(stored, shape=tuple(shape))
+        fn = _of_any_size(product)
+
+    def split(x: Any, dim: int) -> list[Any]:
+        return list(jax.lax.split(x, [x.shape[dim] // count] * count, dim)) if count > 1 else [x]
+
+    def join(parts: Sequence[Any], dim: int) -> Any:
+        return jnp.concatenate(list(parts), dim) if count > 1 else parts[0]
+
+    of_weight, of_result = dims or (0, 0)
+
+    @jax.custom_vjp
+    def run(shard: Any, operand: Any, before: Any) -> Any:
+        return forward(shard, operand, before)[0]
+
+    def forward(shard: Any, operand: Any, before: Any) -> Any:
+        outs: list[Any] = []
+        for piece in split(shard, of_weight):
+            # While the part before it is multiplied, a part may be gathered.
+            piece, _ = optimization_barrier((piece, [before, operand, *outs][: len(outs) + 1][-1]))
+            outs += fn(part.read(piece), operand)
+        return join(outs, of_result), (shard, operand)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        shard, operand = saved
+        cotangent, operand = optimization_barrier((cotangent, operand))
+        pieces, cotangents = split(shard, of_weight), split(cotangent, of_result)
+        pieces[0], cotangents[0] = optimization_barrier((pieces[0], cotangents[0]))
+        weight = part.read(pieces[0])
+        grads: list[Any] = []
+        for i, (piece, ct) in enumerate(zip(pieces, cotangents, strict=True)):
+            if i > 1:
+                grads[-2], ct = optimization_barrier((grads[-2], ct))
+            like = jax.ShapeDtypeStruct(part.shape, part.dtype)
+            (grad,) = linear_transpose(lambda w: fn(w, operand)[0], like)(ct)
+            if count == 1:  # the weight gradient comes first, and the operand is free after it
+                grad, cotangents[0] = optimization_barrier((grad, ct))
+            grads.append(part.scatter(grad, piece))
+        if count > 1:  # with the exception of the last one, whose scatter is hidden
+            grads[-2], cotangents = optimization_barrier((grads[-2], cotangents))
+        totals: list[Any] = []
+        for i, (piece, ct) in enumerate(zip(pieces, cotangents, strict=True)):
+            if i:
+                piece, _ = optimization_barrier((piece, [ct, *totals][:i][-1]))
+                weight = part.read(piece)
+                totals[-1], ct = optimization_barrier((totals[-1], ct))
+            (moved,) = linear_transpose(lambda x, w=weight: fn(w, x)[0], operand)(ct)
+            if count > 1:
+                moved = moved.astype(jnp.promote_types(moved.dtype, jnp.float32))
+            totals.append(totals[-1] + moved if totals else moved)
+        return join(grads, of_weight), totals[-1].astype(operand.dtype), None
+
+    run.defvjp(forward, backward)
+    return run(shard, operand, before)
+
+
+def _of_any_size(product: Product) -> Callable[[Any, Any], list[Any]]:
+    """The matmul as a function of (part of the weight, operand)."""
+    eqn = product.eqn
+    swapped = eqn.invars[0] is not product.weight
+
+    def fn(weight: Any, operand: Any) -> list[Any]:
+        return [
+            eqn.primitive.bind(*(operand, weight) if swapped else (weight, operand), **eqn.params)
+        ]
+
+    return fn
