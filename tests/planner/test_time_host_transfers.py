@@ -13,7 +13,6 @@ from jax.tree_util import DictKey, SequenceKey
 from jaxspeed.offload.transfer_report import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.planner.memory import Step
-from jaxspeed.planner.memory.partitioning import propagate_shardings
 from jaxspeed.planner.memory.trace_ir import open_program
 from jaxspeed.planner.time import device_flops, host_transfers
 
@@ -38,11 +37,12 @@ def here(mesh, shape, *spec):
 def step_of(function, *args, state=()):
     """The step of a function whose first arguments, and results, are the state of these paths."""
     scope = open_program(jax.jit(function).trace(*args).jaxpr, "cpu")
-    propagate_shardings(scope, [x.sharding.spec for x in args], SIZES)
     program = SimpleNamespace(mesh=SimpleNamespace(shape=SIZES), table=())
     names = [*state, *["batch"] * (len(args) - len(state))]
     paths = [(SequenceKey(0), DictKey(name)) for name in names]
-    return Step(program, None, "cpu", scope, len(state), paths, [in_host(x.sharding) for x in args])
+    specs = [x.sharding.spec for x in args]
+    on_host = [in_host(x.sharding) for x in args]
+    return Step(program, None, "cpu", scope, len(state), paths, specs, on_host)
 
 
 def of(function, *args, state=()):
