@@ -27,6 +27,9 @@ class Split:
         shuffle: bool,
         weights: Sequence[float] | None = None,
     ) -> None:
+        import grain  # with the first data: it loads slowly, and adds a handler to the root logger
+
+        self._dataset = grain.MapDataset
         self._chain = Chain(parts)
         self.parts = self._chain.parts
         self._weights = list(weights or [1.0] * len(self.parts))
@@ -55,14 +58,12 @@ class Split:
     def _order(self) -> Any:
         """order[k] is the sample at position k."""
         if self._made is None:
-            import grain  # loads slowly, and adds a handler to the root logger
-
             orders = []
             for i, (start, stop) in enumerate(pairwise(self._chain.edges)):
-                ids = grain.MapDataset.range(int(start), int(stop))
+                ids = self._dataset.range(int(start), int(stop))
                 orders.append((ids.shuffle(seed=self._seeds[i]) if self._seeds else ids).repeat())
             mixed = len(orders) > 1
-            self._made = grain.MapDataset.mix(orders, self._weights) if mixed else orders[0]
+            self._made = self._dataset.mix(orders, self._weights) if mixed else orders[0]
         return self._made
 
     def sample_ids(self, step: int, batch_size: int, rows: Positions | None = None) -> np.ndarray:

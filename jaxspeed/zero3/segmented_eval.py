@@ -243,7 +243,8 @@ def _scan(
         else:
             inner[iv] = stored.layer()
     passed = dict(zip(jaxpr.invars[num_consts:], body.operands[num_consts:], strict=True))
-    context = context.inside(passed, moving, in_loop=True)
+    loops = _stays_a_loop(body.trips, eqn.params["unroll"])
+    context = context.inside(passed, moving, in_loop=context.in_loop or loops)
 
     def run(context: EvalContext, consts: Sequence[Any], carry: Any, xs: Any, length: int) -> Any:
         def trip(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -259,6 +260,11 @@ def _scan(
         carry, ys = run(context, *parts, body.trips)
         return [*carry, *ys]
     return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context)
+
+
+def _stays_a_loop(trips: int, unroll: int = 1) -> bool:
+    """Whether a compiled scan has all of its trips in a loop: no other trip is unrolled."""
+    return trips // unroll > 1 and trips % unroll == 0
 
 
 def _repeats_units(jaxpr: Any, units: Units) -> bool:
@@ -292,7 +298,7 @@ def _scan_of_groups(
 
         unshared = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
         args = [*consts, *carry, *xs]
-        fn = residuals.rematerialized(together, True)
+        fn = residuals.rematerialized(together, _stays_a_loop(length // every))
         outs = run_segment(fn, (), (), args, residuals, unshared)
         return outs[: len(carry)], outs[len(carry) :]
 

@@ -48,9 +48,9 @@ def test_never_fits_where_the_compiler_needs_more(name):
 
 
 def test_what_a_loop_recomputes_beside_its_forward_pass_may_be_saved():
-    """XLA merges the recomputation of unrolled layers with their forward pass."""
-    found = estimate("second 18")
-    assert found.device + found.recomputed > total("second 18") > 2 * found.device
+    """XLA:TPU merged the recomputation of a list of layers with their forward pass."""
+    found = estimate("second 00")
+    assert total("second 00") > 2 * found.device and found.on(total("second 00") - 1) != "fits"
 
 
 def test_small_arrays_of_an_offloaded_optimizer_are_on_the_device_from_the_beginning():

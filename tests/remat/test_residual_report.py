@@ -1,5 +1,7 @@
 """The residual report shows what the config's remat keys save."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ SIZES = gpt2.Config(
 )
 
 
-def program(remat, accumulation=1, **sections):
+def program(remat, accumulation=1, sizes=SIZES, **sections):
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": accumulation,
@@ -30,7 +32,7 @@ def program(remat, accumulation=1, **sections):
     }
     return build_program(
         Config.load(config),
-        lambda rngs: gpt2.build(SIZES, rngs),
+        lambda rngs: gpt2.build(sizes, rngs),
         gpt2.loss,
         devices=jax.devices()[:DEVICES],
     )
@@ -90,6 +92,14 @@ def test_inputs_in_host_memory_are_not_on_the_device():
     assert found.inputs_at == "host"
     assert found.on_device == 0
     assert found.names["attention"][1] == "host"
+
+
+@pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (3, True), (True, True)])
+def test_recomputation_of_unrolled_layers_is_kept_apart(unroll, barriers):
+    """Trips outside of a loop stand beside their backward pass, with which XLA would merge them."""
+    made = program("full", sizes=dataclasses.replace(SIZES, unroll=unroll))
+    text = made.step.lower(made.state, made.abstract_batch(batch_of(made))).as_text()
+    assert ("optimization_barrier" in text) == barriers
 
 
 def test_no_report_without_a_policy_with_names():

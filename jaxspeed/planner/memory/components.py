@@ -42,8 +42,8 @@ class Memory:
 
     Attributes:
       components: host memory last; state first, the largest first.
-      recomputed: bytes that are recomputed in the computation that holds their forward pass, as of
-        unrolled layers: XLA may merge the two and save them.
+      recomputed: bytes that are recomputed in the computation that holds their forward pass: XLA
+        may merge the two and save them.
     """
 
     components: tuple[Component, ...]
