@@ -43,7 +43,7 @@ class Memory:
     Attributes:
       components: host memory last; state first, the largest first.
       recomputed: bytes that are recomputed in the computation that holds their forward pass: XLA
-        may merge the two and save them.
+        may save them instead, or compute them earlier.
     """
 
     components: tuple[Component, ...]
