@@ -1,7 +1,7 @@
 """The record of a communication: a collective, a host transfer, or one with parameter servers.
 
 Records come from a compiled program (`hlo/collectives.py`), from a traced one
-(`tensor_parallel/boundary_costs.py`, `planner/time`), or from a formula (`pipeline/report.py`,
+(`tensor_parallel/boundary_costs.py`, `planner/time`), or from a formula (`pipeline/cost_report.py`,
 `parameter_server/programs.py`).
 """
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxspeed.errors import PretrainedError
-from jaxspeed.interop.folder import LanguageModelFolder, PretrainedFolder
+from jaxspeed.interop.hf_folder import LanguageModelFolder, PretrainedFolder
 from jaxspeed.interop.pretrained import check_vocabulary, pretrained
-from jaxspeed.objective.pretrained import Pretrained
+from jaxspeed.objective.pretrained_model import Pretrained
 
 FAMILIES: dict[str, str] = {
     "gpt2": "jaxspeed.models.gpt2",

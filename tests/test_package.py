@@ -42,6 +42,13 @@ def test_every_folder_with_modules_is_a_package():
             assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
 
 
+def test_few_files_share_a_name():
+    names = (f.name for folder in FOLDERS.values() for f in folder.rglob("*.py"))
+    shared = {name: n for name, n in collections.Counter(names).items() if n > 1}
+    del shared["__init__.py"]
+    assert len(shared) <= 10 and max(shared.values()) == 2, shared
+
+
 def test_no_public_class_name_occurs_twice():
     """Except `Config` of the model families."""
     found = collections.Counter(

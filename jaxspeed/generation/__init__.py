@@ -1,7 +1,7 @@
 """Text generation: sampling rules, compiled programs with a key-value cache, and their loop."""
 
 from jaxspeed.generation.generate import Generated, Generation, Generator, Request, TextPiece
-from jaxspeed.generation.sampling import Sampling
+from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextTokenizer
 
 __all__ = [

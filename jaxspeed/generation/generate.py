@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.generation.programs import NO_TOKEN, ForwardPrograms
-from jaxspeed.generation.sampling import Sampling
-from jaxspeed.generation.steps import (
+from jaxspeed.generation.decode_programs import NO_TOKEN, ForwardPrograms
+from jaxspeed.generation.next_tokens import (
     Cached,
     OneByOne,
     Recomputed,
@@ -22,6 +21,7 @@ from jaxspeed.generation.steps import (
     bucket,
     first_seen,
 )
+from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
 from jaxspeed.objective.config_model import sizes_of
 from jaxspeed.objective.train_state import TrainState

@@ -26,12 +26,12 @@ from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.config import Config
 from jaxspeed.errors import CheckpointError, PretrainedError
-from jaxspeed.interop.folder import CONFIG, COPIED, INDEX
+from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
 from jaxspeed.objective.config_model import family_sizes
-from jaxspeed.objective.pretrained import Pretrained
+from jaxspeed.objective.pretrained_model import Pretrained
 from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.train.program import Program
 

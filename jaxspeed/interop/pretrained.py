@@ -12,9 +12,9 @@ from jaxspeed.config.run_sections import Data
 from jaxspeed.data.sentencepiece_model import tokenizer_json
 from jaxspeed.data.tokenizer import FILES, Tokenizer, read_tokenizer
 from jaxspeed.errors import DataError, PretrainedError
-from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, check_tensors
-from jaxspeed.objective.pretrained import Pretrained
+from jaxspeed.objective.pretrained_model import Pretrained
 
 
 class FolderWeights:

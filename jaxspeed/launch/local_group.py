@@ -108,7 +108,7 @@ class LocalGroup:
     def _start(self, local_rank: int, cores: list[int]) -> None:
         job, rank = self._job, self._job.first + local_rank
         mine = shared_evenly(cores, local_rank, job.processes)
-        begin = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py"))]
+        begin = [sys.executable, "-I", "-S", str(Path(__file__).with_name("become_process.py"))]
         bound = ",".join(map(str, mine)) or "-"
         command = [*begin, str(os.getpid()), bound, *job.command]
         environment = {

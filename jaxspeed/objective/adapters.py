@@ -13,7 +13,7 @@ from jaxspeed.objective.batches import takes_rng
 from jaxspeed.objective.linen_model import LinenModel
 from jaxspeed.objective.nnx_model import NnxModel
 from jaxspeed.objective.pair_model import PairModel
-from jaxspeed.objective.pretrained import Pretrained
+from jaxspeed.objective.pretrained_model import Pretrained
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.trainable import read_trainable
 

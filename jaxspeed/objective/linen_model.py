@@ -25,7 +25,7 @@ from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.caching import decode_argument, in_decoding, shapes
 from jaxspeed.objective.own_axes import with_own_axes
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     STATISTICS,

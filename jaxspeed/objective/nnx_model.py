@@ -15,7 +15,7 @@ from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
 from jaxspeed.objective.caching import create_caches
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
     EDITED,
     EVALUATION,

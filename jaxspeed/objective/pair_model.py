@@ -16,7 +16,7 @@ import jax
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
     SEED,
     Arrays,

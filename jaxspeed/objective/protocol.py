@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.batch_checks import is_numeric
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 

@@ -6,9 +6,9 @@ ticks that share one compiled loop body. The traced loss is split at its blocks 
 `evaluation` loop over the table of ticks. A `PipelineReport` lists the costs.
 """
 
+from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.gantt import gantt
 from jaxspeed.pipeline.pipeline import Pipeline
-from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.schedule import SCHEDULES, Schedule, WorkTable, forward_only, schedule
 from jaxspeed.pipeline.tick_loops import Phase, Repeat, phases
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxspeed.objective.accumulate import micro_batch_shapes
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import Arrays
+from jaxspeed.pipeline.cost_report import PipelineReport
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.pipeline import Pipeline
-from jaxspeed.pipeline.report import PipelineReport
 from jaxspeed.pipeline.step_values import split_program
 from jaxspeed.placement.mesh import data_parallel_size
 from jaxspeed.placement.rows import Placement, Row

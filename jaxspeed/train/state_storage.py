@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.memory_kinds import in_host, on_device

@@ -10,7 +10,7 @@ import jaxspeed
 from jaxspeed import models
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
-from jaxspeed.generation.programs import ModelState
+from jaxspeed.generation.decode_programs import ModelState
 from tests.generation import plain
 
 RNG = np.random.default_rng(0)

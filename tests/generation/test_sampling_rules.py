@@ -6,7 +6,7 @@ import pytest
 
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Sampling
-from jaxspeed.generation import sampling as rules
+from jaxspeed.generation import sampling_rules as rules
 
 LOGITS = 3 * np.random.default_rng(0).normal(size=(4, 50)).astype(np.float32)
 SEEN = np.random.default_rng(1).random(LOGITS.shape) < 0.3

@@ -18,7 +18,7 @@ from jaxspeed.models import build, from_pretrained
 
 import jaxspeed
 from jaxspeed.interop import HFForm, MappingTable, TensorRule, pretrained
-from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.interop.safetensors import TensorFile
 from tests.interop import folders
@@ -292,7 +292,7 @@ def test_a_process_maps_only_the_pages_of_its_shards(tmp_path):
     code = f"""
 import re
 import numpy as np
-from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.pretrained import data_section
 from jaxspeed.interop.safetensors import TensorFile
 file = TensorFile.open(__import__("pathlib").Path({str(tmp_path / "big.safetensors")!r}))

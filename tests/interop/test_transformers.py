@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspeed
 from jaxspeed.interop import save_pretrained
-from jaxspeed.interop.folder import PretrainedFolder
+from jaxspeed.interop.hf_folder import PretrainedFolder
 from jaxspeed.interop.mapping import bind
 from jaxspeed.interop.safetensors import TensorFile
 from jaxspeed.objective import adapt_model

@@ -20,7 +20,7 @@ from jaxspeed.checkpoint.restore import donatable_arrays
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective import Model
 from jaxspeed.objective.precision import precision_of
-from jaxspeed.objective.pretrained import Weights
+from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, owner_of
 from jaxspeed.parameter_server.bucketed_update import bucket_paths, separated_update

@@ -1,4 +1,4 @@
-"""Become a process of a run: `python -I -S child.py PARENT CORES COMMAND...`.
+"""Become a process of a run: `python -I -S become_process.py PARENT CORES COMMAND...`.
 
 Between fork and exec Python runs no code in a child safely once the launcher has threads, so this
 small program sets what a process inherits, and then executes the command in its place.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxspeed.generation.programs import Draws, ForwardPrograms, ModelState, Rules
+from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, ModelState, Rules
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
 

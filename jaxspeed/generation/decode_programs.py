@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.errors import ModelError
-from jaxspeed.generation.sampling import draw
+from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
 from jaxspeed.objective.protocol import CachedModel
