@@ -101,7 +101,8 @@ def budget_figures(
 def _range(program: Program, batch: Any) -> tuple[int, int]:
     """Bytes of what units are handed, and of that with all that they name."""
     objective = program.objective
-    rest = ({}, program.abstract_batch(batch), 0, 0)
+    number = jax.ShapeDtypeStruct((), "int32")
+    rest = ({}, program.abstract_batch(batch), number, number)
     with jax.set_mesh(program.mesh):
         traced = objective.trace(rest, train=True)
     found = tuple(unit_jaxprs(traced.closed.jaxpr, traced.batch, traced.units))
