@@ -7,35 +7,36 @@ the module create them.
 import contextlib
 import copy
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from threading import RLock
-from typing import Any, NamedTuple
-from unittest import mock
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import freeze, meta
-from flax.core.scope import DenyList, in_filter, union_filters
+from flax.core.scope import DenyList
 
 from jaxspeed.errors import ModelError
-from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
 from jaxspeed.objective.caching import decode_argument, in_decoding, shapes
+from jaxspeed.objective.linen_calls import (
+    BoundLinen,
+    CreatingLinen,
+    in_evaluation,
+    naming_scopes,
+    recorded_calls,
+    traced_within,
+)
 from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
     SEED,
-    STATISTICS,
     Arrays,
     CachedModel,
     check_collections,
     frozen_part,
     frozen_statistics_note,
     is_inexact,
-    mode_arguments,
     nested,
 )
 from jaxspeed.objective.rng import FALLBACK, linen_rngs, micro_batch_key
@@ -43,8 +44,6 @@ from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths, path_of
 from jaxspeed.placement.rows import Leaf
-
-_lock = RLock()
 
 
 class LinenModel:
@@ -68,7 +67,7 @@ class LinenModel:
         self._init_name = "init_with" if init_with else "loss_fn"
         self._example = example_shapes(example_batch)
         self._state_collections = state_collections
-        with _recorded() as seen:
+        with recorded_calls() as seen:
             boxed = jax.eval_shape(self._create, jax.random.key(0))
         self._sown, self._streams = frozenset(seen.sown), sorted(seen.streams)
         check_collections(state_collections, (name for name in boxed if name != "params"))
@@ -133,13 +132,13 @@ class LinenModel:
 
     def _create(self, key: jax.Array, boxed: bool = True) -> Any:
         def created(key: jax.Array) -> Any:
-            bound = _Creating(self._module, key)
+            bound = CreatingLinen(self._module, key)
             given, batch = with_extra({SEED: key}, zeros_of(self._example))
             with foreign(f"{self._init_name}(model, example_batch)", self._example):
                 call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
             if not bound.created:
                 raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-            if any(_traced_within(x, key) for x in jax.tree.leaves(bound.created)):
+            if any(traced_within(x, key) for x in jax.tree.leaves(bound.created)):
                 raise ModelError(
                     f"{self._init_name} makes the model's first call inside a function that is "
                     "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "
@@ -159,7 +158,7 @@ class LinenModel:
 
     def bind(
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
-    ) -> "BoundLinen":
+    ) -> BoundLinen:
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
         rngs = linen_rngs(micro_batch_key(variables[SEED], step, micro), self._streams)
@@ -169,10 +168,10 @@ class LinenModel:
             rngs = {FALLBACK: rngs[FALLBACK]}
         sown = {place[0] for place in self._sown}
         constant = {"params"} if train else {*tree} - sown - self._caches
-        module = self._module if train else _in_evaluation(self._module)
+        module = self._module if train else in_evaluation(self._module)
         return BoundLinen(module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
-    def mutated(self, bound: "BoundLinen", params: Arrays) -> Arrays:
+    def mutated(self, bound: BoundLinen, params: Arrays) -> Arrays:
         after = _flat(bound.variables)
         state = [path for path in self.variables if self._is_state(path)]
         return {path: after[path] for path in state if path in after}
@@ -202,14 +201,14 @@ class LinenModel:
         model.variables = {**self.variables, **caches}
         return CachedModel(model, lambda: fresh(*map(zeros_of, given)), True)
 
-    def cached_values(self, bound: "BoundLinen") -> Arrays:
+    def cached_values(self, bound: BoundLinen) -> Arrays:
         flat = _flat({name: x for name, x in bound.variables.items() if name in self._caches})
         return {path: flat[path] for path in self.variables if path in flat}
 
-    def naming(self, bound: "BoundLinen") -> contextlib.AbstractContextManager[None]:
-        return _naming()
+    def naming(self, bound: BoundLinen) -> contextlib.AbstractContextManager[None]:
+        return naming_scopes()
 
-    def protect(self, bound: "BoundLinen") -> None:
+    def protect(self, bound: BoundLinen) -> None:
         bound.variables = freeze(bound.variables)
 
     def notes(self, compute_dtype: Any) -> list[str]:
@@ -221,208 +220,6 @@ class LinenModel:
         return nested(
             {tuple(leaf.path.split("/")): flat.get(leaf.path, absent) for leaf in self.leaves}
         )
-
-
-class _Methods:
-    """The module's own methods and fields: `model.encode(x)` is `model(x, method="encode")`."""
-
-    module: nn.Module
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "module":
-            raise AttributeError(name)
-        value = getattr(self.module, name)
-        is_method = inspect.isfunction(getattr(type(self.module), name, None))
-        return functools.partial(self.__call__, method=name) if is_method else value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class BoundLinen(_Methods):
-    """A Linen module with its variables, callable like the module; stores what a call changes.
-
-    `variables` also holds what the calls so far have sown: `model.variables["losses"]`. Of `rngs`,
-    `mutable` and `capture_intermediates` it makes what `Module.apply` does; `mutable` only says
-    what is returned too.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        variables: Any,
-        rngs: dict[str, jax.Array],
-        training: bool,
-        is_frozen: Callable[[str], bool],
-        mutable: DenyList,
-    ) -> None:
-        self.module, self.variables, self.training = module, variables, training
-        self._rngs, self._is_frozen = rngs, is_frozen
-        # All but parameters; in evaluation what calls sow, and state that shares its collection.
-        self._mutable = mutable
-
-    def __call__(self, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
-        every = union_filters(self._mutable, mutable)
-        out, changed = self.apply(self.variables, *args, mutable=every, **kwargs)
-        self.variables = {**self.variables, **changed}
-        return _with_collections(out, changed, mutable)
-
-    def apply(
-        self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any
-    ) -> Any:
-        """`Module.apply` with the mode and the random streams of this micro-batch."""
-        kwargs = {**_mode(self.module, method, self.training), **kwargs}
-        frozen = _frozen_statistics(self._is_frozen)
-        with frozen if self.training else contextlib.nullcontext():
-            given = {**self._rngs, **_streams(rngs)}
-            return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
-
-
-class _Creating(_Methods):
-    """Stand-in for the module during initialization: its calls create the variables.
-
-    Each creates all that it reads, from the same key: as one call of all of them would, since
-    values depend on the key and the path.
-    """
-
-    training = False
-
-    def __init__(self, module: nn.Module, key: jax.Array) -> None:
-        self.module, self._key = module, key
-        self.created: Any = {}
-        self.variables: Any = {"params": {}}  # as the loss may look at them
-
-    def __call__(
-        self,
-        *args: Any,
-        rngs: Any = None,
-        method: Any = None,
-        mutable: Any = False,
-        **kwargs: Any,
-    ) -> Any:
-        kwargs = {**_mode(self.module, method, False), **kwargs}
-        given = {**_streams(rngs), FALLBACK: self._key}
-        out, created = self.module.init_with_output(
-            given, *args, method=method, mutable=True, **kwargs
-        )
-        self.created = _merged(self.created, created)
-        self.variables = meta.unbox(self.created)
-        return _with_collections(out, self.variables, mutable)
-
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call: the variables are those that are being created."""
-        return self(*args, **kwargs)
-
-
-def _streams(rngs: Any) -> dict[str, Any]:
-    """Random streams as `Module.apply` takes them: a key is that of `params`."""
-    if rngs is None:
-        return {}
-    return dict(rngs) if isinstance(rngs, Mapping) else {FALLBACK: rngs}
-
-
-def _with_collections(out: Any, variables: Any, mutable: Any) -> Any:
-    """(out, the collections that the user's call names), or `out` where it names none."""
-    if mutable is False:
-        return out
-    return out, {name: x for name, x in variables.items() if in_filter(mutable, name)}
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """Nested dicts with the entries of both, of which the old ones stay."""
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return old
-    return {**new, **{name: _merged(x, new.get(name)) for name, x in old.items()}}
-
-
-def _traced_within(x: Any, key: Any) -> bool:
-    """Whether an array belongs to another trace than the key: to one that has ended."""
-    traces = [getattr(tracer, "_trace", None) for tracer in (x, key)]
-    return None not in traces and traces[0] is not traces[1]
-
-
-def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
-    called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
-    modes = mode_arguments(inspect.signature(called).parameters, training)
-    # Flax refuses a mode that is both a field and an argument (`nn.merge_param`).
-    return {name: on for name, on in modes.items() if name not in _mode_fields(module)}
-
-
-def _mode_fields(module: nn.Module) -> dict[str, bool]:
-    """The module's own fields that hold a mode, with their values in evaluation."""
-    modes = mode_arguments({field.name: field for field in fields(module)}, False)
-    return {name: on for name, on in modes.items() if isinstance(getattr(module, name, None), bool)}
-
-
-def _in_evaluation(module: nn.Module) -> nn.Module:
-    modes: dict[str, Any] = _mode_fields(module)
-    return module.clone(**modes) if modes else module
-
-
-class _Seen(NamedTuple):
-    """What modules did in their calls."""
-
-    sown: set[tuple[str, ...]]  # (collection, ...) paths
-    streams: set[str]  # random streams that they asked for
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[_Seen]:
-    """Context in which what modules sow and ask for is added to the yielded sets."""
-    seen = _Seen(set(), set())
-    sow, has_rng = nn.Module.sow, nn.Module.has_rng
-
-    def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
-        seen.sown.add((col, *self.path, name))
-        return sow(self, col, name, *args, **kwargs)
-
-    def recorded_has_rng(self: Any, name: str) -> bool:
-        seen.streams.add(name)
-        return has_rng(self, name)
-
-    with (
-        _lock,
-        mock.patch.object(nn.Module, "sow", recorded_sow),
-        mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
-    ):
-        yield seen
-
-
-@contextlib.contextmanager
-def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
-    """Context in which normalisations of frozen parts use their running statistics unchanged."""
-
-    def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        if (
-            context.method_name == "__call__"
-            and hasattr(module, STATISTICS)
-            and is_frozen("/".join(module.path))
-        ):
-            # Flax takes it as a setting of the module or as an argument, and refuses both.
-            given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
-            given.arguments.pop(STATISTICS, None)
-            if getattr(module, STATISTICS) is None:
-                given.arguments[STATISTICS] = True
-            else:
-                object.__setattr__(module, STATISTICS, True)
-            return next_fun(*given.args[1:], **given.kwargs)
-        return next_fun(*args, **kwargs)
-
-    with nn.intercept_methods(call):
-        yield
-
-
-@contextlib.contextmanager
-def _naming() -> Iterator[None]:
-    def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if context.method_name != "__call__":
-            return next_fun(*args, **kwargs)
-        with scope(type(context.module).__name__, "/".join(context.module.path)):
-            return next_fun(*args, **kwargs)
-
-    with nn.intercept_methods(name):
-        yield
 
 
 def _flat(variables: Any) -> dict[str, Any]:

@@ -106,8 +106,10 @@ class ScoreBlocks:
         capped = jnp.tanh(s / self.soft_cap)
         return LOG2_E * self.soft_cap * capped, 1 - capped * capped
 
-    def shown(self, rows: Any, columns: Any, q_ids: Any, k_ids: Any) -> jax.Array | None:
-        """Where a query sees a key, broadcast; None: everywhere."""
+    def visible(
+        self, x: jax.Array, hidden: float, rows: Any, columns: Any, q_ids: Any, k_ids: Any
+    ) -> jax.Array:
+        """`x`, and `hidden` where a query does not see a key; positions and ids broadcast."""
         parts = []
         if self.mask.causal:
             parts.append(columns <= rows)
@@ -117,7 +119,7 @@ class ScoreBlocks:
             parts.append(columns + 0 * rows < self.kv_seq)
         if q_ids is not None:
             parts.append(q_ids == k_ids)
-        return functools.reduce(jnp.logical_and, parts) if parts else None
+        return jnp.where(functools.reduce(jnp.logical_and, parts), x, hidden) if parts else x
 
     def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
         """The range of blocks of keys that a block of queries sees."""

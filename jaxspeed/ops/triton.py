@@ -165,8 +165,7 @@ def _forward_kernel(
         at = pl.ds(columns.start, blocks.block_k)
         k_ids = None if ids is None else ids[1][at][None]
         s, _ = blocks.scores(dot(q, k_ref[at, :], trans_b=True))
-        shown = blocks.shown(rows.places[:, None], columns.places[None], q_ids, k_ids)
-        s = s if shown is None else jnp.where(shown, s, _HIDDEN)
+        s = blocks.visible(s, _HIDDEN, rows.places[:, None], columns.places[None], q_ids, k_ids)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         shares = jnp.exp2(s - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
@@ -213,8 +212,7 @@ def _d_query_kernel(
         k = k_ref[at, :]
         s, slope = blocks.scores(dot(q, k, trans_b=True))
         shares = jnp.exp2(s - sums[:, None])
-        shown = blocks.shown(rows.places[:, None], columns.places[None], q_ids, k_ids)
-        shares = shares if shown is None else jnp.where(shown, shares, 0)
+        shares = blocks.visible(shares, 0, rows.places[:, None], columns.places[None], q_ids, k_ids)
         d_shares = dot(d_out, v_ref[at, :], trans_b=True)
         d_s = slope * shares * (d_shares - delta[:, None])
         return d_q + dot(d_s.astype(k.dtype), k)
@@ -256,8 +254,7 @@ def _d_key_kernel(
         q, d_out = q_ref[at, head, :], d_out_ref[at, head, :]
         s, slope = blocks.scores(dot(k, q, trans_b=True))
         shares = jnp.exp2(s - (sums_ref[head, at] * LOG2_E)[None])
-        shown = blocks.shown(rows.places[None], columns.places[:, None], q_ids, k_ids)
-        shares = shares if shown is None else jnp.where(shown, shares, 0)
+        shares = blocks.visible(shares, 0, rows.places[None], columns.places[:, None], q_ids, k_ids)
         d_v += dot(shares.astype(d_out.dtype), d_out)
         d_shares = dot(v, d_out, trans_b=True)
         d_s = slope * shares * (d_shares - delta_ref[head, at][None])

@@ -1,0 +1,223 @@
+"""How the loss calls a Flax Linen module: with its variables, its mode and its random streams."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from threading import RLock
+from typing import Any, NamedTuple
+from unittest import mock
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+from flax.core.scope import DenyList, in_filter, union_filters
+
+from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.objective.protocol import STATISTICS, mode_arguments
+from jaxspeed.objective.rng import FALLBACK
+
+_lock = RLock()
+
+
+class _Methods:
+    """The module's own methods and fields: `model.encode(x)` is `model(x, method="encode")`."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        is_method = inspect.isfunction(getattr(type(self.module), name, None))
+        return functools.partial(self.__call__, method=name) if is_method else value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class BoundLinen(_Methods):
+    """A Linen module with its variables, callable like the module; stores what a call changes.
+
+    `variables` also holds what the calls so far have sown: `model.variables["losses"]`. Of `rngs`,
+    `mutable` and `capture_intermediates` it makes what `Module.apply` does; `mutable` only says
+    what is returned too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        variables: Any,
+        rngs: dict[str, jax.Array],
+        training: bool,
+        is_frozen: Callable[[str], bool],
+        mutable: DenyList,
+    ) -> None:
+        self.module, self.variables, self.training = module, variables, training
+        self._rngs, self._is_frozen = rngs, is_frozen
+        # All but parameters; in evaluation what calls sow, and state that shares its collection.
+        self._mutable = mutable
+
+    def __call__(self, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+        every = union_filters(self._mutable, mutable)
+        out, changed = self.apply(self.variables, *args, mutable=every, **kwargs)
+        self.variables = {**self.variables, **changed}
+        return _with_collections(out, changed, mutable)
+
+    def apply(
+        self, variables: Any, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any
+    ) -> Any:
+        """`Module.apply` with the mode and the random streams of this micro-batch."""
+        kwargs = {**_mode(self.module, method, self.training), **kwargs}
+        frozen = _frozen_statistics(self._is_frozen)
+        with frozen if self.training else contextlib.nullcontext():
+            given = {**self._rngs, **_streams(rngs)}
+            return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
+
+
+class CreatingLinen(_Methods):
+    """Stand-in for the module during initialization: its calls create the variables.
+
+    Each creates all that it reads, from the same key: as one call of all of them would, since
+    values depend on the key and the path.
+    """
+
+    training = False
+
+    def __init__(self, module: nn.Module, key: jax.Array) -> None:
+        self.module, self._key = module, key
+        self.created: Any = {}
+        self.variables: Any = {"params": {}}  # as the loss may look at them
+
+    def __call__(
+        self,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs = {**_mode(self.module, method, False), **kwargs}
+        given = {**_streams(rngs), FALLBACK: self._key}
+        out, created = self.module.init_with_output(
+            given, *args, method=method, mutable=True, **kwargs
+        )
+        self.created = _merged(self.created, created)
+        self.variables = meta.unbox(self.created)
+        return _with_collections(out, self.variables, mutable)
+
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call: the variables are those that are being created."""
+        return self(*args, **kwargs)
+
+
+def _streams(rngs: Any) -> dict[str, Any]:
+    """Random streams as `Module.apply` takes them: a key is that of `params`."""
+    if rngs is None:
+        return {}
+    return dict(rngs) if isinstance(rngs, Mapping) else {FALLBACK: rngs}
+
+
+def _with_collections(out: Any, variables: Any, mutable: Any) -> Any:
+    """(out, the collections that the user's call names), or `out` where it names none."""
+    if mutable is False:
+        return out
+    return out, {name: x for name, x in variables.items() if in_filter(mutable, name)}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Nested dicts with the entries of both, of which the old ones stay."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return old
+    return {**new, **{name: _merged(x, new.get(name)) for name, x in old.items()}}
+
+
+def traced_within(x: Any, key: Any) -> bool:
+    """Whether an array belongs to another trace than the key: to one that has ended."""
+    traces = [getattr(tracer, "_trace", None) for tracer in (x, key)]
+    return None not in traces and traces[0] is not traces[1]
+
+
+def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
+    called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
+    modes = mode_arguments(inspect.signature(called).parameters, training)
+    # Flax refuses a mode that is both a field and an argument (`nn.merge_param`).
+    return {name: on for name, on in modes.items() if name not in _mode_fields(module)}
+
+
+def _mode_fields(module: nn.Module) -> dict[str, bool]:
+    """The module's own fields that hold a mode, with their values in evaluation."""
+    modes = mode_arguments({field.name: field for field in fields(module)}, False)
+    return {name: on for name, on in modes.items() if isinstance(getattr(module, name, None), bool)}
+
+
+def in_evaluation(module: nn.Module) -> nn.Module:
+    modes: dict[str, Any] = _mode_fields(module)
+    return module.clone(**modes) if modes else module
+
+
+class _Seen(NamedTuple):
+    """What modules did in their calls."""
+
+    sown: set[tuple[str, ...]]  # (collection, ...) paths
+    streams: set[str]  # random streams that they asked for
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[_Seen]:
+    """Context in which what modules sow and ask for is added to the yielded sets."""
+    seen = _Seen(set(), set())
+    sow, has_rng = nn.Module.sow, nn.Module.has_rng
+
+    def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
+        seen.sown.add((col, *self.path, name))
+        return sow(self, col, name, *args, **kwargs)
+
+    def recorded_has_rng(self: Any, name: str) -> bool:
+        seen.streams.add(name)
+        return has_rng(self, name)
+
+    with (
+        _lock,
+        mock.patch.object(nn.Module, "sow", recorded_sow),
+        mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
+    ):
+        yield seen
+
+
+@contextlib.contextmanager
+def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
+    """Context in which normalisations of frozen parts use their running statistics unchanged."""
+
+    def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if (
+            context.method_name == "__call__"
+            and hasattr(module, STATISTICS)
+            and is_frozen("/".join(module.path))
+        ):
+            # Flax takes it as a setting of the module or as an argument, and refuses both.
+            given = inspect.signature(type(module).__call__).bind(module, *args, **kwargs)
+            given.arguments.pop(STATISTICS, None)
+            if getattr(module, STATISTICS) is None:
+                given.arguments[STATISTICS] = True
+            else:
+                object.__setattr__(module, STATISTICS, True)
+            return next_fun(*given.args[1:], **given.kwargs)
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(call):
+        yield
+
+
+@contextlib.contextmanager
+def naming_scopes() -> Iterator[None]:
+    def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        with scope(type(context.module).__name__, "/".join(context.module.path)):
+            return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(name):
+        yield
