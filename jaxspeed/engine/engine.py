@@ -202,13 +202,14 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any]]:
         """Restore a checkpoint that was saved on any mesh; returns (its tag, its client_state).
 
-        Without a tag the newest intact one; (None, {}) if the directory holds none. With
+        Without a tag the newest intact one; (None, {}) and a warning if there is none. With
         `weights_only` the optimizer and the step start anew, and omitted values are logged;
         `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
         devices never hold two.
         """
         restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
+            log.warning("%s holds no checkpoint: the state stays as it is", directory)
             return None, {}
         self.state = restored.state
         for note in restored.notes:

@@ -60,11 +60,12 @@ def test_client_state_and_files_come_back_as_they_were(tmp_path):
     assert (restored.step, restored.notes) == (0, [])
 
 
-def test_loading_from_an_empty_folder_returns_none(tmp_path):
+def test_loading_from_an_empty_folder_returns_none_and_says_so(tmp_path, caplog):
     engine = states.engine()
     before = states.held(engine)
     assert engine.load_checkpoint(tmp_path) == (None, {})
     assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    assert f"{tmp_path / 'none'} holds no checkpoint: the state stays as it is" in caplog.text
     (tmp_path / "step-00000001.writing").mkdir()  # killed within its very first save
     assert engine.load_checkpoint(tmp_path) == (None, {})
     assert Checkpointer(tmp_path).is_empty()
