@@ -20,8 +20,10 @@ from tests.test_configs import CONFIGS, SMALL
 GPUS = {
     chip.capability for chip in chips_of().values() if chip.platform == "cuda" and chip.compiles
 }
-# Of these 8 devices; and pipelines need as many layers.
-MESHES = {"gpt_1t.yaml": {"pipe": 2, "tensor": 4}}
+# For these 8 devices and two layers; a pipeline is among them.
+OTHER_MESH = {
+    "gpt_1t.yaml": {"mesh": {"pipe": 2, "tensor": 4}, "gradient_accumulation_steps": 2},
+}
 MORE = 144  # tokens, so that no other dim of a model is as long as the sequence
 LONG = ["gpt2_small.yaml", "gpt2_xl.yaml", "gpt3_175b.yaml", "gpt_1t.yaml"]
 LONG += ["llama3_70b.yaml", "llama3_8b.yaml", "tiny.yaml", "gpt2_tiny_zero3.json"]
@@ -39,7 +41,7 @@ def config_of(name):
     own = {"num_hidden_layers": 2, "max_position_embeddings": seq + MORE}
     data["seq_len"] = seq + MORE
     given["model"]["config"] = given["model"].get("config", {}) | own
-    return Config.load(given | ({"mesh": MESHES[name]} if name in MESHES else {}))
+    return Config.load(given | OTHER_MESH.get(name, {}))
 
 
 def score_buffers(name, capability, packed):

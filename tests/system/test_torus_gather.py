@@ -37,8 +37,15 @@ def test_no_loop_holds_the_shards_of_all_layers_in_bf16():
 
 @pytest.mark.full
 def test_in_one_step_it_is_an_all_reduce_which_takes_more_memory():
-    """Of zeros with the shard in them, in fp32, besides the bf16 result."""
+    """Of zeros with the shard in them, in fp32, besides the bf16 result.
+
+    The peak of the program with two steps is where the gradient lies beside the weights, so that
+    the difference of temp bytes is less than the fp32 array.
+    """
     two, one = program(), program("unit.step")
     assert not full_matrices(one, "all-gather")
     assert full_matrices(one, "all-reduce") == full_matrices(two, "all-reduce") + 2
-    assert one["temp_bytes"] - two["temp_bytes"] >= 3 * MATRIX
+    matrix = {"dtype": "f32", "shape": [DEEP_WIDTH, DEEP_WIDTH]}
+    assert any(matrix.items() <= buffer.items() for buffer in one["largest"])
+    assert not any(matrix.items() <= buffer.items() for buffer in two["largest"])
+    assert one["temp_bytes"] - two["temp_bytes"] > MATRIX
