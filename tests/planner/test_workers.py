@@ -64,9 +64,11 @@ def test_one_that_works_is_ended_too():
 
 
 ASKS = """
-import pickle, sys, time
+import pickle, signal, sys, time
 from jaxspeed.planner.compile.workers import Workers
 from tests.planner.answers import Doubling
+# A shell has commands in the background ignore it, and what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 workers = Workers(pickle.dumps(Doubling()), 1, {})
 pids = {workers.submit(n).result(60)[1] for n in range(2)}
 workers.submit("wait")
