@@ -23,9 +23,10 @@ class Tables(nnx.Module):
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.listed = nnx.data([jnp.arange(WIDTH) / WIDTH, jnp.ones((WIDTH, 2))])
-        self.named = nnx.data({"scale": jnp.full(WIDTH, 0.5), "more": (jnp.ones(1), np.ones(2))})
-        self.mixed = nnx.data((jnp.ones(3), {"bias": nnx.Param(jnp.zeros(WIDTH))}))
+        self.listed = nnx.data([jnp.arange(WIDTH) / WIDTH, jnp.ones((WIDTH, 2)) / WIDTH])
+        more = jnp.ones(1), np.full(2, 0.5)
+        self.named = nnx.data({"scale": jnp.full(WIDTH, 0.5), "more": more})
+        self.mixed = nnx.data((jnp.ones(3) / 3, {"bias": nnx.Param(jnp.zeros(WIDTH))}))
         self.seen = nnx.List([nnx.Variable(jnp.zeros(())), nnx.Linear(WIDTH, 1, rngs=rngs)])
 
     def __call__(self, x):

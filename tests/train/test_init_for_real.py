@@ -32,7 +32,9 @@ class Sized(nnx.Module):
 
     def __init__(self, rngs):
         hidden = int(jnp.prod(jnp.asarray([2, WIDTH])))
-        self.up = nnx.Linear(WIDTH, hidden, kernel_init=orthogonal, rngs=rngs)
+        # No bias: before a batch norm its gradient is rounding noise.
+        form = {"kernel_init": orthogonal, "use_bias": False}
+        self.up = nnx.Linear(WIDTH, hidden, **form, rngs=rngs)
         self.norm = nnx.BatchNorm(hidden, momentum=0.5, rngs=rngs)
         self.head = nnx.Linear(hidden, 1, rngs=rngs)
         if jnp.abs(self.head.kernel[...]).max() > 100:
@@ -46,7 +48,7 @@ class Sized(nnx.Module):
 def test_a_factory_that_needs_values_is_built_for_real(setting, caplog):
     plain = train_nnx(Sized, loss, batches(), SGD, setting)
     assert_alike(train_jaxspeed(Sized, loss, batches(), SGD, setting), plain)
-    assert "built in host memory, which takes 772 B" in caplog.text
+    assert "built in host memory, which takes 708 B" in caplog.text
 
 
 def test_it_starts_anew_in_shards_and_in_16_bits():
