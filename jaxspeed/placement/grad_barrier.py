@@ -1,4 +1,4 @@
-"""Optimization barrier on two gradients: a weight's is computed before backward continues.
+"""Optimization barrier on gradients: a weight's is computed before backward continues.
 
 XLA may delay the gradient of a weight until it is used, and keeps its operands alive until then.
 The barrier makes the gradient of the other operand wait for the weight's.
@@ -10,11 +10,11 @@ import jax
 
 
 @jax.custom_vjp
-def grads_together(moving: Any, weight: Any) -> tuple[Any, Any]:
-    """Return both unchanged; their gradients pass one optimization barrier."""
-    return moving, weight
+def grads_together(moving: Any, *weights: Any) -> tuple[Any, ...]:
+    """Return all unchanged; their gradients pass one optimization barrier."""
+    return moving, *weights
 
 
 grads_together.defvjp(
-    lambda *both: (both, None), lambda _, grads: jax.lax.optimization_barrier(grads)
+    lambda *given: (given, None), lambda _, grads: jax.lax.optimization_barrier(grads)
 )

@@ -6,38 +6,74 @@ arrays as wide as its MLP, throughout the backward pass of its attention. So the
 each matmul is tied to the weight gradient of the next matmul of the forward pass, which the
 backward pass reached just before. That weight gradient can still be reduce-scattered during this
 matmul.
+
+Matmuls that read one operand with weights sharded over `tensor`, such as queries, keys and values,
+are tied together: each one's input gradient is a partial sum, and a barrier of its own would have
+each all-reduced, instead of their sum.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.placement.grad_barrier import grads_together
+from jaxspeed.zero3.sharded_param import Storage
 
 
-def with_eager_weight_grads(jaxpr: Any, weights: Collection[Any]) -> Callable[..., list[Any]]:
-    """A constant-free jaxpr as a function whose backward pass finishes one matmul at a time.
+@dataclass(frozen=True)
+class Tie:
+    """Matmuls of one operand, whose gradient waits for weight gradients."""
 
-    `weights` are those of its inputs that are trainable parameters.
-    """
-    matmuls = _matmuls(jaxpr, weights)
-    after = [weight for _, weight in [*matmuls.values()][1:]]
-    waits_for = dict(zip(matmuls, after, strict=False))  # the last matmul has no successor
+    operand: Any
+    numbers: tuple[int, ...]  # of the matmuls' equations
+    after: tuple[Any, ...]  # the weights of the matmuls that follow each of them
+
+    def apply(self, env: dict[Any, Any]) -> dict[int, Any]:
+        """The operand of each matmul; `env` gets the weights."""
+        operand, *weights = grads_together(env[self.operand], *(env[v] for v in self.after))
+        env.update(zip(self.after, weights, strict=True))
+        return dict.fromkeys(self.numbers, operand)
+
+
+def ties_of(matmuls: Mapping[int, tuple[Any, Any]], storage: Storage) -> dict[int, Tie]:
+    """The ties of matmuls {equation number: (operand, weight)}, by the first one's number."""
+    sharded = {v for v, stored in storage.items() if any(stored.entries)}
+    found: list[Tie] = []
+    previous: Any = None
+    weights = [weight for _, weight in matmuls.values()]
+    for i, (number, (operand, weight)) in enumerate(matmuls.items()):
+        after = tuple(weights[i + 1 : i + 2])  # none for the last matmul
+        tie = found[-1] if found else None
+        if tie and tie.operand is operand and (weight in sharded or previous in sharded):
+            found[-1] = Tie(operand, (*tie.numbers, number), (*tie.after, *after))
+        elif after:
+            found.append(Tie(operand, (number,), after))
+        previous = weight
+    return {tie.numbers[0]: tie for tie in found}
+
+
+def with_eager_weight_grads(jaxpr: Any, storage: Storage) -> Callable[..., list[Any]]:
+    """A constant-free jaxpr as a function whose backward pass finishes one matmul at a time."""
+    matmuls = _matmuls(jaxpr, [v for v, stored in storage.items() if stored.trainable])
+    ties = ties_of(matmuls, storage)
 
     def run(*args: Any) -> list[Any]:
         env = bindings(jaxpr, (), args)
+        operands: dict[int, Any] = {}
         for number, eqn in enumerate(jaxpr.eqns):
+            if number in ties:
+                operands |= ties[number].apply(env)
             given = {v: env[v] for v in eqn.invars if is_var(v)}
-            if number in waits_for:
-                moving, weight = matmuls[number][0], waits_for[number]
-                given[moving], env[weight] = grads_together(env[moving], env[weight])
+            if number in operands:
+                given[matmuls[number][0]] = operands[number]
             outs = run_equation(jaxpr, eqn, given.__getitem__)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
 
-    return run if waits_for else as_function(jaxpr)
+    return run if ties else as_function(jaxpr)
 
 
 def _matmuls(jaxpr: Any, weights: Collection[Any]) -> dict[int, tuple[Any, Any]]:

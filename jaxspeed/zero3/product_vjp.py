@@ -10,9 +10,8 @@ Whether that pays is decided from bytes in `wide_products`, and nowhere else: th
 program that results.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +25,10 @@ from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.slicing import sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
-from jaxspeed.placement.grad_barrier import grads_together
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import num_shards
-from jaxspeed.zero3.sharded_param import ShardedParam
+from jaxspeed.zero3.eager_weight_grads import ties_of
+from jaxspeed.zero3.sharded_param import ShardedParam, Storage
 
 # Weights of fewer bytes than so many of the unit's inputs count little among its activations.
 INPUTS = 2
@@ -37,8 +36,6 @@ INPUTS = 2
 # parameter, and the matmul that hides it takes 2 FLOPs per row and parameter: with fewer rows per
 # device, links do not keep up (v5p: 459 TFLOP/s at 540 GB/s, 850 rows).
 ROWS = 1024
-
-Storage = Mapping[Any, ShardedParam]
 
 
 @dataclass(frozen=True)
@@ -151,10 +148,11 @@ def with_products(
     inside = {number: product for product in products for number in product.numbers}
     # As in `with_eager_weight_grads`: the gradient of a weight precedes the input gradient of the
     # matmul before it, during which it may still be reduce-scattered.
-    following = {a.weight: b.weight for a, b in itertools.pairwise(products)}
+    ties = ties_of({p.numbers[-1]: (p.operand, p.weight) for p in products}, storage)
 
     def run(*args: Any) -> list[Any]:
         env = bindings(jaxpr, (), args)
+        operands: dict[int, Any] = {}
         before: Any = None  # the operand of the product before
         for number, eqn in enumerate(jaxpr.eqns):
             product = inside.get(number)
@@ -163,10 +161,9 @@ def with_products(
             elif number != product.numbers[-1]:
                 continue
             else:
-                operand, weight = env[product.operand], product.weight
-                if weight in following:
-                    after = following[weight]
-                    operand, env[after] = grads_together(operand, env[after])
+                if number in ties:
+                    operands |= ties[number].apply(env)
+                operand, weight = operands.get(number, env[product.operand]), product.weight
                 given = env[weight], operand, operand if before is None else before
                 outs = [_run(product, storage[weight], *given)]
                 before = operand

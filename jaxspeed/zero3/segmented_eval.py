@@ -29,8 +29,8 @@ from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
 from jaxspeed.zero3.product_vjp import wide_products, with_products
 from jaxspeed.zero3.segment_vjp import read, read_tied, run_segment
-from jaxspeed.zero3.segments import EvalContext, Segment, Storage, split_at_units
-from jaxspeed.zero3.sharded_param import ShardedParam
+from jaxspeed.zero3.segments import EvalContext, Segment, split_at_units
+from jaxspeed.zero3.sharded_param import ShardedParam, Storage
 from jaxspeed.zero3.table_lookup import look_up
 
 
@@ -108,7 +108,7 @@ class _Evaluation:
             fn = with_products(program, products, stored)
             stored = {v: storage[v] for v in weights}
         else:
-            fn = _with_eager_weight_grads(program, stored)
+            fn = with_eager_weight_grads(program, stored)
         values = [env[v] for v in inputs]
         shards = [env[v] for v in weights]
         if not (context.residuals and segment.units):
@@ -130,10 +130,6 @@ class _Evaluation:
             given = [], [], [*shards, *values]
             unshared = [*(False for _ in shards), *unshared]
         env.update(zip(outputs, run_segment(fn, *given, context.residuals, unshared)))
-
-
-def _with_eager_weight_grads(program: Any, stored: Storage) -> Callable[..., list[Any]]:
-    return with_eager_weight_grads(program, [v for v, s in stored.items() if s.trainable])
 
 
 def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:

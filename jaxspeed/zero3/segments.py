@@ -13,10 +13,8 @@ from jaxspeed.jaxpr.traverse import consts_and_carry, is_var, sliceable_bodies
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import VIEWS
 from jaxspeed.zero3.residual_policy import ResidualPolicy
-from jaxspeed.zero3.sharded_param import ShardedParam
+from jaxspeed.zero3.sharded_param import Storage
 from jaxspeed.zero3.table_lookup import looks_up
-
-Storage = Mapping[Any, ShardedParam]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ copied to the device first, and its gradient back to the host last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -127,6 +127,9 @@ class ShardedParam:
         at = self.grad_sharding or self._here
         grad = constrain(grad, at, "unit.scatter").astype(like.dtype)
         return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
+
+
+Storage = Mapping[Any, ShardedParam]  # of the variables of a program
 
 
 def _cast(stored: jax.Array, dtype: Any) -> jax.Array:

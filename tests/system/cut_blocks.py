@@ -66,6 +66,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt2, cut, unrolled": {"family": "gpt2", "sizes": {"unroll": True}, **CUT},
     "llama, whole, stage 3": {"family": "llama", "stage": 3},
     "llama, cut, stage 3": {"family": "llama", "stage": 3, **CUT},
+    # With so many samples its matmuls gather their own weights.
+    "llama, stage 3, recomputed": {
+        "family": "llama",
+        "stage": 3,
+        "micro": 2 * MICRO,
+        "remat": "full",
+    },
     "llama, ring": {"family": "llama", **CUT, "tensor_overlap": "ring"},
 }
 
