@@ -251,9 +251,8 @@ def _step_values(program: Program) -> Callable[[TrainState, Sums, Any], StepValu
             for r in trained
         }
         carried = {path: x for path, x in after.variables.items() if not is_key(x)}
-        return StepValues(
-            metrics["loss"], grads, logical(on_device(state)), logical(on_device(after)), carried
-        )
+        old, new = logical(on_device(state)), logical(on_device(after))
+        return StepValues(metrics["loss"], grads, old, new, carried, metrics["skipped"])
 
     return seen
 

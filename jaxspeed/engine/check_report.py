@@ -112,6 +112,7 @@ class StepValues(NamedTuple):
     old: Arrays  # parameters, trained or not, before the step
     new: Arrays  # ... and after it
     variables: Arrays  # after it, without random keys
+    skipped: Any  # whether it was, because the norm of its gradients is not finite
 
 
 class Moves(NamedTuple):
@@ -173,7 +174,9 @@ def compare_steps(
     least = noise(m.loss for m in moves)
     loss = max(_difference(ours.loss, side, least) for side in (theirs.loss, by_flax.loss))
     kept = {path: max(tolerance, noise(m.values[path] for m in moves)) for path in by_flax.values}
-    faults = _faults(program, ours, by_flax, tolerance, kept)
+    faults: Iterable[str] = _faults(program, ours, by_flax, tolerance, kept)
+    if ours.skipped:  # it carries nothing on
+        faults = ["the step is skipped: the norm of its gradients is not finite"]
     return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
 
 

@@ -141,6 +141,23 @@ def test_nan_is_no_agreement():
 # -- a model that does not fit one device -------------------------------------------------------
 
 
+def test_a_step_that_would_be_skipped_is_no_agreement_and_its_state_is_not_compared():
+    class Counts(nnx.Module):
+        def __init__(self, rngs):
+            self.out, self.seen = nnx.Linear(4, 1, rngs=rngs), nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.seen[...] = self.seen[...] + 1
+            return self.out(x)
+
+    def loss(model, batch):  # its gradients are finite, the squares of their norm are not
+        return 1e25 * jnp.mean(model(batch["x"][:, :4]) ** 2)
+
+    _, report = checked(model=Counts, loss_fn=loss)
+    assert not report.ok
+    assert report.faults == ("the step is skipped: the norm of its gradients is not finite",)
+
+
 def test_a_model_that_cannot_fit_is_refused_with_numbers_and_a_smaller_one_checked(monkeypatch):
     engine = tiny.engine(PAIR, stage=3, train_micro_batch_size_per_gpu=2)
     monkeypatch.setattr(checking, "device_limit", lambda program: 1000)
