@@ -11,7 +11,7 @@ from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT
 from jaxspeed.planner.memory.op_order import OrderedScope
 from jaxspeed.planner.memory.tiles import Sizes
-from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
+from jaxspeed.planner.memory.trace_ir import Op, Scope, Value, wires
 
 # XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
 # them, and the largest buffers of the trips are alive at once (libtpu 0.0.52; with six trips they
@@ -75,6 +75,7 @@ class _Liveness(OrderedScope):
             lifetimes.append((first, last, value, self.sizes.of(value)))
         lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
         lifetimes += self._zeros(times)
+        lifetimes += self._rounded(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lifetimes):
@@ -190,6 +191,21 @@ class _Liveness(OrderedScope):
             if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
                 add(place, OUT)
         return found
+
+    def _rounded(self, times: Sequence[int]) -> Iterator[tuple[int, int, Value, int]]:
+        """Copies in 16 bits of fp32 arrays of which loops multiply the slices, on a TPU.
+
+        XLA:TPU moves the rounding of weights out of the loops over layers and micro-batches.
+        """
+        loops: dict[Value, set[int]] = {}
+        for i, op in enumerate(self.scope.ops):
+            if op.name == "scan":
+                for v, inner in wires(op, op.bodies[0])[0]:
+                    if v is not None and inner in self.sizes.narrow and v not in self.sizes.narrow:
+                        loops.setdefault(self.root(v), set()).add(times[i])
+        for value, by in loops.items():
+            if not value.host:
+                yield min(by), max(by), value, self.sizes.of(value) // 2
 
     def _written_in_place(self) -> tuple[set[Value], set[Value]]:
         """Outputs written directly into their final buffer, and other outputs that a loop stacks.

@@ -7,9 +7,9 @@ kernel are a large part of what JAX traces.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import UNLIKELY
 
+Node = TypeVar("Node", bound=Hashable)
 PLATFORM = "platform_index"
 # A shard_map region: its inputs are resharded to its in_specs (PLACED) and become per-device shards
 # (ENTER); its results become global arrays (LEAVE).
@@ -237,9 +238,9 @@ def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
             yield from flows(body)
 
 
-def reach(start: Iterable[Value], edges: Iterable[tuple[Value, Value]]) -> set[Value]:
+def reach(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> set[Node]:
     """`start`, and all that its members lead to along the edges."""
-    after: dict[Value, list[Value]] = defaultdict(list)
+    after: dict[Node, list[Node]] = defaultdict(list)
     for v, to in edges:
         after[v].append(to)
     found = set(start)
