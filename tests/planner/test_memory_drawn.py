@@ -2,11 +2,10 @@
 
 import functools
 
-import jax
 import pytest
 
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory import Memory, memory_of
+from jaxspeed.planner.memory import Memory, memory_in
 from tests.planner import drawn
 
 FIGURES = {name: p for grid in drawn.SEEDS for name, p in drawn.stored(grid).items()}
@@ -23,8 +22,7 @@ FALSE_FITS = {"third 06", "third 07"}  # small steps on GPUs
 
 @functools.cache
 def estimate(name: str) -> Memory:
-    program, batch = POINTS[name].program(jax.devices())
-    return memory_of(program, batch, target_of(POINTS[name].target).chip.platform)
+    return memory_in(POINTS[name].step())
 
 
 def total(name: str) -> int:
