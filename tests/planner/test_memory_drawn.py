@@ -22,7 +22,7 @@ FALSE_FITS = {"third 06", "third 07"}  # small steps on GPUs
 
 @functools.cache
 def estimate(name: str) -> Memory:
-    return memory_in(POINTS[name].step())
+    return memory_in(POINTS[name].step(), target_of(POINTS[name].target).chip)
 
 
 def total(name: str) -> int:

@@ -39,8 +39,8 @@ SAMPLE = ("gpt2: every 4", "llama: pipe 4, gpipe", "mixer: stage 2")
 
 @functools.cache
 def estimate(platform: Platform, name: str) -> Memory:
-    point = POINTS[name]
-    return memory_in(point.step(target_for(point, platform)))
+    target = target_for(POINTS[name], platform)
+    return memory_in(POINTS[name].step(target), target.chip)
 
 
 def total(platform: Platform, name: str) -> int:

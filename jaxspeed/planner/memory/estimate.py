@@ -2,9 +2,11 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
@@ -33,9 +35,10 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
     return memory_in(read_step(program, batch, platform))
 
 
-def memory_in(step: Step) -> Memory:
-    """As `memory_of`, for a step that is already traced."""
-    scope, sizes, kinds = step.scope, step.sizes, step.kinds
+def memory_in(step: Step, chip: Chip | None = None) -> Memory:
+    """As `memory_of`, for a step that is already traced, and a chip with on-chip memory."""
+    scope, kinds = step.scope, step.kinds
+    sizes = replace(step.sizes, chip=chip)
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
     found = [
@@ -45,7 +48,7 @@ def memory_in(step: Step) -> Memory:
     ]
     ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
     merged = (_recomputed(op, sizes) for op in scope.ops if op.name == "scan")
-    return Memory(tuple(ordered), max(merged, default=0))
+    return Memory(tuple(ordered), max(merged, default=0), device.on_chip)
 
 
 def _recomputed(loop: Op, sizes: Sizes) -> int:

@@ -40,10 +40,26 @@ MATERIALIZED = {
 }  # fmt: skip
 # Their operands may be fused into them.
 READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}
+# XLA:GPU computes them once for several readers.
+COSTLY = {"tanh", "exp", "exp2", "logistic", "erf", "log", "log1p"}
 # Materialization depends on a value's producers and on its readers: iterated to a fixed point.
 ROUNDS = 3
 SMALL = 16  # operands smaller by this factor are neglected
 OUT = -1  # the reader of a scope's outputs
+
+
+def sums_over(op: Op) -> set[str]:
+    """The mesh axes over which devices sum a product."""
+    if op.name != "dot_general" or op.ins[0] is None:
+        return set()
+    (summed, _), _ = op.params["dimension_numbers"]
+    return {axis for dim in summed for axis in op.ins[0].spec[int(dim)]}
+
+
+def scatters(op: Op) -> bool:
+    """Whether devices sum their products, and each retains a shard of the sum."""
+    axes = sums_over(op)
+    return any(axes.intersection(dim) for dim in op.outs[0].spec) if axes else False
 
 
 @dataclass
@@ -173,7 +189,8 @@ class ScopeAnalysis:
                         read(v, set() if recomputed else {i}, force)
                     continue
                 by = self.readers[out]
-                several = len(by) > 1 and len(self.sources[out]) > 1
+                costly = self.sizes.library and op.name in COSTLY
+                several = len(by) > 1 and (costly or len(self.sources[out]) > 1)
                 if out in self.forced or several or OUT in by:
                     self.materialized.add(out)
                     by = {i}
@@ -184,6 +201,8 @@ class ScopeAnalysis:
         """The element-wise operation that is the only reader of a matmul's result."""
         by = self.readers[product]
         if self.sizes.library or len(by) != 1 or OUT in by or product in self.forced:
+            return None
+        if sums_over(self.scope.ops[self.producers[product]]):
             return None
         op = self.scope.ops[next(iter(by))]
         return None if any(self._is_materialized(op, out) for out in op.outs) else op

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import JOINS, KERNELS, PRODUCTS, REDUCTIONS, RESHAPES, SLICES
 from jaxspeed.planner.memory.partitioning import Tie, shards_per_dim, ties_of
 from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, reach
 
 COLUMNS, ROWS = 128, 8
+Lifetime = tuple[int, int, Value, int]  # (first position, last, the array, its bytes)
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Sizes:
     narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
     library: bool = False  # matmuls are library kernels, into which nothing is fused
     minor: Mapping[Value, int] = field(default_factory=dict)  # their minor dim, where it is known
+    chip: Chip | None = None
 
     def of(self, value: Value) -> int:
         dtype = jnp.bfloat16 if value in self.narrow else value.dtype
