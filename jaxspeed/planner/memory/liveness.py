@@ -3,6 +3,7 @@
 Loop carries and donated arguments are updated in place.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
-from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT
+from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import OnChip
 from jaxspeed.planner.memory.op_cost import works
 from jaxspeed.planner.memory.tiles import Lifetime, Sizes
@@ -99,6 +100,7 @@ class _Liveness(DonatedScope):
         order = sorted(range(end), key=times.__getitem__)
         insides = [self._inside(ops[i]) for i in order]
         on_chip, seconds, lifetimes = self._on_chip(order, insides, lifetimes, times)
+        lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lifetimes):
@@ -167,6 +169,13 @@ class _Liveness(DonatedScope):
             if away := memory.rest(first, last, uses, size):
                 rest.append((*away, value, size))
         return memory.used, float(sum(seconds)), rest
+
+    def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
+        """A device's product before it is summed with others', of which it retains a shard."""
+        for i, op in enumerate(self.scope.ops):
+            if op.outs and op.outs[0] in self.materialized and (axes := scattered(op)):
+                shards = math.prod(self.sizes.mesh[axis] for axis in axes)
+                yield times[i], times[i], op.outs[0], self.sizes.of(op.outs[0]) * shards
 
     def _workspaces(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """XLA:GPU's workspace of a matmul while it runs."""

@@ -56,10 +56,10 @@ def sums_over(op: Op) -> set[str]:
     return {axis for dim in summed for axis in op.ins[0].spec[int(dim)]}
 
 
-def scatters(op: Op) -> bool:
-    """Whether devices sum their products, and each retains a shard of the sum."""
+def scattered(op: Op) -> set[str]:
+    """The mesh axes over which devices sum a product, and each retains a shard of the sum."""
     axes = sums_over(op)
-    return any(axes.intersection(dim) for dim in op.outs[0].spec) if axes else False
+    return axes & {axis for dim in op.outs[0].spec for axis in dim} if axes else axes
 
 
 @dataclass
@@ -140,9 +140,19 @@ class ScopeAnalysis:
                         of |= {r} if r in self.materialized else found.get(r, {r})
                 found[out] = of
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
-                if op.name == "exp" or of_same & self.of_exp:
+                if of_same & self.of_exp or self._is_costly(op):
                     self.of_exp.add(out)
         return found
+
+    def _is_costly(self, op: Op) -> bool:
+        """Whether a matmul's operand is computed once, not once per block of the result.
+
+        XLA:TPU fuses an exponential into matmuls, as in a loss's gradient, but no division of
+        arrays, as in a softmax.
+        """
+        if self.sizes.library:
+            return op.name == "exp"
+        return op.name == "div" and op.ins[1] is not None and op.ins[1].size > 1
 
     def _is_broadcast(self, value: Value) -> bool:
         """Whether it depends only on much smaller arrays (as a mask of positions does) or on none.
@@ -163,6 +173,8 @@ class ScopeAnalysis:
             read(v, {OUT})
         for i in range(len(self.scope.ops) - 1, -1, -1):
             op = self.scope.ops[i]
+            if op.name == "optimization_barrier":
+                self.forced.update(self.root(v) for v in op.values)
             for k, out in enumerate(op.outs):
                 if out in self.roots or not self.readers.get(out):
                     continue

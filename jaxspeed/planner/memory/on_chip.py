@@ -40,12 +40,14 @@ class OnChip:
         """Place an array; the first and last position in device memory, None if it has none."""
         longest = MAX_COPIES * size / self.chip.bandwidth
         points = sorted({first, last, *(i for i in uses if first < i < last)})
-        away = []
+        away, there = [], -1
         for start, end in zip(points, points[1:] or points, strict=False):
             since, until = start + (not self.loops[start]), end + self.loops[end]
             short = self.clock[until] - self.clock[since] <= longest
-            if short and size <= self.room[start : end + 1].min():
-                self.room[start : end + 1] -= size
+            room = self.room[start + (there == start) : end + 1]
+            if short and size <= room.min():
+                room -= size
+                there = end
             else:
                 away.append((start, end))
         return (away[0][0], away[-1][1]) if away else None

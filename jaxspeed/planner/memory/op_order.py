@@ -1,6 +1,6 @@
 """Execution order of a scope's operations, where a compiler reorders them to save memory."""
 
-from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scatters
+from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
 from jaxspeed.planner.memory.trace_ir import Value
 
 
@@ -51,7 +51,7 @@ class OrderedScope(ScopeAnalysis):
         last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
         found: dict[int, int] = {}
         free: set[int] = set()  # of them, those that only pass values on
-        immediate = any(op.rematerialized and scatters(op) for op in ops)
+        immediate = any(op.rematerialized and scattered(op) for op in ops)
         for i in range(last, -1, -1):
             op = ops[i]
             by = set().union(*(self.readers.get(self.root(o), set()) for o in op.outs))
