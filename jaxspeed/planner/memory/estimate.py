@@ -54,9 +54,8 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
 def _recomputed(loop: Op, sizes: Sizes) -> int:
     """Bytes of what a loop recomputes and XLA may compute at another time than estimated.
 
-    - Of unrolled layers, one: no loop keeps it apart from the head, whose logits are live.
-    - In a loop over micro-batches that holds forward and backward passes of layers that are no
-      stack, XLA:TPU merged the two through barriers in some programs (libtpu 0.0.52).
+    In a loop over micro-batches that holds forward and backward passes of layers that are in no
+    loop, XLA:TPU merged the two through barriers in some programs (libtpu 0.0.52).
     """
     (body,) = loop.bodies
     analysis = ScopeAnalysis(body, sizes, (), 1, {})
@@ -64,9 +63,8 @@ def _recomputed(loop: Op, sizes: Sizes) -> int:
     made = ((v, body.ops[analysis.producers[v]]) for v in analysis.materialized if not v.host)
     own = sum(sizes.of(v) for v, op in made if op.rematerialized)
     inner = max((_recomputed(op, sizes) for op in body.ops if op.name == "scan"), default=0)
-    unrolled = loop.params.get("unroll", 1) >= loop.trips > 1
     forward = any(op.name in PRODUCTS and not op.backward for op in body.ops)
-    return inner + own * unrolled or own * (sizes.tiled and forward)
+    return inner or own * (sizes.tiled and forward)
 
 
 def _name(path: Sequence[Any]) -> str:

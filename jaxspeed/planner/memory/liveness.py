@@ -3,8 +3,7 @@
 Loop carries and donated arguments are updated in place.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
+from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import OnChip
 from jaxspeed.planner.memory.op_cost import works
@@ -75,28 +75,9 @@ class _Liveness(DonatedScope):
         ops, end = self.scope.ops, len(self.scope.ops)
         free, stacked = self.written_in_place()
         late = self.written_last()
-        free -= late.keys()
-        times = self.times(free)
-        copies = self.copies()
-        lifetimes: list[Lifetime] = []
-        for value in self.materialized:
-            if value in free:
-                continue
-            by = self.readers[value]
-            is_output = OUT in by and value not in stacked
-            last = end if is_output else max(times[i] for i in by - {OUT})
-            last += late.get(value, 0)
-            first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
-            lifetimes.append((first, last, value, self.sizes.of(value)))
-        lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
-        lifetimes += self._zeros(times)
-        lifetimes += self.rounded(times)
-        lifetimes += self.transposed(times)
-        lifetimes += self._workspaces(times)
-        given = set(self.scope.ins)
-        lifetimes += [(end, end + k, v, self.sizes.of(v)) for v, k in late.items() if v in given]
+        times = self.times(free - late.keys())
+        lifetimes = self._lifetimes(times, free - late.keys(), stacked, late)
         lifetimes = self.not_in_idle_arguments(lifetimes, times, late)
-        until = end + len(late)
         order = sorted(range(end), key=times.__getitem__)
         insides = [self._inside(ops[i]) for i in order]
         on_chip, seconds, lifetimes = self._on_chip(order, insides, lifetimes, times)
@@ -111,13 +92,15 @@ class _Liveness(DonatedScope):
         found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
         now = [0, 0]
-        for i in range(until + 1):
+        taken: set[Lifetime] = set()  # whose buffer a result takes
+        for i in range(end + len(late) + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
                 now[lifetimes[n][2].host] += lifetimes[n][3]
             op = ops[order[i]] if i < end else None
             inner = insides[i] if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
+            taken.update(lifetimes[n] for n in ends.get(i, ()) if lifetimes[n][2] in reused)
             for host in (0, 1):
                 credit = sum(self.sizes.of(v) for v in reused if v.host == host)
                 total = now[host] + inner[host].bytes - credit
@@ -133,8 +116,51 @@ class _Liveness(DonatedScope):
         for host in (0, 1):
             held, within, reused = found[host]
             mine = tuple(h for h in held if h.value not in reused)
+            if not host and (holes := self._holes(best[0], insides, lifetimes, taken)):
+                mine = (*mine, holes)
+                best[0] += holes.bytes
             made.append(Peak(best[host], mine + within.arrays, 0 if host else on_chip, seconds))
         return made[0], made[1]
+
+    def _lifetimes(
+        self,
+        times: Sequence[int],
+        free: Collection[Value],
+        stacked: Collection[Value],
+        late: Mapping[Value, int],
+    ) -> list[Lifetime]:
+        """The buffers of the scope's own operations, and those of copies."""
+        end = len(self.scope.ops)
+        found: list[Lifetime] = []
+        for value in self.materialized.difference(free):
+            by = self.readers[value]
+            is_output = OUT in by and value not in stacked
+            last = end if is_output else max(times[i] for i in by - {OUT})
+            first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
+            found.append((first, last + late.get(value, 0), value, self.sizes.of(value)))
+        found += [(0, times[i], value, self.sizes.of(value)) for value, i in self.copies().items()]
+        found += self._zeros(times)
+        found += self.rounded(times)
+        found += self.transposed(times)
+        found += self._workspaces(times)
+        gathered = late.keys() & set(self.scope.ins)
+        found += [(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
+        return found
+
+    def _holes(
+        self,
+        peak: int,
+        insides: Sequence[tuple[Peak, Peak]],
+        lifetimes: Iterable[Lifetime],
+        taken: Collection[Lifetime],
+    ) -> LiveArray | None:
+        """What the device's heap needs beyond its peak of live bytes."""
+        arrays = (each for each in lifetimes if not each[2].host)
+        own = ((each[0], each[1] - (each in taken), each[3]) for each in arrays)
+        inner = ((i, i, device.bytes) for i, (device, _) in enumerate(insides))
+        size = heap_bytes([*own, *inner]) - peak
+        holes = Value(jax.ShapeDtypeStruct((max(size, 0),), jnp.uint8))
+        return LiveArray(holes, size, None, self.depth, saved=False) if size > 0 else None
 
     def _on_chip(
         self,
@@ -174,8 +200,11 @@ class _Liveness(DonatedScope):
         """A device's product before it is summed with others', of which it retains a shard."""
         for i, op in enumerate(self.scope.ops):
             if op.outs and op.outs[0] in self.materialized and (axes := scattered(op)):
-                shards = math.prod(self.sizes.mesh[axis] for axis in axes)
-                yield times[i], times[i], op.outs[0], self.sizes.of(op.outs[0]) * shards
+                partial = op.outs[0].of_shape(op.outs[0].shape)
+                partial.spec = [
+                    tuple(axis for axis in dim if axis not in axes) for dim in op.outs[0].spec
+                ]
+                yield times[i], times[i], partial, self.sizes.of(partial)
 
     def _workspaces(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """XLA:GPU's workspace of a matmul while it runs."""
