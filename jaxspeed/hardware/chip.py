@@ -62,6 +62,7 @@ class Chip:
       hop: latency of a message in seconds: over `links`, and `outside`.
       tile: the side of a matmul tile.
       capability: a GPU's compute capability; None if unknown.
+      on_chip: bytes of on-chip memory in which its compiler places a program's arrays.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Chip:
     hop: Mapping[str, float] = field(default_factory=lambda: HOP["cuda"])
     tile: int = 128
     capability: tuple[int, int] | None = None
+    on_chip: int = 0
 
     @property
     def compiles(self) -> bool:
@@ -149,7 +151,17 @@ _FIGURES = {
 _COUNTS = ("links", "node", "per_chip", "tile")
 _DEFAULTS = {"tile": 128}
 _KEYS = {each.name for each in fields(Chip)} - {"name", "kind"}
-_OPTIONAL = {"sources", "per_chip", "pod", "compiler", "reached", "hop", "tile", "capability"}
+_OPTIONAL = {
+    "sources",
+    "per_chip",
+    "pod",
+    "compiler",
+    "reached",
+    "hop",
+    "tile",
+    "capability",
+    "on_chip",
+}
 
 
 def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
@@ -200,6 +212,7 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
     for key, share in reached.items():
         if share > 1:
             problems.append(f"{name}.reached.{key}: found {share:g}. Needs a fraction up to 1.")
+    on_chip = read("on_chip", found["on_chip"], "B") if "on_chip" in found else 0
     if len(problems) > before:
         return None
     given = "a user's hardware file"
@@ -225,6 +238,7 @@ def _chip(name: str, found: Any, problems: list[str]) -> Chip | None:
         hop=hop,
         tile=counts["tile"],
         capability=(capability[0], capability[1]) if capability else None,
+        on_chip=int(on_chip),
     )
 
 

@@ -104,7 +104,7 @@ def _estimated(program: Program, batch: Mapping[str, Any], target: Target) -> Pl
         step = read_step(program, batch, target.chip.platform)
         transfer = transfer_in(step)
         if known:
-            memory, time = memory_in(step), time_in(step, target)
+            memory, time = memory_in(step, target.chip), time_in(step, target)
     if transfer:
         transfer = replace(transfer, device_kind=target.chip.kind)
     return Plan(

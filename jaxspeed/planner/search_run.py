@@ -102,7 +102,9 @@ class SearchProblem:
                 config = with_overlap(self.config(choice), platform)
                 program, _ = Job(replace(self.source, config=config))(devices)
                 step = read_step(program, self.batch, platform)
-                return estimate_of(memory_in(step), time_in(step, self.target), self.target)
+                return estimate_of(
+                    memory_in(step, self.target.chip), time_in(step, self.target), self.target
+                )
         except JaxspeedError as error:
             return Estimate(refused=_first_line(error))
 

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.config import Config
-from jaxspeed.hardware.targets import target_of
+from jaxspeed.hardware.targets import Target, target_of
 from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.planner.memory import Step, read_step
+from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
 from tests.planner import mixer
 
@@ -118,9 +120,20 @@ class Point:
     config: dict[str, Any]
     seq: int  # 0: of the tests' own model, which has no tokens
 
-    def program(self, devices: Any) -> tuple[Any, Any]:
-        """(the program on so many of the devices as the target has, a batch's shapes)."""
+    def step(self, target: Target | None = None) -> Step:
+        """Its step as `jaxspeed plan` traces it, for its own target by default."""
+        chip = (target or target_of(self.target)).chip
+        with as_on(chip.platform, chip.capability):
+            program, batch = self.program(jax.devices(), chip.platform)
+            return read_step(program, batch, chip.platform)
+
+    def program(self, devices: Any, platform: str | None = None) -> tuple[Any, Any]:
+        """(the program on so many of the devices as the target has, a batch's shapes).
+
+        As for a platform that is not the devices', where one is given.
+        """
         config = Config.load(self.config)
+        config = with_overlap(config, platform) if platform else config
         model, loss = resolve_model(config, loss_fn=None if self.seq else mixer.loss)
         count = target_of(self.target).count
         program = build_program(config, model, loss, devices=devices[:count])

@@ -6,14 +6,13 @@ import time
 import jax
 import pytest
 
-from jaxspeed.planner.memory import Memory, memory_of
-from tests.planner.compiling import Platform, compiled, stored
+from jaxspeed.planner.memory import Memory, memory_in, memory_of
+from tests.planner.compiling import Platform, compiled, stored, target_for
 from tests.planner.grid import Point, points
 from tests.support.covering import covering
 
 COMPILED: dict[Platform, dict[str, dict[str, int]]] = {"tpu": stored("tpu"), "gpu": stored("gpu")}
 POINTS = {point.name: point for point in points()}
-OF_PLATFORM = {"tpu": "tpu", "gpu": "cuda"}
 QUICK: list[tuple[Platform, str]] = [
     ("tpu", "llama: stage 0"),
     ("tpu", "llama: stage 3, 8 devices, full"),
@@ -40,8 +39,8 @@ SAMPLE = ("gpt2: every 4", "llama: pipe 4, gpipe", "mixer: stage 2")
 
 @functools.cache
 def estimate(platform: Platform, name: str) -> Memory:
-    program, batch = POINTS[name].program(jax.devices())
-    return memory_of(program, batch, OF_PLATFORM[platform])
+    target = target_for(POINTS[name], platform)
+    return memory_in(POINTS[name].step(target), target.chip)
 
 
 def total(platform: Platform, name: str) -> int:

@@ -11,8 +11,8 @@ from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.ops import gpu, triton
 from jaxspeed.planner.memory import read_step
+from jaxspeed.planner.memory.op_cost import KERNELS
 from jaxspeed.planner.memory.trace_ir import all_ops
-from jaxspeed.planner.time.op_cost import KERNELS
 from jaxspeed.train.build import build_program
 from tests.support.covering import covering
 from tests.test_configs import CONFIGS, SMALL

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.primitives import CONSTRAINT, PRODUCTS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import VIEWS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Scope, Value, all_ops, flows, reach
@@ -21,6 +21,7 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
     """The demoted arrays of a program for a TPU."""
     wide = {v for v in scope.outs if v is not None}
     wide |= set(scope.ins)
+    views = {"scan", CONSTRAINT, *VIEWS, *PAIRWISE}  # gathers too: rounded before
     ops = list(all_ops(scope))
     for op in ops:
         if op.name in PRODUCTS:
@@ -33,10 +34,9 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
         elif op.bodies:
             wide.update(op.values)
             wide.update(v for b in op.bodies for v in b.outs if v is not None)
-        elif op.name not in VIEWS and op.name not in PAIRWISE:
+        elif op.name not in views:
             wide.update(op.values)
     # Also operands of which a view, or a loop's slice, is read in fp32.
-    views = {"scan", *VIEWS, *PAIRWISE}
     wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in views))
     outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)

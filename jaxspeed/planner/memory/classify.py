@@ -54,7 +54,7 @@ class Kinds:
     def of(self, array: LiveArray) -> str:
         value, op = array.value, array.op
         if op is None:
-            return COPIES
+            return COPIES if value in self.of_state else WORKING
         if op.name == "device_put":
             return OFFLOAD
         if value in self.gradients:

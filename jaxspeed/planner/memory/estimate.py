@@ -2,9 +2,11 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
@@ -33,9 +35,10 @@ def memory_of(program: Program, batch: Any, platform: str | None = None) -> Memo
     return memory_in(read_step(program, batch, platform))
 
 
-def memory_in(step: Step) -> Memory:
-    """As `memory_of`, for a step that is already traced."""
-    scope, sizes, kinds = step.scope, step.sizes, step.kinds
+def memory_in(step: Step, chip: Chip | None = None) -> Memory:
+    """As `memory_of`, for a step that is already traced, and a chip with on-chip memory."""
+    scope, kinds = step.scope, step.kinds
+    sizes = replace(step.sizes, chip=chip)
     names = [_name(path) for path in step.paths]
     device, host = peaks(scope, sizes, scope.ins[: step.state])
     found = [
@@ -45,15 +48,14 @@ def memory_in(step: Step) -> Memory:
     ]
     ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
     merged = (_recomputed(op, sizes) for op in scope.ops if op.name == "scan")
-    return Memory(tuple(ordered), max(merged, default=0))
+    return Memory(tuple(ordered), max(merged, default=0), device.on_chip)
 
 
 def _recomputed(loop: Op, sizes: Sizes) -> int:
     """Bytes of what a loop recomputes and XLA may compute at another time than estimated.
 
-    - Of unrolled layers, one: no loop keeps it apart from the head, whose logits are live.
-    - In a loop over micro-batches that holds forward and backward passes of layers that are no
-      stack, XLA:TPU merged the two through barriers in some programs (libtpu 0.0.52).
+    In a loop over micro-batches that holds forward and backward passes of layers that are in no
+    loop, XLA:TPU merged the two through barriers in some programs (libtpu 0.0.52).
     """
     (body,) = loop.bodies
     analysis = ScopeAnalysis(body, sizes, (), 1, {})
@@ -61,9 +63,8 @@ def _recomputed(loop: Op, sizes: Sizes) -> int:
     made = ((v, body.ops[analysis.producers[v]]) for v in analysis.materialized if not v.host)
     own = sum(sizes.of(v) for v, op in made if op.rematerialized)
     inner = max((_recomputed(op, sizes) for op in body.ops if op.name == "scan"), default=0)
-    unrolled = loop.params.get("unroll", 1) >= loop.trips > 1
     forward = any(op.name in PRODUCTS and not op.backward for op in body.ops)
-    return inner + own * unrolled or own * (sizes.tiled and forward)
+    return inner or own * (sizes.tiled and forward)
 
 
 def _name(path: Sequence[Any]) -> str:

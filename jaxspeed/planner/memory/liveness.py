@@ -3,20 +3,30 @@
 Loop carries and donated arguments are updated in place.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxspeed.jaxpr.primitives import LOOPS, SCATTERS
+import jax
+import jax.numpy as jnp
+
+from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
-from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT
-from jaxspeed.planner.memory.op_order import OrderedScope
-from jaxspeed.planner.memory.tiles import Sizes
+from jaxspeed.planner.memory.donation import DonatedScope
+from jaxspeed.planner.memory.heap import heap_bytes
+from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
+from jaxspeed.planner.memory.on_chip import OnChip
+from jaxspeed.planner.memory.op_cost import works
+from jaxspeed.planner.memory.tiles import Lifetime, Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
 # XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
 # them, and the largest buffers of the trips are alive at once (libtpu 0.0.52; with six trips they
 # are not).
 UNROLLED_TRIPS = 3
+
+
+# Of cuBLAS, as XLA:GPU allocates it: from Hopper on, and before.
+WORKSPACE, SMALL_WORKSPACE = 32 << 20, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -32,10 +42,12 @@ class LiveArray:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one memory: its bytes and the arrays alive."""
+    """Peak of one memory: its bytes and the arrays alive; `on_chip` bytes are in neither."""
 
     bytes: int = 0
     arrays: tuple[LiveArray, ...] = ()
+    on_chip: int = 0
+    seconds: float = 0.0
 
 
 def peaks(
@@ -52,7 +64,7 @@ def peaks(
     return _Liveness(scope, sizes, donated, depth, {} if origins is None else origins).peaks()
 
 
-class _Liveness(OrderedScope):
+class _Liveness(DonatedScope):
     """A scope with the lifetime of each of its buffers."""
 
     def peaks(self) -> tuple[Peak, Peak]:
@@ -61,20 +73,15 @@ class _Liveness(OrderedScope):
 
     def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
-        free, stacked = self._written_in_place()
-        times = self.times(free)
-        copies = self._copies()
-        lifetimes: list[tuple[int, int, Value, int]] = []
-        for value in self.materialized:
-            if value in free:
-                continue
-            by = self.readers[value]
-            is_output = OUT in by and value not in stacked
-            last = end if is_output else max(times[i] for i in by - {OUT})
-            first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
-            lifetimes.append((first, last, value, self.sizes.of(value)))
-        lifetimes += [(0, times[i], value, self.sizes.of(value)) for value, i in copies.items()]
-        lifetimes += self._zeros(times)
+        free, stacked = self.written_in_place()
+        late = self.written_last()
+        times = self.times(free - late.keys())
+        lifetimes = self._lifetimes(times, free - late.keys(), stacked, late)
+        lifetimes = self.not_in_idle_arguments(lifetimes, times, late)
+        order = sorted(range(end), key=times.__getitem__)
+        insides = [self._inside(ops[i]) for i in order]
+        on_chip, seconds, lifetimes = self._on_chip(order, insides, lifetimes, times)
+        lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
         for n, (first, last, _, _) in enumerate(lifetimes):
@@ -85,14 +92,15 @@ class _Liveness(OrderedScope):
         found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
         now = [0, 0]
-        order = sorted(range(end), key=times.__getitem__)
-        for i in range(end + 1):
+        taken: set[Lifetime] = set()  # whose buffer a result takes
+        for i in range(end + len(late) + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
                 now[lifetimes[n][2].host] += lifetimes[n][3]
             op = ops[order[i]] if i < end else None
-            inner = self._inside(op) if op else (Peak(), Peak())
+            inner = insides[i] if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
+            taken.update(lifetimes[n] for n in ends.get(i, ()) if lifetimes[n][2] in reused)
             for host in (0, 1):
                 credit = sum(self.sizes.of(v) for v in reused if v.host == host)
                 total = now[host] + inner[host].bytes - credit
@@ -108,8 +116,107 @@ class _Liveness(OrderedScope):
         for host in (0, 1):
             held, within, reused = found[host]
             mine = tuple(h for h in held if h.value not in reused)
-            made.append(Peak(best[host], mine + within.arrays))
+            if not host and (holes := self._holes(best[0], insides, lifetimes, taken)):
+                mine = (*mine, holes)
+                best[0] += holes.bytes
+            made.append(Peak(best[host], mine + within.arrays, 0 if host else on_chip, seconds))
         return made[0], made[1]
+
+    def _lifetimes(
+        self,
+        times: Sequence[int],
+        free: Collection[Value],
+        stacked: Collection[Value],
+        late: Mapping[Value, int],
+    ) -> list[Lifetime]:
+        """The buffers of the scope's own operations, and those of copies."""
+        end = len(self.scope.ops)
+        found: list[Lifetime] = []
+        for value in self.materialized.difference(free):
+            by = self.readers[value]
+            is_output = OUT in by and value not in stacked
+            last = end if is_output else max(times[i] for i in by - {OUT})
+            first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
+            found.append((first, last + late.get(value, 0), value, self.sizes.of(value)))
+        found += [(0, times[i], value, self.sizes.of(value)) for value, i in self.copies().items()]
+        found += self._zeros(times)
+        found += self.rounded(times)
+        found += self.transposed(times)
+        found += self._workspaces(times)
+        gathered = late.keys() & set(self.scope.ins)
+        found += [(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
+        return found
+
+    def _holes(
+        self,
+        peak: int,
+        insides: Sequence[tuple[Peak, Peak]],
+        lifetimes: Iterable[Lifetime],
+        taken: Collection[Lifetime],
+    ) -> LiveArray | None:
+        """What the device's heap needs beyond its peak of live bytes."""
+        arrays = (each for each in lifetimes if not each[2].host)
+        own = ((each[0], each[1] - (each in taken), each[3]) for each in arrays)
+        inner = ((i, i, device.bytes) for i, (device, _) in enumerate(insides))
+        size = heap_bytes([*own, *inner]) - peak
+        holes = Value(jax.ShapeDtypeStruct((max(size, 0),), jnp.uint8))
+        return LiveArray(holes, size, None, self.depth, saved=False) if size > 0 else None
+
+    def _on_chip(
+        self,
+        order: Sequence[int],
+        insides: Sequence[tuple[Peak, Peak]],
+        lifetimes: Sequence[Lifetime],
+        times: Sequence[int],
+    ) -> tuple[int, float, list[Lifetime]]:
+        """(Bytes in on-chip memory, seconds of the scope, lifetimes in other memory).
+
+        The arrays of inner loops come first, then the largest.
+        """
+        chip = self.sizes.chip
+        if chip is None or not chip.on_chip:
+            return 0, 0.0, [*lifetimes]
+        own = works(self, self.sizes, chip)
+        ops = [self.scope.ops[i] for i in order]
+        seconds = [own[i].seconds + inside[0].seconds for i, inside in zip(order, insides)]
+        memory = OnChip(
+            chip,
+            seconds,
+            [device.on_chip for device, _ in insides],
+            [bool(op.bodies) for op in ops],
+        )
+        rest: list[Lifetime] = []
+        for lifetime in sorted(lifetimes, key=lambda each: -each[3]):
+            first, last, value, size = lifetime
+            if value.host:
+                rest.append(lifetime)
+                continue
+            uses = (times[i] for i in self.readers.get(value, ()) if i != OUT)
+            if away := memory.rest(first, last, uses, size):
+                rest.append((*away, value, size))
+        return memory.used, float(sum(seconds)), rest
+
+    def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
+        """A device's product before it is summed with others', of which it retains a shard."""
+        for i, op in enumerate(self.scope.ops):
+            if op.outs and op.outs[0] in self.materialized and (axes := scattered(op)):
+                partial = op.outs[0].of_shape(op.outs[0].shape)
+                partial.spec = [
+                    tuple(axis for axis in dim if axis not in axes) for dim in op.outs[0].spec
+                ]
+                yield times[i], times[i], partial, self.sizes.of(partial)
+
+    def _workspaces(self, times: Sequence[int]) -> Iterator[Lifetime]:
+        """XLA:GPU's workspace of a matmul while it runs."""
+        if not self.sizes.library:
+            return
+        chip = self.sizes.chip
+        capability = chip.capability if chip else None
+        size = WORKSPACE if capability is None or capability >= (9, 0) else SMALL_WORKSPACE
+        workspace = Value(jax.ShapeDtypeStruct((size,), jnp.uint8))
+        for i, op in enumerate(self.scope.ops):
+            if op.name in PRODUCTS and op.outs[0] in self.materialized:
+                yield times[i], times[i], workspace, size
 
     def _is_fetched_early(self, value: Value) -> bool:
         """Whether XLA:TPU fetches it from host memory when the step begins.
@@ -149,10 +256,12 @@ class _Liveness(OrderedScope):
                 largest = sorted(peak.arrays, key=lambda array: array.bytes)[-1:] * (times - 1)
                 size = peak.bytes + sum(array.bytes for array in largest)
                 if size > found[host].bytes:
-                    found[host] = Peak(size, (*peak.arrays, *largest))
+                    found[host] = Peak(
+                        size, (*peak.arrays, *largest), peak.on_chip, peak.seconds * op.trips
+                    )
         return found[0], found[1]
 
-    def _zeros(self, times: Sequence[int]) -> Iterator[tuple[int, int, Value, int]]:
+    def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """Zero-initialized buffers of loops of one trip (a pipeline's last), until the loop runs.
 
         XLA:GPU unrolls such a loop, and initializes all buffers that are written slice by slice
@@ -163,59 +272,6 @@ class _Liveness(OrderedScope):
                 for held in self._inside(op)[0].arrays:
                     if held.op and held.op.bodies and held.value.shape:
                         yield 0, times[i] - 1, held.value, held.bytes
-
-    def _copies(self) -> dict[Value, int]:
-        """Arguments that XLA:TPU copies when the step begins, with their last reader.
-
-        It copies an argument whose buffer receives a gathered value, or is written slice by slice
-        by a loop after others read it (seen in buffer assignments of libtpu 0.0.52).
-        """
-        found: dict[Value, int] = {}
-
-        def add(place: Value | None, writer: int) -> None:
-            if place is None or place in self.producers or place.host:
-                return
-            by = self.readers.get(place, set()) - {OUT, writer}
-            if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
-                found[place] = max(by)
-
-        if self.depth or self.sizes.library:
-            return found
-        for i, op in enumerate(self.scope.ops):
-            if op.name == "scan":
-                consts, carry = consts_and_carry(op)
-                for v in op.ins[consts : consts + carry]:
-                    add(v and self.root(v), i)
-        for out, place in zip(self.scope.outs, self.donated, strict=False):
-            if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
-                add(place, OUT)
-        return found
-
-    def _written_in_place(self) -> tuple[set[Value], set[Value]]:
-        """Outputs written directly into their final buffer, and other outputs that a loop stacks.
-
-        The latter are copied into their final buffer.
-        """
-        free: set[Value] = set()
-        stacked: set[Value] = set()
-        if not (self.donated or self.depth):
-            return free, stacked
-        for i, out in enumerate(self.scope.outs):
-            if out is None:
-                continue
-            r = self.root(out)
-            if r not in self.materialized:
-                continue
-            place = self.donated[i] if i < len(self.donated) else None
-            if place is None:  # a slice of a loop's stacked output
-                if self.depth:
-                    (free if self.readers[r] == {OUT} else stacked).add(r)
-                continue
-            read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
-            if read_last <= self.producers[r]:
-                free.add(r)
-        carried = {self.root(v) for v, at in zip(self.scope.outs, self.donated) if v and at}
-        return free, stacked - carried
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
         """Operands whose last use this is, and whose buffer a result reuses."""
@@ -233,7 +289,7 @@ class _Liveness(OrderedScope):
             if v is None or out not in self.materialized or out not in last_of:
                 continue
             r = self.root(v)
-            ends_here = r not in found and last_of.get(r) == i
+            ends_here = r not in found and last_of.get(r) == i and out in last_of
             if ends_here and r.host == out.host and self.sizes.of(r) == self.sizes.of(out):
                 found.add(r)
                 if not op.bodies:

@@ -40,10 +40,26 @@ MATERIALIZED = {
 }  # fmt: skip
 # Their operands may be fused into them.
 READS_ANYTHING = {*PRODUCTS, *REDUCTIONS, "dynamic_update_slice"}
+# XLA:GPU computes them once for several readers.
+COSTLY = {"tanh", "exp", "exp2", "logistic", "erf", "log", "log1p"}
 # Materialization depends on a value's producers and on its readers: iterated to a fixed point.
 ROUNDS = 3
 SMALL = 16  # operands smaller by this factor are neglected
 OUT = -1  # the reader of a scope's outputs
+
+
+def sums_over(op: Op) -> set[str]:
+    """The mesh axes over which devices sum a product."""
+    if op.name != "dot_general" or op.ins[0] is None:
+        return set()
+    (summed, _), _ = op.params["dimension_numbers"]
+    return {axis for dim in summed for axis in op.ins[0].spec[int(dim)]}
+
+
+def scattered(op: Op) -> set[str]:
+    """The mesh axes over which devices sum a product, and each retains a shard of the sum."""
+    axes = sums_over(op)
+    return axes & {axis for dim in op.outs[0].spec for axis in dim} if axes else axes
 
 
 @dataclass
@@ -124,9 +140,19 @@ class ScopeAnalysis:
                         of |= {r} if r in self.materialized else found.get(r, {r})
                 found[out] = of
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
-                if op.name == "exp" or of_same & self.of_exp:
+                if of_same & self.of_exp or self._is_costly(op):
                     self.of_exp.add(out)
         return found
+
+    def _is_costly(self, op: Op) -> bool:
+        """Whether a matmul's operand is computed once, not once per block of the result.
+
+        XLA:TPU fuses an exponential into matmuls, as in a loss's gradient, but no division of
+        arrays, as in a softmax.
+        """
+        if self.sizes.library:
+            return op.name == "exp"
+        return op.name == "div" and op.ins[1] is not None and op.ins[1].size > 1
 
     def _is_broadcast(self, value: Value) -> bool:
         """Whether it depends only on much smaller arrays (as a mask of positions does) or on none.
@@ -147,6 +173,8 @@ class ScopeAnalysis:
             read(v, {OUT})
         for i in range(len(self.scope.ops) - 1, -1, -1):
             op = self.scope.ops[i]
+            if op.name == "optimization_barrier":
+                self.forced.update(self.root(v) for v in op.values)
             for k, out in enumerate(op.outs):
                 if out in self.roots or not self.readers.get(out):
                     continue
@@ -173,7 +201,8 @@ class ScopeAnalysis:
                         read(v, set() if recomputed else {i}, force)
                     continue
                 by = self.readers[out]
-                several = len(by) > 1 and len(self.sources[out]) > 1
+                costly = self.sizes.library and op.name in COSTLY
+                several = len(by) > 1 and (costly or len(self.sources[out]) > 1)
                 if out in self.forced or several or OUT in by:
                     self.materialized.add(out)
                     by = {i}
@@ -184,6 +213,8 @@ class ScopeAnalysis:
         """The element-wise operation that is the only reader of a matmul's result."""
         by = self.readers[product]
         if self.sizes.library or len(by) != 1 or OUT in by or product in self.forced:
+            return None
+        if sums_over(self.scope.ops[self.producers[product]]):
             return None
         op = self.scope.ops[next(iter(by))]
         return None if any(self._is_materialized(op, out) for out in op.outs) else op

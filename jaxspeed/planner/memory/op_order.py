@@ -1,7 +1,7 @@
 """Execution order of a scope's operations, where a compiler reorders them to save memory."""
 
-from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis
-from jaxspeed.planner.memory.trace_ir import Op, Value
+from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
+from jaxspeed.planner.memory.trace_ir import Value
 
 
 class OrderedScope(ScopeAnalysis):
@@ -51,7 +51,7 @@ class OrderedScope(ScopeAnalysis):
         last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
         found: dict[int, int] = {}
         free: set[int] = set()  # of them, those that only pass values on
-        immediate = any(op.rematerialized and self._scatters(op) for op in ops)
+        immediate = any(op.rematerialized and scattered(op) for op in ops)
         for i in range(last, -1, -1):
             op = ops[i]
             by = set().union(*(self.readers.get(self.root(o), set()) for o in op.outs))
@@ -62,11 +62,3 @@ class OrderedScope(ScopeAnalysis):
                 if op.name not in READS_ANYTHING:
                     free.add(i)
         return found
-
-    def _scatters(self, op: Op) -> bool:
-        """Whether devices sum their products, and each retains a shard of the sum."""
-        if op.name != "dot_general" or op.ins[0] is None:
-            return False
-        (summed, _), _ = op.params["dimension_numbers"]
-        axes = {axis for dim in summed for axis in op.ins[0].spec[dim]}
-        return any(axes.intersection(dim) for dim in op.outs[0].spec)

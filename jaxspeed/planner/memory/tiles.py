@@ -3,12 +3,12 @@
 A TPU stores the two minor dims of an array in tiles of 8 x 128 elements (XLA writes T(8,128);
 16-bit numbers are packed in pairs, T(8,128)(2,1), and fewer rows have tiles of 4, 2 and 1 rows).
 The compiler chooses layouts with little padding, for arguments too: here the minor dim is the one
-that needs the least.
+that needs the least. What a kernel reads or writes is an exception: its last dim is the minor one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspeed.communication import dtype_text
-from jaxspeed.planner.memory.partitioning import shards_per_dim
-from jaxspeed.planner.memory.trace_ir import Value
+from jaxspeed.hardware.known_chips import Chip
+from jaxspeed.jaxpr.primitives import JOINS, KERNELS, PRODUCTS, REDUCTIONS, RESHAPES, SLICES
+from jaxspeed.planner.memory.partitioning import Tie, shards_per_dim, ties_of
+from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, reach
 
 COLUMNS, ROWS = 128, 8
+Lifetime = tuple[int, int, Value, int]  # (first position, last, the array, its bytes)
 
 
 @dataclass
@@ -30,14 +33,42 @@ class Sizes:
     tiled: bool
     narrow: frozenset[Value] = frozenset()  # fp32 that is stored in 16 bits
     library: bool = False  # matmuls are library kernels, into which nothing is fused
+    minor: Mapping[Value, int] = field(default_factory=dict)  # their minor dim, where it is known
+    chip: Chip | None = None
 
     def of(self, value: Value) -> int:
         dtype = jnp.bfloat16 if value in self.narrow else value.dtype
-        return nbytes(local_shape(value, self.mesh), dtype, self.tiled and not value.host)
+        shape, tiled = local_shape(value, self.mesh), self.tiled and not value.host
+        return nbytes(shape, dtype, tiled, self.minor.get(value))
 
     def plain(self, value: Value) -> int:
         """Bytes without tiles, as in a message."""
         return nbytes(local_shape(value, self.mesh), value.dtype, False)
+
+
+def kernel_layouts(scope: Scope) -> dict[Value, int]:
+    """The minor dim of each array that a kernel reads or writes, and of what has its layout.
+
+    XLA:TPU propagates a layout through all but matmuls, reductions and reshapes, also to what a
+    loop stacks: queries with a head dim of 64 are saved with 128 columns.
+    """
+    kernels = (op for op in all_ops(scope) if op.name in KERNELS)
+    start = [(v, len(v.shape) - 1) for op in kernels for v in (*op.values, *op.outs) if v.shape]
+    return dict(reach(start, _layout_ties(scope)))
+
+
+def _layout_ties(scope: Scope) -> Iterator[tuple[tuple[Value, int], tuple[Value, int]]]:
+    for op in all_ops(scope):
+        if op.name in PRODUCTS or op.name in REDUCTIONS:
+            continue
+        ties: Iterable[Tie] = ties_of(op)
+        if op.name in SLICES or op.name in JOINS:
+            ranks = ((v, out, len(v.shape)) for v in op.values for out in op.outs)
+            ties = ((v, d, out, d) for v, out, n in ranks if n == len(out.shape) for d in range(n))
+        for v, d, out, e in ties:
+            if op.name not in RESHAPES or v.shape[d] == out.shape[e]:
+                yield (v, d), (out, e)
+                yield (out, e), (v, d)
 
 
 def local_shape(value: Value, mesh: Mapping[str, int]) -> tuple[int, ...]:
@@ -52,12 +83,13 @@ def array_text(value: Value, mesh: Mapping[str, int]) -> str:
 
 
 @cache
-def nbytes(shape: tuple[int, ...], dtype: Any, tiled: bool) -> int:
-    """Bytes of an array; `tiled` where device memory stores tiles."""
+def nbytes(shape: tuple[int, ...], dtype: Any, tiled: bool, minor: int | None = None) -> int:
+    """Bytes of an array; `tiled` where device memory stores tiles, `minor` dim as given."""
     width = _width(dtype)
     if not tiled or not shape:
         return math.prod(shape) * width
-    return min(_in_tiles(shape, last) for last in range(len(shape))) * width
+    dims = range(len(shape)) if minor is None else (minor,)
+    return min(_in_tiles(shape, last) for last in dims) * width
 
 
 def _in_tiles(shape: Sequence[int], last: int) -> int:

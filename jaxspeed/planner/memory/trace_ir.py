@@ -7,9 +7,9 @@ kernel are a large part of what JAX traces.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import UNLIKELY
 
+Node = TypeVar("Node", bound=Hashable)
 PLATFORM = "platform_index"
 # A shard_map region: its inputs are resharded to its in_specs (PLACED) and become per-device shards
 # (ENTER); its results become global arrays (LEAVE).
@@ -43,6 +44,12 @@ class Value:
         self.spec: list[tuple[str, ...]] = [()] * len(self.shape)
         self.axes = set(manual)  # those of the spec and the manual ones, which cannot shard it
         self.fixed: frozenset[int] = frozenset()
+
+    def of_shape(self, shape: tuple[int, ...]) -> "Value":
+        """A new value that differs in its shape, before shardings are propagated."""
+        new = Value(jax.ShapeDtypeStruct(shape, self.dtype), frozenset(self.axes))
+        new.host = self.host
+        return new
 
 
 @dataclass(eq=False)
@@ -95,6 +102,7 @@ class _Converter:
         self.rematerialized = False  # ... and of a rematerialized region
         self.scopes = ""  # named scopes of the enclosing calls
         self.merged: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
+        self.stacked: dict[Value, list[Value]] = {}  # by an unrolled scan: its trips' values
 
     def value(self, variable: Any) -> Value:
         return Value(variable.aval, self.manual)
@@ -127,6 +135,8 @@ class _Converter:
                 self.scopes += f"{eqn.source_info.name_stack}/"
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
                 self.backward, self.rematerialized, self.scopes = outside
+            elif name == "scan" and params["unroll"] >= params["length"] > 1:
+                env.update(zip(eqn.outvars, self._unrolled(eqn, ins, ops), strict=True))
             elif (twin := self.merged.get(key := _key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
@@ -174,6 +184,40 @@ class _Converter:
         outs = [self.value(v) for v in eqn.outvars]
         ops.append(Op(LEAVE, {"specs": params["out_specs"]}, results, outs))
         return list(outs)
+
+    def _unrolled(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
+        """The trips of an unrolled scan, one after the other."""
+        trips = range(eqn.params["length"])
+        consts, carry = consts_and_carry(eqn)
+        carried = ins[consts : consts + carry]
+        rows: list[list[Value | None]] = [[] for _ in eqn.outvars[carry:]]
+        for i in reversed(trips) if eqn.params["reverse"] else trips:
+            parts = [v and self._row(v, i, ops) for v in ins[consts + carry :]]
+            outs = self._inline(called(eqn), [*ins[:consts], *carried, *parts], ops)
+            carried = outs[:carry]
+            for row, out in zip(rows, outs[carry:], strict=True):
+                row.insert(0 if eqn.params["reverse"] else i, out)
+        return [*carried, *(self._stack(row, v, ops) for row, v in zip(rows, eqn.outvars[carry:]))]
+
+    def _row(self, v: Value, i: int, ops: list[Op]) -> Value:
+        """Row i of an array that a scan slices."""
+        if v in self.stacked:
+            return self.stacked[v][i]
+        slice_, row = v.of_shape((1, *v.shape[1:])), v.of_shape(v.shape[1:])
+        starts, limits = (i, *[0] * len(row.shape)), (i + 1, *row.shape)
+        ops.append(Op("slice", {"start_indices": starts, "limit_indices": limits}, [v], [slice_]))
+        ops.append(Op("squeeze", {"dimensions": (0,)}, [slice_], [row]))
+        return row
+
+    def _stack(self, rows: list[Value | None], variable: Any, ops: list[Op]) -> Value:
+        out = self.value(variable)
+        parts = [out.of_shape((1, *out.shape[1:])) for _ in rows]
+        for row, part in zip(rows, parts, strict=True):
+            ops.append(Op("reshape", {"new_sizes": part.shape}, [row], [part]))
+        ops.append(Op("concatenate", {"dimension": 0}, [*parts], [out]))
+        if all(row is not None for row in rows):
+            self.stacked[out] = [row for row in rows if row is not None]
+        return out
 
     def _inline(
         self, closed: Any, ins: Sequence[Value | None], ops: list[Op]
@@ -237,9 +281,9 @@ def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
             yield from flows(body)
 
 
-def reach(start: Iterable[Value], edges: Iterable[tuple[Value, Value]]) -> set[Value]:
+def reach(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> set[Node]:
     """`start`, and all that its members lead to along the edges."""
-    after: dict[Value, list[Value]] = defaultdict(list)
+    after: dict[Node, list[Node]] = defaultdict(list)
     for v, to in edges:
         after[v].append(to)
     found = set(start)

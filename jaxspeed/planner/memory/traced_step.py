@@ -14,7 +14,7 @@ from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
 from jaxspeed.planner.memory.partitioning import propagate_shardings
-from jaxspeed.planner.memory.tiles import Sizes
+from jaxspeed.planner.memory.tiles import Sizes, kernel_layouts
 from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, open_program
 from jaxspeed.tensor_parallel import best_overlap
 from jaxspeed.train.program import Program
@@ -59,7 +59,8 @@ class Step:
         """Bytes of arrays per device."""
         tiled = self.platform == "tpu"
         narrow = narrow_values(self.scope) if tiled else frozenset()
-        return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda")
+        minor = kernel_layouts(self.scope) if tiled else {}
+        return Sizes(dict(self.program.mesh.shape), tiled, narrow, self.platform == "cuda", minor)
 
     @cached_property
     def kinds(self) -> Kinds:

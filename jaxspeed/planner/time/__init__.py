@@ -4,8 +4,8 @@ Collectives (`infer_collectives`) and `host_transfers` on a target's `links` and
 (`op_cost`) are scheduled (`overlap`) and summed (`roofline`) into a report (`step_time`).
 """
 
+from jaxspeed.planner.memory.op_cost import device_flops
 from jaxspeed.planner.time.host_transfers import host_transfers
-from jaxspeed.planner.time.op_cost import device_flops
 from jaxspeed.planner.time.roofline import time_in, time_of
 from jaxspeed.planner.time.step_time import CommunicationGroup, Time
 

@@ -7,13 +7,13 @@ from typing import Any
 from jaxspeed.hardware.targets import Target
 from jaxspeed.metrics import program_model_flops
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
+from jaxspeed.planner.memory.op_cost import works
 from jaxspeed.planner.memory.tiles import array_text
 from jaxspeed.planner.memory.trace_ir import Scope
 from jaxspeed.planner.memory.traced_step import Step, as_on, read_step
 from jaxspeed.planner.time.host_transfers import host_moves
 from jaxspeed.planner.time.infer_collectives import CollectiveOp, infer_collectives
 from jaxspeed.planner.time.links import Links
-from jaxspeed.planner.time.op_cost import works
 from jaxspeed.planner.time.overlap import UNITS, TimedTask, schedule_scope
 from jaxspeed.planner.time.step_time import CommunicationGroup, Time
 from jaxspeed.train.program import Program

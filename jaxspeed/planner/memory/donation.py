@@ -1,0 +1,197 @@
+"""Donated arguments: what is written into their buffers, when, and which are copied before.
+
+A result of the step is written into the buffer of the argument that it replaces.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxspeed.jaxpr.primitives import CASTS, CONSTRAINT
+from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.planner.memory.materialization import OUT, VIEWS
+from jaxspeed.planner.memory.op_order import OrderedScope
+from jaxspeed.planner.memory.tiles import Lifetime, Sizes, local_shape
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
+
+
+class DonatedScope(OrderedScope):
+    """A scope with the copies of its arguments."""
+
+    def copies(self) -> dict[Value, int]:
+        """Arguments that XLA:TPU copies when the step begins, with their last reader.
+
+        It copies an argument whose buffer receives a gathered value, or is written slice by slice
+        by a loop after others read it (seen in buffer assignments of libtpu 0.0.52).
+        """
+        found: dict[Value, int] = {}
+
+        def add(place: Value | None, writer: int) -> None:
+            if place is None or place in self.producers or place.host:
+                return
+            by = self.readers.get(place, set()) - {OUT, writer}
+            if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
+                found[place] = max(by)
+
+        if self.depth or self.sizes.library:
+            return found
+        for i, op in enumerate(self.scope.ops):
+            if op.name == "scan":
+                consts, carry = consts_and_carry(op)
+                for v in op.ins[consts : consts + carry]:
+                    add(v and self.root(v), i)
+        for out, place in zip(self.scope.outs, self.donated, strict=False):
+            if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
+                add(place, OUT)
+        return found
+
+    def rounded(self, times: Sequence[int]) -> Iterator[Lifetime]:
+        """Copies in 16 bits of fp32 arrays of which loops multiply the slices, on a TPU.
+
+        XLA:TPU moves the rounding of weights out of the loops over layers and micro-batches.
+        """
+        loops: dict[Value, set[int]] = {}
+        for i, op in enumerate(self.scope.ops):
+            if op.name == "scan":
+                for v, inner in wires(op, op.bodies[0])[0]:
+                    stored = v and self.root(v)
+                    if stored and inner in self.sizes.narrow and stored not in self.sizes.narrow:
+                        loops.setdefault(stored, set()).add(times[i])
+        for value, by in loops.items():
+            if not value.host:
+                yield min(by), max(by), value, self.sizes.of(value) // 2
+
+    def written_in_place(self) -> tuple[set[Value], set[Value]]:
+        """Outputs written directly into their final buffer, and other outputs that a loop stacks.
+
+        The latter are copied into their final buffer.
+        """
+        free: set[Value] = set()
+        stacked: set[Value] = set()
+        if not (self.donated or self.depth):
+            return free, stacked
+        for i, out in enumerate(self.scope.outs):
+            if out is None:
+                continue
+            r = self.root(out)
+            if r not in self.materialized:
+                continue
+            place = self.donated[i] if i < len(self.donated) else None
+            if place is None:  # a slice of a loop's stacked output
+                if self.depth:
+                    (free if self.readers[r] == {OUT} else stacked).add(r)
+                continue
+            read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
+            if read_last <= self.producers[r]:
+                free.add(r)
+        carried = {self.root(v) for v, at in zip(self.scope.outs, self.donated) if v and at}
+        return free, stacked - carried
+
+    def written_last(self) -> dict[Value, int]:
+        """Results that XLA:GPU copies into donated buffers at the end, in order.
+
+        An argument among them stands for the gathered array that is transposed into its buffer.
+        It gathers along a major dim only: a shard is transposed before, and the gathered array
+        after. The transpose is fused with what computes the shard, the update of a parameter and
+        its optimizer's state, and a fusion that reads an argument in another order than it writes
+        is not done in place. (Buffer assignments for an H100.)
+        """
+        if self.depth or not self.sizes.library:
+            return {}
+        pairs = zip(self.scope.outs, self.donated, strict=False)
+        results = [(out, at) for out, at in pairs if out is not None and at is not None]
+        gathered = [(out, at) for out, at in results if _gathers_minor(out, at, self.sizes)]
+        fused: set[Value] = set()
+        left = [self.root(out) for out, _ in gathered]
+        while left:
+            v = left.pop()
+            if v not in fused and v in self.sources:
+                fused.add(v)
+                left += (u for u in self.sources[v] if u.size == v.size)
+        kept = (self.root(out) for out, at in results if (out, at) not in gathered)
+        order = [r for r in kept if r in fused]
+        return {v: k for k, v in enumerate([*order, *(at for _, at in gathered)])}
+
+    def not_in_idle_arguments(
+        self, lifetimes: list[Lifetime], times: Sequence[int], late: Mapping[Value, int]
+    ) -> list[Lifetime]:
+        """The lifetimes without those of arrays that XLA:GPU places in donated arguments.
+
+        Their buffers are idle from their last reader until the result is written. It assigns arrays
+        by size, each to the smallest buffer where it fits.
+        """
+        if self.depth or not self.sizes.library:
+            return lifetimes
+        end = len(self.scope.ops)
+        idle: list[tuple[int, int, int, list[Lifetime]]] = []
+        for out, place in zip(self.scope.outs, self.donated, strict=False):
+            if out is None or place is None or place.host or self.root(out) is place:
+                continue
+            r = self.root(out)
+            late_by = late.get(place, late.get(r))
+            if self.sizes.of(out) < self.sizes.of(place):
+                late_by = late_by or 0
+            written = times[self.producers[r]] if late_by is None else end + late_by
+            read = max((times[i] for i in self.readers.get(place, ()) if i != OUT), default=-1)
+            if read + 1 < written:
+                idle.append((self.sizes.of(place), read, written, []))
+        idle.sort(key=lambda each: each[0])
+        rest = []
+        for lifetime in sorted(lifetimes, key=lambda each: -each[3]):
+            first, last, value, size = lifetime
+            for room, read, written, held in idle:
+                fits = size <= room and read < first and last < written and not value.host
+                if fits and all(b < first or last < a for a, b, _, _ in held):
+                    held.append(lifetime)
+                    break
+            else:
+                rest.append(lifetime)
+        return rest
+
+    def transposed(self, times: Sequence[int]) -> Iterator[Lifetime]:
+        """Arguments that XLA:GPU transposes when the step begins, for gathers inside of loops."""
+        if self.depth or not self.sizes.library:
+            return
+        for value in self.scope.ins:
+            loops = [
+                i for i in self.readers.get(value, ()) if i != OUT and self.scope.ops[i].bodies
+            ]
+            if any(_gathers_transposed(self.scope.ops[i], value, self) for i in loops):
+                yield 0, max(times[i] for i in loops), value, self.sizes.of(value)
+
+
+def _gathers_minor(before: Value, after: Value, sizes: Sizes) -> bool:
+    """Whether an array is gathered along another dim than the major one."""
+    if sizes.of(after) <= sizes.of(before):
+        return False
+    shapes = local_shape(before, sizes.mesh), local_shape(after, sizes.mesh)
+    dims = [d for d, (n, m) in enumerate(zip(*shapes, strict=True)) if n != m]
+    return any(n > 1 for n in shapes[0][: dims[0]])
+
+
+def _gathers_transposed(op: Op, value: Value, scope: DonatedScope) -> bool:
+    """Whether the body of a loop gathers (a slice of) the value so."""
+    for body in op.bodies:
+        held = {to for v, to in wires(op, body)[0] if v is not None and scope.root(v) is value}
+        if _in_body(body, held, scope.sizes):
+            return True
+    return False
+
+
+def _in_body(body: Scope, held: set[Value], sizes: Sizes) -> bool:
+    for op in body.ops:
+        if op.bodies:
+            for inner in op.bodies:
+                within = {to for v, to in wires(op, inner)[0] if v in held}
+                if within and _in_body(inner, within, sizes):
+                    return True
+        elif (
+            op.name in VIEWS
+            or op.name in PAIRWISE
+            or op.name in CASTS
+            or op.name == "reduce_precision"
+        ):
+            held |= {out for v, out in zip(op.ins, op.outs, strict=False) if v in held}
+        elif op.name == CONSTRAINT and op.ins[0] in held:
+            if _gathers_minor(op.ins[0], op.outs[0], sizes):
+                return True
+            held.add(op.outs[0])
+    return False

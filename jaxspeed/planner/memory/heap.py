@@ -1,0 +1,40 @@
+"""The heap of a compiled program: offsets of buffers, and the holes between them.
+
+XLA assigns offsets as `GlobalDecreasingSizeBestFitHeap` (xla/service/heap_simulator): the largest
+buffers first, or those that live longest, each in the smallest hole that is free all the time; of
+the two orders it uses the one that needs less.
+"""
+
+from collections.abc import Callable, Iterable
+
+Interval = tuple[int, int, int]  # (first position, last, bytes)
+NEGLECTED = 500  # buffers that are smaller than the heap by this factor fill its holes
+
+
+def heap_bytes(intervals: Iterable[Interval]) -> int:
+    """Bytes of the heap."""
+    found = [each for each in intervals if each[2] > 0 and each[0] <= each[1]]
+    large = max((size for *_, size in found), default=0)
+    found = [each for each in found if each[2] * NEGLECTED > large]
+    by_size = _assigned(found, lambda each: (-each[2], each[0] - each[1]))
+    by_time = _assigned(found, lambda each: (each[0] - each[1], -each[2]))
+    return min(by_size, by_time)
+
+
+def _assigned(intervals: list[Interval], order: Callable[[Interval], tuple[int, ...]]) -> int:
+    placed: list[tuple[int, int, int, int]] = []  # (offset, end, first, last), by offset
+    top = 0
+    for first, last, size in sorted(intervals, key=order):
+        best, hole, free = None, 0, 0
+        for offset, end, a, b in placed:
+            if a > last or b < first:
+                continue
+            gap = offset - free
+            if gap >= size and (best is None or gap < hole):
+                best, hole = free, gap
+            free = max(free, end)
+        at = free if best is None else best
+        placed.append((at, at + size, first, last))
+        placed.sort()
+        top = max(top, at + size)
+    return top
