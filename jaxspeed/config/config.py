@@ -135,7 +135,8 @@ class Config(Settings):
     def recompute(self) -> Recompute:
         """Residual policy of units, from all keys for it."""
         keys = self.activation_checkpointing
-        how = keys.number_checkpoints, keys.partition_activations, keys.cpu_checkpointing
+        ratio = keys.cpu_checkpointing_ratio if keys.cpu_checkpointing else None
+        how = keys.number_checkpoints, keys.partition_activations, ratio
         return recompute_of(self.parallel.remat, *how)
 
     @property

@@ -200,7 +200,7 @@ def _recompute(settings: Settings) -> Iterator[Problem]:
     if checkpointing.cpu_checkpointing and isinstance(remat, dict) and "budget" in remat:
         works = "A budget itself chooses what is offloaded: remove one."
         yield Problem(f"{section}.cpu_checkpointing", f"true with a budget in {key}", works)
-    for name, first, second in recompute_of(remat, None, False, False).duplicates():
+    for name, first, second in recompute_of(remat, None, False, None).duplicates():
         works = "Needs each name in one list."
         yield Problem(key, f'"{name}" in both {first} and {second}', works)
     saves = settings.parallel.pipeline_recompute == "save" and settings.mesh.pipe != 1

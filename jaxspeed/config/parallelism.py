@@ -15,6 +15,7 @@ from jaxspeed.config.types import (
     Pattern,
     Positive,
     Section,
+    Share,
     Text,
     integral,
     lower,
@@ -298,6 +299,12 @@ class ActivationCheckpointing(Lenient):
         False,
         'Saved residuals are offloaded to host memory; without parallel.remat those of "full". '
         + _SWITCHES_ON,
+    )
+    cpu_checkpointing_ratio: Share = honoured(
+        1.0,
+        "The share of each saved residual that is offloaded: of the tokens or features of a "
+        "sample, so that every layer transfers as much.",
+        when=("activation_checkpointing.cpu_checkpointing", (True,)),
     )
     number_checkpoints: Count | None = approximated(
         None,

@@ -82,10 +82,15 @@ class Recompute:
     offload: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     partition: bool = False  # residuals are sharded over tensor
-    on_host: bool = False  # residuals are offloaded
+    host_ratio: float = 0.0  # share of each residual that is offloaded
 
     def __bool__(self) -> bool:
         return self.policy != "none"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether residuals are offloaded, all or a part of each."""
+        return self.host_ratio > 0
 
     def duplicates(self) -> Iterator[tuple[str, str, str]]:
         """Yield (name, list, other list) for each name that is in two lists."""
@@ -98,11 +103,16 @@ class Recompute:
 NO_RECOMPUTE = Recompute()
 
 
-def recompute_of(remat: Any, count: int | None, partition: bool, on_host: bool) -> Recompute:
-    """Combine `parallel.remat` and `activation_checkpointing` into one policy."""
-    how: dict[str, Any] = {"count": count, "partition": partition, "on_host": on_host}
+def recompute_of(
+    remat: Any, count: int | None, partition: bool, host_ratio: float | None
+) -> Recompute:
+    """Combine `parallel.remat` and `activation_checkpointing` into one policy.
+
+    `host_ratio` is None without `cpu_checkpointing`.
+    """
+    how: dict[str, Any] = {"count": count, "partition": partition, "host_ratio": host_ratio or 0.0}
     if isinstance(remat, str):
-        implied = remat == "none" and (count or partition or on_host)
+        implied = remat == "none" and (count or partition or host_ratio is not None)
         return Recompute("full" if implied else remat, **how)  # type: ignore[arg-type]
     if "every_n" in remat:
         return Recompute("full", every=remat["every_n"], **how)

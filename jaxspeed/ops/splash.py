@@ -39,6 +39,9 @@ def forward(
     kernel = _kernel(q, k, mask, interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
         out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
+    # The kernel returns each sum 128 times. Without a barrier XLA fuses the slice of one into the
+    # backward pass, and so holds all until then: with heads of 128, twice the bytes of `out`.
+    out, sums = jax.lax.optimization_barrier((out, sums))
     return out.swapaxes(1, 2), sums
 
 

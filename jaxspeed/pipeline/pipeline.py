@@ -54,9 +54,9 @@ class Pipeline:
         """
         split = SplitStep(self.objective, self.layout, sources, variables, micro, step, True)
         count = jax.tree.leaves(micro)[0].shape[0]
-        on_host = self.objective.recompute.on_host
+        host_ratio = self.objective.recompute.host_ratio
         stage = self._stage(split)
-        training = Training(split, stage, self.recompute == "save", scale, placed, on_host)
+        training = Training(split, stage, self.recompute == "save", scale, placed, host_ratio)
         return training.run(self.schedule(count))
 
     def evaluate(self, sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Loss:
@@ -84,7 +84,7 @@ class Pipeline:
         if not recompute and self.recompute == "layers":
             recompute = Recompute("full")
         # Only the inputs saved between ticks are offloaded, not the residuals within a tick.
-        recompute = replace(recompute, on_host=False)
+        recompute = replace(recompute, host_ratio=0.0)
         kind = UnlikeStage if isinstance(split.layout.stack, UnlikeStages) else Stage
         stage = kind(split, self.chunks, recompute, self.gather == "step")
         # Computed once, here: first used in the loop over ticks, they would be computed per tick.

@@ -40,6 +40,7 @@ from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.tick_loops import Phase, StageWork, Tick, run_ticks
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
+from jaxspeed.remat.host_share import joined, split
 
 
 class TickState(NamedTuple):
@@ -65,8 +66,9 @@ class Training:
     saves: bool
     scale: Any  # of the loss
     placed: bool  # gradients are sharded as in the table, not a data rank's partial sums
-    on_host: bool = False  # inputs saved between ticks are offloaded to host memory
+    host_ratio: float = 0.0  # share of each input saved between ticks that is offloaded
     passes: Any = None  # forward and backward of a chunk
+    parts: Any = None  # tree of what is saved: the parts of each array
 
     def run(self, schedule: Schedule) -> Sums:
         state = run_ticks(schedule, self._tick, self._start(schedule))
@@ -117,13 +119,23 @@ class Training:
 
     def _slots(self, slots: int) -> Values:
         """Blank buffers for what a stage saves of the micro-batches in flight."""
-        blank = [
-            stage_shard_map.blank((x.shape[0], slots, *x.shape[1:]), x.dtype)
-            for x in self._saved_shapes()
-        ]
-        if not self.on_host:
-            return blank
-        return [jax.device_put(x, jax.memory.Space.Host) if inexact(x) else x for x in blank]
+        shapes = self._saved_shapes()
+        blank = stage_shard_map.blank
+        parts = jax.eval_shape(lambda: [self._split(blank(x.shape[1:], x.dtype)) for x in shapes])
+        self.parts = jax.tree.structure(parts)
+        found: Values = []
+        for x, of in zip(shapes, parts, strict=True):
+            # Of two parts the first is offloaded.
+            first, *rest = (
+                blank((x.shape[0], slots, *part.shape), x.dtype) for part in jax.tree.leaves(of)
+            )
+            on_host = self.host_ratio and inexact(first)
+            found += [jax.device_put(first, jax.memory.Space.Host) if on_host else first, *rest]
+        return found
+
+    def _split(self, x: Any) -> Any:
+        divided = 0 < self.host_ratio < 1 and inexact(x) and x.ndim > 1
+        return split(x, self.host_ratio) if divided else x
 
     def _saved_shapes(self) -> Sequence[Any]:
         stages = self.split.stages
@@ -167,7 +179,8 @@ class Training:
                 x = [*y, *residuals]
             else:
                 y = stage.run(args)
-            saved = write_slot(saved, work.slot, x, work.micro >= 0)
+            parts = jax.tree.leaves([self._split(value) for value in x])
+            saved = write_slot(saved, work.slot, parts, work.micro >= 0)
             return (saved, send_to_stage(y, stages, 1)), ()
 
         own = (row.forward, stage.weights, state.saved, state.ahead)
@@ -186,7 +199,7 @@ class Training:
 
         def recompute(number: Any, own: Any, context: Any) -> Any:
             work, weights, saved, ahead = own
-            x = read_slot(saved, work.slot)
+            x = [joined(x) for x in jax.tree.unflatten(self.parts, read_slot(saved, work.slot))]
             if self.saves:
                 y, residuals = x[:carried], x[carried:]
             else:

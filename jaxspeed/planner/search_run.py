@@ -213,7 +213,7 @@ def cost_model(problem: SearchProblem) -> CostModel:
         base.on((1, 1, 1, 1)),
         stage=0,
         recompute=NONE,
-        offload_activations=False,
+        offload_activations=0.0,
         offload_optimizer=False,
         offload_parameters=False,
         micro=1,

@@ -10,11 +10,22 @@ from rich.text import Text
 from jaxspeed.config.remat import Recompute
 from jaxspeed.placement.show import bytes_text, scaled_text, titled
 from jaxspeed.remat.budget import Choice, RematCosts
-from jaxspeed.remat.resolve import ATTENTION, choice_within, remat_costs, units_together
+from jaxspeed.remat.resolve import (
+    ATTENTION,
+    choice_within,
+    input_share,
+    remat_costs,
+    units_together,
+)
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 
-Place = Literal["device", "host", "recomputed"]
-_WHERE = {"device": "device memory", "host": "host memory", "recomputed": "recomputed"}
+Place = Literal["device", "host", "split", "recomputed"]
+_WHERE = {
+    "device": "device memory",
+    "host": "host memory",
+    "split": "host memory: {ratio:.0%}",
+    "recomputed": "recomputed",
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class ResidualReport:
     Attributes:
       inputs: bytes of the units' inputs.
       inputs_at: where these are stored.
+      host_ratio: the share of a split activation that is in host memory.
       names: {activation's name: (its bytes in all units, where it is saved)}.
       recomputed_flops: of the backward pass.
       budget: in bytes, if the config sets one.
@@ -34,10 +46,12 @@ class ResidualReport:
     names: dict[str, tuple[int, Place]]
     recomputed_flops: int
     budget: int | None
+    host_ratio: float = 1.0
 
     @property
     def on_device(self) -> int:
-        return sum(size for size, place in self._rows() if place == "device")
+        shares = {"device": 1.0, "split": 1 - self.host_ratio}
+        return int(sum(shares.get(place, 0.0) * size for size, place in self._rows()))
 
     def _rows(self) -> Iterator[tuple[int, Place]]:
         yield self.inputs, self.inputs_at
@@ -46,9 +60,10 @@ class ResidualReport:
     def __rich__(self) -> Group:
         title = "residuals of the units, per device and micro-batch"
         table = titled(title, "name", ">bytes", "saved in", min_width=60)
-        table.add_row("(inputs)", bytes_text(self.inputs), _WHERE[self.inputs_at])
+        where = {place: text.format(ratio=self.host_ratio) for place, text in _WHERE.items()}
+        table.add_row("(inputs)", bytes_text(self.inputs), where[self.inputs_at])
         for name, (size, place) in self.names.items():
-            table.add_row(name, bytes_text(size), _WHERE[place])
+            table.add_row(name, bytes_text(size), where[place])
         budget = f" of a budget of {bytes_text(self.budget)}" if self.budget is not None else ""
         saved = f"saved in device memory: {bytes_text(self.on_device)}{budget}"
         recomputed = f"recomputed: {scaled_text(self.recomputed_flops, 'flop')}"
@@ -62,6 +77,7 @@ class ResidualReport:
             "bytes_on_device": self.on_device,
             "flops_again": self.recomputed_flops,
             "budget": self.budget,
+            "host_ratio": self.host_ratio,
         }
 
 
@@ -73,7 +89,10 @@ def residual_report(
         return None
     costs = remat_costs(units, num_shards, device_kind)
     saved, offloaded = _choice(config, costs)
-    storage: Place = "host" if config.on_host else "device"
+    ratio = config.host_ratio
+    if config.budget is not None:
+        ratio = input_share(config.budget, costs)
+    storage: Place = "device" if not ratio else "host" if ratio == 1 else "split"
 
     def place(name: str) -> Place:
         return "host" if name in offloaded else storage if name in saved else "recomputed"
@@ -84,6 +103,7 @@ def residual_report(
         {name: (size, place(name)) for name, size in costs.bytes.items()},
         costs.recomputed_flops(saved | offloaded),
         config.budget,
+        ratio or 1.0,
     )
 
 

@@ -11,8 +11,8 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.chip import host_link, peak_flops
 from jaxspeed.ops.free_axes import TENSOR
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.show import bytes_text
 from jaxspeed.remat.budget import Choice, RematCosts, UnitResiduals, cheapest
+from jaxspeed.remat.host_share import LARGEST_ERROR, fetched, offloaded
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 from jaxspeed.zero3.residual_policy import ResidualPolicy
 
@@ -20,7 +20,7 @@ ATTENTION = "attention"  # the name of the output of `jaxspeed.ops.attention`
 _KEY = "parallel.remat"
 _UNKNOWN_PEAK = 312e12  # of simulated devices; an A100's
 _policies = jax.checkpoint_policies
-Move = Callable[[jax.Array, bool], jax.Array]
+Move = Callable[[Any, bool], Any]
 
 
 def resolve_policy(
@@ -44,14 +44,17 @@ def resolve_policy(
             f"{_KEY}: this model has no repeated units whose activations could be recomputed; "
             "name them in parallel.units, or use jax.checkpoint in the model"
         )
-    put, get = _moves(config)
-    policy = _policy(config, units, num_shards, device_kind)
+    if config.budget is not None:
+        costs = remat_costs(units, num_shards, device_kind)
+        policy: Callable[..., Any] | None = names_policy(*choice_within(config.budget, costs))
+        put, get = _moves(config.partition, input_share(config.budget, costs))
+    else:
+        policy = _policy(config, units)
+        put, get = _moves(config.partition, config.host_ratio)
     return ResidualPolicy(policy, units_together(config, units), put, get)
 
 
-def _policy(
-    config: Recompute, units: Sequence[UnitJaxpr], num_shards: int, device_kind: str
-) -> Callable[..., Any] | None:
+def _policy(config: Recompute, units: Sequence[UnitJaxpr]) -> Callable[..., Any] | None:
     if config.policy == "dots":
         return _policies.dots_with_no_batch_dims_saveable
     if config.policy == "attention":
@@ -60,9 +63,6 @@ def _policy(
     if config.policy == "names":
         _check_names([*config.save, *config.offload, *config.recomputed], units)
         return names_policy(config.save, config.offload)
-    if config.budget is not None:
-        costs = remat_costs(units, num_shards, device_kind)
-        return names_policy(*choice_within(config.budget, costs))
     return None
 
 
@@ -74,14 +74,18 @@ def remat_costs(units: Sequence[UnitJaxpr], num_shards: int, device_kind: str) -
 
 
 def choice_within(budget: int, costs: RematCosts) -> Choice:
-    """The cheapest choice within a budget, which includes the units' inputs."""
-    if budget < costs.input_bytes:
-        raise ConfigError(
-            f"{_KEY}.budget: {bytes_text(budget)} is less than the {bytes_text(costs.input_bytes)} "
-            'of the units\' inputs alone ("full"); increase it, or set every_n or '
-            "activation_checkpointing.cpu_checkpointing"
-        )
-    return cheapest(costs, budget - costs.input_bytes)
+    """The cheapest choice within a budget, which includes the units' inputs.
+
+    In a budget that is less than those, nothing else is saved on the device.
+    """
+    return cheapest(costs, max(0, budget - costs.input_bytes))
+
+
+def input_share(budget: int, costs: RematCosts) -> float:
+    """The share of the units' inputs that is offloaded where a budget is less than all of them."""
+    if budget >= costs.input_bytes:
+        return 0.0
+    return min(1.0, 1 - budget / costs.input_bytes + LARGEST_ERROR)
 
 
 def names_policy(save: Iterable[str], offload: Iterable[str]) -> Callable[..., Any]:
@@ -127,22 +131,22 @@ def units_together(config: Recompute, units: Sequence[UnitJaxpr]) -> int:
     return every
 
 
-def _moves(config: Recompute) -> tuple[Move | None, Move | None]:
+def _moves(partition: bool, host_ratio: float) -> tuple[Move | None, Move | None]:
     """The functions that move a residual to its storage and back.
 
     Residuals that are sharded over tensor inside a unit are saved so in any case; only the inputs
     of units are replicated.
     """
-    if not config.partition and not config.on_host:
+    if not partition and not host_ratio:
         return None, None
 
-    def put(x: jax.Array, is_input: bool) -> jax.Array:
-        x = _partitioned(x, True) if config.partition and is_input else x
-        return jax.device_put(x, jax.memory.Space.Host) if config.on_host else x
+    def put(x: jax.Array, is_input: bool) -> Any:
+        x = _partitioned(x, True) if partition and is_input else x
+        return offloaded(x, host_ratio) if host_ratio else x
 
-    def get(x: jax.Array, is_input: bool) -> jax.Array:
-        x = jax.device_put(x, jax.memory.Space.Device) if config.on_host else x
-        return _partitioned(x, False) if config.partition and is_input else x
+    def get(x: Any, is_input: bool) -> jax.Array:
+        x = fetched(x) if host_ratio else x
+        return _partitioned(x, False) if partition and is_input else x
 
     return put, get
 

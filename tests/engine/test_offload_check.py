@@ -176,6 +176,22 @@ def test_saved_activations_cross_once_there_and_once_back_in_each_micro_batch(st
     assert found.by_kind == {ACTIVATIONS: (inputs, inputs)}
 
 
+def test_a_share_of_each_saved_activation_crosses():
+    part = {"activation_checkpointing": {**ON_HOST["activation_checkpointing"]}}
+    part["activation_checkpointing"]["cpu_checkpointing_ratio"] = 0.25
+    _, found = moved(BF16 | part | offloaded(3))
+    share = LAYERS * MICRO * SEQ * EMBED * 2 // 4
+    assert found.by_kind == {ACTIVATIONS: (share, share)}
+
+
+def test_what_a_budget_lacks_of_the_units_inputs_crosses():
+    inputs = LAYERS * MICRO * SEQ * EMBED * 2
+    _, found = moved(BF16 | {"parallel": {"remat": {"budget": inputs // 2}}} | offloaded(1))
+    there, back = found.by_kind[ACTIVATIONS]
+    assert there == back
+    assert inputs // 2 <= there <= inputs // 2 + inputs // 8
+
+
 def test_parameters_come_for_each_pass_and_gradients_leave_once():
     program, found = moved(BF16 | offloaded(3, "param"))
     waiting = program.table.host_bytes_by_role()

@@ -47,7 +47,7 @@ def made_up(space, seed, noise=0.0):
     def bytes_of(at: Choice) -> float:
         kept = {'"none"': 8, '"dots"': 4, '"attention"': 2}.get(at.recompute, 1)
         kept *= weight("kept", at.recompute) / (at.pipe * at.tensor)
-        kept *= 0.3 if at.offload_activations else 1
+        kept *= 1 - 0.7 * at.offload_activations
         state = 4 / (at.pipe * at.tensor) / (at.data if at.stage else 1) ** (at.stage / 3)
         state *= 0.4 if at.offload_optimizer else 1
         state *= 0.6 if at.offload_parameters else 1

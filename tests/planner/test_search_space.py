@@ -44,6 +44,10 @@ ALIASES = st.lists(
             ("parallel", {"sequence_parallel_activations": True, "tensor_overlap": "ring"}),
             ("parallel", {"pipeline_schedule": "interleaved"}),
             ("activation_checkpointing", {"cpu_checkpointing": True}),
+            (
+                "activation_checkpointing",
+                {"cpu_checkpointing": True, "cpu_checkpointing_ratio": 0.3},
+            ),
             ("activation_checkpointing", {"number_checkpoints": 2, "partition_activations": True}),
             ("mesh", {"tensor": 2, "data": 2, "replica": -1}),
             ("mesh", {"pipe": -1, "data": 4}),
@@ -89,7 +93,7 @@ def test_activations_that_are_no_longer_offloaded_are_still_recomputed():
     """`cpu_checkpointing` alone implies `full`, which must stay without it."""
     written = {**PLAIN, "activation_checkpointing": {"cpu_checkpointing": True}}
     space = space_of(written, 8)
-    stays = replace(space.base, offload_activations=False)
+    stays = replace(space.base, offload_activations=0.0)
     words = keys_of(written, space.base, stays, space.samples)
     assert choice_of(Config.load(with_keys(written, words)), 8) == stays
 

@@ -52,6 +52,19 @@ def test_mfu_is_six_times_the_parameters_and_the_attention():
     assert found.mfu == pytest.approx(flops / (found.step * 4 * 459e12), rel=0.01)
 
 
+def test_offloaded_activations_are_fetched_a_layer_ahead_on_several_tpus():
+    """As XLA:TPU compiles it; other compilers fetch them in the layer that reads them."""
+
+    def exposed(found):
+        of = [e for e in found.exchanges if e.purpose == "activations" and e.link == "host"]
+        return {e.kind: e.exposed / e.seconds for e in of}
+
+    name = "gpt2: host activations"
+    ahead = exposed(time(name))
+    waits = exposed(time_in(step(name, "cuda"), target_of("h100:4")))
+    assert ahead["from host"] == 0 and waits["from host"] > 0.5
+
+
 def test_recompute_takes_a_third_more_flops():
     saved, recomputed = time("gpt2: fp32").compute, time("gpt2: full").compute
     assert 1.2 < recomputed / saved < 1.45

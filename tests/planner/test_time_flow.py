@@ -52,6 +52,18 @@ def test_communications_are_serialized_per_link():
     assert found.waited == {0: pytest.approx(1.0), 1: pytest.approx(1.0)}
 
 
+def test_what_is_sent_a_trip_ahead_is_awaited_only_at_the_end():
+    ops = [op([], [A]), op([A], [B])]
+    tasks = [[TimedTask(UNITS, 0.0)], [TimedTask(UNITS, 3.0)]]
+    found = schedule_scope(Scope([], [B], ops), tasks, {0: [TimedTask("host", 2.0)]})
+    assert found.seconds == pytest.approx(3.0) and sum(found.waited.values()) == 0
+    gathered = [[TimedTask("links", 1.0)], [TimedTask(UNITS, 3.0)]]
+    found = schedule_scope(Scope([], [B], ops), gathered, {1: [TimedTask("host", 2.0)]})
+    assert found.waited == {0: pytest.approx(1.0)}, "the units wait for the gather alone"
+    found = schedule_scope(Scope([], [B], ops), tasks, {0: [TimedTask("host", 5.0)]})
+    assert found.seconds == pytest.approx(5.0) and found.waited == {0: pytest.approx(2.0)}
+
+
 def test_a_sum_is_sent_after_its_work():
     ops = [op([], [A]), op([A], [B])]
     tasks = [[TimedTask(UNITS, 1.0), TimedTask("links", 2.0)], [TimedTask(UNITS, 1.0)]]

@@ -9,6 +9,7 @@ from jaxspeed.models import gpt2
 
 from jaxspeed.config import Config
 from jaxspeed.engine.engine import compiled_report
+from jaxspeed.placement.show import as_text
 from jaxspeed.train.build import build_program
 
 LAYERS, EMBED, SEQ, MICRO, DEVICES = 4, 32, 16, 2, 4
@@ -92,6 +93,23 @@ def test_inputs_in_host_memory_are_not_on_the_device():
     assert found.inputs_at == "host"
     assert found.on_device == 0
     assert found.names["attention"][1] == "host"
+
+
+def test_a_part_of_each_saved_activation_is_on_the_device():
+    part = {"cpu_checkpointing": True, "cpu_checkpointing_ratio": 0.25}
+    found = residuals({"save": ["query"], "offload": ["mlp_up"]}, activation_checkpointing=part)
+    assert found.inputs_at == found.names["query"][1] == "split"
+    assert found.names["mlp_up"][1] == "host", "a list offloads all of it"
+    assert found.on_device == 0.75 * 2 * ONE
+    assert "host memory: 25%" in as_text(found, 100)
+
+
+def test_a_budget_below_the_inputs_offloads_a_part_of_them():
+    found = residuals({"budget": ONE // 2})
+    assert found.inputs_at == "split"
+    assert 0.5 < found.host_ratio < 0.6
+    assert found.on_device <= ONE // 2
+    assert residuals({"budget": 1}).inputs_at == "host"
 
 
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (2, False), (3, True), (True, True)])

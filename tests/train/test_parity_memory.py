@@ -43,6 +43,7 @@ REMAT = {
 KEPT = {
     "device": {},
     "host": {"cpu_checkpointing": True},
+    "part": {"cpu_checkpointing": True, "cpu_checkpointing_ratio": 0.25},
     "cut": {"partition_activations": True},
     "both": {"cpu_checkpointing": True, "partition_activations": True},
 }
@@ -93,7 +94,7 @@ class Point(NamedTuple):
         pipe, tensor = self.mesh in ("pipe", "all"), self.mesh in ("tensor", "all")
         return (
             (self.kept == "device" or self.remat != "none")
-            and not (self.remat == "budget" and self.kept in ("host", "both"))
+            and not (self.remat == "budget" and self.kept in ("host", "part", "both"))
             and (tensor or self.kept not in ("cut", "both"))
             and (self.micro > 1 or not pipe)
         )
@@ -145,8 +146,14 @@ COVERING = [
     Point("moved", "host", "cores", "host", 3, "tensor", "vit", 4),
     Point("none", "device", "cores", "host", 2, "all", "vit", 4),
     Point("every", "cut", "cores", "host", 3, "tensor", "vit", 4),
+    Point("moved", "part", "cores", "host", 1, "tensor", "gpt2", 1),
+    Point("names", "part", "half", "device", 3, "all", "llama", 4),
+    Point("attention", "part", "host", "device", 1, "tensor", "llama", 4),
+    Point("dots", "part", "host", "host", 2, "data", "vit", 1),
+    Point("every", "part", "device", "device", 0, "pipe", "vit", 4),
+    Point("full", "part", "half", "host", 2, "data", "vit", 4),
 ]
-ALWAYS = {COVERING[i] for i in (1, 12, 19, 28, 37)}
+ALWAYS = {COVERING[i] for i in (12, 19, 28, 37, 44)}
 
 
 def optimizer(case):

@@ -95,11 +95,11 @@ class CostModel:
         saved = s.saved_by(at.recompute).bytes / num_shards
         group = json.loads(at.recompute)["every_n"] if "every_n" in at.recompute else 1
         one_unit = group * everything / max(s.units, 1)
+        share = at.offload_activations
         if at.pipe == 1:
             working = one_unit if at.recompute != NONE else 0.0
-            if at.offload_activations:
-                return micro * (working + saved / max(s.units, 1)), micro * saved
-            return micro * (saved + working), 0.0
+            fetched = share * saved / max(s.units, 1)
+            return micro * (working + (1 - share) * saved + fetched), micro * share * saved
         chunks = at.chunks if at.schedule == "interleaved" else 1
         flight = min(at.accumulation(self.samples), 2 * at.pipe)
         if at.schedule == "gpipe":
@@ -108,9 +108,7 @@ class CostModel:
         inside = (one_unit if at.recompute != NONE else 0.0) + saved / (at.pipe * chunks)
         per_chunk = saved / (at.pipe * chunks) if at.stage_saves == "save" else unit_input
         in_flight = flight * chunks * per_chunk
-        if at.offload_activations:
-            return micro * inside, micro * in_flight
-        return micro * (inside + in_flight), 0.0
+        return micro * (inside + (1 - share) * in_flight), micro * share * in_flight
 
     # -- seconds --------------------------------------------------------------------------------
 

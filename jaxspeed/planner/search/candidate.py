@@ -11,6 +11,7 @@ from jaxspeed.config.tree import read
 from jaxspeed.placement.mesh import resolve_sizes
 
 MESH = ("pipe", "replica", "data", "tensor")
+HOST_RATIO = "activation_checkpointing.cpu_checkpointing_ratio"
 MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MISSING = object()
 
@@ -59,7 +60,8 @@ class Choice:
       stage_saves: `parallel.pipeline_recompute`, what a stage saves between its passes.
       gather: when a pipeline gathers under stage 3.
       recompute: `parallel.remat`, as JSON.
-      offload_activations, offload_optimizer, offload_parameters: whether offloaded to host memory.
+      offload_activations: the share of each saved activation that is offloaded to host memory.
+      offload_optimizer, offload_parameters: whether offloaded to host memory.
       micro: samples per data rank and micro-batch.
     """
 
@@ -74,7 +76,7 @@ class Choice:
     stage_saves: str
     gather: str
     recompute: str
-    offload_activations: bool
+    offload_activations: float
     offload_optimizer: bool
     offload_parameters: bool
     micro: int
@@ -108,8 +110,9 @@ class Choice:
                 parts.append("gathered once")
         if self.recompute != NONE:
             parts.append(recompute_text(self.recompute))
+        share = self.offload_activations
         offloaded = {
-            "activations": self.offload_activations,
+            "activations" if share in (0, 1) else f"{share:.0%} of activations": share > 0,
             "optimizer": self.offload_optimizer,
             "parameters": self.offload_parameters,
         }
@@ -159,7 +162,7 @@ def choice_of(config: Config, devices: int) -> Choice:
         stage_saves=config.pipeline_recompute,
         gather=parallel.pipeline_gather,
         recompute=FULL if full else remat_json(parallel.remat),
-        offload_activations=recompute.on_host,
+        offload_activations=recompute.host_ratio,
         offload_optimizer=zero.offload_optimizer.device == "cpu",
         offload_parameters=zero.offload_param.device == "cpu",
         micro=config.batch(sizes["replica"] * sizes["data"], sizes["pipe"]).micro,
@@ -179,6 +182,9 @@ def keys_of(given: Mapping[str, Any], base: Choice, choice: Choice, samples: int
     keys: dict[str, Any] = {}
     if "offload_activations" in changed:  # cpu_checkpointing implies full remat unless remat is set
         changed.add("recompute")
+        share = choice.offload_activations
+        if 0 < share < 1 or _found(given, HOST_RATIO):
+            keys[HOST_RATIO] = share if 0 < share < 1 else None
     shards = "stage" in changed and _found(given, "zero_optimization.mics_shard_size")
     if choice.mesh != base.mesh or shards:  # a shard size is refused at stage 0
         changed.add("mesh")
@@ -203,6 +209,8 @@ def _value(field: str, value: Any) -> Any:
         return json.loads(value)
     if field in ("offload_optimizer", "offload_parameters"):
         return "cpu" if value else "none"
+    if field == "offload_activations":
+        return value > 0
     return value
 
 

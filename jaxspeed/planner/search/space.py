@@ -11,6 +11,7 @@ from jaxspeed.planner.search.candidate import FULL, MESH, NONE, Choice, remat_js
 
 POLICIES = tuple(map(remat_json, ("none", "attention", "dots", "full")))
 EVERY = (2, 4)  # units that are recomputed together
+HOST_RATIOS = (0.0, 0.25, 0.5, 1.0)
 MAX_CHUNKS = 4  # per stage: messages grow with their number, and the gain in bubble shrinks
 _ALL = frozenset(field.name for field in fields(Choice))
 # Fields but the mesh, each after those that it depends on.
@@ -111,7 +112,7 @@ class Space:
         if choice.tensor == 1:
             idle.append("sequence")
         if choice.recompute == NONE or "budget" in choice.recompute:
-            choice = replace(choice, offload_activations=False)
+            choice = replace(choice, offload_activations=0.0)
         if choice.stage_saves == "layers" and choice.recompute not in (NONE, FULL):
             choice = replace(choice, stage_saves="stage")
         return replace(choice, **{field: getattr(self.base, field) for field in idle})
@@ -138,7 +139,9 @@ class Space:
         if name == "recompute":
             return tuple(dict.fromkeys((*POLICIES, *self._every(at), base.recompute)))
         if name == "offload_activations":
-            return both if self.offload and at.recompute != NONE else no
+            if not self.offload or at.recompute == NONE:
+                return (0.0,)
+            return tuple(dict.fromkeys((*HOST_RATIOS, base.offload_activations)))
         if name == "offload_optimizer":
             return both if self.offload else no
         if name == "offload_parameters":
@@ -179,8 +182,13 @@ class Space:
         return tuple(n for n in sizes if stages.accepts(per_rank // n))
 
     def coarse(self) -> Iterator[Choice]:
-        """Choices to start from: one value of `gather` and at most two of `sequence`."""
-        return self.all(gather=(self.base.gather,), sequence=(True, self.base.sequence))
+        """Choices to start from: of some fields only the extreme values and the base's."""
+        base = self.base
+        return self.all(
+            gather=(base.gather,),
+            sequence=(True, base.sequence),
+            offload_activations=(0.0, 1.0, base.offload_activations),
+        )
 
     def all(self, **some: tuple[Any, ...]) -> Iterator[Choice]:
         """Every choice, once, with the values of `some` where given; the base first."""
