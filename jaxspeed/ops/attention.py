@@ -7,6 +7,7 @@
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
 | CUDA | cuDNN, if installed | bf16, fp16; no soft cap; segments from Hopper on |
 | CUDA, else | `triton` (`jax.experimental.pallas`) | 128 queries and keys or more; from Ampere on |
+| CPU | `row_blocks`, in XLA operations | fp32; where another platform has a kernel |
 | any | `plain`, which materializes the scores | everything |
 
 Sinks (arXiv:2309.17453, as gpt-oss learns them) are one more score of each query and head, without
@@ -36,17 +37,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import cudnn, splash, triton
+from jaxspeed.ops import cudnn, row_blocks, splash, triton
 from jaxspeed.ops.free_axes import tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes, with_sinks
 
-KERNELS = {"splash": splash, "cudnn": cudnn, "triton": triton}
+KERNELS = {"splash": splash, "cudnn": cudnn, "triton": triton, "row_blocks": row_blocks}
 # The dtype of fp32 operands under automatic mixed precision: a kernel, which has to be chosen when
 # the loss is traced, cannot be cast later.
 _autocast: ContextVar[Any] = ContextVar("autocast", default=None)
-Implementation = Literal["plain", "splash", "cudnn", "triton"]
+Implementation = Literal["plain", "splash", "cudnn", "triton", "row_blocks"]
 
 
 @contextlib.contextmanager
@@ -144,6 +145,8 @@ def attention(
         )
         fast = {}
     if fast:
+        if row_blocks.supports(q, k):
+            fast["cpu"] = row_blocks
         return _by_platform(fast, form)(q, k, v, segments, sinks)
     return checkpoint_name(by_plain(q, k, v, segments, sinks=sinks), NAME)
 
@@ -181,6 +184,10 @@ def _by_kernel(kernel: Any, form: Mapping[str, Any]) -> Attend:
 
 def _two_passes(kernel: Any, form: Mapping[str, Any]) -> tuple[Callable[..., Any], ...]:
     """The passes of a kernel, on each device's batch and heads."""
+    if kernel is row_blocks:  # XLA partitions its operations
+        return with_sinks(
+            *(functools.partial(p, **form) for p in (kernel.forward, kernel.backward))
+        )
     return with_sinks(
         _on_devices(kernel.forward, (4, 3), form), _on_devices(kernel.backward, (4, 4, 4), form)
     )

@@ -25,9 +25,19 @@ class Mask:
             return None
         return self.window - 1, 0 if self.causal else self.window - 1
 
+    @property
+    def hides(self) -> bool:
+        """Whether some query does not see some key."""
+        return self.causal or self.window is not None
+
     def dense(self, seq: int, kv_seq: int) -> jax.Array:
         """[seq, kv_seq], True where the query sees the key."""
-        distance = jnp.arange(seq)[:, None] - jnp.arange(kv_seq)
+        return self.between(range(seq), range(kv_seq))
+
+    def between(self, queries: range, keys: range) -> jax.Array:
+        """[queries, keys], True where the query sees the key."""
+        rows, columns = (jnp.arange(each.start, each.stop) for each in (queries, keys))
+        distance = rows[:, None] - columns
         seen = distance >= 0 if self.causal else jnp.ones_like(distance, bool)
         return seen if self.window is None else seen & (jnp.abs(distance) < self.window)
 

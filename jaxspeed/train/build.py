@@ -20,10 +20,11 @@ from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
+from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size
+from jaxspeed.placement.mesh import apart, build_mesh, data_parallel_size, simulated
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, with_stages
@@ -57,6 +58,8 @@ def build_program(
     if not callable(loss_fn):
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
+    if simulated(mesh):
+        merge_summed_dims()
     refuse_known_bugs(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     adapted = adapt_model(

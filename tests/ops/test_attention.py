@@ -111,6 +111,36 @@ def test_attention_in_fp64_is_fp64_throughout():
 
 
 @pytest.mark.parametrize(
+    "name", covering(list(CASES), ["causal", "both ways", "window both ways", "all at once"])
+)
+def test_blocks_of_rows_equal_the_formula(name):
+    """300 tokens are four blocks, with a window of 17 most of them without most keys."""
+    found, wanted = run(name, "float32", seq=300, implementation="row_blocks")
+    assert_close(found, wanted, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("keys", [100, 420])
+def test_blocks_of_rows_with_fewer_or_more_keys(keys):
+    q, _, _, d_out = inputs(seq=300)
+    _, k, v, _ = inputs(seq=keys)
+    found, wanted = (
+        with_gradients(functools.partial(attention, implementation=each), q, k, v, d_out)
+        for each in ("row_blocks", "plain")
+    )
+    assert_close(found, wanted, TOLERANCE["float32"])
+
+
+def test_cpu_has_blocks_of_rows_where_other_platforms_have_kernels():
+    """256 queries in four causal blocks: no array of 256 x 256 scores."""
+    q, k, v, d_out = inputs(seq=256)
+    found = jax.jit(functools.partial(with_gradients, attention)).lower(q, k, v, d_out).compile()
+    assert ",256,256]" not in found.as_text()
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v, d_out)]
+    found = jax.jit(functools.partial(with_gradients, attention)).lower(*low).compile()
+    assert ",256,256]" in found.as_text()
+
+
+@pytest.mark.parametrize(
     ("name", "dtype"),
     covering(
         [

@@ -1,0 +1,164 @@
+"""Attention for CPUs: blocks of queries, each against the keys that it may see.
+
+Written in XLA operations. Scores that a mask hides from an entire block are not computed, and heads
+are moved before the sequence once, where `plain` lets XLA:CPU transpose each operand of each
+product. The backward pass recomputes a block's scores, as in FlashAttention-2 (arXiv:2307.08691):
+
+    P = exp(S - L),  D = sum_d out dout,  dS = P (dout V^T - D),  dV = P^T dout,  dQ = dS K, ...
+
+for the scores S and their log-sum-exp L, so that no S x S array is saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspeed.ops.mask import Mask, Segments
+
+SMALLEST = 64  # queries of a block: products of fewer rows are slower than what they spare
+# Four causal blocks compute 62% of the scores, infinitely many 50%; compile time grows with them.
+MOST_BLOCKS = 4
+
+
+def supports(q: jax.Array, k: jax.Array) -> bool:
+    """Whether the kernel supports these shapes and dtypes."""
+    return q.dtype == jnp.float32 == k.dtype
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(attention, log-sum-exp of each query's scores [batch, heads, seq])."""
+    queries, keys, values = _grouped(scale * q, k), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    outs, sums = [], []
+    for block in _blocks(mask, q.shape[1], k.shape[1]):
+        s, _ = block.scores(queries, keys, segments, soft_cap)
+        top = jnp.max(s, axis=-1, keepdims=True)
+        shares = jnp.exp(s - top)
+        total = jnp.sum(shares, axis=-1, keepdims=True)
+        product = jnp.einsum("bhqk,bhkd->bhqd", shares, block.columns_of(values))
+        outs.append(product / total)
+        sums.append(top + jnp.log(total))
+    return _joined(outs, q), _joined(sums, q)[..., 0].swapaxes(1, 2)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    out: jax.Array,
+    sums: jax.Array,
+    d_out: jax.Array,
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of q, k and v, from the results of `forward`."""
+    queries, keys, values = _grouped(scale * q, k), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    d = _grouped(d_out, k)
+    sums = sums.reshape(*d.shape[:-1], 1)
+    mean = jnp.sum(_grouped(out, k) * d, axis=-1, keepdims=True)
+    d_queries, d_keys, d_values = [], jnp.zeros_like(keys), jnp.zeros_like(values)
+    for block in _blocks(mask, q.shape[1], k.shape[1]):
+        s, slope = block.scores(queries, keys, segments, soft_cap)
+        shares = jnp.exp(s - block.rows_of(sums))
+        d_block = block.rows_of(d)
+        d_shares = jnp.einsum("bhqd,bhkd->bhqk", d_block, block.columns_of(values))
+        d_scores = slope * shares * (d_shares - block.rows_of(mean))
+        # Each is read by several products; XLA would compute it anew for each.
+        shares, d_scores = lax.optimization_barrier((shares, d_scores))
+        of_values = jnp.einsum("bhqk,bhqd->bhkd", shares, d_block)
+        of_keys = jnp.einsum("bhqk,bhqd->bhkd", d_scores, block.rows_of(queries))
+        d_values += block.among_all_columns(of_values, v.shape[1])
+        d_keys += block.among_all_columns(of_keys, k.shape[1])
+        d_queries.append(jnp.einsum("bhqk,bhkd->bhqd", d_scores, block.columns_of(keys)))
+    return scale * _joined(d_queries, q), d_keys.swapaxes(1, 2), d_values.swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries `rows` and the keys `columns` that any of them may see."""
+
+    mask: Mask
+    rows: range
+    columns: range
+
+    def rows_of(self, x: jax.Array) -> jax.Array:
+        """[batch, kv_heads, group, seq, n] to [batch, kv_heads, group rows, n]."""
+        x = x[:, :, :, self.rows.start : self.rows.stop]
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def columns_of(self, x: jax.Array) -> jax.Array:
+        return x[:, :, self.columns.start : self.columns.stop]
+
+    def scores(
+        self, q: jax.Array, k: jax.Array, segments: Segments | None, cap: float | None
+    ) -> tuple[jax.Array, Any]:
+        """(scores [batch, kv_heads, group rows, columns], the derivative of their cap)."""
+        s = jnp.einsum("bhqd,bhkd->bhqk", self.rows_of(q), self.columns_of(k))
+        slope: Any = 1.0
+        if cap is not None:
+            tanh = jnp.tanh(s / cap)
+            s, slope = cap * tanh, 1 - tanh * tanh
+        seen = self.mask.between(self.rows, self.columns) if self.mask.hides else None
+        if segments is not None:
+            of_rows = segments.q[:, self.rows.start : self.rows.stop]
+            of_columns = segments.kv[:, self.columns.start : self.columns.stop]
+            same = Segments(of_rows, of_columns).same()[:, None, None]  # of each head
+            seen = same if seen is None else seen & same
+        if seen is not None:
+            by_query = s.reshape(*s.shape[:2], -1, len(self.rows), len(self.columns))
+            s = jnp.where(seen, by_query, jnp.finfo(s.dtype).min).reshape(s.shape)
+        return s, slope
+
+    def among_all_columns(self, x: jax.Array, count: int) -> jax.Array:
+        """x [batch, kv_heads, columns, head_dim] with zeros for the other keys."""
+        zero = jnp.zeros((), x.dtype)
+        around = (self.columns.start, count - self.columns.stop, 0)
+        return lax.pad(x, zero, [(0, 0, 0), (0, 0, 0), around, (0, 0, 0)])
+
+
+def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
+    """Blocks of queries; a single one where every query sees every key."""
+    size = max(SMALLEST, -(-seq // MOST_BLOCKS)) if mask.hides else seq
+    found = []
+    for start in range(0, seq, size):
+        rows = range(start, min(start + size, seq))
+        low, high = 0, kv_seq
+        if mask.causal:
+            high = min(high, rows.stop)
+        if mask.window is not None:
+            low = max(low, rows.start - mask.window + 1)
+            high = min(high, rows.stop + mask.window - 1)
+        # Queries behind the last key may see none: their results are undefined, but exist.
+        found.append(_Block(mask, rows, range(min(low, high - 1), high)))
+    return found
+
+
+def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
+    """[batch, seq, heads, head_dim] as [batch, kv_heads, group, seq, head_dim]."""
+    batch, seq, _, head_dim = x.shape
+    kv_heads = k.shape[2]
+    return x.reshape(batch, seq, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def _joined(blocks: list[jax.Array], q: jax.Array) -> jax.Array:
+    """Results [batch, kv_heads, group rows, n] of all blocks as [batch, seq, heads, n]."""
+    batch, seq, heads, _ = q.shape
+    kv_heads, n = blocks[0].shape[1], blocks[0].shape[3]
+    split = [x.reshape(batch, kv_heads, heads // kv_heads, -1, n) for x in blocks]
+    return jnp.concatenate(split, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads, n)

@@ -1,0 +1,56 @@
+"""Weight gradients on CPUs: equal to the formula, and one product without copies of operands."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspeed.ops.cpu_products import merge_summed_dims
+from jaxspeed.placement.mesh import build_mesh, in_mesh
+
+BATCH, SEQ = 4, 6
+
+
+def lowered(inputs, outputs, **mesh):
+    """The gradient of a kernel [inputs, outputs], compiled in a mesh, with its arguments."""
+    merge_summed_dims()
+    rng = np.random.default_rng(0)
+    shapes = (inputs, *outputs), (BATCH, SEQ, inputs), (BATCH, SEQ, *outputs)
+    args = [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+    def gradient(kernel, x, cotangent):
+        return jax.vjp(lambda w: jax.numpy.tensordot(x, w, 1), kernel)[1](cotangent)[0]
+
+    devices = jax.devices()[: np.prod(list(mesh.values()), initial=1, dtype=int)]
+    function = in_mesh(build_mesh(mesh, devices), gradient) if mesh else gradient
+    return jax.jit(function).lower(*args), args
+
+
+def products(text):
+    """The summed dims of each product's operands."""
+    return re.findall(r"contracting_dims = \[([\d, ]+)\] x \[([\d, ]+)\]", text)
+
+
+@pytest.mark.parametrize("outputs", [(32,), (8,), (2, 8)])
+@pytest.mark.parametrize("data", [1, 2])
+def test_the_gradient_is_one_product_of_matrices(outputs, data):
+    found, (_, x, cotangent) = lowered(16, outputs, data=data)
+    assert products(found.as_text()) == [("0", "0")]
+    compiled = found.compile()
+    wanted = np.einsum("bsi,bs...->i...", x.astype(np.float64), cotangent)
+    np.testing.assert_allclose(compiled(*lowered(16, outputs)[1]), wanted, rtol=1e-5, atol=1e-5)
+    tokens = BATCH * SEQ
+    assert not re.search(rf"f32\[\d+,{tokens}\]", compiled.as_text())  # an operand, transposed
+
+
+def test_the_operand_of_fewer_columns_comes_first():
+    """XLA:CPU computes [16, 32] from [tokens, 16] and [tokens, 32] faster than its transpose."""
+    for inputs, outputs in ((16, 32), (32, 16)):
+        text = lowered(inputs, (outputs,), data=1)[0].compile().as_text()
+        assert re.search(r"f32\[16,32\]\S* (dot|fusion)\(", text)
+
+
+def test_products_stay_where_a_mesh_axis_may_shard_a_sequence():
+    assert products(lowered(16, (32,), tensor=2)[0].as_text()) == [("0, 1", "0, 1")]
+    assert products(lowered(16, (32,))[0].as_text()) == [("0, 1", "0, 1")]  # and without a mesh
