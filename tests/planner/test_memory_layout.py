@@ -62,7 +62,7 @@ def test_an_unrolled_scan_is_its_trips_in_a_row():
             body = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
             return jax.lax.scan(body, x, w, unroll=unroll)[0].sum()
 
-        shapes = jnp.zeros((3, 8, 8)), jnp.zeros((4, 8))
+        shapes = [jax.ShapeDtypeStruct(n, jnp.float32) for n in ((3, 8, 8), (4, 8))]
         return open_program(jax.make_jaxpr(jax.grad(loss))(*shapes), "tpu")
 
     names = {unroll: [op.name for op in all_ops(step(unroll))] for unroll in (1, 3)}

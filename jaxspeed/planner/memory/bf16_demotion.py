@@ -1,16 +1,16 @@
 """The fp32 arrays that XLA:TPU stores as bf16: those that only matmuls read.
 
 A TPU's matrix units multiply bf16 numbers. At the default precision an fp32 operand is rounded
-first, and XLA:TPU moves the rounding to the operand's producer (seen in its buffer assignment:
-residuals of a loop that only matmuls read are stacked as bf16).
+first, and XLA:TPU moves the rounding to the operand's producer, through loops, collectives and all
+that only moves numbers (seen in its buffer assignment: residuals of a loop that only matmuls read
+are stacked as bf16, and weights are gathered as bf16).
 """
 
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspeed.jaxpr.primitives import CONSTRAINT, PRODUCTS
-from jaxspeed.jaxpr.traverse import consts_and_carry
+from jaxspeed.jaxpr.primitives import CONSTRAINT, PRODUCTS, SLICES
 from jaxspeed.planner.memory.materialization import VIEWS
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Scope, Value, all_ops, flows, reach
 
@@ -21,23 +21,19 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
     """The demoted arrays of a program for a TPU."""
     wide = {v for v in scope.outs if v is not None}
     wide |= set(scope.ins)
-    views = {"scan", CONSTRAINT, *VIEWS, *PAIRWISE}  # gathers too: rounded before
+    moves = {"scan", "select_n", "broadcast_in_dim", CONSTRAINT, *SLICES, *VIEWS, *PAIRWISE}
     ops = list(all_ops(scope))
     for op in ops:
         if op.name in PRODUCTS:
             if not _rounds(op.params.get("precision")):
                 wide.update(op.values)
-        elif op.name == "scan":
-            consts, carry = consts_and_carry(op)
-            wide.update(v for v in op.ins[consts : consts + carry] if v is not None)
-            wide.update(v for v in op.bodies[0].outs[:carry] if v is not None)
-        elif op.bodies:
+        elif op.bodies and op.name != "scan":
             wide.update(op.values)
             wide.update(v for b in op.bodies for v in b.outs if v is not None)
-        elif op.name not in views:
+        elif op.name not in moves:
             wide.update(op.values)
-    # Also operands of which a view, or a loop's slice, is read in fp32.
-    wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in views))
+    # Also operands of which a view, a slice or a loop's part is read in fp32.
+    wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in moves))
     outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
     return frozenset(v for v in (*outputs, *inner) if v not in wide)
