@@ -172,6 +172,11 @@ class GemmaAttention(CachedAttention):
         return lax.cond(is_global, attention(None), attention(c.sliding_window), q, k, v)
 
 
+@ops.saves_inputs
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
 class GemmaMLP(nnx.Module):
     """down(gelu(gate(x)) * up(x)), with gelu in its tanh form."""
 
@@ -185,8 +190,7 @@ class GemmaMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
-        hidden = jax.nn.gelu(gate, approximate=True) * up
-        return self.down(checkpoint_name(hidden, "mlp_hidden"))
+        return self.down(checkpoint_name(geglu(gate, up), "mlp_hidden"))
 
 
 class GemmaBlock(nnx.Module):

@@ -15,6 +15,8 @@ from flax import nnx
 from flax.typing import Initializer
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxspeed import ops
+
 from . import language
 from .cached_attention import CachedAttention
 from .layers import (
@@ -100,6 +102,11 @@ class GPT2Attention(CachedAttention):
         return self.o_proj(self.attend(q, k, v, positions, segment_ids=segment_ids))
 
 
+@ops.saves_inputs
+def gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
 class GPT2MLP(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
@@ -110,7 +117,7 @@ class GPT2MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         up = checkpoint_name(self.up(x), "mlp_up")
-        return self.down(checkpoint_name(jax.nn.gelu(up, approximate=True), "mlp_hidden"))
+        return self.down(checkpoint_name(gelu(up), "mlp_hidden"))
 
 
 class GPT2Block(nnx.Module):

@@ -154,6 +154,11 @@ def head_norm(config: Config, rngs: nnx.Rngs) -> RMSNorm:
     return RMSNorm(config.size_of_head, eps=config.rms_norm_eps, dim="head_dim", rngs=rngs)
 
 
+@ops.saves_inputs
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
 class LlamaMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer, arXiv:2002.05202)."""
 
@@ -167,7 +172,7 @@ class LlamaMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
-        return self.down(checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden"))
+        return self.down(checkpoint_name(swiglu(gate, up), "mlp_hidden"))
 
 
 class LlamaBlock(nnx.Module):

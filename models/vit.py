@@ -96,6 +96,11 @@ class ViTAttention(nnx.Module):
         return self.o_proj(ops.attention(q, k, v, causal=False))
 
 
+@ops.saves_inputs
+def gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
 class ViTMLP(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
@@ -107,7 +112,7 @@ class ViTMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         up = checkpoint_name(self.up(x), "mlp_up")
-        return self.down(checkpoint_name(jax.nn.gelu(up, approximate=False), "mlp_hidden"))
+        return self.down(checkpoint_name(gelu(up), "mlp_hidden"))
 
 
 class ViTBlock(nnx.Module):

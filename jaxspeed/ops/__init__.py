@@ -15,6 +15,7 @@ from jaxspeed.ops.rope import (
     rotate,
     rotation,
 )
+from jaxspeed.ops.saved_inputs import saves_inputs
 
 __all__ = [
     "LinearScaling",
@@ -32,4 +33,5 @@ __all__ = [
     "rope_scaling",
     "rotate",
     "rotation",
+    "saves_inputs",
 ]

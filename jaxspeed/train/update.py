@@ -1,10 +1,12 @@
 """The optimizer update: unscale and clip reduced gradients, update the state or skip the step."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxspeed.objective import Model
 from jaxspeed.objective.accumulate import Sums, per_weight
@@ -64,6 +66,7 @@ class Update:
         state = self._with_written(state, variables, finite)
         update = self.streamed or self._resident
         changed = update(scaled, multiplier, state, finite)
+        changed = changed._replace(params=self._over_old(changed.params, state.params, finite))
         return self.settled(state, sums, variables, changed, norm, factor, finite)
 
     def _with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
@@ -74,6 +77,26 @@ class Update:
             if path in variables
         }
         return replace(state, params=state.params | written) if written else state
+
+    def _over_old(self, params: Arrays, before: Arrays, finite: jax.Array) -> Arrays:
+        """Gathered parameters, written over the old ones by an operation that reads both.
+
+        If a gather itself wrote into the buffer of the old parameter, XLA:TPU would copy that at
+        the start of the step (libtpu 0.0.52): 2 bytes per parameter. In a skipped step a gathered
+        parameter is the old one already. Elsewhere nothing is added: XLA:GPU gathers several at
+        once, which then would all be buffers besides the old ones.
+        """
+        found = dict(params)
+        for row in self.table:
+            if not (row.leaf.trainable and row.param and row.opt) or in_host(row.param):
+                continue
+            if row.param.spec != row.opt.spec:
+                over_old = partial(_over_old, at=self.table.sharding(row.param))
+                args = params[row.path], before[row.path], finite
+                found[row.path] = jax.lax.platform_dependent(
+                    *args, tpu=over_old, default=lambda new, old, finite: new
+                )
+        return found
 
     def settled(
         self,
@@ -197,3 +220,7 @@ class Update:
             return pad(value, row.shape(row.opt))
 
         return {path: padded(self.table[path], value) for path, value in values.items()}
+
+
+def _over_old(new: jax.Array, old: jax.Array, finite: jax.Array, at: NamedSharding) -> jax.Array:
+    return jnp.where(finite, constrain(new, at, "update.gather"), old)

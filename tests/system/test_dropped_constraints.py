@@ -52,6 +52,11 @@ def carried(found: dict[str, Any]) -> list[tuple[int, ...]]:
     return [tuple(shape) for _, shape in found["carry"] if len(shape) == 2]
 
 
+def copied(found: dict[str, Any]) -> bool:
+    """Whether a matrix is copied."""
+    return any(b["opcode"] == "copy" and b["shape"] == [WIDTH, WIDTH] for b in found["largest"])
+
+
 def looked_up(found: dict[str, Any], rows: int, micro: int) -> bool:
     """What was looked up crosses once in each pass; the table stays where it is."""
     every = [c for c in collectives_of(found) if c.elements >= MATRIX / 8]
@@ -66,6 +71,8 @@ CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "reduce": lambda f: moved(f) == {"reduce-scatter": LAYERS, "all-gather": LAYERS},
     # Stage 1 where each micro-batch is reduced: the table has whole accumulators.
     "accumulate": lambda f: carried(f) == [(WIDTH, WIDTH)] * LAYERS,
+    # XLA:TPU would copy the old parameters, into whose buffers it gathers the new ones.
+    "update.gather": lambda f: not copied(f),
     # Weights move, and each layer's do so in each pass.
     "unit.gather": lambda f: moved(f) == {"all-gather": 2 * LAYERS, "reduce-scatter": LAYERS},
     # The gradients of ZeRO 3 alone, with nobody to say where they should go.

@@ -101,6 +101,7 @@ def dropped(devices: list[jax.Device]) -> dict[str, Any]:
             compile_step,
             {"stage": 1, "accumulation": 4, "parallel": EACH_MICRO_BATCH},
         ),
+        "update.gather": (stack_program, compile_step, {"stage": 1}),
         "unit.gather": (stack_program, compile_step, {"stage": 3}),
         "unit.scatter": (stack_program, compile_gradients, {"stage": 3}),
         "lookup.columns": (lookup_program, compile_step, FEW_ROWS),

@@ -36,8 +36,10 @@ class DonatedScope(OrderedScope):
         for i, op in enumerate(self.scope.ops):
             if op.name == "scan":
                 consts, carry = consts_and_carry(op)
-                for v in op.ins[consts : consts + carry]:
-                    add(v and self.root(v), i)
+                for v, result in zip(op.ins[consts : consts + carry], op.outs, strict=False):
+                    # A loop that carries a shard of an argument has a buffer of its own.
+                    if v is not None and self.sizes.of(result) == self.sizes.of(self.root(v)):
+                        add(self.root(v), i)
         for out, place in zip(self.scope.outs, self.donated, strict=False):
             if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
                 add(place, OUT)
