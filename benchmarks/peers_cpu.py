@@ -328,6 +328,8 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
     group = []
     for rank in range(processes):
         environment = os.environ | {
+            # DeepSpeed compiles its communication with the ninja that pip installed.
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
             "JAX_PLATFORMS": "cpu",
             "OMP_NUM_THREADS": str(arguments.cores // processes),
             "DS_ACCELERATOR": "cpu",
