@@ -112,7 +112,7 @@ def engine_of(
 
     Arguments are those of `initialize`.
     """
-    from jaxspeed.engine.jax_setup import enable_compilation_cache, keep_freed_memory
+    from jaxspeed.engine.jax_setup import enable_compilation_cache
     from jaxspeed.engine.memory_precheck import warn_of_room
     from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
     from jaxspeed.engine.startup_log import log_startup
@@ -120,7 +120,6 @@ def engine_of(
     from jaxspeed.objective.config_model import resolve_model
     from jaxspeed.parameter_server import build
     from jaxspeed.parameter_server.engine import open_engine
-    from jaxspeed.placement.mesh import simulated
     from jaxspeed.train.aot_step import read_identity
 
     model, loss_fn = resolve_model(config, model, loss_fn)
@@ -131,8 +130,6 @@ def engine_of(
         )
         if config.run.executable is not None:
             read_identity(config.run.executable)  # reports a bad file before anything is allocated
-        if simulated(program.mesh):
-            keep_freed_memory()
         warn_of_room(program, example_batch)
         try:
             state = program.init(config.run.seed)

@@ -1,6 +1,5 @@
-"""Settings before JAX starts: a run's devices, simulated ones, their memory, compiled programs."""
+"""JAX's settings before it starts: the devices of a run, simulated ones, the compilation cache."""
 
-import ctypes
 import os
 from pathlib import Path
 
@@ -67,7 +66,6 @@ def simulate(devices: int) -> None:
         raise JaxspeedError(
             f"simulate({devices}): not divisible by the {processes} processes of this run"
         )
-    keep_freed_memory()
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices // processes)
@@ -79,32 +77,6 @@ def simulate(devices: int) -> None:
             f"simulate({devices}): JAX has already started with {len(found)} {found[0].platform} "
             "devices; call simulate first, before creating any array"
         )
-
-
-# Parameters of glibc's mallopt, from malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-MOST_KEPT = 2**31 - 1  # bytes, of one free block; the largest that mallopt takes
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what a step on CPU devices frees, for the next step.
-
-    XLA:CPU allocates the temporary arrays of a step anew each time, as one block. By default glibc
-    has the kernel map and unmap a block of this size, and the kernel clears its pages one by one as
-    they are written: a fifth of the time of a small GPT-2's step. So blocks come from one heap,
-    which keeps up to `MOST_KEPT` bytes at its end: no more than the process had at its peak, but
-    until it ends. It has an effect on threads that have not allocated memory yet, so call it
-    before the first computation. Settings of the environment (MALLOC_*, GLIBC_TUNABLES) are left
-    as they are, and other C libraries too.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(M_ARENA_MAX, 1)  # other heaps hold no block of over 64 MiB
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 # -- the persistent compilation cache: a program that was compiled once starts at once next time ---

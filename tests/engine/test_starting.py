@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import platform
 import subprocess
 import sys
 import types
@@ -264,35 +263,3 @@ def test_nothing_is_logged_above_information_by_a_plain_run(caplog):
 
 def test_x64_is_left_as_the_user_set_it():
     assert jnp.zeros(1).dtype == jnp.float32
-
-
-FAULTS = """
-import resource, jax, jax.numpy as jnp
-import jaxspeed
-jaxspeed.simulate(1)
-f = jax.jit(lambda x: jnp.sort(x * 2) @ jnp.sort(x, descending=True))  # temporaries of 128 MB
-x = jnp.ones(2**24)
-seen = []
-for _ in range(4):
-    f(x).block_until_ready()
-    seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(seen[-1] - seen[-2])
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
-def test_a_step_gets_the_memory_that_the_last_one_freed():
-    """Each page of 4 kB that the kernel maps is a fault; a setting of the user's stays."""
-
-    def faults(**environment):
-        run = subprocess.run(
-            [sys.executable, "-c", FAULTS],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(run.stdout)
-
-    assert faults() < 1000
-    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > 10000

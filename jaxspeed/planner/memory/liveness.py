@@ -132,7 +132,8 @@ class _Liveness(DonatedScope):
         """The buffers of the scope's own operations, and those of copies."""
         end = len(self.scope.ops)
         found: list[Lifetime] = []
-        for value in self.materialized.difference(free):
+        # In the order of the program: buffers of one size are placed in the order of this list.
+        for value in [v for v in self.producers if v in self.materialized and v not in free]:
             by = self.readers[value]
             is_output = OUT in by and value not in stacked
             last = end if is_output else max(times[i] for i in by - {OUT})
@@ -143,7 +144,7 @@ class _Liveness(DonatedScope):
         found += self.rounded(times)
         found += self.transposed(times)
         found += self._workspaces(times)
-        gathered = late.keys() & set(self.scope.ins)
+        gathered = (v for v in self.scope.ins if v in late)
         found += [(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
         return found
 
