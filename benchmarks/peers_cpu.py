@@ -9,8 +9,8 @@ the first steps are compared. Each is a process of its own on the same cores (wi
 group of processes), and the rounds are interleaved. A step is timed until its loss is on the host.
 Reported are the medians of the rounds, which are medians of their steps, and their range.
 
-With --keep-freed glibc keeps what each process frees, instead of mapping a step's temporary arrays
-anew: the same setting for all of them.
+`jaxspeed train` restarts itself with glibc's setting for huge pages; jaxspeed's processes have it
+here too. --huge-pages all | none gives it to the peers as well, or to none.
 """
 
 import argparse
@@ -27,11 +27,6 @@ from typing import Any
 LAYERS, WIDTH, HEADS, VOCAB, SEQ, BATCH = 6, 384, 6, 8192, 256, 8
 RATE, DECAY, EPS = 1e-3, 0.1, 1e-5
 WARM_UP = 4
-KEEP_FREED = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-}
 COMPARED = 3  # losses of the first steps
 Step = Callable[[Any], float]  # from a batch [batch, seq + 1] to its loss
 
@@ -346,7 +341,7 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            **(KEEP_FREED if arguments.keep_freed else {}),
+            **huge_pages(name, arguments.huge_pages),
         }
         if processes == 1:  # jaxspeed would join the others
             for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -364,13 +359,18 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
     return json.loads(lines[-1])
 
 
+def huge_pages(name: str, whose: str) -> dict[str, str]:
+    asks = whose == "all" or (whose == "jaxspeed" and name.startswith("jaxspeed"))
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1" if asks else ""}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cores", type=int, default=2, help="the first of those allowed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed ones per run")
     parser.add_argument("--only", nargs="+", default=[], help="names that contain one of these")
-    parser.add_argument("--keep-freed", action="store_true", help="of glibc's malloc, for all")
+    parser.add_argument("--huge-pages", choices=("jaxspeed", "all", "none"), default="jaxspeed")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -387,7 +387,7 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
-        first = argparse.Namespace(cores=arguments.cores, steps=0, keep_freed=False)
+        first = argparse.Namespace(cores=arguments.cores, steps=0, huge_pages="none")
         run_apart("jaxspeed, 1 device", 1, weights, first, 0)
         for number in range(arguments.rounds):
             for i, (name, processes) in enumerate(chosen.items()):

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,37 @@ def test_a_command_does_not_collect_garbage_as_it_exits():
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert child.stdout.splitlines()[-1] == "True", child.stderr
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "seen"),
+    [
+        ("always [madvise] never", "", ["", "glibc.malloc.hugetlb=1"]),
+        ("always [madvise] never", "glibc.rtld.nns=4", ["glibc.rtld.nns=4", "{}:{}"]),
+        ("always [madvise] never", "glibc.malloc.hugetlb=0", ["glibc.malloc.hugetlb=0"]),
+        ("[always] madvise never", "", [""]),
+        (None, "", [""]),
+    ],
+)
+def test_train_restarts_once_for_huge_pages_where_it_must_ask(kernel, given, seen, tmp_path):
+    setting = tmp_path / "enabled"
+    if kernel:
+        setting.write_text(kernel)
+    code = (
+        "import os, pathlib; print(os.environ.get('GLIBC_TUNABLES', ''), os.getpid(), flush=True)\n"
+        "from jaxspeed.cli import main, train\n"
+        f"train._SYSTEM_SETTING = pathlib.Path({str(setting)!r})\n"
+        "main()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, "train", "no-such-file.yaml"]
+    environment = {**os.environ, "GLIBC_TUNABLES": given}
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert "no-such-file.yaml" in child.stderr
+    lines = [line.rpartition(" ") for line in child.stdout.splitlines()]
+    assert [line[0] for line in lines] == [
+        text.format(given, "glibc.malloc.hugetlb=1") for text in seen
+    ]
+    assert len({line[2] for line in lines}) == 1  # the process stays the same
 
 
 def test_importing_jaxspeed_loads_nothing_else():

@@ -1,6 +1,7 @@
 """The time of a step: its parts, and its report."""
 
 import functools
+import gc
 import json
 import time as clock
 
@@ -109,9 +110,13 @@ def test_a_model_without_tokens_is_reported_by_samples():
 
 def test_memory_and_time_of_one_trace_take_less_than_two_seconds():
     built, batch = POINTS["gpt2: stage 3"].program(jax.devices())
-    start = clock.process_time()
-    time_of(built, batch, target_of("v5p:2x2x1"))
-    assert clock.process_time() - start < 2
+    gc.freeze()  # what earlier tests left is not walked at this one's expense
+    try:
+        start = clock.process_time()
+        time_of(built, batch, target_of("v5p:2x2x1"))
+        assert clock.process_time() - start < 2
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("written", ["", "0", "many", "1Q", "-3B"])
