@@ -39,7 +39,7 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon():
     def away(between: float, size: int, uses=()) -> tuple[int, int] | None:
         seconds = [0.0, between, between, 0.0]
         memory = OnChip(CHIP, seconds, [0] * 4, [False] * 4)
-        return memory.rest(0, 3, uses, size)
+        return memory.place(0, 3, uses, size)
 
     assert away(0.0, size) is None
     assert away(0.0, 2 * CHIP.on_chip) == (0, 3)
@@ -51,8 +51,8 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon():
 
 def test_inner_loops_use_on_chip_memory_first():
     memory = OnChip(CHIP, [0.0] * 3, [0, CHIP.on_chip - 100, 0], [False, True, False])
-    assert memory.rest(0, 2, [], 101) == (0, 2)
-    assert memory.rest(0, 2, [], 100) is None
+    assert memory.place(0, 2, [], 101) == (0, 2)
+    assert memory.place(0, 2, [], 100) is None
     assert memory.used == CHIP.on_chip
 
 

@@ -22,7 +22,6 @@ from jaxspeed.planner.memory.partitioning import Tie, shards_per_dim, ties_of
 from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, reach
 
 COLUMNS, ROWS = 128, 8
-Lifetime = tuple[int, int, Value, int]  # (first position, last, the array, its bytes)
 
 
 @dataclass
