@@ -195,12 +195,3 @@ def nonfinite_flags(tree: Any) -> Any:
         return ~jnp.isfinite(leaf).all()
 
     return jax.tree.map(flag, tree)
-
-
-def first_nonfinite(tree: Any) -> str | None:
-    """The path, joined by `/`, of the first non-finite leaf, or None."""
-    flags = jax.device_get(jax.jit(nonfinite_flags)(tree))
-    for path, bad in flat_with_paths(flags).items():
-        if bad:
-            return path
-    return None

@@ -1,41 +1,35 @@
 """Export of weights to safetensors files, block by block, from a checkpoint or from an engine."""
 
 import importlib
-import itertools
 import json
-import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
-from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.catalog import existing
-from jaxspeed.checkpoint.header import Header, read_header
-from jaxspeed.checkpoint.manifest import is_local, read_manifest
-from jaxspeed.checkpoint.orbax_arrays import FOLDER
+from jaxspeed.checkpoint.header import read_header
+from jaxspeed.checkpoint.manifest import read_manifest
 from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.checkpoint.stores import store_at
 from jaxspeed.checkpoint.verification import check_valid, newest_valid
 from jaxspeed.config import Config
 from jaxspeed.errors import CheckpointError, PretrainedError
+from jaxspeed.interop.export_values import CheckpointValues, StateValues, Values
 from jaxspeed.interop.hf_folder import CONFIG, COPIED, INDEX
 from jaxspeed.interop.mapping import Bound, Index, MappingTable, bind, identity
 from jaxspeed.interop.pretrained import FolderWeights
 from jaxspeed.interop.safetensors import Tensor, TensorFile, check_dtype
 from jaxspeed.objective.config_model import family_sizes
 from jaxspeed.objective.pretrained_model import Pretrained
-from jaxspeed.objective.train_state import TrainState, updated_values
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
 
-_BLOCK_BYTES = 64 << 20
 _KINDS = ("params/", "variables/")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -65,17 +59,6 @@ class HFForm:
     table: MappingTable
     config: Mapping[str, Any] | None = None
     files: Sequence[Path] = ()
-
-
-class Values(Protocol):
-    """The arrays of an export."""
-
-    @property
-    def leaves(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype by path."""
-
-    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Blocks that together are the array, of which each is read once."""
 
 
 def export(
@@ -113,7 +96,7 @@ def export(
     names = [n for n, leaf in header.leaves.items() if n.startswith(kinds) and not leaf.key]
     left = sorted(_path(n) for n in header.leaves if n.startswith(_KINDS) and n not in names)
     metadata = {"tag": tag, "step": str(header.step), "writer": "jaxspeed"}
-    values = _CheckpointValues(source, header, names)
+    values = CheckpointValues(source, header, {_path(n): n for n in names})
     files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
     return ExportSummary(tag, header.step, files, len(tensors), total, left)
@@ -133,7 +116,7 @@ def save_pretrained(
     Arguments are those of `export`; without a form that of the config's model.
     """
     form = form or hf_form(program.config, program.source.model)
-    values = _StateValues(program, state)
+    values = StateValues(program, state)
     metadata = {"step": str(int(state.step)), "writer": "jaxspeed", "format": "pt"}
     files, tensors = _write(values, Path(out), dtype, file_bytes, metadata, form)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -300,99 +283,6 @@ def _write_other_files(target: Path, tensors: Mapping[str, Tensor], form: HFForm
     for path in form.files:
         if path.name in COPIED and path.is_file():
             shutil.copyfile(path, target / path.name)
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-
-class _CheckpointValues:
-    """Arrays of a checkpoint as stored by Orbax: Zarr chunks in one OCDBT database."""
-
-    def __init__(self, source: epath.Path, header: Header, names: Sequence[str]) -> None:
-        self._source = source
-        self._names = {_path(name): name for name in names}
-        self.leaves = {
-            path: (header.leaves[name].shape, header.leaves[name].dtype)
-            for path, name in self._names.items()
-        }
-
-    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Blocks of full chunks, without padding."""
-        shape, dtype = self.leaves[path]
-        if not math.prod(shape):
-            return
-        array = self._open(self._names[path])
-        step = list(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
-        size = math.prod(step) * jnp.dtype(dtype).itemsize
-        for dim in reversed(range(len(shape))):
-            most = -(-shape[dim] // step[dim])
-            times = max(1, min(most, _BLOCK_BYTES // size))
-            step[dim] *= times
-            size *= times
-        starts = [range(0, n, s) for n, s in zip(shape, step, strict=True)]
-        for corner in itertools.product(*starts):
-            ends = (min(a + s, n) for a, s, n in zip(corner, step, shape, strict=True))
-            index = tuple(map(slice, corner, ends))
-            yield index, np.asarray(array[index].read().result())
-
-    def _open(self, name: str) -> Any:
-        base = self._source / FOLDER
-        spec = {
-            "driver": "zarr",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": f"file://{base}/" if is_local(self._source) else f"{base}/",
-                "path": f"{name}/",
-            },
-            # The fewest chunks in memory at a time that keep the disk busy.
-            "context": {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}},
-        }
-        return ts.open(spec, open=True, read=True).result()
-
-
-class _StateValues:
-    """The parameters of a state, in the precision in which they are updated."""
-
-    def __init__(self, program: Program, state: TrainState) -> None:
-        self._arrays = {row.path: updated_values(state, row) for row in program.table}
-        self.leaves = {
-            row.path: (row.leaf.shape, str(self._arrays[row.path].dtype)) for row in program.table
-        }
-
-    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """One shard at a time; if other processes have some, blocks that are gathered."""
-        x, (shape, _) = self._arrays[path], self.leaves[path]
-        if not x.is_fully_addressable:
-            yield from _gathered(x, shape)
-            return
-        seen = set()
-        for shard in x.addressable_shards:
-            index = tuple(
-                slice(*span.indices(n)[:2]) for span, n in zip(shard.index, x.shape, strict=True)
-            )
-            index = tuple(
-                slice(min(i.start, n), min(i.stop, n)) for i, n in zip(index, shape, strict=True)
-            )
-            if str(index) in seen:
-                continue
-            seen.add(str(index))
-            block = np.asarray(shard.data)[tuple(slice(i.stop - i.start) for i in index)]
-            if block.size:
-                yield index, block
-
-
-def _gathered(x: jax.Array, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
-    """Blocks of rows, each replicated by a collective and read from this process's copy."""
-    at = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-    replicated = jax.jit(lambda x: x, out_shardings=at)
-    rows = max(1, _BLOCK_BYTES // max(1, x.nbytes // max(1, x.shape[0]))) if x.ndim else 1
-    for start in range(0, shape[0] if shape else 1, rows):
-        if not shape:
-            yield (), np.asarray(replicated(x).addressable_data(0))
-            return
-        stop = min(start + rows, shape[0])
-        inside = (slice(start, stop), *(slice(0, n) for n in shape[1:]))
-        yield inside, np.asarray(replicated(x[inside]).addressable_data(0))
 
 
 def _floating(dtype: str | None) -> str | None:

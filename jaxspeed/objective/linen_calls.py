@@ -18,7 +18,7 @@ from jaxspeed.jaxpr.module_scopes import scope
 from jaxspeed.objective.protocol import STATISTICS, mode_arguments
 from jaxspeed.objective.rng import FALLBACK
 
-_lock = RLock()
+_lock = RLock()  # of the methods of nn.Module that are replaced, for all threads
 
 
 class _Methods:
@@ -40,9 +40,9 @@ class _Methods:
 class BoundLinen(_Methods):
     """A Linen module with its variables, callable like the module; stores what a call changes.
 
-    `variables` also holds what the calls so far have sown: `model.variables["losses"]`. Of `rngs`,
-    `mutable` and `capture_intermediates` it makes what `Module.apply` does; `mutable` only says
-    what is returned too.
+    `variables` also holds what the calls so far have sown: `model.variables["losses"]`. Calls take
+    `rngs`, `mutable` and `capture_intermediates` as `Module.apply` does, but all changes are
+    stored: `mutable` selects the collections that are returned as well.
     """
 
     def __init__(
@@ -133,13 +133,14 @@ def _merged(old: Any, new: Any) -> Any:
     return {**new, **{name: _merged(x, new.get(name)) for name, x in old.items()}}
 
 
-def traced_within(x: Any, key: Any) -> bool:
-    """Whether an array belongs to another trace than the key: to one that has ended."""
+def is_leaked(x: Any, key: Any) -> bool:
+    """Whether an array is a tracer of another trace than the key's, one that has ended."""
     traces = [getattr(tracer, "_trace", None) for tracer in (x, key)]
     return None not in traces and traces[0] is not traces[1]
 
 
 def _mode(module: nn.Module, method: Any, training: bool) -> dict[str, bool]:
+    """The mode arguments of a method, such as `train` or `deterministic`."""
     called = getattr(module, method) if isinstance(method, str) else method or type(module).__call__
     modes = mode_arguments(inspect.signature(called).parameters, training)
     # Flax refuses a mode that is both a field and an argument (`nn.merge_param`).
@@ -153,6 +154,7 @@ def _mode_fields(module: nn.Module) -> dict[str, bool]:
 
 
 def in_evaluation(module: nn.Module) -> nn.Module:
+    """The module with its own fields that hold a mode set for evaluation."""
     modes: dict[str, Any] = _mode_fields(module)
     return module.clone(**modes) if modes else module
 
@@ -213,6 +215,8 @@ def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_scopes() -> Iterator[None]:
+    """Context in which each module call is traced in a scope of its class and path."""
+
     def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
             return next_fun(*args, **kwargs)

@@ -23,9 +23,9 @@ from jaxspeed.objective.linen_calls import (
     BoundLinen,
     CreatingLinen,
     in_evaluation,
+    is_leaked,
     naming_scopes,
     recorded_calls,
-    traced_within,
 )
 from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.pretrained_model import Weights
@@ -138,7 +138,7 @@ class LinenModel:
                 call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
             if not bound.created:
                 raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-            if any(traced_within(x, key) for x in jax.tree.leaves(bound.created)):
+            if any(is_leaked(x, key) for x in jax.tree.leaves(bound.created)):
                 raise ModelError(
                     f"{self._init_name} makes the model's first call inside a function that is "
                     "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "

@@ -24,11 +24,11 @@ from jaxspeed.placement.mesh import DATA_AXES
 
 @functools.cache
 def merge_summed_dims() -> None:
-    """Lower products for CPUs like this, in this process, from now on."""
+    """Lower products for CPUs so in this process, from now on."""
     stock = mlir._platform_specific_lowerings["cpu"][lax.dot_general_p].rule
 
     def lower(ctx: Any, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-        if _sums_leading(dimension_numbers, ctx.avals_in) and _only_samples_are_sharded():
+        if _sums_leading(dimension_numbers) and _only_samples_are_sharded():
             count = len(dimension_numbers[0][0])
             merged = functools.partial(_merged, count=count, **params)
             return mlir.lower_fun(merged, multiple_results=False)(ctx, x, y)
@@ -50,7 +50,7 @@ def _merged(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Arr
     return (product.T if swapped else product).reshape(shape)
 
 
-def _sums_leading(dimension_numbers: Any, avals: Any) -> bool:
+def _sums_leading(dimension_numbers: Any) -> bool:
     """Whether several dims are summed, the first ones of both operands, in order."""
     (of_x, of_y), batch = dimension_numbers
     leading = tuple(range(len(of_x)))

@@ -41,16 +41,20 @@ class Mask:
         seen = distance >= 0 if self.causal else jnp.ones_like(distance, bool)
         return seen if self.window is None else seen & (jnp.abs(distance) < self.window)
 
-    def blocks(self, seq: int, kv_seq: int, block_q: int, block_kv: int) -> tuple[int, int]:
-        """(blocks of the scores with any visible key, all blocks)."""
-        first = np.arange(0, seq, block_q)
-        last = np.minimum(first + block_q, seq) - 1
+    def visible(self, first: Any, last: Any, kv_seq: int) -> tuple[Any, Any]:
+        """The (first, last) key that any of the queries from `first` to `last` may see."""
         lowest, highest = np.zeros_like(first), np.full_like(last, kv_seq - 1)
         if self.causal:
             highest = np.minimum(highest, last)
         if self.window is not None:
             lowest = np.maximum(lowest, first - self.window + 1)
             highest = np.minimum(highest, last + self.window - 1)
+        return lowest, highest
+
+    def blocks(self, seq: int, kv_seq: int, block_q: int, block_kv: int) -> tuple[int, int]:
+        """(blocks of the scores with any visible key, all blocks)."""
+        first = np.arange(0, seq, block_q)
+        lowest, highest = self.visible(first, np.minimum(first + block_q, seq) - 1, kv_seq)
         seen = np.maximum(highest // block_kv - lowest // block_kv + 1, 0) * (highest >= lowest)
         return int(seen.sum()), len(first) * -(-kv_seq // block_kv)
 

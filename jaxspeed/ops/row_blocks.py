@@ -26,7 +26,7 @@ MOST_BLOCKS = 4
 
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
-    """Whether the kernel supports these shapes and dtypes."""
+    """Whether the kernel supports these dtypes."""
     return q.dtype == jnp.float32 == k.dtype
 
 
@@ -138,14 +138,9 @@ def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
     found = []
     for start in range(0, seq, size):
         rows = range(start, min(start + size, seq))
-        low, high = 0, kv_seq
-        if mask.causal:
-            high = min(high, rows.stop)
-        if mask.window is not None:
-            low = max(low, rows.start - mask.window + 1)
-            high = min(high, rows.stop + mask.window - 1)
+        low, high = map(int, mask.visible(rows.start, rows.stop - 1, kv_seq))
         # Queries behind the last key may see none: their results are undefined, but exist.
-        found.append(_Block(mask, rows, range(min(low, high - 1), high)))
+        found.append(_Block(mask, rows, range(min(low, high), high + 1)))
     return found
 
 

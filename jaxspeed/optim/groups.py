@@ -1,6 +1,6 @@
 """Parameter groups by path pattern: learning-rate factor, weight decay, frozen leaves."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,8 +66,3 @@ class PathRules:
         """Whether a leaf keeps its initial value."""
         group = self.group(path)
         return group is not None and group.frozen
-
-    def unused_patterns(self, paths: Iterable[str]) -> list[str]:
-        """Patterns of groups without leaves: misspelt, or shadowed by an earlier group."""
-        used = {id(self.group(path)) for path in paths}
-        return [group.pattern for group in self.groups if id(group) not in used]

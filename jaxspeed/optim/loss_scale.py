@@ -113,10 +113,3 @@ def update(state: LossScale, finite: jax.Array, rule: Rule) -> LossScale:
         hysteresis_left=jnp.where(rises | rule.consecutive_hysteresis, full, left),
     )
     return jax.tree.map(lambda yes, no: jnp.where(finite, yes, no), clean, overflowed)
-
-
-def is_exhausted(state: LossScale, rule: Rule) -> jax.Array:
-    """Whether another overflow could not lower the scale: DeepSpeed ends the run then."""
-    if isinstance(rule, StaticRule):
-        return jnp.asarray(False)
-    return (state.hysteresis_left == 1) & (state.scale == rule.min_scale)

@@ -28,6 +28,8 @@ class SplitActivation:
     dim: int = field(metadata={"static": True})
     shards: int = field(metadata={"static": True})
 
+    # As of an array, for `ResidualPolicy`.
+
     @property
     def ndim(self) -> int:
         return self.device.ndim
@@ -38,7 +40,7 @@ class SplitActivation:
 
 
 def offloaded(x: jax.Array, ratio: float) -> jax.Array | SplitActivation:
-    """An activation with this share of it in host memory, where a policy may have placed it."""
+    """The activation with this share of it in host memory; unchanged if it is there already."""
     if on_host(x):
         return x
     parts = split(x, ratio)

@@ -66,7 +66,8 @@ class Update:
         state = self._with_written(state, variables, finite)
         update = self.streamed or self._resident
         changed = update(scaled, multiplier, state, finite)
-        changed = changed._replace(params=self._over_old(changed.params, state.params, finite))
+        params = self._gathered_over_old(changed.params, state.params, finite)
+        changed = changed._replace(params=params)
         return self.settled(state, sums, variables, changed, norm, factor, finite)
 
     def _with_written(self, state: TrainState, variables: Arrays, finite: jax.Array) -> TrainState:
@@ -78,7 +79,7 @@ class Update:
         }
         return replace(state, params=state.params | written) if written else state
 
-    def _over_old(self, params: Arrays, before: Arrays, finite: jax.Array) -> Arrays:
+    def _gathered_over_old(self, params: Arrays, before: Arrays, finite: jax.Array) -> Arrays:
         """Gathered parameters, written over the old ones by an operation that reads both.
 
         If a gather itself wrote into the buffer of the old parameter, XLA:TPU would copy that at

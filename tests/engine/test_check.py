@@ -138,9 +138,6 @@ def test_nan_is_no_agreement():
     assert not report.ok
 
 
-# -- a model that does not fit one device -------------------------------------------------------
-
-
 def test_a_step_that_would_be_skipped_is_no_agreement_and_its_state_is_not_compared():
     class Counts(nnx.Module):
         def __init__(self, rngs):
@@ -156,6 +153,9 @@ def test_a_step_that_would_be_skipped_is_no_agreement_and_its_state_is_not_compa
     _, report = checked(model=Counts, loss_fn=loss)
     assert not report.ok
     assert report.faults == ("the step is skipped: the norm of its gradients is not finite",)
+
+
+# -- a model that does not fit one device -------------------------------------------------------
 
 
 def test_a_model_that_cannot_fit_is_refused_with_numbers_and_a_smaller_one_checked(monkeypatch):

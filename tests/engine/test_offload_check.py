@@ -177,9 +177,8 @@ def test_saved_activations_cross_once_there_and_once_back_in_each_micro_batch(st
 
 
 def test_a_share_of_each_saved_activation_crosses():
-    part = {"activation_checkpointing": {**ON_HOST["activation_checkpointing"]}}
-    part["activation_checkpointing"]["cpu_checkpointing_ratio"] = 0.25
-    _, found = moved(BF16 | part | offloaded(3))
+    keys = {**ON_HOST["activation_checkpointing"], "cpu_checkpointing_ratio": 0.25}
+    _, found = moved(BF16 | {"activation_checkpointing": keys} | offloaded(3))
     share = LAYERS * MICRO * SEQ * EMBED * 2 // 4
     assert found.by_kind == {ACTIVATIONS: (share, share)}
 

@@ -52,7 +52,7 @@ def test_an_export_holds_the_parameters_as_they_are_updated(saved, tmp_path):
 
 def test_blocks_of_a_tensor_are_joined(saved, tmp_path, monkeypatch):
     folder, parameters = saved
-    monkeypatch.setattr("jaxspeed.interop.exporting._BLOCK_BYTES", 100)
+    monkeypatch.setattr("jaxspeed.interop.export_values._BLOCK_BYTES", 100)
     export(folder, tmp_path)
     states.assert_same(read(tmp_path / "model.safetensors"), parameters)
 

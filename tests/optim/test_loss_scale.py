@@ -112,16 +112,6 @@ def test_consecutive_hysteresis_forgives_overflows_that_are_apart():
     assert scales(apart)[-1] == 2.0**13
 
 
-def test_the_scale_stops_at_its_minimum_and_reports_it():
-    rule = loss_scale.make_rule(initial_scale_power=1, hysteresis=1, min_loss_scale=1)
-    state = loss_scale.init(rule)
-    assert not loss_scale.is_exhausted(state, rule)
-    for _ in range(2):
-        state = loss_scale.update(state, jnp.asarray(False), rule)
-        assert float(state.scale) == 1.0
-        assert loss_scale.is_exhausted(state, rule)
-
-
 def test_the_scale_does_not_fall_below_its_minimum():
     assert scales([True] * 4, initial_scale_power=4, hysteresis=1, min_loss_scale=4) == [8, 4, 4, 4]
 
@@ -130,7 +120,6 @@ def test_a_static_scale_never_moves():
     rule = built(fp16={"enabled": True, "loss_scale": 128, "loss_scale_window": 1}).rule
     assert {scale for scale, _ in trajectory(rule, [True, True, False, False, False])} == {128.0}
     assert rule == loss_scale.StaticRule(128.0)
-    assert not loss_scale.is_exhausted(loss_scale.init(rule), rule)
 
 
 @pytest.mark.parametrize("name", ["loss_scale_window", "hysteresis"])

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.on_chip import MAX_COPIES, OnChip
-from jaxspeed.planner.memory.tiles import nbytes
+from jaxspeed.planner.memory.tiles import kernel_layouts, nbytes
 from jaxspeed.planner.memory.trace_ir import all_ops, open_program
 
 pytestmark = pytest.mark.fast
@@ -19,6 +20,27 @@ def test_a_kernels_last_dim_is_padded_to_128_columns():
     shape = (8, 12, 4096, 64)
     assert nbytes(shape, jnp.float32, True) == 4 * np.prod(shape)
     assert nbytes(shape, jnp.float32, True, 3) == 2 * 4 * np.prod(shape)
+
+
+def test_an_array_between_two_kernels_has_the_nearer_ones_layout():
+    def kernel(x):
+        def copy(read, write):
+            write[...] = read[...]
+
+        return pl.pallas_call(copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def step(x):
+        x = kernel(x)
+        for elementwise in (jnp.sin, jnp.exp, jnp.tanh, jnp.abs):
+            x = elementwise(x)
+        return kernel(x.T)
+
+    for _ in range(5):  # whatever the hashes of the values are
+        traced = jax.make_jaxpr(step)(jax.ShapeDtypeStruct((16, 256), jnp.float32))
+        scope = open_program(traced, "tpu")
+        layouts = kernel_layouts(scope)
+        found = {op.name: layouts[op.outs[0]] for op in scope.ops}
+        assert (found["sin"], found["exp"], found["abs"]) == (1, 1, 0)
 
 
 def test_the_heap_has_holes():
@@ -39,7 +61,7 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon():
     def away(between: float, size: int, uses=()) -> tuple[int, int] | None:
         seconds = [0.0, between, between, 0.0]
         memory = OnChip(CHIP, seconds, [0] * 4, [False] * 4)
-        return memory.rest(0, 3, uses, size)
+        return memory.place(0, 3, uses, size)
 
     assert away(0.0, size) is None
     assert away(0.0, 2 * CHIP.on_chip) == (0, 3)
@@ -51,8 +73,8 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon():
 
 def test_inner_loops_use_on_chip_memory_first():
     memory = OnChip(CHIP, [0.0] * 3, [0, CHIP.on_chip - 100, 0], [False, True, False])
-    assert memory.rest(0, 2, [], 101) == (0, 2)
-    assert memory.rest(0, 2, [], 100) is None
+    assert memory.place(0, 2, [], 101) == (0, 2)
+    assert memory.place(0, 2, [], 100) is None
     assert memory.used == CHIP.on_chip
 
 

@@ -1,20 +1,22 @@
-"""Donated arguments: what is written into their buffers, when, and which are copied before.
+"""Donated arguments: which results are written into their buffers and when, and their copies.
 
 A result of the step is written into the buffer of the argument that it replaces.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jaxspeed.jaxpr.primitives import CASTS, CONSTRAINT
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.materialization import OUT, VIEWS
-from jaxspeed.planner.memory.op_order import OrderedScope
-from jaxspeed.planner.memory.tiles import Lifetime, Sizes, local_shape
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, wires
+from jaxspeed.planner.memory.op_order import Lifetime, OrderedScope
+from jaxspeed.planner.memory.tiles import Sizes, local_shape
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Value, wires
+
+_VIEWS_AND_CASTS = {*VIEWS, *PAIRWISE, *CASTS, "reduce_precision"}
 
 
 class DonatedScope(OrderedScope):
-    """A scope with the copies of its arguments."""
+    """A scope with the results that are written into its arguments, and copies of these."""
 
     def copies(self) -> dict[Value, int]:
         """Arguments that XLA:TPU copies when the step begins, with their last reader.
@@ -59,7 +61,7 @@ class DonatedScope(OrderedScope):
                         loops.setdefault(stored, set()).add(times[i])
         for value, by in loops.items():
             if not value.host:
-                yield min(by), max(by), value, self.sizes.of(value) // 2
+                yield Lifetime(min(by), max(by), value, self.sizes.of(value) // 2)
 
     def written_in_place(self) -> tuple[set[Value], set[Value]]:
         """Outputs written directly into their final buffer, and other outputs that a loop stacks.
@@ -137,15 +139,15 @@ class DonatedScope(OrderedScope):
                 idle.append((self.sizes.of(place), read, written, []))
         idle.sort(key=lambda each: each[0])
         rest = []
-        for lifetime in sorted(lifetimes, key=lambda each: -each[3]):
-            first, last, value, size = lifetime
+        for one in sorted(lifetimes, key=lambda each: -each.bytes):
             for room, read, written, held in idle:
-                fits = size <= room and read < first and last < written and not value.host
-                if fits and all(b < first or last < a for a, b, _, _ in held):
-                    held.append(lifetime)
+                fits = one.bytes <= room and read < one.first and one.last < written
+                apart = all(each.last < one.first or one.last < each.first for each in held)
+                if fits and apart and not one.value.host:
+                    held.append(one)
                     break
             else:
-                rest.append(lifetime)
+                rest.append(one)
         return rest
 
     def transposed(self, times: Sequence[int]) -> Iterator[Lifetime]:
@@ -156,8 +158,9 @@ class DonatedScope(OrderedScope):
             loops = [
                 i for i in self.readers.get(value, ()) if i != OUT and self.scope.ops[i].bodies
             ]
-            if any(_gathers_transposed(self.scope.ops[i], value, self) for i in loops):
-                yield 0, max(times[i] for i in loops), value, self.sizes.of(value)
+            views = {v for i in loops for v in self.scope.ops[i].values if self.root(v) is value}
+            if any(_gathers_minor_inside(self.scope.ops[i], views, self.sizes) for i in loops):
+                yield Lifetime(0, max(times[i] for i in loops), value, self.sizes.of(value))
 
 
 def _gathers_minor(before: Value, after: Value, sizes: Sizes) -> bool:
@@ -169,31 +172,18 @@ def _gathers_minor(before: Value, after: Value, sizes: Sizes) -> bool:
     return any(n > 1 for n in shapes[0][: dims[0]])
 
 
-def _gathers_transposed(op: Op, value: Value, scope: DonatedScope) -> bool:
-    """Whether the body of a loop gathers (a slice of) the value so."""
-    for body in op.bodies:
-        held = {to for v, to in wires(op, body)[0] if v is not None and scope.root(v) is value}
-        if _in_body(body, held, scope.sizes):
-            return True
-    return False
-
-
-def _in_body(body: Scope, held: set[Value], sizes: Sizes) -> bool:
-    for op in body.ops:
-        if op.bodies:
-            for inner in op.bodies:
-                within = {to for v, to in wires(op, inner)[0] if v in held}
-                if within and _in_body(inner, within, sizes):
+def _gathers_minor_inside(loop: Op, operands: Set[Value], sizes: Sizes) -> bool:
+    """Whether a loop gathers one of these operands, or a slice of it, along a minor dim."""
+    for body in loop.bodies:
+        parts = {to for v, to in wires(loop, body)[0] if v in operands}
+        for op in body.ops if parts else ():
+            if op.bodies:
+                if _gathers_minor_inside(op, parts, sizes):
                     return True
-        elif (
-            op.name in VIEWS
-            or op.name in PAIRWISE
-            or op.name in CASTS
-            or op.name == "reduce_precision"
-        ):
-            held |= {out for v, out in zip(op.ins, op.outs, strict=False) if v in held}
-        elif op.name == CONSTRAINT and op.ins[0] in held:
-            if _gathers_minor(op.ins[0], op.outs[0], sizes):
-                return True
-            held.add(op.outs[0])
+            elif op.name in _VIEWS_AND_CASTS:
+                parts |= {out for v, out in zip(op.ins, op.outs, strict=False) if v in parts}
+            elif op.name == CONSTRAINT and op.ins[0] in parts:
+                if _gathers_minor(op.ins[0], op.outs[0], sizes):
+                    return True
+                parts.add(op.outs[0])
     return False

@@ -16,15 +16,14 @@ from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import OnChip
 from jaxspeed.planner.memory.op_cost import works
-from jaxspeed.planner.memory.tiles import Lifetime, Sizes
+from jaxspeed.planner.memory.op_order import Lifetime
+from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
 # XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
 # them, and the largest buffers of the trips are alive at once (libtpu 0.0.52; with six trips they
 # are not).
 UNROLLED_TRIPS = 3
-
-
 # Of cuBLAS, as XLA:GPU allocates it: from Hopper on, and before.
 WORKSPACE, SMALL_WORKSPACE = 32 << 20, 4 << 20
 
@@ -42,12 +41,12 @@ class LiveArray:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one memory: its bytes and the arrays alive; `on_chip` bytes are in neither."""
+    """Peak of one memory."""
 
     bytes: int = 0
-    arrays: tuple[LiveArray, ...] = ()
-    on_chip: int = 0
-    seconds: float = 0.0
+    arrays: tuple[LiveArray, ...] = ()  # those alive
+    on_chip: int = 0  # bytes beside these, in on-chip memory
+    seconds: float = 0.0  # of the scope, if the chip has on-chip memory
 
 
 def peaks(
@@ -68,15 +67,14 @@ class _Liveness(DonatedScope):
     """A scope with the lifetime of each of its buffers."""
 
     def peaks(self) -> tuple[Peak, Peak]:
+        """The peaks of (device memory, host memory)."""
         self.analyze()
-        return self._device_and_host()
-
-    def _device_and_host(self) -> tuple[Peak, Peak]:
         ops, end = self.scope.ops, len(self.scope.ops)
-        free, stacked = self.written_in_place()
+        in_place, stacked = self.written_in_place()
         late = self.written_last()
-        times = self.times(free - late.keys())
-        lifetimes = self._lifetimes(times, free - late.keys(), stacked, late)
+        free = in_place - late.keys()
+        times = self.times(free)
+        lifetimes = self._lifetimes(times, free, stacked, late)
         lifetimes = self.not_in_idle_arguments(lifetimes, times, late)
         order = sorted(range(end), key=times.__getitem__)
         insides = [self._inside(ops[i]) for i in order]
@@ -84,10 +82,10 @@ class _Liveness(DonatedScope):
         lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
-        for n, (first, last, _, _) in enumerate(lifetimes):
-            starts.setdefault(first, []).append(n)
-            ends.setdefault(last, []).append(n)
-        last_of = {value: last for _, last, value, _ in lifetimes}
+        for n, one in enumerate(lifetimes):
+            starts.setdefault(one.first, []).append(n)
+            ends.setdefault(one.last, []).append(n)
+        last_of = {one.value: one.last for one in lifetimes}
         best = [0, 0]
         found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
         alive: set[int] = set()
@@ -96,22 +94,22 @@ class _Liveness(DonatedScope):
         for i in range(end + len(late) + 1):
             for n in starts.get(i, ()):
                 alive.add(n)
-                now[lifetimes[n][2].host] += lifetimes[n][3]
+                now[lifetimes[n].value.host] += lifetimes[n].bytes
             op = ops[order[i]] if i < end else None
             inner = insides[i] if op else (Peak(), Peak())
             reused = self._reused(op, i, last_of) if op else set()
-            taken.update(lifetimes[n] for n in ends.get(i, ()) if lifetimes[n][2] in reused)
+            taken.update(lifetimes[n] for n in ends.get(i, ()) if lifetimes[n].value in reused)
             for host in (0, 1):
                 credit = sum(self.sizes.of(v) for v in reused if v.host == host)
                 total = now[host] + inner[host].bytes - credit
                 if total > best[host]:
                     best[host] = total
-                    here = (lifetimes[n] for n in alive if lifetimes[n][2].host == host)
-                    held = [self._live_array(*lifetime) for lifetime in here]
+                    here = (lifetimes[n] for n in alive if lifetimes[n].value.host == host)
+                    held = [self._live_array(one) for one in here]
                     found[host] = (held, inner[host], reused)
             for n in ends.get(i, ()):
                 alive.discard(n)
-                now[lifetimes[n][2].host] -= lifetimes[n][3]
+                now[lifetimes[n].value.host] -= lifetimes[n].bytes
         made = []
         for host in (0, 1):
             held, within, reused = found[host]
@@ -138,14 +136,16 @@ class _Liveness(DonatedScope):
             is_output = OUT in by and value not in stacked
             last = end if is_output else max(times[i] for i in by - {OUT})
             first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
-            found.append((first, last + late.get(value, 0), value, self.sizes.of(value)))
-        found += [(0, times[i], value, self.sizes.of(value)) for value, i in self.copies().items()]
+            last += late.get(value, 0)
+            found.append(Lifetime(first, last, value, self.sizes.of(value)))
+        copies = self.copies().items()
+        found += [Lifetime(0, times[i], value, self.sizes.of(value)) for value, i in copies]
         found += self._zeros(times)
         found += self.rounded(times)
         found += self.transposed(times)
         found += self._workspaces(times)
         gathered = (v for v in self.scope.ins if v in late)
-        found += [(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
+        found += [Lifetime(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
         return found
 
     def _holes(
@@ -156,8 +156,8 @@ class _Liveness(DonatedScope):
         taken: Collection[Lifetime],
     ) -> LiveArray | None:
         """What the device's heap needs beyond its peak of live bytes."""
-        arrays = (each for each in lifetimes if not each[2].host)
-        own = ((each[0], each[1] - (each in taken), each[3]) for each in arrays)
+        arrays = (one for one in lifetimes if not one.value.host)
+        own = ((one.first, one.last - (one in taken), one.bytes) for one in arrays)
         inner = ((i, i, device.bytes) for i, (device, _) in enumerate(insides))
         size = heap_bytes([*own, *inner]) - peak
         holes = Value(jax.ShapeDtypeStruct((max(size, 0),), jnp.uint8))
@@ -187,14 +187,13 @@ class _Liveness(DonatedScope):
             [bool(op.bodies) for op in ops],
         )
         rest: list[Lifetime] = []
-        for lifetime in sorted(lifetimes, key=lambda each: -each[3]):
-            first, last, value, size = lifetime
-            if value.host:
-                rest.append(lifetime)
+        for one in sorted(lifetimes, key=lambda each: -each.bytes):
+            if one.value.host:
+                rest.append(one)
                 continue
-            uses = (times[i] for i in self.readers.get(value, ()) if i != OUT)
-            if away := memory.rest(first, last, uses, size):
-                rest.append((*away, value, size))
+            uses = (times[i] for i in self.readers.get(one.value, ()) if i != OUT)
+            if away := memory.place(one.first, one.last, uses, one.bytes):
+                rest.append(Lifetime(*away, one.value, one.bytes))
         return memory.used, float(sum(seconds)), rest
 
     def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
@@ -205,7 +204,7 @@ class _Liveness(DonatedScope):
                 partial.spec = [
                     tuple(axis for axis in dim if axis not in axes) for dim in op.outs[0].spec
                 ]
-                yield times[i], times[i], partial, self.sizes.of(partial)
+                yield Lifetime(times[i], times[i], partial, self.sizes.of(partial))
 
     def _workspaces(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """XLA:GPU's workspace of a matmul while it runs."""
@@ -217,7 +216,7 @@ class _Liveness(DonatedScope):
         workspace = Value(jax.ShapeDtypeStruct((size,), jnp.uint8))
         for i, op in enumerate(self.scope.ops):
             if op.name in PRODUCTS and op.outs[0] in self.materialized:
-                yield times[i], times[i], workspace, size
+                yield Lifetime(times[i], times[i], workspace, size)
 
     def _is_fetched_early(self, value: Value) -> bool:
         """Whether XLA:TPU fetches it from host memory when the step begins.
@@ -231,7 +230,8 @@ class _Liveness(DonatedScope):
         source = op.ins[op.outs.index(value)]
         return source is not None and source.host and self.root(source) not in self.producers
 
-    def _live_array(self, first: int, last: int, value: Value, size: int) -> LiveArray:
+    def _live_array(self, one: Lifetime) -> LiveArray:
+        value, size = one.value, one.bytes
         if value not in self.producers:
             return LiveArray(value, size, None, self.depth, saved=False)
         producer = self.scope.ops[self.producers[value]]
@@ -272,7 +272,7 @@ class _Liveness(DonatedScope):
             if self.sizes.library and op.name == "scan" and op.trips == 1 and times[i]:
                 for held in self._inside(op)[0].arrays:
                     if held.op and held.op.bodies and held.value.shape:
-                        yield 0, times[i] - 1, held.value, held.bytes
+                        yield Lifetime(0, times[i] - 1, held.value, held.bytes)
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
         """Operands whose last use this is, and whose buffer a result reuses."""
@@ -290,7 +290,7 @@ class _Liveness(DonatedScope):
             if v is None or out not in self.materialized or out not in last_of:
                 continue
             r = self.root(v)
-            ends_here = r not in found and last_of.get(r) == i and out in last_of
+            ends_here = r not in found and last_of.get(r) == i
             if ends_here and r.host == out.host and self.sizes.of(r) == self.sizes.of(out):
                 found.add(r)
                 if not op.bodies:

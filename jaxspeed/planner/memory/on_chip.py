@@ -34,10 +34,13 @@ class OnChip:
 
     @property
     def used(self) -> int:
+        """The most bytes that are in use at a time."""
         return int(self.chip.on_chip - self.room.min())
 
-    def rest(self, first: int, last: int, uses: Iterable[int], size: int) -> tuple[int, int] | None:
-        """Place an array; the first and last position in device memory, None if it has none."""
+    def place(
+        self, first: int, last: int, uses: Iterable[int], size: int
+    ) -> tuple[int, int] | None:
+        """Place an array; returns its first and last position in device memory, None: in none."""
         longest = MAX_COPIES * size / self.chip.bandwidth
         points = sorted({first, last, *(i for i in uses if first < i < last)})
         away, there = [], -1

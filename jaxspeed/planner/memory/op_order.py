@@ -1,7 +1,18 @@
 """Execution order of a scope's operations, where a compiler reorders them to save memory."""
 
+from typing import NamedTuple
+
 from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
 from jaxspeed.planner.memory.trace_ir import Value
+
+
+class Lifetime(NamedTuple):
+    """A buffer from one position in the order to another, both included."""
+
+    first: int
+    last: int
+    value: Value
+    bytes: int
 
 
 class OrderedScope(ScopeAnalysis):

@@ -19,10 +19,9 @@ from jaxspeed.communication import dtype_text
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import JOINS, KERNELS, PRODUCTS, REDUCTIONS, RESHAPES, SLICES
 from jaxspeed.planner.memory.partitioning import Tie, shards_per_dim, ties_of
-from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, reach
+from jaxspeed.planner.memory.trace_ir import Scope, Value, all_ops, nearest_first
 
 COLUMNS, ROWS = 128, 8
-Lifetime = tuple[int, int, Value, int]  # (first position, last, the array, its bytes)
 
 
 @dataclass
@@ -50,11 +49,15 @@ def kernel_layouts(scope: Scope) -> dict[Value, int]:
     """The minor dim of each array that a kernel reads or writes, and of what has its layout.
 
     XLA:TPU propagates a layout through all but matmuls, reductions and reshapes, also to what a
-    loop stacks: queries with a head dim of 64 are saved with 128 columns.
+    loop stacks: queries with a head dim of 64 are saved with 128 columns. Of the layouts that reach
+    an array, it has the nearest kernel's.
     """
     kernels = (op for op in all_ops(scope) if op.name in KERNELS)
     start = [(v, len(v.shape) - 1) for op in kernels for v in (*op.values, *op.outs) if v.shape]
-    return dict(reach(start, _layout_ties(scope)))
+    found: dict[Value, int] = {}
+    for value, dim in nearest_first(start, _layout_ties(scope)):
+        found.setdefault(value, dim)
+    return found
 
 
 def _layout_ties(scope: Scope) -> Iterator[tuple[tuple[Value, int], tuple[Value, int]]]:

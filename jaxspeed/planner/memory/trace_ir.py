@@ -283,16 +283,21 @@ def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
 
 def reach(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> set[Node]:
     """`start`, and all that its members lead to along the edges."""
+    return set(nearest_first(start, edges))
+
+
+def nearest_first(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[Node]:
+    """What `reach` finds, by the number of edges from `start`, else in the order of both."""
     after: dict[Node, list[Node]] = defaultdict(list)
     for v, to in edges:
         after[v].append(to)
-    found = set(start)
-    left = list(found)
-    while left:
-        new = set(after[left.pop()]) - found
-        found |= new
-        left += new
-    return found
+    found = dict.fromkeys(start)
+    order = [*found]
+    for v in order:
+        new = [to for to in dict.fromkeys(after[v]) if to not in found]
+        found.update(dict.fromkeys(new))
+        order += new
+    return order
 
 
 def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:

@@ -1,7 +1,7 @@
 """Estimate of a step's time from its traced program.
 
 Collectives (`infer_collectives`) and `host_transfers` on a target's `links` and operations
-(`op_cost`) are scheduled (`overlap`) and summed (`roofline`) into a report (`step_time`).
+(`memory.op_cost`) are scheduled (`overlap`) and summed (`roofline`) into a report (`step_time`).
 """
 
 from jaxspeed.planner.memory.op_cost import device_flops

@@ -1,0 +1,125 @@
+"""The arrays of an export, block by block: those of a checkpoint, or of a state on devices."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.checkpoint.header import Header
+from jaxspeed.checkpoint.manifest import is_local
+from jaxspeed.checkpoint.orbax_arrays import FOLDER
+from jaxspeed.interop.mapping import Index
+from jaxspeed.objective.train_state import TrainState, updated_values
+from jaxspeed.train.program import Program
+
+_BLOCK_BYTES = 64 << 20
+
+
+class Values(Protocol):
+    """The arrays of an export."""
+
+    @property
+    def leaves(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype by path."""
+
+    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """Blocks that together are the array, of which each is read once."""
+
+
+class CheckpointValues:
+    """Arrays of a checkpoint as stored by Orbax: Zarr chunks in one OCDBT database.
+
+    `names` are their names in the checkpoint by path.
+    """
+
+    def __init__(self, source: epath.Path, header: Header, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, names
+        self.leaves = {
+            path: (header.leaves[name].shape, header.leaves[name].dtype)
+            for path, name in names.items()
+        }
+
+    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """Blocks of full chunks, without padding."""
+        shape, dtype = self.leaves[path]
+        if not math.prod(shape):
+            return
+        array = self._open(self._names[path])
+        step = list(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
+        size = math.prod(step) * jnp.dtype(dtype).itemsize
+        for dim in reversed(range(len(shape))):
+            most = -(-shape[dim] // step[dim])
+            times = max(1, min(most, _BLOCK_BYTES // size))
+            step[dim] *= times
+            size *= times
+        starts = [range(0, n, s) for n, s in zip(shape, step, strict=True)]
+        for corner in itertools.product(*starts):
+            ends = (min(a + s, n) for a, s, n in zip(corner, step, shape, strict=True))
+            index = tuple(map(slice, corner, ends))
+            yield index, np.asarray(array[index].read().result())
+
+    def _open(self, name: str) -> Any:
+        base = self._source / FOLDER
+        spec = {
+            "driver": "zarr",
+            "kvstore": {
+                "driver": "ocdbt",
+                "base": f"file://{base}/" if is_local(self._source) else f"{base}/",
+                "path": f"{name}/",
+            },
+            # The fewest chunks in memory at a time that keep the disk busy.
+            "context": {"file_io_concurrency": {"limit": 2}, "data_copy_concurrency": {"limit": 2}},
+        }
+        return ts.open(spec, open=True, read=True).result()
+
+
+class StateValues:
+    """The parameters of a state, in the precision in which they are updated."""
+
+    def __init__(self, program: Program, state: TrainState) -> None:
+        self._arrays = {row.path: updated_values(state, row) for row in program.table}
+        self.leaves = {
+            row.path: (row.leaf.shape, str(self._arrays[row.path].dtype)) for row in program.table
+        }
+
+    def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """One shard at a time; if other processes have some, blocks that are gathered."""
+        x, (shape, _) = self._arrays[path], self.leaves[path]
+        if not x.is_fully_addressable:
+            yield from _gathered(x, shape)
+            return
+        seen = set()
+        for shard in x.addressable_shards:
+            index = tuple(
+                slice(*span.indices(n)[:2]) for span, n in zip(shard.index, x.shape, strict=True)
+            )
+            index = tuple(
+                slice(min(i.start, n), min(i.stop, n)) for i, n in zip(index, shape, strict=True)
+            )
+            if str(index) in seen:
+                continue
+            seen.add(str(index))
+            block = np.asarray(shard.data)[tuple(slice(i.stop - i.start) for i in index)]
+            if block.size:
+                yield index, block
+
+
+def _gathered(x: jax.Array, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
+    """Blocks of rows, each replicated by a collective and read from this process's copy."""
+    at = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+    replicated = jax.jit(lambda x: x, out_shardings=at)
+    rows = max(1, _BLOCK_BYTES // max(1, x.nbytes // max(1, x.shape[0]))) if x.ndim else 1
+    for start in range(0, shape[0] if shape else 1, rows):
+        if not shape:
+            yield (), np.asarray(replicated(x).addressable_data(0))
+            return
+        stop = min(start + rows, shape[0])
+        inside = (slice(start, stop), *(slice(0, n) for n in shape[1:]))
+        yield inside, np.asarray(replicated(x[inside]).addressable_data(0))
