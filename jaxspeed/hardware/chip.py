@@ -61,7 +61,7 @@ class Chip:
         (`concurrent`).
       hop: latency of a message in seconds: over `links`, and `outside`.
       tile: the side of a matmul tile.
-      capability: a GPU's compute capability; None if unknown.
+      capability: a GPU's compute capability, a TPU's generation; None if unknown.
       on_chip: bytes of on-chip memory in which its compiler places a program's arrays.
     """
 

@@ -27,7 +27,7 @@ from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.objective.user_code import foreign
-from jaxspeed.ops import gpu
+from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
 from jaxspeed.zero3 import Units, choose_units
@@ -111,7 +111,8 @@ class LossTraces:
         """Trace for variables and a batch of these shapes, in this context."""
         index = jax.ShapeDtypeStruct((), jnp.int32)
         given = (list(self._params.values()), variables, batch, index, index)
-        key = (train, gpu.assumption(), *(getattr(jax.config, name) for name in SETTINGS))
+        key = (train, gpu.assumption(), splash.generation())
+        key += tuple(getattr(jax.config, name) for name in SETTINGS)
         function = self._functions.setdefault(key, self._function(train))
         try:
             closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)

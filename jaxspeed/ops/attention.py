@@ -10,6 +10,8 @@
 | CPU | `row_blocks`, in XLA operations | fp32; where another platform has a kernel |
 | any | `plain`, which materializes the scores | everything |
 
+On TPU v2 and v3 splash attention multiplies bf16 as fp32.
+
 Sinks (arXiv:2309.17453, as gpt-oss learns them) are one more score of each query and head, without
 a value: they join what a kernel returns (`two_passes.with_sinks`).
 

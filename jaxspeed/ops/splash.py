@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,6 +17,29 @@ from jaxspeed.ops.two_passes import gradients_from
 LANES = 128  # the width of a TPU register: blocks are multiples of it
 _SAVED = "saved"  # checkpoint name of the kernel's result and sums, inside `backward`
 BLOCKS = (512, 256, 128)  # larger ones reuse more of a block of keys; 512 fits every head_dim
+# The first TPU for which libtpu 0.0.52 compiles matmuls of bf16 in a kernel: earlier ones get fp32.
+MULTIPLIES_BF16 = 4
+_assumed: ContextVar[int | None] = ContextVar("tpu_generation", default=None)
+
+
+@contextmanager
+def assumed(generation: int | None) -> Iterator[None]:
+    """Context in which attention is traced for an absent TPU; None: that of an outer context."""
+    token = _assumed.set(generation or _assumed.get())
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def generation() -> int | None:
+    """The generation of the TPU for which the program is traced (3 of v3); None if unknown."""
+    if (given := _assumed.get()) is not None:
+        return given
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.local_devices()[0].device_kind if device is None else device.device_kind
+    found = re.match(r"TPU v?(\d+)", kind)
+    return int(found[1]) if found else None
 
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
@@ -36,12 +63,14 @@ def forward(
 
     Shapes as in `attention`. `interpret` runs it without a TPU, slowly.
     """
+    dtype = q.dtype
+    q, k, v = _operands(q, k, v)
     kernel = _kernel(q, k, mask, interpret, save_residuals=True, attn_logits_soft_cap=soft_cap)
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
         out, (sums,) = _over_batch(kernel, q, k, v, segments, scale)
     # The kernel returns each sum 128 times. Without a barrier XLA fuses the slice of one into the
     # backward pass, and so holds all until then: with heads of 128, twice the bytes of `out`.
-    out, sums = jax.lax.optimization_barrier((out, sums))
+    out, sums = jax.lax.optimization_barrier((out.astype(dtype), sums))
     return out.swapaxes(1, 2), sums
 
 
@@ -66,9 +95,21 @@ def backward(
         kernel = _kernel(q, k, mask, interpret, **options)
         return _over_batch(kernel, q, k, v, segments, scale)
 
+    dtype = q.dtype
+    q, k, v, out, d_out = _operands(q, k, v, out, d_out)
     saving = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
     with computes_blocks(mask.blocks(q.shape[1], k.shape[1], *_blocks(q, k))[0]):
-        return gradients_from(saving, (q, k, v), (out.swapaxes(1, 2), sums), d_out.swapaxes(1, 2))
+        saved = out.swapaxes(1, 2), sums
+        dq, dk, dv = gradients_from(saving, (q, k, v), saved, d_out.swapaxes(1, 2))
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+
+
+def _operands(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays in the dtype of the kernel's matmuls."""
+    chip = generation()
+    if chip is None or chip >= MULTIPLIES_BF16:
+        return arrays
+    return tuple(x.astype(jnp.float32) for x in arrays)
 
 
 def _blocks(q: jax.Array, k: jax.Array) -> tuple[int, int]:

@@ -48,7 +48,8 @@ def on_tpu(devices, dtype):
         run, shapes = gradients(dtype, **options)
         at = NamedSharding(mesh, PartitionSpec())
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at) for x in shapes]
-        found[name] = of_scores(jax.jit(run).lower(*placed).compile().as_text())
+        with jax.set_mesh(mesh):  # its devices' kind chooses the kernel's dtype
+            found[name] = of_scores(jax.jit(run).lower(*placed).compile().as_text())
     return found
 
 

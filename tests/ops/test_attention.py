@@ -189,9 +189,16 @@ def test_the_platform_that_is_lowered_for_picks_the_kernel():
         assert kernel_calls("cuda") == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_no_array_on_a_tpu_is_as_large_as_the_scores(dtype):
-    found = run_on_topology("tests.ops.score_buffers:on_tpu", "v5e:2x2", dtype=dtype)
+@pytest.mark.parametrize(
+    ("topology", "dtype"),
+    [
+        ("v5e:2x2", "float32"),
+        pytest.param("v5e:2x2", "bfloat16", marks=pytest.mark.full),
+        ("v3:2x2", "bfloat16"),  # libtpu compiles no bf16 matmul in a kernel for v2 and v3
+    ],
+)
+def test_no_array_on_a_tpu_is_as_large_as_the_scores(topology, dtype):
+    found = run_on_topology("tests.ops.score_buffers:on_tpu", topology, dtype=dtype)
     assert found.pop("plain") and not any(found.values()), found
 
 

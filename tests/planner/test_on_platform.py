@@ -10,17 +10,22 @@ from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.memory.trace_ir import all_ops, open_program
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.train.build import build_program
-from tests.planner.grid import GPT2
+from tests.planner.grid import GPT2, Point
 
 SIZES = {**GPT2, "num_hidden_layers": 2, "hidden_size": 512}
 CUT = {"mesh": {"tensor": 4}, "parallel": {"sequence_parallel_activations": True}}
 
 
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "model": {"family": "gpt2", "config": SIZES},
+}
+
+
 def config(**more):
-    words = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **more}
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
-    model = {"family": "gpt2", "config": SIZES}
-    return Config.load({**words, "optimizer": optimizer, "model": model})
+    return Config.load({**CONFIG, **more})
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("cuda", "dot_product"), ("tpu", "pallas")])
@@ -30,6 +35,13 @@ def test_attention_is_the_platforms_kernel(platform, kernel):
     batch = {"tokens": jax.ShapeDtypeStruct((program.batch.train, 1025), "int32")}
     step = read_step(program, batch, platform)
     assert sum(op.name.startswith(kernel) for op in all_ops(step.scope)) >= 2
+
+
+@pytest.mark.parametrize(("target", "multiplies"), [("v3:2x2", False), ("v4:2x2x1", True)])
+def test_a_kernel_gets_bf16_where_the_target_multiplies_it(target, multiplies):
+    step = Point("", target, CONFIG, seq=128).step()
+    kernels = [op for op in all_ops(step.scope) if op.name == "pallas_call"]
+    assert kernels and multiplies == any(v.dtype == "bfloat16" for op in kernels for v in op.values)
 
 
 def test_cudnn_is_looked_up_again_afterwards():

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspeed.config import Config
-from jaxspeed.ops import gpu
+from jaxspeed.ops import gpu, splash
 from jaxspeed.placement.rows import HOST
 from jaxspeed.planner.memory.bf16_demotion import narrow_values
 from jaxspeed.planner.memory.classify import Kinds
@@ -107,7 +107,9 @@ def _platform(program: Program) -> str:
 
 
 def as_on(platform: str, capability: gpu.Capability | None = None) -> AbstractContextManager[None]:
-    """Trace inside with the attention kernels of an absent GPU; an outer capability stays."""
+    """Trace inside with the attention kernels of an absent chip; an outer capability stays."""
+    if platform == "tpu":
+        return splash.assumed(capability[0] if capability else None)
     return gpu.assumed(capability) if platform == "cuda" else nullcontext()
 
 
