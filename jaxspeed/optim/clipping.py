@@ -1,20 +1,60 @@
 """Global norm of gradients, and gradient clipping."""
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspeed.placement.specs import spec_axes
 
 _EPS = 1e-6  # DeepSpeed's, in `unscale_and_clip_grads` and `clip_tensors_by_global_norm`
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: Any, shardings: Any = None) -> jax.Array:
     """The L2 norm of all leaves, with complex magnitudes, computed in float32 at least.
 
     It is finite only if every element is, so the overflow check needs no second pass.
+
+    With the leaves' `shardings`, NamedShardings of one mesh, each device adds up its shards, and
+    the sums are all-reduced once for each set of axes that shard a leaf. Without them XLA
+    all-reduces a sum per leaf, which also keeps it from combining the reductions of gradients.
     """
-    squares = [jnp.sum(squared(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+    groups = defaultdict(list)
+    leaves = jax.tree.leaves(tree)
+    for leaf, at in zip(leaves, jax.tree.leaves(shardings) or [None] * len(leaves), strict=True):
+        groups[_sharded_over(at)].append((leaf, at))
+    squares = [_sum_of_squares(leaf for leaf, _ in groups.pop((), []))]
+    squares += [_sum_over(axes, *zip(*members, strict=True)) for axes, members in groups.items()]
+    return jnp.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def _sum_of_squares(leaves: Iterable[jax.Array]) -> jax.Array:
+    squares = (jnp.sum(squared(leaf)) for leaf in leaves)
+    return sum(squares, start=jnp.zeros((), jnp.float32))
+
+
+def _sum_over(
+    axes: tuple[str, ...], leaves: tuple[jax.Array, ...], shardings: tuple[NamedSharding, ...]
+) -> jax.Array:
+    """The sum of squares of leaves that are sharded over these axes and replicated over others."""
+    run = jax.shard_map(
+        lambda shards: jax.lax.psum(_sum_of_squares(shards), axes),
+        mesh=shardings[0].mesh,
+        in_specs=([at.spec for at in shardings],),
+        out_specs=PartitionSpec(),
+    )
+    return run(list(leaves))
+
+
+def _sharded_over(at: NamedSharding | None) -> tuple[str, ...]:
+    """The axes that shard an array, in the mesh's order."""
+    if at is None:
+        return ()
+    axes = spec_axes(at.spec)
+    return tuple(axis for axis, size in at.mesh.shape.items() if axis in axes and size > 1)
 
 
 def squared(x: jax.Array) -> jax.Array:

@@ -154,21 +154,23 @@ class Update:
 
     def _norm(self, grads: Arrays) -> jax.Array:
         """The global norm of the gradients in the dtype of the updated arrays."""
+        rows = {path: self.table[path] for path in grads}
+        at = {path: self.table.sharding(row.opt) for path, row in rows.items() if row.opt}
         if not self.streamed:
-            return global_norm(grads)
+            return global_norm(grads, at)
         here, offloaded = {}, {}
         for path, grad in grads.items():
-            row = self.table[path]
+            row = rows[path]
             if row.grad and in_host(row.grad):
                 offloaded[path] = grad
             else:
                 here[path] = grad.astype(wide_dtype(row))
-        norm = global_norm(here)
+        norm = global_norm(here, {path: at[path] for path in here})
         if not offloaded:
             return norm
         squares = norm * norm
         for path, grad in offloaded.items():
-            squares = self.streamed.with_squares(squares, self.table[path], grad)
+            squares = self.streamed.with_squares(squares, rows[path], grad)
         return jnp.sqrt(squares)
 
     def _resident(

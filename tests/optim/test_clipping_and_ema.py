@@ -1,10 +1,14 @@
 """The global norm, clipping by it, and the moving average of the weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspeed.optim import clip_by_norm, ema, global_norm
 
@@ -21,6 +25,39 @@ def test_the_norm_of_half_precision_leaves_is_summed_in_float32():
     assert float(global_norm([jnp.full(4, 300, jnp.float16)])) == 600.0
     assert float(global_norm([jnp.ones(1 << 16, jnp.bfloat16)])) == 256.0
     assert global_norm([jnp.ones(2, jnp.bfloat16)]).dtype == jnp.float32
+
+
+def test_the_norm_of_sharded_leaves_is_that_of_all():
+    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "pipe"), axis_types=(AxisType.Auto,) * 3)
+    specs = [P(), P(None, None), P("data"), P(None, "data"), P("tensor", "data"), P("tensor")]
+    specs += [P(("data", "tensor")), P("pipe", None)]
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(8, 4)).astype(np.float32) for _ in specs]
+    at = [NamedSharding(mesh, spec) for spec in specs]
+    norm = jax.jit(lambda tree: global_norm(tree, at), in_shardings=(at,))(values)
+    expected = np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in values))
+    np.testing.assert_allclose(norm, expected, rtol=1e-6)
+
+
+def test_gradients_are_all_reduced_together_and_their_norm_once():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    everywhere, at = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    matrices = [jnp.eye(16)] * 12
+
+    def loss(matrices, x):
+        for matrix in matrices:
+            x = jnp.tanh(x @ matrix)
+        return jnp.sum(x)
+
+    @functools.partial(jax.jit, in_shardings=(everywhere, at))
+    def update(matrices, x):
+        found = jax.grad(loss)(matrices, x)
+        found = [jax.lax.with_sharding_constraint(each, at) for each in found]
+        norm = global_norm(found, [at] * len(found))
+        return [m - g / norm for m, g in zip(matrices, found, strict=True)]
+
+    program = update.lower(matrices, jnp.ones((32, 16))).compile().as_text()
+    assert program.count(" all-reduce(") == 2
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
