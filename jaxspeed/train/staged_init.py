@@ -4,7 +4,8 @@ The initialization of a model, traced once, is sliced into one program for each 
 that share computation, mostly a single parameter. Of a hundred layers, the programs of one weight
 are equal but for the numbers that are folded into their random keys, which become arguments. Those
 that no other equals are joined while they are small: each program costs a tenth of a second. A
-later call with an equal program, as of another engine for the same model, compiles nothing.
+later call with an equal program, as of another engine for the same model, compiles nothing. They
+are compiled side by side, in threads.
 
 Small programs also bound the memory of a device where the arrays are in host memory: one program
 for all of them may compute them all before it copies any, at its scheduler's choice.
@@ -13,6 +14,7 @@ for all of them may compute them all before it copies any, at its scheduler's ch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -35,25 +37,57 @@ _JOINED_BYTES = 32 << 20  # per device, of results that no other equals: one pro
 
 def staged_init(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
     """Evaluate `function(*args)` into these shardings."""
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr = _with_integers_folded(closed.jaxpr)
-    places = jax.tree.leaves(shardings)
-    sources = [*jaxpr.constvars, *jaxpr.invars]
-    values = dict(zip(sources, [*closed.consts, *jax.tree.leaves(args)], strict=True))
-    results: list[Any] = [None] * len(jaxpr.outvars)
-    waiting = 0
-    for merged, atoms, members in _programs(jaxpr, sources, places):
-        run = _compiled(merged, tuple(places[i] for i in members[0]))
-        for number, outputs in enumerate(members):
-            inputs = (group[number] for group in atoms)
-            made = run(*(values[v] if is_var(v) else v.val for v in inputs))
-            for i, result in zip(outputs, made, strict=True):
-                results[i] = result
-                waiting += _device_bytes(result, places[i]) if in_host(places[i]) else 0
-            if waiting > _HOST_BYTES:
-                waiting = 0
-                jax.block_until_ready(made)
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
+    return StagedInit(function, shardings, *args)(*args)
+
+
+class StagedInit:
+    """A function for arguments of these shapes, compiled in the background."""
+
+    def __init__(self, function: Callable[..., Any], shardings: Any, *shapes: Any) -> None:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        jaxpr = _with_integers_folded(closed.jaxpr)
+        self._tree = jax.tree.structure(shape)
+        self._places = jax.tree.leaves(shardings)
+        self._sources, self._consts = [*jaxpr.constvars, *jaxpr.invars], closed.consts
+        ahead = not any(map(_is_placed, [*closed.consts, *jax.tree.leaves(shapes)]))
+        self._programs = [
+            (_compiled(merged, tuple(self._places[i] for i in members[0]), ahead), atoms, members)
+            for merged, atoms, members in _programs(jaxpr, self._sources, self._places)
+        ]
+
+    def __call__(self, *args: Any) -> Any:
+        values = dict(zip(self._sources, [*self._consts, *jax.tree.leaves(args)], strict=True))
+        results: list[Any] = [None] * len(self._places)
+        waiting = 0
+        for run, atoms, members in self._programs:
+            for number, outputs in enumerate(members):
+                inputs = (group[number] for group in atoms)
+                made = run(*(values[v] if is_var(v) else v.val for v in inputs))
+                for i, result in zip(outputs, made, strict=True):
+                    results[i] = result
+                    at = self._places[i]
+                    waiting += _device_bytes(result, at) if in_host(at) else 0
+                if waiting > _HOST_BYTES:
+                    waiting = 0
+                    jax.block_until_ready(made)
+        return jax.tree.unflatten(self._tree, results)
+
+
+_THREADS = ThreadPoolExecutor(thread_name_prefix="jaxspeed-compile")
+
+
+def compile_in_background(function: Any, *shapes: Any) -> Callable[..., Any]:
+    """A jitted function, compiled for these shapes in a thread while this one goes on.
+
+    Tracing and lowering happen here: they depend on contexts of this thread, and hold the GIL.
+    """
+    compiled = _THREADS.submit(function.lower(*shapes).compile)
+    return lambda *args: compiled.result()(*args)
+
+
+def _is_placed(x: Any) -> bool:
+    """Whether an array, or one of this shape, is on certain devices: then jit reads from where."""
+    return bool(getattr(x, "committed", getattr(x, "sharding", None) is not None))
 
 
 def _programs(
@@ -106,18 +140,21 @@ _COMPILED: dict[Any, list[tuple[Any, Callable[..., Any]]]] = {}  # (program, its
 _MOST_COMPILED = 64  # kinds
 
 
-def _compiled(program: Any, places: tuple[Any, ...]) -> Callable[..., Any]:
-    """The program's jit, or that of an equal one of an earlier call."""
+def _compiled(program: Any, places: tuple[Any, ...], ahead: bool) -> Callable[..., Any]:
+    """The program, compiled `ahead` or by its first call, or an equal one of an earlier call."""
     inputs = tuple((v.aval.shape, v.aval.dtype) for v in program.invars)
-    kind = inputs, places, tuple(eqn.primitive.name for eqn in program.eqns)
-    for earlier, run in _COMPILED.get(kind, ()):
+    kind = inputs, places, ahead, tuple(eqn.primitive.name for eqn in program.eqns)
+    for earlier, its_run in _COMPILED.get(kind, ()):
         try:
             _, atoms = merge_programs([earlier, program])
         except DifferentProgram:
             continue
         if len(atoms) == len(inputs):  # otherwise they differ in a literal
-            return run
-    run = jax.jit(as_function(program), out_shardings=list(places))
+            return its_run
+    run: Callable[..., Any] = jax.jit(as_function(program), out_shardings=list(places))
+    if ahead:
+        shapes = [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in inputs]
+        run = compile_in_background(run, *shapes)
     # Arrays within would stay in memory, and functions of Python are compared by name alone.
     constants = any(True for eqn in program.eqns for _ in nested_constants(eqn))
     if not constants and " at 0x" not in str(program):

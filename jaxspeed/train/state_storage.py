@@ -20,7 +20,7 @@ from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.optimizer import RunOptimizer
-from jaxspeed.train.staged_init import staged_init
+from jaxspeed.train.staged_init import StagedInit, compile_in_background, staged_init
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class StateStorage:
         else:
             places = (at.params, at.master, at.variables)
             draw = in_mesh(self.mesh, lambda seed: self._as_stored(*self.model.init(seed)))
-            params, master, variables = staged_init(draw, places, seed)
+            drawn = StagedInit(draw, places, seed)
+            _ = self.rest  # compiled beside the others
+            params, master, variables = drawn(seed)
         rest = self.rest(params, master)
         return TrainState(params=params, master=master, variables=variables, **rest)
 
@@ -101,14 +103,25 @@ class StateStorage:
     def rest(self) -> Callable[[Arrays, Arrays], dict[str, Any]]:
         """`rest(params, master)`: the fields of a fresh state other than the model's.
 
-        In small programs if some are in host memory.
+        Compiled in the background; in small programs if some are in host memory.
         """
         names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
         shardings = {name: getattr(self.shardings, name) for name in names}
         traced = in_mesh(self.mesh, self._fresh_rest)
+        stored = [{r.path: (r, r.param) for r in self.table if r.param}]
+        stored += [{r.path: (r, r.master) for r in self.table if r.master}]
+        shapes = [
+            {
+                path: jax.ShapeDtypeStruct(
+                    row.shape(at), at.dtype, sharding=self.table.sharding(at)
+                )
+                for path, (row, at) in each.items()
+            }
+            for each in stored
+        ]
         if any(map(in_host, jax.tree.leaves(shardings))):
-            return functools.partial(staged_init, traced, shardings)
-        return jax.jit(traced, out_shardings=shardings)
+            return StagedInit(traced, shardings, *shapes)
+        return compile_in_background(jax.jit(traced, out_shardings=shardings), *shapes)
 
     def placed(self, values: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """(params, masters) of these values by path, sharded as stored, one parameter at a time."""
