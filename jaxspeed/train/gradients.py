@@ -30,7 +30,7 @@ from jaxspeed.objective.train_state import Arrays, pad
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.table import PlacementTable
@@ -176,8 +176,18 @@ class Gradients:
 
         active = {path: value for path, value in sources.items() if path in trained}
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
-        grads = jax.tree.map(steepest, grads)
+        grads = {path: self._padded_in_host(path, steepest(g)) for path, g in grads.items()}
         return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
+
+    def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
+        """A gradient, in the shape of its shards in host memory where it was offloaded.
+
+        It has the shape of the parameter, which is not padded where it is stored unsharded.
+        """
+        at = self.table[path].grad
+        if at is None or not in_host(at) or grad.shape == (shape := self.table[path].shape(at)):
+            return grad
+        return to_host(pad(on_device(grad), shape), self.table.sharding(at))
 
     def _accumulate(
         self,

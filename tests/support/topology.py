@@ -1,8 +1,9 @@
 """Compile for a TPU that is not here: libtpu in a child process, compile-only devices.
 
 libtpu makes plain CPU runs print warnings, and one process at a time would hold its lock, so it
-never enters the process of the tests. One child serves all calls of a test session: it starts JAX
-once, and compiles a program that two tests ask for once (`tests.system.measured`).
+never enters the process of the tests. One child serves the calls of a test session: it starts JAX
+once, and compiles a program that two tests ask for once (`tests.system.measured`). What it keeps
+for that grows without bound; beyond a limit the next call starts another.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 import traceback
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_MOST_KB = 2 << 20
 
 
 def run_on_topology(target: str, topology: str, **kwargs: Any) -> Any:
@@ -53,6 +56,10 @@ def _run_once(target: str, topology: str, kwargs: str) -> str:
         _child.cache_clear()  # the next call starts another
         pytest.fail(f"{target} on {topology}: the child ended with code {child.wait()}")
     found = json.loads(answer)
+    if found["kb"] > _MOST_KB:
+        _child.cache_clear()
+        atexit.unregister(child.communicate)
+        child.communicate()
     if "failed" in found:
         pytest.fail(f"{target} on {topology} failed:\n{found['failed']}")
     return json.dumps(found["value"])
@@ -101,6 +108,7 @@ def _serve() -> None:
             answer = {"value": called(devices(topology), **json.loads(kwargs))}
         except Exception:
             answer = {"failed": traceback.format_exc()}
+        answer["kb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -203,7 +203,10 @@ def check_shape(tensor, batch, chunk, embed, free, bidirectional, seq_first):
 
     with jax.set_mesh(mesh):
         found = jax.jit(jax.value_and_grad(around, (0, 1, 2)))(x, w, u)
-    assert_equal_trees(found, jax.value_and_grad(plain, (0, 1, 2))(x, w, u))
+    expected = jax.value_and_grad(plain, (0, 1, 2))(x, w, u)
+    assert_equal_trees(found[1], expected[1])
+    # The sines cancel: their sum is rounded in proportion to their number, not to itself.
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-7 * x.size)
 
 
 @pytest.mark.full  # as the engine calls it, test_parity_tensor.py has it
