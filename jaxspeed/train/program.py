@@ -24,7 +24,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
-from jaxspeed.placement.mesh import data_parallel_size, in_mesh
+from jaxspeed.placement.mesh import compiler_options, data_parallel_size, in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
@@ -207,7 +207,10 @@ class Program:
 
         replicated = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(
-            self.in_mesh(step), donate_argnums=0, out_shardings=(self.shardings, replicated)
+            self.in_mesh(step),
+            donate_argnums=0,
+            out_shardings=(self.shardings, replicated),
+            compiler_options=compiler_options(self.mesh),
         )
 
     @functools.cached_property
@@ -225,7 +228,9 @@ class Program:
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 
         return jax.jit(
-            self.in_mesh(evaluate), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+            self.in_mesh(evaluate),
+            out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+            compiler_options=compiler_options(self.mesh),
         )
 
     def pipeline_report(self, batch: Any) -> PipelineReport | None:

@@ -170,6 +170,24 @@ def test_the_compiled_step_is_reported_without_running_it():
     assert report.compile_seconds is None or report.compile_seconds > 0
 
 
+def test_only_devices_that_share_cores_do_without_a_library_of_kernels(monkeypatch):
+    """The tests' own compiler options leave the library out: only a process without them has it."""
+    out = python(
+        "import os, jax, jaxspeed, numpy as np\n"
+        "from flax import nnx\n"
+        "jaxspeed.simulate(2)\n"
+        "config = {'train_batch_size': 8, 'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}}\n"
+        "for cores in (1, 2):\n"
+        "    os.cpu_count = lambda: cores\n"
+        "    engine = jaxspeed.initialize(lambda rngs: nnx.Linear(64, 64, rngs=rngs),\n"
+        "        lambda model, batch: (model(batch['x'])**2).mean(), config)\n"
+        "    batch = engine.program.abstract_batch({'x': np.ones((8, 64), np.float32)})\n"
+        "    step = engine.step.lower(engine.program.state, batch)\n"
+        "    print('ynn_fusion' in step.compile().as_text())\n"
+    )
+    assert out.split() == ["False", "True"]
+
+
 # -- the compilation cache ----------------------------------------------------------------------
 
 
@@ -213,7 +231,6 @@ def python(code, **environment):
 def test_programs_land_in_the_cache_of_a_run_that_asks_for_nothing(tmp_path):
     python(
         "import jax, jaxspeed\n"
-        "from tests.engine import tiny\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
         "tiny.engine(tiny.PAIR).train_batch(tiny.batch(1))",
         XDG_CACHE_HOME=str(tmp_path),
