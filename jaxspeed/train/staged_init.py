@@ -49,7 +49,8 @@ class StagedInit:
         self._tree = jax.tree.structure(shape)
         self._places = jax.tree.leaves(shardings)
         self._sources, self._consts = [*jaxpr.constvars, *jaxpr.invars], closed.consts
-        ahead = not any(map(_is_placed, [*closed.consts, *jax.tree.leaves(shapes)]))
+        given = [*closed.consts, *jax.tree.leaves(shapes)]
+        ahead = not is_traced(given) and not any(map(_is_placed, given))
         self._programs = [
             (_compiled(merged, tuple(self._places[i] for i in members[0]), ahead), atoms, members)
             for merged, atoms, members in _programs(jaxpr, self._sources, self._places)
@@ -82,7 +83,12 @@ def compile_in_background(function: Any, *shapes: Any) -> Callable[..., Any]:
     Tracing and lowering happen here: they depend on contexts of this thread, and hold the GIL.
     """
     compiled = _THREADS.submit(function.lower(*shapes).compile)
-    return lambda *args: compiled.result()(*args)
+    return lambda *args: (function if is_traced(args) else compiled.result())(*args)
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether some values are those of a trace, as under `jax.eval_shape`."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _is_placed(x: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.optimizer import RunOptimizer
-from jaxspeed.train.staged_init import StagedInit, compile_in_background, staged_init
+from jaxspeed.train.staged_init import StagedInit, compile_in_background, is_traced, staged_init
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class StateStorage:
             places = (at.params, at.master, at.variables)
             draw = in_mesh(self.mesh, lambda seed: self._as_stored(*self.model.init(seed)))
             drawn = StagedInit(draw, places, seed)
-            _ = self.rest  # compiled beside the others
+            if not is_traced(seed):
+                _ = self.rest  # compiled beside the others
             params, master, variables = drawn(seed)
-        rest = self.rest(params, master)
+        rest = (self._traced_rest if is_traced(params) else self.rest)(params, master)
         return TrainState(params=params, master=master, variables=variables, **rest)
 
     @functools.cached_property
@@ -105,9 +106,6 @@ class StateStorage:
 
         Compiled in the background; in small programs if some are in host memory.
         """
-        names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
-        shardings = {name: getattr(self.shardings, name) for name in names}
-        traced = in_mesh(self.mesh, self._fresh_rest)
         stored = [{r.path: (r, r.param) for r in self.table if r.param}]
         stored += [{r.path: (r, r.master) for r in self.table if r.master}]
         shapes = [
@@ -119,9 +117,20 @@ class StateStorage:
             }
             for each in stored
         ]
-        if any(map(in_host, jax.tree.leaves(shardings))):
-            return StagedInit(traced, shardings, *shapes)
-        return compile_in_background(jax.jit(traced, out_shardings=shardings), *shapes)
+        if any(map(in_host, jax.tree.leaves(self._shardings_of_rest))):
+            return StagedInit(
+                in_mesh(self.mesh, self._fresh_rest), self._shardings_of_rest, *shapes
+            )
+        return compile_in_background(self._traced_rest, *shapes)
+
+    @functools.cached_property
+    def _traced_rest(self) -> Any:
+        return jax.jit(in_mesh(self.mesh, self._fresh_rest), out_shardings=self._shardings_of_rest)
+
+    @property
+    def _shardings_of_rest(self) -> dict[str, Any]:
+        names = ("step", "skipped", "opt", "ema", "loss_scale", "ring_errors")
+        return {name: getattr(self.shardings, name) for name in names}
 
     def placed(self, values: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """(params, masters) of these values by path, sharded as stored, one parameter at a time."""

@@ -231,6 +231,7 @@ def python(code, **environment):
 def test_programs_land_in_the_cache_of_a_run_that_asks_for_nothing(tmp_path):
     python(
         "import jax, jaxspeed\n"
+        "from tests.engine import tiny\n"
         "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
         "tiny.engine(tiny.PAIR).train_batch(tiny.batch(1))",
         XDG_CACHE_HOME=str(tmp_path),
