@@ -40,13 +40,13 @@ def _sum_over(
     axes: tuple[str, ...], leaves: tuple[jax.Array, ...], shardings: tuple[NamedSharding, ...]
 ) -> jax.Array:
     """The sum of squares of leaves that are sharded over these axes and replicated over others."""
-    run = jax.shard_map(
-        lambda shards: jax.lax.psum(_sum_of_squares(shards), axes),
+    of_each_device = jax.shard_map(
+        lambda shards: _sum_of_squares(shards)[None],
         mesh=shardings[0].mesh,
         in_specs=([at.spec for at in shardings],),
-        out_specs=PartitionSpec(),
+        out_specs=PartitionSpec(axes),
     )
-    return run(list(leaves))
+    return jnp.sum(of_each_device(list(leaves)))
 
 
 def _sharded_over(at: NamedSharding | None) -> tuple[str, ...]:

@@ -36,11 +36,16 @@ def without(site: str | None) -> Iterator[None]:
         for name, m in list(sys.modules.items())
         if name.startswith("jaxspeed.") and getattr(m, "constrain", None) is real
     ]
+    update = sys.modules["jaxspeed.train.update"]
+    norm = update.global_norm
     for module in users:
         module.constrain = dropping  # type: ignore[attr-defined]
+    if site == "reduce":  # the norm is told the same shards
+        update.global_norm = lambda tree, _: norm(tree)  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        update.global_norm = norm  # type: ignore[attr-defined]
         for module in users:
             module.constrain = real  # type: ignore[attr-defined]
 
