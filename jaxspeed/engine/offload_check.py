@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import JaxspeedError
+from jaxspeed.jaxpr.traverse import contains
 from jaxspeed.offload.transfer_report import (
     ACTIVATIONS,
     GRADIENTS,
@@ -25,6 +26,7 @@ from jaxspeed.planner.time import device_flops, host_transfers
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")
+NO_REMAT = "parallel.remat: remat had no effect on the backward pass"
 
 
 def asks(program: Program) -> bool:
@@ -43,7 +45,20 @@ def transfer_of(program: Program, batch: Any) -> TransferReport | None:
     Raises:
       JaxspeedError: something that the config sets is missing from the step.
     """
-    return transfer_in(read_step(program, batch)) if asks(program) else None
+    if not asks(program):
+        return None
+    recompute = program.config.recompute
+    offloads = recompute.on_host or recompute.offload or recompute.budget is not None
+    if offloads or program.table.host_bytes_by_role():
+        return transfer_in(read_step(program, batch))
+    traced, _ = program.traced_step(batch)
+    if not any(contains(eqn, _recomputes) for eqn in traced.jaxpr.eqns):
+        raise JaxspeedError(_bug("the traced step", [NO_REMAT]))
+    return None
+
+
+def _recomputes(eqn: Any) -> bool:
+    return bool(eqn.params.get("differentiated"))
 
 
 def transfer_in(step: Step) -> TransferReport | None:
@@ -130,4 +145,4 @@ def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
             if not (moved.get(ACTIVATIONS) or (program.pipeline and moved.get(GRADIENTS))):
                 yield f"{key}: no activation is copied {direction} host memory"
     if recompute and not any(op.rematerialized for op in all_ops(step.operations)):
-        yield "parallel.remat: remat had no effect on the backward pass"
+        yield NO_REMAT

@@ -127,8 +127,13 @@ def sliceable_bodies(eqn: Any) -> list[Body]:
 
 def runs(eqn: Any, names: Container[str]) -> bool:
     """Whether an equation, or one nested in it at any depth, is of one of these primitives."""
-    return eqn.primitive.name in names or any(
-        runs(e, names) for jaxpr, _ in _all_programs(eqn) for e in jaxpr.eqns
+    return contains(eqn, lambda e: e.primitive.name in names)
+
+
+def contains(eqn: Any, found: Callable[[Any], bool]) -> bool:
+    """Whether an equation, or one nested in it at any depth, is `found`."""
+    return found(eqn) or any(
+        contains(e, found) for jaxpr, _ in _all_programs(eqn) for e in jaxpr.eqns
     )
 
 
