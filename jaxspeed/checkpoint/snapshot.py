@@ -14,7 +14,7 @@ from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
 
-_MIN_SPREAD_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20
 
 
 class Snapshot(NamedTuple):
@@ -27,8 +27,9 @@ class Snapshot(NamedTuple):
 def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
     """A function from a state to arrays that later steps do not change.
 
-    Arrays in host memory are copied, since NumPy would see them in place; of replicated ones each
-    device copies a shard. From other memories Orbax copies to the host before its save returns.
+    Arrays in host memory are copied, since NumPy would see them in place. From other memories Orbax
+    copies to the host before its save returns. Of replicated arrays each device copies a shard, and
+    elsewhere of small ones too: Orbax would slice them, and each slice is a program to compile.
     """
     leaves = saved_leaves(program)
     on_host = program.mesh.devices.flat[0].platform == "cpu"
@@ -36,16 +37,17 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
     def copies_of(arrays: Arrays) -> Arrays:
         return {name: jnp.copy(on_device(key_data(x))) for name, x in arrays.items()}
 
-    at = {name: leaf.stored.sharding for name, leaf in leaves.items()}
-    if on_host:
-        at = {
-            name: _spread(leaf.stored, at[name]) if leaf.nbytes >= _MIN_SPREAD_BYTES else at[name]
-            for name, leaf in leaves.items()
-        }
+    stored = {name: leaf.stored.sharding for name, leaf in leaves.items()}
+    at = {
+        name: _spread(leaf.stored, stored[name])
+        if on_host or leaf.nbytes < _SMALL_BYTES
+        else stored[name]
+        for name, leaf in leaves.items()
+    }
     moved = [
         name
         for name, leaf in leaves.items()
-        if on_host or leaf.key or "host" in str(leaf.stored.sharding.memory_kind)
+        if on_host or leaf.key or at[name] != stored[name] or "host" in str(at[name].memory_kind)
     ]
     copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 

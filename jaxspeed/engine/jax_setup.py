@@ -89,6 +89,9 @@ def enable_compilation_cache(config: Config) -> None:
         return
     folder = _user_cache() if wanted is True else Path(wanted).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # type: ignore[attr-defined]
+        # JAX's default would leave out most programs of evaluation, text and initialization.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _user_cache() -> Path:

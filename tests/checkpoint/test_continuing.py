@@ -1,5 +1,6 @@
 """A restored run goes on as the one that was never stopped, bit for bit."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -46,6 +47,25 @@ def test_a_save_writes_the_state_of_its_call_whatever_steps_follow(tmp_path):
     for tag, values in expected.items():
         engine.load_checkpoint(tmp_path, tag)
         states.assert_same(states.held(engine), values)
+
+
+def test_a_save_of_replicated_arrays_compiles_one_program(tmp_path):
+    """Orbax would slice each for the devices that write it: a program per array and slice."""
+    compiled = []
+
+    def heard(event, _, **about):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about.get("fun_name"))
+
+    engine = states.engine(stage=0)
+    states.steps(engine, 0, 1)
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        engine.save_checkpoint(tmp_path)
+        engine.close()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+    assert len(compiled) == 1 and "copies_of" in compiled[0], compiled
 
 
 def test_client_state_and_files_come_back_as_they_were(tmp_path):

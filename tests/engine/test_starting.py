@@ -193,10 +193,12 @@ def test_only_devices_that_share_cores_do_without_a_library_of_kernels(monkeypat
 
 @pytest.fixture
 def no_cache():
-    before = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 def cache_for(value):
@@ -214,6 +216,13 @@ def test_the_cache_may_be_elsewhere_or_off(no_cache, tmp_path):
     assert cache_for(False) is None
     assert cache_for(str(tmp_path)) == str(tmp_path)
     assert cache_for("~/elsewhere") == str(tmp_path)  # one that is set already is kept
+
+
+@pytest.mark.parametrize(("given", "kept"), [(1.0, 0.1), (0.0, 0.0), (5.0, 5.0)])
+def test_the_cache_keeps_short_compilations_unless_told_otherwise(no_cache, tmp_path, given, kept):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", given)
+    cache_for(str(tmp_path))
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == kept
 
 
 def python(code, **environment):
