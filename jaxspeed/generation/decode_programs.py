@@ -92,16 +92,23 @@ class ForwardPrograms:
         given = (None, self._caches, self._rows, self._rows, None)
         return self._jit(decode, given, (self._replicated, self._caches), donate_argnums=1)
 
-    def check(self, rows: int) -> None:
-        """Raise ModelError if the model cannot be called with its caches."""
+    def check(self, rows: int, rules: Rules) -> None:
+        """Raise ModelError if the model cannot be called with its caches.
+
+        JAX keeps the trace for a request with these rules.
+        """
         assert self.cached is not None
         one = np.zeros((rows, 1), np.int32)
         batch = {"tokens": one, "positions": one, "at": np.zeros(rows, np.int32)}
         keys = np.zeros((rows, *jax.random.key_data(jax.random.key(0)).shape), np.uint32)
         draws = {"keys": keys, "drawn": np.zeros(rows, np.int32)}
-        caches = jax.eval_shape(self.cached.fresh)
+        fresh = jax.eval_shape(self.cached.fresh)
+        caches = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
+            for path, x in fresh.items()
+        }
         state = ModelState.of(self._program, self._program.state)
-        jax.eval_shape(self.decode, state, caches, batch, draws, {})
+        jax.eval_shape(self.decode, state, caches, batch, draws, rules)
 
     @functools.cached_property
     def fresh(self) -> Any:

@@ -211,7 +211,7 @@ class Generator:
 
     def _steps(self, rows: int, length: int, state: TrainState, rules: Any) -> Steps:
         if (rows, length) not in self._programs:
-            self._programs[rows, length] = self._compilable(rows, length)
+            self._programs[rows, length] = self._compilable(rows, length, rules)
         programs = self._programs[rows, length]
         runs = Runs(self.program, state, rules)
         if programs.cached is None:
@@ -220,7 +220,7 @@ class Generator:
             return OneByOne(programs, runs)
         return Cached(programs, runs, length)
 
-    def _compilable(self, rows: int, length: int) -> ForwardPrograms:
+    def _compilable(self, rows: int, length: int, rules: Any) -> ForwardPrograms:
         params = {
             row.path: jax.ShapeDtypeStruct(row.leaf.shape, row.read.dtype)
             for row in self.program.table
@@ -235,7 +235,7 @@ class Generator:
                 if cached is None:
                     break
                 programs = ForwardPrograms(self.program, cached)
-                programs.check(rows)
+                programs.check(rows, rules)
                 return programs
             except ModelError as error:
                 why = str(error).splitlines()[0]

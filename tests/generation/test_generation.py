@@ -113,6 +113,8 @@ def test_500_tokens_compile_one_decode_step(caplog):
         compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
         counts = {n: sum(f"jit({n})" in m for m in compiled) for n in ("prefill", "decode")}
         assert counts == {"prefill": 1, "decode": 1}
+        traced = [r.getMessage() for r in caplog.records if "tracing" in r.getMessage()]
+        assert sum("decode" in message for message in traced) == 1, traced
         caplog.clear()
         # Other values, prompts and seeds of the same shape compile nothing.
         engine.generate([[4, 5, 6, 7]], 499, temperature=0.3, seed=9)
