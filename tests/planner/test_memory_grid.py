@@ -74,6 +74,12 @@ def test_never_fits_where_the_compiler_needs_more(platform, name):
     assert estimate(platform, name).on(total(platform, name) - 1) != "fits"
 
 
+def test_an_estimate_is_the_same_whatever_the_hashes_of_its_values_are():
+    point = POINTS["llama: pipe 4, gpipe"]
+    target = target_for(point, "gpu")
+    assert len({memory_in(point.step(target), target.chip).device for _ in range(5)}) == 1
+
+
 def test_host_memory_is_reported():
     name = "llama: host optimizer"
     expected = COMPILED["tpu"][name]["host_argument"]

@@ -76,7 +76,7 @@ class ScopeAnalysis:
     producers: dict[Value, int] = field(default_factory=dict)
     forced: set[Value] = field(default_factory=set)
     materialized: set[Value] = field(default_factory=set)  # roots
-    sources: dict[Value, set[Value]] = field(default_factory=dict)  # of element-wise results
+    sources: dict[Value, list[Value]] = field(default_factory=dict)  # of element-wise results
     of_exp: set[Value] = field(default_factory=set)  # element-wise results of an exponential
 
     def root(self, value: Value) -> Value:
@@ -124,21 +124,21 @@ class ScopeAnalysis:
 
     # -- fusion into consumers --------------------------------------------------------------------
 
-    def _sources(self) -> dict[Value, set[Value]]:
-        """The sources of each element-wise result, without the relatively small ones."""
-        found: dict[Value, set[Value]] = {}
+    def _sources(self) -> dict[Value, list[Value]]:
+        """The sources of each element-wise result, in its order, without relatively small ones."""
+        found: dict[Value, list[Value]] = {}
         for op in self.scope.ops:
             inside = [self.origins.get(self.root(v), v.size) for v in op.values]
             for out in op.outs:
                 if out in self.roots or self._is_materialized(op, out):
                     continue
                 self.origins[out] = max(inside, default=0)
-                of: set[Value] = set()
+                of: list[Value] = []
                 for v in op.values:
                     r = self.root(v)
                     if not self._is_broadcast(r) and SMALL * v.size >= out.size:
-                        of |= {r} if r in self.materialized else found.get(r, {r})
-                found[out] = of
+                        of += [r] if r in self.materialized else found.get(r, [r])
+                found[out] = [*dict.fromkeys(of)]
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
                 if of_same & self.of_exp or self._is_costly(op):
                     self.of_exp.add(out)
