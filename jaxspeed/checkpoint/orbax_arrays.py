@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,8 +70,13 @@ def _failure(future: Any) -> BaseException | None:
 
 
 def _no_array_of_a_failed_save(record: logging.LogRecord) -> bool:
-    """Of several arrays that fail the first is raised; asyncio logs the others once collected."""
-    return "async_serialize_from_host" not in record.getMessage()
+    """Of several arrays that fail the first is raised; asyncio logs the others once collected.
+
+    A task, or the future of an array's writes, by where Orbax raised its error.
+    """
+    trace = record.exc_info[2] if record.exc_info else None
+    frames = traceback.walk_tb(trace)
+    return not any(frame.f_globals.get("__name__", "").startswith("orbax.") for frame, _ in frames)
 
 
 @contextlib.contextmanager
