@@ -19,6 +19,7 @@ from jaxspeed.jaxpr.evaluate import evaluate
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, runs
+from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
 from jaxspeed.zero3.sharded_param import ShardedParam, place_of, read_all, scatter_all
 
@@ -28,11 +29,10 @@ Function = Callable[..., Sequence[Any]]
 def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Both sequences behind one barrier: no element is used before all elements exist.
 
-    Arrays in host memory are left out: XLA:TPU compiles no barrier on them (libtpu 0.0.51), and a
-    loop over layers streams them layer by layer anyway.
+    Arrays in host memory are left out: XLA:TPU compiles no barrier on them (libtpu 0.0.52).
     """
-    ours = [i for i, x in enumerate(first) if not _in_host(x)]
-    theirs = [i for i, x in enumerate(second) if _is_real(x) and not _in_host(x)]
+    ours = [i for i, x in enumerate(first) if not on_host(x)]
+    theirs = [i for i, x in enumerate(second) if _is_real(x) and not on_host(x)]
     firsts, seconds = list(first), list(second)
     if not ours or not theirs:
         return firsts, seconds
@@ -49,15 +49,11 @@ def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _in_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
 def read_tied(
     fn: Function, stored: Sequence[ShardedParam], weights: Sequence[Any], inputs: Sequence[Any]
 ) -> Sequence[Any]:
     """`fn(*gathered weights, *inputs)` with the gathers tied to the inputs."""
-    weights, inputs = tie(weights, inputs)
+    weights, inputs = tie(on_device(weights), inputs)
     return fn(*read(stored, weights), *inputs)
 
 
@@ -93,7 +89,7 @@ def run_segment(
 
     @jax.custom_vjp
     def segment(place: Sequence[Any], *args: Any) -> list[Any]:
-        tied, inputs = tie(args[:count], args[count:])
+        tied, inputs = tie(on_device(args[:count]), args[count:])
         return list(fn(*read_all(stored, tied, place), *inputs))
 
     def forward(place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
@@ -101,7 +97,7 @@ def run_segment(
         args = [x.value for x in given]
         # Inputs that depend on no parameter, such as rotary angles, need no gradient.
         wanted[:] = [on and x.perturbed for on, x in zip(active, given, strict=True)]
-        tied, inputs = tie(args[:count], args[count:])
+        tied, inputs = tie(on_device(args[:count]), args[count:])
         full = [*read_all(stored, tied, place), *inputs]
         passes[:] = [Passes(fn, wanted, full, count)]
         outs, saved = passes[0].forward(full)
@@ -118,15 +114,16 @@ def run_segment(
         place, shards, saved = carried
         saved = residuals.fetch(saved, kinds()) if residuals else saved
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
-        tied, arrived = tie(shards, [_instantiated(ct) for ct, real in of_real if real])
+        tied, arrived = tie(on_device(shards), [_instantiated(ct) for ct, real in of_real if real])
         grads = iter(passes[0].backward(read_all(stored, tied, place), saved, arrived))
         found = [next(grads) if on else None for on in wanted]
         here = scatter_all(stored, found[:count], shards, place)
         # A second barrier: gradients are reduce-scattered before the next segment starts.
         done, onward = map(iter, tie(_present(here), _present(found[count:])))
+        pairs = zip(here, shards, strict=True)
         return (
             None,
-            *(None if g is None else next(done) for g in here),
+            *(None if g is None else in_memory_of(next(done), w) for g, w in pairs),
             *(None if g is None else next(onward) for g in found[count:]),
         )
 

@@ -24,6 +24,7 @@ from jaxspeed.jaxpr.traverse import (
     is_var,
     sliceable_bodies,
 )
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
@@ -56,7 +57,7 @@ class _Evaluation:
         self.env = bindings(jaxpr, consts, args)
         for v in _read_in_several_places(jaxpr, self.storage):
             # One copy: gradients are summed on the device, and only their sum is transferred.
-            self.env[v] = self.storage[v].brought(self.env[v])
+            self.env[v] = on_device(self.env[v])
             self.storage[v] = self.storage[v].on_device()
         self.moving = dependents(jaxpr, context.activations) if context.residuals else set()
         self.segments = split_at_units(jaxpr, context, storage)

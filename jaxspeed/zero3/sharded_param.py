@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import HOST, reduction_dtype
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.torus_gather import first_step
@@ -103,9 +104,8 @@ class ShardedParam:
 
     def read(self, stored: jax.Array) -> jax.Array:
         """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
-        stored = self.brought(stored)
         # Without the first constraint the gather may move above the barrier on the shard.
-        stored = _cast(constrain(stored, self._here, "unit.shard"), self.dtype)
+        stored = _cast(constrain(on_device(stored), self._here, "unit.shard"), self.dtype)
         step = first_step(self._here, self.gathered)
         stored = constrain(stored, step, "unit.step") if step else stored
         full = constrain(stored, self.gathered, "unit.gather")
@@ -115,18 +115,13 @@ class ShardedParam:
         """The same parameter, stored in device memory."""
         return replace(self, sharding=self._here)
 
-    def brought(self, stored: jax.Array) -> jax.Array:
-        """The stored array in the memory where layers read it."""
-        return jax.device_put(stored, jax.memory.Space.Device) if self.on_host else stored
-
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of the gathered parameter as the gradient of the stored array."""
         grad = grad.astype(reduction_dtype(grad.dtype, self.wire))
         if grad.shape != like.shape:
             grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
         at = self.grad_sharding or self._here
-        grad = constrain(grad, at, "unit.scatter").astype(like.dtype)
-        return jax.device_put(grad, jax.memory.Space.Host) if self.on_host else grad
+        return constrain(grad, at, "unit.scatter").astype(like.dtype)
 
 
 Storage = Mapping[Any, ShardedParam]  # of the variables of a program

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.placement.constrain import constrain
+from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.zero3.sharded_param import ShardedParam
 
@@ -43,7 +44,7 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
         for dim, size in enumerate(eqn.params["slice_sizes"])
     )
     found = eqn.primitive.bind(
-        stored.brought(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
+        on_device(table).astype(stored.dtype), ids, **{**eqn.params, "slice_sizes": sizes}
     )
     columns, rows = _shardings(eqn, stored, sharded)
     found = constrain(found, columns, "lookup.columns")

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.jaxpr.module_scopes import scope
+from jaxspeed.placement.rows import HOST
 from jaxspeed.zero3 import (
     EvalContext,
     ShardedParam,
@@ -29,16 +30,17 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 REPLICATED = NamedSharding(MESH, PartitionSpec())
 
 
-def storage_of(leaf: Any) -> ShardedParam:
+def storage_of(leaf: Any, kind: str = "device") -> ShardedParam:
     """Sharded on the last dim."""
     spec = PartitionSpec(*[None] * (leaf.ndim - 1), "data")
-    return ShardedParam(leaf.shape, leaf.dtype, REPLICATED, NamedSharding(MESH, spec))
+    at = NamedSharding(MESH, spec, memory_kind=kind)
+    return ShardedParam(leaf.shape, leaf.dtype, REPLICATED, at)
 
 
 class Sharded:
     """A loss of (params, x) with its units gathering their own parameters."""
 
-    def __init__(self, loss: Any, params: Any, x: Any) -> None:
+    def __init__(self, loss: Any, params: Any, x: Any, kind: str = "device") -> None:
         leaves, tree = jax.tree.flatten(params)
         closed = jax.make_jaxpr(lambda leaves, x: loss(jax.tree.unflatten(tree, leaves), x))(
             leaves, x
@@ -46,7 +48,7 @@ class Sharded:
         parameters = closed.jaxpr.invars[: len(leaves)]
         self.units = choose_units(closed.jaxpr, parameters)
         self.leaves, self.x = leaves, x
-        storage = dict(zip(parameters, map(storage_of, leaves), strict=True))
+        storage = {v: storage_of(x, kind) for v, x in zip(parameters, leaves, strict=True)}
 
         def run(leaves: list[Any], x: Any) -> Any:
             args = [*leaves, x]
@@ -176,6 +178,12 @@ def expected(weights: int) -> dict[str, int]:
     return {"gathers": 2 * weights, "tied shards": 2 * weights, "scatters": weights}
 
 
+def on_host(params: Any) -> Any:
+    """Their shapes, in host memory."""
+    at = NamedSharding(MESH, PartitionSpec(), memory_kind=HOST)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params)
+
+
 # -- claims ---------------------------------------------------------------------------------------
 
 MODELS = {
@@ -243,6 +251,19 @@ def test_no_gathered_parameter_is_a_residual():
 def test_a_gathered_parameter_as_residual_is_caught(monkeypatch):
     monkeypatch.setattr(segment_vjp, "_depends_only_on", lambda jaxpr, sources: set())
     assert saved_full_weights(pure_loss, pure_params()) > 0
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_offloaded_shards_wait_on_the_device(name):
+    """XLA:TPU compiles no barrier in host memory: without one, it gathered all layers at once."""
+    loss, make, _ = MODELS[name]
+    sharded = Sharded(loss, make(), inputs(), HOST)
+    program = jax.make_jaxpr(sharded.gradients)(on_host(sharded.leaves), sharded.x).jaxpr
+    assert counts(program) == expected(len(sharded.leaves))
+    assert all(v.aval.memory_space == jax.memory.Space.Host for v in program.outvars[1:])
+    barriers = [e for e, _ in equations(program) if e.primitive.name == "optimization_barrier"]
+    operands = [v for eqn in barriers for v in eqn.invars]
+    assert {v.aval.memory_space for v in operands} == {jax.memory.Space.Device}
 
 
 MUTATIONS = {

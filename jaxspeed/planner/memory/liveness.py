@@ -4,7 +4,7 @@ Loop carries and donated arguments are updated in place.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,6 @@ from jaxspeed.planner.memory.op_order import Lifetime
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
-# XLA:TPU unrolls loops of at most so many trips that stream slices from host memory, to prefetch
-# them, and the largest buffers of the trips are alive at once (libtpu 0.0.52; with six trips they
-# are not).
-UNROLLED_TRIPS = 3
 # Of cuBLAS, as XLA:GPU allocates it: from Hopper on, and before.
 WORKSPACE, SMALL_WORKSPACE = 32 << 20, 4 << 20
 
@@ -243,23 +239,15 @@ class _Liveness(DonatedScope):
         found = [Peak(), Peak()]
         for body in op.bodies:
             places: list[Value | None] = []
-            times = 1
             if op.name in LOOPS:
                 consts, carry = consts_and_carry(op)
                 places = [*body.ins[consts : consts + carry]]
             if op.name == "scan":
                 self.pass_origins(op.ins[:consts], body.ins)
-                parts = op.ins[consts + carry :]
-                streams = self.sizes.tiled and any(v is not None and v.host for v in parts)
-                times = op.trips if streams and op.trips <= UNROLLED_TRIPS else 1
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
             for host, peak in enumerate(inner):
-                largest = sorted(peak.arrays, key=lambda array: array.bytes)[-1:] * (times - 1)
-                size = peak.bytes + sum(array.bytes for array in largest)
-                if size > found[host].bytes:
-                    found[host] = Peak(
-                        size, (*peak.arrays, *largest), peak.on_chip, peak.seconds * op.trips
-                    )
+                if peak.bytes > found[host].bytes:
+                    found[host] = replace(peak, seconds=peak.seconds * op.trips)
         return found[0], found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:

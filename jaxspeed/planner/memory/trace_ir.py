@@ -137,7 +137,7 @@ class _Converter:
                 self.backward, self.rematerialized, self.scopes = outside
             elif name == "scan" and params["unroll"] >= params["length"] > 1:
                 env.update(zip(eqn.outvars, self._unrolled(eqn, ins, ops), strict=True))
-            elif (twin := self.merged.get(key := _key(eqn, ins, ops))) is not None:
+            elif (twin := self.merged.get(key := self._key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
             else:
                 new = [self.value(v) for v in eqn.outvars]
@@ -145,6 +145,23 @@ class _Converter:
                 ops.append(self._op(eqn, ins, new))
                 if key is not None:
                     self.merged[key] = ops[-1]
+
+    def _key(self, eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
+        """Key under which equal operations of a scope are merged (CSE); None if never."""
+        name = eqn.primitive.name
+        fetch = self.platform == "tpu" and name == "device_put" and ins[0] and ins[0].host
+        if eqn.effects or len(eqn.outvars) != 1 or (name in _NEVER_MERGED and not fetch):
+            return None
+        given = [
+            v if v is not None else getattr(a, "val", object())
+            for v, a in zip(ins, eqn.invars, strict=True)
+        ]
+        key = (id(ops), name, *given, tuple(sorted(eqn.params.items())))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
 
     def _op(self, eqn: Any, ins: list[Value | None], outs: list[Value]) -> Op:
         name, params = eqn.primitive.name, eqn.params
@@ -298,22 +315,6 @@ def nearest_first(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> 
         found.update(dict.fromkeys(new))
         order += new
     return order
-
-
-def _key(eqn: Any, ins: Sequence[Value | None], ops: list[Op]) -> Any:
-    """Key under which equal operations of a scope are merged (CSE); None if never."""
-    if eqn.effects or len(eqn.outvars) != 1 or eqn.primitive.name in _NEVER_MERGED:
-        return None
-    given = [
-        v if v is not None else getattr(a, "val", object())
-        for v, a in zip(ins, eqn.invars, strict=True)
-    ]
-    key = (id(ops), eqn.primitive.name, *given, tuple(sorted(eqn.params.items())))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _is_unlikely(branch: Any) -> bool:
