@@ -84,10 +84,22 @@ class DonatedScope(OrderedScope):
                     (free if self.readers[r] == {OUT} else stacked).add(r)
                 continue
             read_last = max(self.readers.get(place, {0}) - {OUT}, default=0)
-            if read_last <= self.producers[r]:
-                free.add(r)
+            written: Value | None = r
+            while written is not None and read_last <= self.producers[written]:
+                free.add(written)
+                written = self._carried_on(written)
         carried = {self.root(v) for v, at in zip(self.scope.outs, self.donated) if v and at}
         return free, stacked - carried
+
+    def _carried_on(self, value: Value) -> Value | None:
+        """What a loop carries and returns as `value`, if an operation made it for this loop."""
+        i = self.producers[value]
+        op = self.scope.ops[i]
+        consts, carry = consts_and_carry(op) if op.name == "scan" else (0, 0)
+        index = op.outs.index(value)
+        start = op.ins[consts + index] if index < carry else None
+        r = start and self.root(start)
+        return r if r in self.materialized and self.readers[r] == {i} else None
 
     def written_last(self) -> dict[Value, int]:
         """Results that XLA:GPU copies into donated buffers at the end, in order.
