@@ -116,7 +116,7 @@ class ShardedParam:
         return replace(self, sharding=self._here)
 
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
-        """The gradient of the gathered parameter as the gradient of the stored array."""
+        """The gradient of the gathered parameter on the stored shards, in device memory."""
         grad = grad.astype(reduction_dtype(grad.dtype, self.wire))
         if grad.shape != like.shape:
             grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])

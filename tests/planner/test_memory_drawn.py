@@ -57,7 +57,7 @@ def test_never_fits_where_the_compiler_needs_more(name):
 
 
 def test_what_a_loop_recomputes_beside_its_forward_pass_may_be_saved():
-    """XLA:TPU merged the recomputation of a list of layers with their forward pass."""
+    """XLA:TPU may merge it with the forward pass, and does more in a loop of two micro-batches."""
     found = estimate("second 00")
     assert total("second 00") > 2 * found.device and found.on(total("second 00") - 1) != "fits"
 
