@@ -25,6 +25,10 @@ Arrays = dict[str, Any]
 # full tiles to host memory (libtpu 0.0.51 compiles nothing else). {dim from the last: tile size}.
 _TILES = {0: 128, 1: 16}
 
+# Slices of an array that is not small. XLA:TPU fetches the first one before the loop and dissolves
+# the loop that is left of two, so that the transfers of all parameters would be in flight at once.
+FEWEST = 4
+
 
 @dataclass(frozen=True)
 class StreamedArray:
@@ -141,14 +145,16 @@ def choose_stream_plan(
         row = max(1, per_device // size)
         rows = min(size, max(1, most // row))
         if rows == size > 1 and 8 * row * size > most:
-            rows = -(-size // 2)  # two slices, so that it is a loop
+            rows = -(-size // FEWEST)
+            rows = next((n for n in range(rows, rows // 2, -1) if size % n == 0), rows)
         if even:
             rows = max(n for n in range(1, rows + 1) if size % n == 0)
         if tiled and rows < size:
             tile = _TILES.get(len(sharded.shape) - 1 - dim, 1)
             if size % tile or rows < tile:
                 continue
-            rows -= rows % tile
+            # XLA stores an array with a short last dim with the dim before it minor.
+            rows -= rows % (128 if rows >= 128 and size % 128 == 0 else tile)
         if best is None or rows * row < best[0]:
             best = rows * row, StreamPlan(dim, shards, size, rows)
         if best[0] <= most:

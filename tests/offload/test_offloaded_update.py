@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxspeed
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.accumulate import Sums
-from jaxspeed.offload.streaming import StreamedArray, StreamPlan
+from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_plan
 from jaxspeed.offload.update_device import ON_DEVICE
 from jaxspeed.placement.rows import HOST, Offload
 from jaxspeed.train import build
@@ -280,6 +280,18 @@ def test_elementwise_updates_are_streamed_and_an_unstacked_matrix_is_not():
     assert plans["adam"]["table"].slice_shape((50, 8)) == (8, 8)
     assert plans["lamb"]["stack/w"].slice_shape((6, 8, 8)) == (1, 8, 8)
     assert plans["lamb"]["table"] is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((6144, 1536), 1536), ((32000, 96), 7936), ((4000, 96), 992)]
+)
+def test_what_a_device_could_hold_is_four_slices(monkeypatch, shape, rows):
+    """XLA:TPU leaves no loop of two, and stores narrow arrays with their long dim minor."""
+    monkeypatch.setattr(type(jax.devices()[0]), "platform", "tpu", raising=False)
+    at = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
+    layout = StreamedArray(shape, at)
+    plan = choose_stream_plan({"x": layout}, layout, range(2), most=shape[0] * shape[1])
+    assert plan == StreamPlan(0, num_shards=1, size=shape[0], rows=rows)
 
 
 def test_an_unsliced_array_is_not_reshaped_in_host_memory():
