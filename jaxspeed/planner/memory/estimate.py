@@ -48,7 +48,7 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
     ]
     ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
     merged = (_recomputed(op, sizes) for op in scope.ops if op.name == "scan")
-    return Memory(tuple(ordered), max(merged, default=0), device.on_chip)
+    return Memory(tuple(ordered), max(merged, default=0), device.chip.bytes)
 
 
 def _recomputed(loop: Op, sizes: Sizes) -> int:

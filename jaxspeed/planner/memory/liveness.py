@@ -14,8 +14,7 @@ from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
 from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
-from jaxspeed.planner.memory.on_chip import OnChip
-from jaxspeed.planner.memory.op_cost import works
+from jaxspeed.planner.memory.on_chip import NO_USE, ChipUse, joint, place_on_chip
 from jaxspeed.planner.memory.op_order import Lifetime
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
@@ -41,8 +40,10 @@ class Peak:
 
     bytes: int = 0
     arrays: tuple[LiveArray, ...] = ()  # those alive
-    on_chip: int = 0  # bytes beside these, in on-chip memory
-    seconds: float = 0.0  # of the scope, if the chip has on-chip memory
+    chip: ChipUse = NO_USE  # of on-chip memory, beside these
+
+
+NOTHING = Peak()
 
 
 def peaks(
@@ -57,6 +58,13 @@ def peaks(
     `donated[i]` is the input into whose buffer output i is written; `origins` are of outer loops.
     """
     return _Liveness(scope, sizes, donated, depth, {} if origins is None else origins).peaks()
+
+
+def _unknown(size: int, depth: int) -> LiveArray:
+    """Bytes of the heap that are no operation's result."""
+    return LiveArray(
+        Value(jax.ShapeDtypeStruct((size,), jnp.uint8)), size, None, depth, saved=False
+    )
 
 
 class _Liveness(DonatedScope):
@@ -74,7 +82,8 @@ class _Liveness(DonatedScope):
         lifetimes = self.not_in_idle_arguments(lifetimes, times, late)
         order = sorted(range(end), key=times.__getitem__)
         insides = [self._inside(ops[i]) for i in order]
-        on_chip, seconds, lifetimes = self._on_chip(order, insides, lifetimes, times)
+        uses = [device.chip for device, _ in insides]
+        chip, lifetimes = place_on_chip(self, times, uses, lifetimes)
         lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
@@ -83,7 +92,7 @@ class _Liveness(DonatedScope):
             ends.setdefault(one.last, []).append(n)
         last_of = {one.value: one.last for one in lifetimes}
         best = [0, 0]
-        found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], Peak(), set())] * 2
+        found: list[tuple[list[LiveArray], Peak, set[Value]]] = [([], NOTHING, set())] * 2
         alive: set[int] = set()
         now = [0, 0]
         taken: set[Lifetime] = set()  # whose buffer a result takes
@@ -92,7 +101,7 @@ class _Liveness(DonatedScope):
                 alive.add(n)
                 now[lifetimes[n].value.host] += lifetimes[n].bytes
             op = ops[order[i]] if i < end else None
-            inner = insides[i] if op else (Peak(), Peak())
+            inner = insides[i] if op else (NOTHING, NOTHING)
             reused = self._reused(op, i, last_of) if op else set()
             taken.update(lifetimes[n] for n in ends.get(i, ()) if lifetimes[n].value in reused)
             for host in (0, 1):
@@ -113,7 +122,10 @@ class _Liveness(DonatedScope):
             if not host and (holes := self._holes(best[0], insides, lifetimes, taken)):
                 mine = (*mine, holes)
                 best[0] += holes.bytes
-            made.append(Peak(best[host], mine + within.arrays, 0 if host else on_chip, seconds))
+            if not host and not self.depth and chip.tables:
+                mine = (*mine, _unknown(chip.tables, self.depth))
+                best[0] += chip.tables
+            made.append(Peak(best[host], mine + within.arrays, NO_USE if host else chip))
         return made[0], made[1]
 
     def _lifetimes(
@@ -156,41 +168,7 @@ class _Liveness(DonatedScope):
         own = ((one.first, one.last - (one in taken), one.bytes) for one in arrays)
         inner = ((i, i, device.bytes) for i, (device, _) in enumerate(insides))
         size = heap_bytes([*own, *inner]) - peak
-        holes = Value(jax.ShapeDtypeStruct((max(size, 0),), jnp.uint8))
-        return LiveArray(holes, size, None, self.depth, saved=False) if size > 0 else None
-
-    def _on_chip(
-        self,
-        order: Sequence[int],
-        insides: Sequence[tuple[Peak, Peak]],
-        lifetimes: Sequence[Lifetime],
-        times: Sequence[int],
-    ) -> tuple[int, float, list[Lifetime]]:
-        """(Bytes in on-chip memory, seconds of the scope, lifetimes in other memory).
-
-        The arrays of inner loops come first, then the largest.
-        """
-        chip = self.sizes.chip
-        if chip is None or not chip.on_chip:
-            return 0, 0.0, [*lifetimes]
-        own = works(self, self.sizes, chip)
-        ops = [self.scope.ops[i] for i in order]
-        seconds = [own[i].seconds + inside[0].seconds for i, inside in zip(order, insides)]
-        memory = OnChip(
-            chip,
-            seconds,
-            [device.on_chip for device, _ in insides],
-            [bool(op.bodies) for op in ops],
-        )
-        rest: list[Lifetime] = []
-        for one in sorted(lifetimes, key=lambda each: -each.bytes):
-            if one.value.host:
-                rest.append(one)
-                continue
-            uses = (times[i] for i in self.readers.get(one.value, ()) if i != OUT)
-            if away := memory.place(one.first, one.last, uses, one.bytes):
-                rest.append(Lifetime(*away, one.value, one.bytes))
-        return memory.used, float(sum(seconds)), rest
+        return _unknown(size, self.depth) if size > 0 else None
 
     def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """A device's product before it is summed with others', of which it retains a shard."""
@@ -236,7 +214,10 @@ class _Liveness(DonatedScope):
         return LiveArray(value, size, producer, self.depth, saved)
 
     def _inside(self, op: Op) -> tuple[Peak, Peak]:
-        found = [Peak(), Peak()]
+        found = [NOTHING, NOTHING]
+        if not op.bodies:
+            return NOTHING, NOTHING
+        uses: list[ChipUse] = []
         for body in op.bodies:
             places: list[Value | None] = []
             if op.name in LOOPS:
@@ -245,10 +226,9 @@ class _Liveness(DonatedScope):
             if op.name == "scan":
                 self.pass_origins(op.ins[:consts], body.ins)
             inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
-            for host, peak in enumerate(inner):
-                if peak.bytes > found[host].bytes:
-                    found[host] = replace(peak, seconds=peak.seconds * op.trips)
-        return found[0], found[1]
+            uses.append(inner[0].chip)
+            found = [max(pair, key=lambda peak: peak.bytes) for pair in zip(found, inner)]
+        return replace(found[0], chip=joint(uses)), found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """Zero-initialized buffers of loops of one trip (a pipeline's last), until the loop runs.

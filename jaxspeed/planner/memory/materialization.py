@@ -168,7 +168,9 @@ class ScopeAnalysis:
                 self.readers.setdefault(r, set()).update(by)
                 if force:
                     self.forced.add(r)
+                    forcing.setdefault(r, set()).update(by)
 
+        forcing: dict[Value, set[int]] = {}  # the readers that need it in memory
         for v in self.scope.outs:
             read(v, {OUT})
         for i in range(len(self.scope.ops) - 1, -1, -1):
@@ -205,9 +207,19 @@ class ScopeAnalysis:
                 several = len(by) > 1 and (costly or len(self.sources[out]) > 1)
                 if out in self.forced or several or OUT in by:
                     self.materialized.add(out)
-                    by = {i}
+                    must = by if OUT in by else self._needed_by(out, by, forcing.get(out, by))
+                    self.readers[out], by = must, {i} | (by - must)
                 for v in op.values:
                     read(v, by)
+
+    def _needed_by(self, value: Value, by: set[int], forcing: set[int]) -> set[int]:
+        """The readers for which an element-wise result is in memory.
+
+        On TPUs the others compute it again, if from one array: a lookup of a loss needs logits that
+        are capped, an exponential caps them again.
+        """
+        again = not self.sizes.library and len(self.sources[value]) == 1
+        return forcing if again else by
 
     def _fused_into(self, product: Value) -> Op | None:
         """The element-wise operation that is the only reader of a matmul's result."""

@@ -1,34 +1,84 @@
 """Arrays that XLA:TPU places in on-chip memory (VMEM, on v4 CMEM) in place of device memory.
 
 Its memory space assignment (xla/service/memory_space_assignment) looks at each array between one
-use and the next. It stays on chip if there is room, and if the time in between is not long compared
-with that of a copy: else the room is better used for others, and it is copied to device memory.
+use and the next. An array stays on the chip that computed it if there is room and the next use is
+near; else it is copied to device memory. An array in device memory is copied to the chip ahead of a
+use, if there is room. What comes from host memory, or goes there, is in device memory.
+
+Each copy is a tuple, and each tuple has a table in device memory that shares its place with no
+other array: 25 of 58 MB of temporaries in a step of 8 unrolled blocks (libtpu 0.0.52).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from jaxspeed.hardware.known_chips import Chip
+from jaxspeed.jaxpr.primitives import SCATTERS, SLICES
+from jaxspeed.planner.memory.materialization import OUT
+from jaxspeed.planner.memory.op_cost import works
+from jaxspeed.planner.memory.op_order import Lifetime, OrderedScope
+from jaxspeed.planner.memory.trace_ir import Op, Value
 
-# `max_overlap_to_mem_size_async_copy_ratio`, XLA's default.
-MAX_COPIES = 10.0
+# Options of libtpu 0.0.52, in the compilation environment that it dumps:
+MAX_COPIES = 8.0  # an array waits on the chip as long as so many copies of all its memory take
+OVERLAPS = (2.0, 1.0)  # a copy starts before its use by so many times what it takes
+TRIPS = 5  # that are assumed of each loop
+# From its buffer assignments:
+TABLE = 16 << 10  # bytes of a tuple's table
+SLICED, SLICE_TUPLES = 2 << 20, 8  # arrays from this size on are copied in slices, with more tuples
+
+_INDEXED = {*SCATTERS, "gather", "dynamic_slice", "dynamic_update_slice"}  # read parts of the first
+
+
+@dataclass(frozen=True)
+class ChipUse:
+    """The use of on-chip memory by a scope.
+
+    Attributes:
+      bytes: the most that are in use at a time.
+      seconds: of one run of the scope.
+      tuples: of its copies and transfers.
+      waits: {input or output: the longest time that it waits in the scope for a use, or the end}.
+    """
+
+    bytes: int = 0
+    seconds: float = 0.0
+    tuples: int = 0
+    waits: Mapping[Value, float] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> int:
+        """Bytes of device memory."""
+        return self.tuples * TABLE
+
+
+NO_USE = ChipUse()
+
+
+def joint(uses: Sequence[ChipUse]) -> ChipUse:
+    """The use by an operation whose bodies are these, of which one runs at a time."""
+    return ChipUse(
+        max((use.bytes for use in uses), default=0),
+        max((use.seconds for use in uses), default=0.0),
+        sum(use.tuples for use in uses),
+        {value: wait for use in uses for value, wait in use.waits.items()},
+    )
 
 
 class OnChip:
     """The on-chip memory while a scope runs.
 
     Args:
-      seconds: of each operation in order of execution, of all trips of a loop.
+      seconds: of each operation in order of execution.
       inside: bytes that each operation's inner loops use.
-      loops: whether it is a loop.
     """
 
-    def __init__(
-        self, chip: Chip, seconds: Sequence[float], inside: Sequence[int], loops: Sequence[bool]
-    ) -> None:
-        self.chip, self.loops = chip, (*loops, False)
-        self.room = np.full(len(self.loops), chip.on_chip, dtype=np.int64)
+    def __init__(self, chip: Chip, seconds: Sequence[float], inside: Sequence[int]) -> None:
+        self.chip, self.tuples = chip, 0
+        self.room = np.full(len(seconds) + 1, chip.on_chip, dtype=np.int64)
         self.room[:-1] -= np.array(inside, dtype=np.int64)
         self.clock = np.cumsum((0.0, *seconds, 0.0))
 
@@ -38,19 +88,170 @@ class OnChip:
         return int(self.chip.on_chip - self.room.min())
 
     def place(
-        self, first: int, last: int, uses: Iterable[int], size: int
+        self,
+        first: int,
+        last: int,
+        uses: Iterable[int],
+        size: int,
+        waits: Callable[[int], float] = lambda i: 0.0,
+        computed: bool = True,
     ) -> tuple[int, int] | None:
-        """Place an array; returns its first and last position in device memory, None: in none."""
-        longest = MAX_COPIES * size / self.chip.bandwidth
-        points = sorted({first, last, *(i for i in uses if first < i < last)})
-        away, there = [], -1
-        for start, end in zip(points, points[1:] or points, strict=False):
-            since, until = start + (not self.loops[start]), end + self.loops[end]
-            short = self.clock[until] - self.clock[since] <= longest
-            room = self.room[start + (there == start) : end + 1]
-            if short and size <= room.min():
+        """Place an array; returns its first and last position in device memory, None: in none.
+
+        Args:
+          waits: how long it waits for a use inside of the loop at a position.
+          computed: whether it is computed at the first position; otherwise it is an argument.
+        """
+        longest = MAX_COPIES * self.chip.on_chip / self.chip.bandwidth
+        read = {*uses}
+        points = sorted({first, last, *(i for i in read if first < i < last)})
+        away: list[tuple[int, int]] = []
+        here, held = computed, False  # on the chip; its place at the start is taken
+        for start, end in pairwise(points) if len(points) > 1 else [(first, first)]:
+            between = self.clock[max(end, start + 1)] - self.clock[start + 1]
+            room = self.room[start + held : end + 1]
+            if here and max(between, waits(start), waits(end)) <= longest and size <= room.min():
                 room -= size
-                there = end
-            else:
-                away.append((start, end))
+                held = True
+                continue
+            self.tuples += held and not away  # else it is in device memory already
+            away.append((start, end))
+            here = held = end in read and self._fetched(start, end, size)
         return (away[0][0], away[-1][1]) if away else None
+
+    def _fetched(self, start: int, end: int, size: int) -> bool:
+        """Copy an array to the chip between two positions, if there is room for it."""
+        took = size / self.chip.bandwidth
+        for overlap in OVERLAPS:
+            begin = np.searchsorted(self.clock, self.clock[end] - overlap * took, side="right") - 1
+            begin = max(int(begin), start)
+            room = self.room[begin : end + 1]
+            if self.clock[end] - self.clock[begin] >= took and size <= room.min():
+                room -= size
+                self.tuples += SLICE_TUPLES if size >= SLICED else 1
+                return True
+        return False
+
+
+def place_on_chip(
+    scope: OrderedScope,
+    times: Sequence[int],
+    inner: Sequence[ChipUse],
+    lifetimes: Sequence[Lifetime],
+) -> tuple[ChipUse, list[Lifetime]]:
+    """The use of on-chip memory, and the lifetimes of arrays in other memory.
+
+    The arrays of inner loops come first, then the largest.
+
+    Args:
+      times: the position of each operation in the order of execution.
+      inner: the use of each operation's bodies, in this order.
+    """
+    chip, ops = scope.sizes.chip, scope.scope.ops
+    if chip is None or scope.sizes.library:
+        return NO_USE, [*lifetimes]
+    tuples = sum(use.tuples for use in inner) + sum(_tuples(scope, op) for op in ops)
+    if not chip.on_chip:
+        return ChipUse(tuples=tuples), [*lifetimes]
+    own = works(scope, scope.sizes, chip)
+    order = sorted(range(len(ops)), key=times.__getitem__)
+    looped = [use.seconds * (TRIPS if ops[i].trips > 1 else 1) for i, use in zip(order, inner)]
+    seconds = [own[i].seconds + each for i, each in zip(order, looped)]
+    memory = OnChip(chip, seconds, [use.bytes for use in inner])
+
+    def waits(value: Value) -> Callable[[int], float]:
+        def inside(position: int) -> float:
+            if position >= len(order):  # after the last operation
+                return 0.0
+            found = inner[position].waits
+            return max(
+                (found.get(v, 0.0) for v in _within(scope, ops[order[position]], value)),
+                default=0.0,
+            )
+
+        return inside
+
+    rest: list[Lifetime] = []
+    given = _arguments(scope, times)
+    for one in sorted([*lifetimes, *given.values()], key=lambda each: -each.bytes):
+        value = one.value
+        by = scope.readers.get(value, set()) - {OUT}
+        if one is given.get(value):
+            read = [times[i] for i in by if _reads_all(scope, i, value)]
+            memory.place(0, one.last, read, one.bytes, computed=False)
+        elif value.host or _is_transferred(scope, value):
+            rest.append(one)
+        elif away := memory.place(
+            one.first, one.last, [times[i] for i in by], one.bytes, waits(value)
+        ):
+            rest.append(Lifetime(*away, value, one.bytes))
+    total = float(sum(seconds))
+    found = dict(_waits(scope, times, memory.clock))
+    return ChipUse(memory.used, total, tuples + memory.tuples, found), rest
+
+
+def _arguments(scope: OrderedScope, times: Sequence[int]) -> dict[Value, Lifetime]:
+    """The inputs of a scope that its operations read in full, until the last one does."""
+    found = {}
+    for value, by in scope.readers.items():
+        if value not in scope.producers and not value.host and value.shape:
+            read = [times[i] for i in by if _reads_all(scope, i, value)]
+            if read:
+                found[value] = Lifetime(0, max(read), value, scope.sizes.of(value))
+    return found
+
+
+def _reads_all(scope: OrderedScope, i: int, value: Value) -> bool:
+    """Whether an operation reads all of an array itself: no loop does, whose bodies read it."""
+    if i == OUT:
+        return False
+    op = scope.scope.ops[i]
+    if op.bodies or op.name in ("device_put", "ppermute"):
+        return False
+    base = op.ins[0] if op.name in _INDEXED else None
+    return base is None or scope.root(base) is not value
+
+
+def _is_transferred(scope: OrderedScope, value: Value) -> bool:
+    """Whether it comes from host memory, or goes there."""
+    ops = scope.scope.ops
+    by = [ops[i] for i in scope.readers.get(value, ()) if i != OUT]
+    made = ops[scope.producers[value]] if value in scope.producers else None
+    sent = any(op.name == "device_put" and any(out.host for out in op.outs) for op in by)
+    return sent or (made is not None and made.name == "device_put")
+
+
+def _tuples(scope: OrderedScope, op: Op) -> int:
+    """Tuples of a message to another device, or of transfers from or to host memory."""
+    if op.name != "device_put":
+        return op.name == "ppermute"
+    moved = [(v, out) for v, out in zip(op.ins, op.outs, strict=True) if v and v.host != out.host]
+    return sum(1 + _is_part(scope, v if v.host else out) for v, out in moved)
+
+
+def _is_part(scope: OrderedScope, value: Value) -> bool:
+    """Whether an array in host memory is a slice of one, or is written into one."""
+    made = scope.producers.get(scope.root(value))
+    around = [i for i in (made, *scope.readers.get(scope.root(value), ())) if i not in (None, OUT)]
+    return any(scope.scope.ops[i].name in SLICES for i in around)
+
+
+def _within(scope: OrderedScope, op: Op, value: Value) -> Iterator[Value]:
+    """The inputs and outputs of a loop's bodies that are this array."""
+    for body in op.bodies:
+        given = op.ins[len(op.ins) - len(body.ins) :]
+        yield from (b for v, b in zip(given, body.ins) if v is not None and scope.root(v) is value)
+        yield from (b for v, b in zip(op.outs, body.outs) if v is value and b is not None)
+
+
+def _waits(
+    scope: OrderedScope, times: Sequence[int], clock: np.ndarray
+) -> Iterator[tuple[Value, float]]:
+    end = float(clock[-1])
+    for value in scope.scope.ins:
+        by = scope.readers.get(scope.root(value), ())
+        points = [0.0, *sorted(float(clock[times[i]]) for i in by if i != OUT), end]
+        yield value, max(b - a for a, b in pairwise(points))
+    for out in scope.scope.outs:
+        if out is not None and (made := scope.producers.get(scope.root(out))) is not None:
+            yield out, max(float(clock[times[made]]), end - float(clock[times[made]]))
