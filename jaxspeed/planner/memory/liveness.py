@@ -214,9 +214,9 @@ class _Liveness(DonatedScope):
         return LiveArray(value, size, producer, self.depth, saved)
 
     def _inside(self, op: Op) -> tuple[Peak, Peak]:
-        found = [NOTHING, NOTHING]
         if not op.bodies:
             return NOTHING, NOTHING
+        found = [NOTHING, NOTHING]
         uses: list[ChipUse] = []
         for body in op.bodies:
             places: list[Value | None] = []
