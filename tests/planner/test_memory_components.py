@@ -1,9 +1,14 @@
 """Components of the memory estimate of a step."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspeed.planner.memory import memory_of
+from jaxspeed.planner.memory.partitioning import propagate_shardings
+from jaxspeed.planner.memory.trace_ir import open_program
 from tests.planner.grid import GPT2, points
 
 POINTS = {point.name: point for point in points()}
@@ -75,3 +80,27 @@ def test_the_platform_decides_whether_scores_are_held():
     ]
     assert held[1] - held[0] > scores
     assert memory_of(program, batch).device == without.device
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_of_a_chain_of_constraints_the_last_determines_what_is_saved(chain):
+    """Checked with XLA: the first says that the product is replicated, the second shards it."""
+    mesh = Mesh(np.array(jax.devices()[:4]), "x")
+
+    def placed(y, *spec):
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def step(x, w):
+        def body(x, _):
+            saved = x @ w
+            y = placed(placed(saved), "x") if chain else placed(saved)
+            return placed(jnp.tanh(y)), saved
+
+        return jax.lax.scan(body, x, None, 3)[1]
+
+    given = [jax.ShapeDtypeStruct(n, jnp.float32) for n in ((64, 32), (32, 32))]
+    scope = open_program(jax.make_jaxpr(step)(*given), "cpu")
+    propagate_shardings(scope, [PartitionSpec()] * 2, {"x": 4})
+    compiled = jax.jit(step, in_shardings=NamedSharding(mesh, PartitionSpec())).lower(*given)
+    assert ("x" in compiled.compile().output_shardings.spec) is chain
+    assert (scope.outs[0].spec == [(), ("x",), ()]) is chain

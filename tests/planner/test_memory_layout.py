@@ -10,7 +10,8 @@ from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner.memory.heap import heap_bytes
 from jaxspeed.planner.memory.liveness import peaks
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
-from jaxspeed.planner.memory.on_chip import MAX_COPIES, OnChip
+from jaxspeed.planner.memory.on_chip import MAX_COPIES, NO_USE, ChipUse, OnChip
+from jaxspeed.planner.memory.op_order import OrderedScope
 from jaxspeed.planner.memory.tiles import Sizes, kernel_layouts, nbytes
 from jaxspeed.planner.memory.trace_ir import all_ops, open_program
 
@@ -66,7 +67,7 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon(size):
     for less than 761 operations were on the chip, those for more than 940 were not (v6e)."""
 
     def away(between: float, size: int, uses=()) -> tuple[int, int] | None:
-        memory = OnChip(CHIP, [0.0, between, between, 0.0], [0] * 4)
+        memory = OnChip(CHIP, [0.0, between, between, 0.0], [NO_USE] * 4, 0)
         return memory.place(0, 3, uses, size)
 
     assert away(0.0, size) is None
@@ -78,30 +79,52 @@ def test_an_array_is_on_chip_if_it_fits_and_is_read_soon(size):
 
 
 def test_an_array_that_waits_in_a_loop_is_on_chip_if_its_waits_there_are_short():
-    memory = OnChip(CHIP, [0.0] * 4, [0] * 4)
+    memory = OnChip(CHIP, [0.0] * 4, [NO_USE] * 4, 0)
     assert memory.place(0, 3, [1], 1000, lambda i: MAX_COPIES * ALL * (i == 1)) is None
     assert memory.place(0, 3, [1], 1000, lambda i: 1.1 * MAX_COPIES * ALL * (i == 1)) == (0, 3)
 
 
-def test_inner_loops_use_on_chip_memory_first():
-    memory = OnChip(CHIP, [0.0] * 3, [0, CHIP.on_chip - 100, 0])
+def test_the_largest_arrays_are_on_chip_first_those_of_inner_loops_included():
+    loop = ChipUse(bytes=CHIP.on_chip - 100, largest=1000)
+    memory = OnChip(CHIP, [0.0] * 3, [NO_USE, loop, NO_USE], 0)
     assert memory.place(0, 2, [], 101) == (0, 2)
     assert memory.place(0, 2, [], 100) is None
     assert memory.used == CHIP.on_chip
+    assert memory.place(0, 2, [], 1001) is None
+    assert memory.used == CHIP.on_chip, "the loop has less"
+    full = OnChip(CHIP, [0.0] * 3, [NO_USE, loop, NO_USE], CHIP.on_chip - 1000)
+    assert full.place(0, 2, [], 1001) == (0, 2), "enclosing scopes hold the rest"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_loop_has_the_on_chip_memory_that_larger_arrays_around_it_leave(large):
+    room = CHIP.on_chip // 4
+
+    def step(x, small):
+        around = jnp.sort(x)
+        body = lambda c, _: (jnp.sort(jnp.sort(c)), None)  # noqa: E731
+        return (around * jax.lax.scan(body, small, None, 3)[0].max()).sum()
+
+    sizes = (room - 1000 if large else 1000, room // 3)
+    given = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
+    scope = open_program(jax.make_jaxpr(step)(*given), "tpu")
+    device, _ = peaks(scope, Sizes({}, True, chip=CHIP))
+    assert any(array.depth for array in device.arrays if array.bytes > 1 << 20) is large
+    assert 0 <= device.chip.largest - 4 * max(sizes) < 1 << 16, "in tiles"
 
 
 @pytest.mark.parametrize(("size", "fetch"), [(1 << 20, 1), (2 << 20, 8)])
 def test_copies_between_the_memories_are_counted(size, fetch):
     """Large arrays are copied in four slices, of two tuples each."""
     long = 2 * MAX_COPIES * ALL
-    memory = OnChip(CHIP, [0.0, ALL, 0.0, long, 0.0], [0] * 5)
+    memory = OnChip(CHIP, [0.0, ALL, 0.0, long, 0.0], [NO_USE] * 5, 0)
     # On the chip until 2, then not, then fetched for its last use.
     assert memory.place(0, 4, [2, 4], size) == (2, 4)
     assert memory.tuples == 1 + fetch
-    memory = OnChip(CHIP, [0.0, ALL, 0.0, long, 0.0], [0] * 5)
+    memory = OnChip(CHIP, [0.0, ALL, 0.0, long, 0.0], [NO_USE] * 5, 0)
     memory.place(0, 4, [2, 4], size, computed=False)
     assert memory.tuples == 2 * fetch, "fetched for each use, which are far from each other"
-    memory = OnChip(CHIP, [0.0, ALL, 0.0, ALL, 0.0], [0] * 5)
+    memory = OnChip(CHIP, [0.0, ALL, 0.0, ALL, 0.0], [NO_USE] * 5, 0)
     memory.place(0, 4, [2, 4], size, computed=False)
     assert memory.tuples == fetch, "fetched for one use, it stays until the next"
 
@@ -158,3 +181,34 @@ def test_an_unrolled_scan_is_its_trips_in_a_row():
     assert "scan" in names[1] and "scan" not in names[3]
     # Forward, gradients of the weights, and of each layer's input but the first's.
     assert names[3].count("dot_general") == 3 + 3 + 2
+
+
+def test_a_scan_of_one_trip_is_its_body():
+    """Compilers inline such a loop, and fuse what is around it with its operations."""
+
+    def step(scan):
+        def loss(w, x):
+            body = lambda x, w: (jnp.tanh(x @ w), jnp.exp(x))  # noqa: E731
+            y, other = jax.lax.scan(body, x, w) if scan else body(x, w[0])
+            return y.sum() + other.sum()
+
+        shapes = [jax.ShapeDtypeStruct(n, jnp.float32) for n in ((1, 256, 256), (512, 256))]
+        return open_program(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes), "cuda")
+
+    both = [step(scan) for scan in (True, False)]
+    assert not any(op.name == "scan" for op in all_ops(both[0]))
+    one, other = (peaks(scope, Sizes({}, False, library=True))[0].bytes for scope in both)
+    assert one == other
+
+
+def test_an_operation_runs_early_only_if_what_it_frees_has_no_other_reader():
+    def step(x):
+        large = jnp.sort(x)
+        return jnp.cumsum(large).max(), jnp.cumprod(large).max()
+
+    given = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    scope = open_program(jax.make_jaxpr(step)(given), "tpu")
+    found = OrderedScope(scope, Sizes({}, True), (), 0, {})
+    found.analyze()
+    at = dict(zip((op.name for op in scope.ops), found.times(set()), strict=True))
+    assert at["sort"] < at["cumsum"] < at["cumprod"]

@@ -21,30 +21,18 @@ class DonatedScope(OrderedScope):
     def copies(self) -> dict[Value, int]:
         """Arguments that XLA:TPU copies when the step begins, with their last reader.
 
-        It copies an argument whose buffer receives a gathered value, or is written slice by slice
-        by a loop after others read it (seen in buffer assignments of libtpu 0.0.52).
+        It copies an argument whose buffer receives a gathered value, if an operation reads it
+        (seen in buffer assignments of libtpu 0.0.52).
         """
         found: dict[Value, int] = {}
-
-        def add(place: Value | None, writer: int) -> None:
-            if place is None or place in self.producers or place.host:
-                return
-            by = self.readers.get(place, set()) - {OUT, writer}
-            if by and (writer == OUT or any(self.scope.ops[j].bodies for j in by)):
-                found[place] = max(by)
-
         if self.depth or self.sizes.library:
             return found
-        for i, op in enumerate(self.scope.ops):
-            if op.name == "scan":
-                consts, carry = consts_and_carry(op)
-                for v, result in zip(op.ins[consts : consts + carry], op.outs, strict=False):
-                    # A loop that carries a shard of an argument has a buffer of its own.
-                    if v is not None and self.sizes.of(result) == self.sizes.of(self.root(v)):
-                        add(self.root(v), i)
         for out, place in zip(self.scope.outs, self.donated, strict=False):
-            if out is not None and place is not None and self.sizes.of(out) < self.sizes.of(place):
-                add(place, OUT)
+            if out is None or place is None or place in self.producers or place.host:
+                continue
+            by = self.readers.get(place, set()) - {OUT}
+            if by and self.sizes.of(out) < self.sizes.of(place):
+                found[place] = max(by)
         return found
 
     def rounded(self, times: Sequence[int]) -> Iterator[Lifetime]:

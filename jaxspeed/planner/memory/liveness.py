@@ -52,12 +52,15 @@ def peaks(
     donated: Sequence[Value | None] = (),
     depth: int = 0,
     origins: dict[Value, int] | None = None,
+    chip_held: int = 0,
 ) -> tuple[Peak, Peak]:
     """The peaks of (device memory, host memory) while a scope runs, without its inputs.
 
-    `donated[i]` is the input into whose buffer output i is written; `origins` are of outer loops.
+    `donated[i]` is the input into whose buffer output i is written; `origins` are of outer loops,
+    and so are the arrays that take `chip_held` bytes of on-chip memory.
     """
-    return _Liveness(scope, sizes, donated, depth, {} if origins is None else origins).peaks()
+    given = {} if origins is None else origins
+    return _Liveness(scope, sizes, donated, depth, given).peaks(chip_held)
 
 
 def _unknown(size: int, depth: int) -> LiveArray:
@@ -70,7 +73,7 @@ def _unknown(size: int, depth: int) -> LiveArray:
 class _Liveness(DonatedScope):
     """A scope with the lifetime of each of its buffers."""
 
-    def peaks(self) -> tuple[Peak, Peak]:
+    def peaks(self, chip_held: int) -> tuple[Peak, Peak]:
         """The peaks of (device memory, host memory)."""
         self.analyze()
         ops, end = self.scope.ops, len(self.scope.ops)
@@ -83,7 +86,15 @@ class _Liveness(DonatedScope):
         order = sorted(range(end), key=times.__getitem__)
         insides = [self._inside(ops[i]) for i in order]
         uses = [device.chip for device, _ in insides]
-        chip, lifetimes = place_on_chip(self, times, uses, lifetimes)
+        chip, rest, less = place_on_chip(self, times, uses, lifetimes, chip_held)
+        if any(less):
+            insides = [
+                self._inside(ops[i], each) if each else inside
+                for i, each, inside in zip(order, less, insides, strict=True)
+            ]
+            uses = [device.chip for device, _ in insides]
+            chip, rest, _ = place_on_chip(self, times, uses, lifetimes, chip_held)
+        lifetimes = rest
         lifetimes += self._partial_sums(times)
         starts: dict[int, list[int]] = {}
         ends: dict[int, list[int]] = {}
@@ -213,7 +224,7 @@ class _Liveness(DonatedScope):
         saved = not producer.backward and any(op.backward for op in readers)
         return LiveArray(value, size, producer, self.depth, saved)
 
-    def _inside(self, op: Op) -> tuple[Peak, Peak]:
+    def _inside(self, op: Op, chip_held: int = 0) -> tuple[Peak, Peak]:
         if not op.bodies:
             return NOTHING, NOTHING
         found = [NOTHING, NOTHING]
@@ -225,22 +236,22 @@ class _Liveness(DonatedScope):
                 places = [*body.ins[consts : consts + carry]]
             if op.name == "scan":
                 self.pass_origins(op.ins[:consts], body.ins)
-            inner = peaks(body, self.sizes, places, self.depth + 1, self.origins)
+            inner = peaks(body, self.sizes, places, self.depth + 1, self.origins, chip_held)
             uses.append(inner[0].chip)
             found = [max(pair, key=lambda peak: peak.bytes) for pair in zip(found, inner)]
         return replace(found[0], chip=joint(uses)), found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
-        """Zero-initialized buffers of loops of one trip (a pipeline's last), until the loop runs.
+        """What loops write slice by slice, before they run.
 
-        XLA:GPU unrolls such a loop, and initializes all buffers that are written slice by slice
-        when the program begins.
+        XLA:GPU initializes all these buffers when the program begins.
         """
-        for i, op in enumerate(self.scope.ops):
-            if self.sizes.library and op.name == "scan" and op.trips == 1 and times[i]:
-                for held in self._inside(op)[0].arrays:
-                    if held.op and held.op.bodies and held.value.shape:
-                        yield Lifetime(0, times[i] - 1, held.value, held.bytes)
+        for i, op in enumerate(self.scope.ops if self.sizes.library and not self.depth else ()):
+            if op.name == "scan" and times[i]:
+                _, carry = consts_and_carry(op)
+                for out in op.outs[carry:]:
+                    if out in self.materialized:
+                        yield Lifetime(0, times[i] - 1, out, self.sizes.of(out))
 
     def _reused(self, op: Op, i: int, last_of: Mapping[Value, int]) -> set[Value]:
         """Operands whose last use this is, and whose buffer a result reuses."""

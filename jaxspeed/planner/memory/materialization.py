@@ -127,17 +127,19 @@ class ScopeAnalysis:
     def _sources(self) -> dict[Value, list[Value]]:
         """The sources of each element-wise result, in its order, without relatively small ones."""
         found: dict[Value, list[Value]] = {}
-        for op in self.scope.ops:
+        for i, op in enumerate(self.scope.ops):
             inside = [self.origins.get(self.root(v), v.size) for v in op.values]
             for out in op.outs:
                 if out in self.roots or self._is_materialized(op, out):
                     continue
                 self.origins[out] = max(inside, default=0)
                 of: list[Value] = []
+                by = {i, *self.readers.get(out, ())}
                 for v in op.values:
                     r = self.root(v)
                     if not self._is_broadcast(r) and SMALL * v.size >= out.size:
-                        of += [r] if r in self.materialized else found.get(r, [r])
+                        read = r in self.materialized and not by.isdisjoint(self.readers[r])
+                        of += [r] if read else found.get(r, [r])
                 found[out] = [*dict.fromkeys(of)]
                 of_same = {self.root(v) for v in op.values if v.size == out.size}
                 if of_same & self.of_exp or self._is_costly(op):

@@ -39,12 +39,14 @@ class ChipUse:
 
     Attributes:
       bytes: the most that are in use at a time.
+      largest: bytes of the largest array that is there.
       seconds: of one run of the scope.
       tuples: of its copies and transfers.
       waits: {input or output: the longest time that it waits in the scope for a use, or the end}.
     """
 
     bytes: int = 0
+    largest: int = 0
     seconds: float = 0.0
     tuples: int = 0
     waits: Mapping[Value, float] = field(default_factory=dict)
@@ -62,6 +64,7 @@ def joint(uses: Sequence[ChipUse]) -> ChipUse:
     """The use by an operation whose bodies are these, of which one runs at a time."""
     return ChipUse(
         max((use.bytes for use in uses), default=0),
+        max((use.largest for use in uses), default=0),
         max((use.seconds for use in uses), default=0.0),
         sum(use.tuples for use in uses),
         {value: wait for use in uses for value, wait in use.waits.items()},
@@ -71,21 +74,27 @@ def joint(uses: Sequence[ChipUse]) -> ChipUse:
 class OnChip:
     """The on-chip memory while a scope runs.
 
+    The largest arrays come first, whether of this scope or of the loops in it.
+
     Args:
       seconds: of each operation in order of execution.
-      inside: bytes that each operation's inner loops use.
+      inner: the use by each operation's loops.
+      held: bytes that the enclosing scopes' arrays take.
     """
 
-    def __init__(self, chip: Chip, seconds: Sequence[float], inside: Sequence[int]) -> None:
-        self.chip, self.tuples = chip, 0
-        self.room = np.full(len(seconds) + 1, chip.on_chip, dtype=np.int64)
-        self.room[:-1] -= np.array(inside, dtype=np.int64)
+    def __init__(
+        self, chip: Chip, seconds: Sequence[float], inner: Sequence[ChipUse], held: int
+    ) -> None:
+        self.chip, self.tuples, self.largest = chip, 0, 0
+        self.inner = [*inner, NO_USE]
+        self.taken = np.full(len(self.inner), held, dtype=np.int64)
         self.clock = np.cumsum((0.0, *seconds, 0.0))
 
     @property
     def used(self) -> int:
         """The most bytes that are in use at a time."""
-        return int(self.chip.on_chip - self.room.min())
+        inside = np.array([use.bytes for use in self.inner])
+        return min(int((self.taken + inside).max()), self.chip.on_chip)
 
     def place(
         self,
@@ -109,25 +118,33 @@ class OnChip:
         here, held = computed, False  # on the chip; its place at the start is taken
         for start, end in pairwise(points) if len(points) > 1 else [(first, first)]:
             between = self.clock[max(end, start + 1)] - self.clock[start + 1]
-            room = self.room[start + held : end + 1]
-            if here and max(between, waits(start), waits(end)) <= longest and size <= room.min():
-                room -= size
+            near = max(between, waits(start), waits(end)) <= longest
+            if here and near and self._take(start + held, end, size):
                 held = True
                 continue
             self.tuples += held and not away  # else it is in device memory already
             away.append((start, end))
-            here = held = end in read and self._fetched(start, end, size)
+            here = held = end in read and self._fetch(start, end, size)
         return (away[0][0], away[-1][1]) if away else None
 
-    def _fetched(self, start: int, end: int, size: int) -> bool:
+    def _take(self, first: int, last: int, size: int) -> bool:
+        """Take the room for an array from one position to another, if there is."""
+        taken = self.taken[first : last + 1]
+        inner = self.inner[first : last + 1]
+        inside = np.array([use.bytes if use.largest >= size else 0 for use in inner])
+        if (taken + inside).max(initial=0) + size > self.chip.on_chip:
+            return False
+        taken += size
+        self.largest = max(self.largest, size)
+        return True
+
+    def _fetch(self, start: int, end: int, size: int) -> bool:
         """Copy an array to the chip between two positions, if there is room for it."""
         took = size / self.chip.bandwidth
         for overlap in OVERLAPS:
             begin = np.searchsorted(self.clock, self.clock[end] - overlap * took, side="right") - 1
             begin = max(int(begin), start)
-            room = self.room[begin : end + 1]
-            if self.clock[end] - self.clock[begin] >= took and size <= room.min():
-                room -= size
+            if self.clock[end] - self.clock[begin] >= took and self._take(begin, end, size):
                 self.tuples += SLICE_TUPLES if size >= SLICED else 1
                 return True
         return False
@@ -138,26 +155,28 @@ def place_on_chip(
     times: Sequence[int],
     inner: Sequence[ChipUse],
     lifetimes: Sequence[Lifetime],
-) -> tuple[ChipUse, list[Lifetime]]:
-    """The use of on-chip memory, and the lifetimes of arrays in other memory.
+    held: int,
+) -> tuple[ChipUse, list[Lifetime], list[int]]:
+    """The use of on-chip memory, the lifetimes of arrays in other memory, and `held` for loops.
 
-    The arrays of inner loops come first, then the largest.
+    For an operation whose loops used more than is left it has the bytes that are taken, else 0.
 
     Args:
       times: the position of each operation in the order of execution.
       inner: the use of each operation's bodies, in this order.
+      held: bytes of on-chip memory that the enclosing scopes' arrays take.
     """
     chip, ops = scope.sizes.chip, scope.scope.ops
     if chip is None or scope.sizes.library:
-        return NO_USE, [*lifetimes]
+        return NO_USE, [*lifetimes], []
     tuples = sum(use.tuples for use in inner) + sum(_tuples(scope, op) for op in ops)
     if not chip.on_chip:
-        return ChipUse(tuples=tuples), [*lifetimes]
+        return ChipUse(tuples=tuples), [*lifetimes], []
     own = works(scope, scope.sizes, chip)
     order = sorted(range(len(ops)), key=times.__getitem__)
     looped = [use.seconds * (TRIPS if ops[i].trips > 1 else 1) for i, use in zip(order, inner)]
     seconds = [own[i].seconds + each for i, each in zip(order, looped)]
-    memory = OnChip(chip, seconds, [use.bytes for use in inner])
+    memory = OnChip(chip, seconds, inner, held)
 
     def waits(value: Value) -> Callable[[int], float]:
         def inside(position: int) -> float:
@@ -185,9 +204,15 @@ def place_on_chip(
             one.first, one.last, [times[i] for i in by], one.bytes, waits(value)
         ):
             rest.append(Lifetime(*away, value, one.bytes))
-    total = float(sum(seconds))
-    found = dict(_waits(scope, times, memory.clock))
-    return ChipUse(memory.used, total, tuples + memory.tuples, found), rest
+    pairs = [*zip(inner, map(int, memory.taken), strict=False)]
+    use = ChipUse(
+        memory.used - held,
+        max([memory.largest, *(use.largest for use in inner)]),
+        float(sum(seconds)),
+        tuples + memory.tuples,
+        dict(_waits(scope, times, memory.clock)),
+    )
+    return use, rest, [bytes_ * (use.bytes + bytes_ > chip.on_chip) for use, bytes_ in pairs]
 
 
 def _arguments(scope: OrderedScope, times: Sequence[int]) -> dict[Value, Lifetime]:

@@ -1,5 +1,6 @@
 """Execution order of a scope's operations, where a compiler reorders them to save memory."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxspeed.planner.memory.materialization import OUT, READS_ANYTHING, ScopeAnalysis, scattered
@@ -33,11 +34,14 @@ class OrderedScope(ScopeAnalysis):
             if outs and not op.bodies:
                 arrays = (out for out in outs if out.shape and out not in free)
                 taken = sum(map(self.sizes.of, arrays))
-                read = {r for v in op.values for r in self.read_by(v) if r in self.materialized}
-                ending = (r for r in read if OUT not in self.readers[r])
-                freed = sum(self.sizes.of(r) for r in ending if max(self.readers[r]) == i)
-                if freed >= taken:
-                    key = (*after, i)
+                early = after
+                for last, freed in sorted(self._freed(i, keys)):
+                    if taken <= 0:
+                        break
+                    taken -= freed
+                    early = max(early, last)
+                if taken <= 0:
+                    key = (*early, i)
             if i in deferred:
                 key = (deferred[i], *key)
             keys.append(key)
@@ -48,6 +52,16 @@ class OrderedScope(ScopeAnalysis):
         for time, i in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
             times[i] = time
         return times
+
+    def _freed(
+        self, i: int, keys: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Of the arrays that an operation is the last to read: their previous reader, and bytes."""
+        read = {r for v in self.scope.ops[i].values for r in self.read_by(v)}
+        for r in read & self.materialized:
+            by = self.readers[r] - {i}
+            if OUT not in by and max(by, default=-1) < i:
+                yield max((keys[j] for j in by), default=(-1,)), self.sizes.of(r)
 
     def _deferred(self) -> dict[int, int]:
         """Operations that compute weight gradients, and when a GPU's compiler runs them.

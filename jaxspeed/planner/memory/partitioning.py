@@ -33,9 +33,15 @@ def propagate_shardings(scope: Scope, given: Sequence[Any], mesh: Mapping[str, i
     for value, spec in zip(scope.ins, given, strict=True):
         _set(value, spec, mesh)
     ops = list(all_ops(scope))
+    read: dict[Value, set[str]] = {}
+    for op in ops:
+        for v in op.values:
+            read.setdefault(v, set()).add(op.name)
     for op in ops:
         if op.name == CONSTRAINT:
-            _set(op.outs[0], op.params["sharding"].spec, mesh)
+            # Of a chain of constraints only the last counts.
+            if read.get(op.outs[0]) != {CONSTRAINT}:
+                _set(op.outs[0], op.params["sharding"].spec, mesh)
         elif op.name in (PLACED, LEAVE):
             for out, spec in zip(op.outs, op.params["specs"], strict=True):
                 _set(out, spec, mesh, fixed=False)

@@ -135,7 +135,7 @@ class _Converter:
                 self.scopes += f"{eqn.source_info.name_stack}/"
                 env.update(zip(eqn.outvars, self._call(eqn, ins, ops), strict=True))
                 self.backward, self.rematerialized, self.scopes = outside
-            elif name == "scan" and params["unroll"] >= params["length"] > 1:
+            elif name == "scan" and params["unroll"] >= params["length"] > 0:
                 env.update(zip(eqn.outvars, self._unrolled(eqn, ins, ops), strict=True))
             elif (twin := self.merged.get(key := self._key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
@@ -203,7 +203,7 @@ class _Converter:
         return list(outs)
 
     def _unrolled(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
-        """The trips of an unrolled scan, one after the other."""
+        """The trips of an unrolled scan, or of one with a single trip, one after the other."""
         trips = range(eqn.params["length"])
         consts, carry = consts_and_carry(eqn)
         carried = ins[consts : consts + carry]
@@ -222,7 +222,11 @@ class _Converter:
             return self.stacked[v][i]
         slice_, row = v.of_shape((1, *v.shape[1:])), v.of_shape(v.shape[1:])
         starts, limits = (i, *[0] * len(row.shape)), (i + 1, *row.shape)
-        ops.append(Op("slice", {"start_indices": starts, "limit_indices": limits}, [v], [slice_]))
+        if v.shape[0] == 1:
+            slice_ = v
+        else:
+            bounds = {"start_indices": starts, "limit_indices": limits}
+            ops.append(Op("slice", bounds, [v], [slice_]))
         ops.append(Op("squeeze", {"dimensions": (0,)}, [slice_], [row]))
         return row
 
@@ -275,11 +279,9 @@ def wires(op: Op, body: Scope) -> tuple[Wires, Wires, Wires]:
     """What becomes what around a body of a loop or cond: (inputs, outputs, carries of a loop).
 
     As pairs of an operand and the body's input, of the body's output and the result, and of the
-    body's output and its input in the next trip, which a scan of one trip does not have.
+    body's output and its input in the next trip.
     """
     consts, carry = consts_and_carry(op) if op.name in LOOPS else (0, 0)
-    if op.name == "scan" and op.trips == 1:
-        carry = 0
     given = zip(op.ins[len(op.ins) - len(body.ins) :], body.ins, strict=True)
     carried = zip(body.outs, body.ins[consts : consts + carry], strict=False)
     return [*given], [*zip(body.outs, op.outs, strict=True)], [*carried]
@@ -355,7 +357,7 @@ def _remove_all_but(live: set[Value], scope: Scope) -> None:
         used = {i for body in op.bodies for i, v in enumerate(body.ins, first) if v in live}
         if op.name == "scan":
             consts, carry = consts_and_carry(op)
-            for i in range(carry if op.trips > 1 else 0):
+            for i in range(carry):
                 read[i] |= consts + i in used
             used |= {consts + i for i in range(carry) if read[i]}
         op.ins = [v if i in used or i < first else None for i, v in enumerate(op.ins)]
