@@ -20,8 +20,8 @@ from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time.torus import can_hold
 from tests.planner.grid import CPU, Point, zero
 
-SEEDS = {"second": 2023, "third": 3023}  # chosen once, before anything was drawn
-COUNT = {"second": 40, "third": 24}
+SEEDS = {"second": 2023, "third": 3023, "fourth": 4023}  # chosen once, before anything was drawn
+COUNT = {"second": 40, "third": 24, "fourth": 24}
 # Up to 8 devices, as many as the tests simulate; twice in the list, twice as likely.
 TPUS = ("v3:2x2", "v4:2x2x1", "v5e:2x2", "v5e:2x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4")
 GPUS = ("a100-80g:8", "h100:4", "h100:8", "h200:8")

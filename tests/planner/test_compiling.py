@@ -177,8 +177,16 @@ def test_a_compilers_out_of_memory_message_is_parsed(said):
     assert refused.needed == SAID[said] and refused.message == said
 
 
-def test_another_error_is_not_taken_for_one_of_memory():
-    assert out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel") is None
+@pytest.mark.parametrize(
+    "said",
+    [
+        "INTERNAL: Mosaic failed to compile TPU kernel",
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space "
+        "vmem while allocating on stack for %gather_fusion = bf16[4096,512] fusion(%param.38)",
+    ],
+)
+def test_another_error_is_not_taken_for_one_of_the_devices_memory(said):
+    assert out_of_memory(said) is None
 
 
 def outcome_of(**figures):

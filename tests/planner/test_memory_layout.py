@@ -1,13 +1,19 @@
 """Where the estimate places arrays: tiles, the heap, on-chip memory, unrolled loops."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from jaxspeed.hardware.targets import target_of
-from jaxspeed.planner.memory.heap import heap_bytes
+from jaxspeed.planner.memory.bf16_demotion import narrow_values
+from jaxspeed.planner.memory.heap import GRAIN, heap_bytes, tpu_heap_bytes
 from jaxspeed.planner.memory.liveness import peaks
 from jaxspeed.planner.memory.materialization import ScopeAnalysis
 from jaxspeed.planner.memory.on_chip import MAX_COPIES, NO_USE, ChipUse, OnChip
@@ -56,6 +62,30 @@ def test_the_heap_has_holes():
 def test_buffers_that_never_meet_share_their_place():
     assert heap_bytes([(0, 1, 5), (2, 3, 7), (4, 5, 6)]) == 7
     assert heap_bytes([(0, 3, 5), (2, 3, 7)]) == 12
+
+
+BUFFERS = st.tuples(st.integers(0, 20), st.integers(0, 9), st.integers(1, 40)).map(
+    lambda each: (each[0], each[0] + each[1], each[2] * GRAIN)
+)
+
+
+@given(st.lists(BUFFERS, max_size=30))
+def test_a_heap_holds_what_is_live_at_a_time(buffers):
+    live = max((sum(n for a, b, n in buffers if a <= t <= b) for t in range(30)), default=0)
+    for heap in (heap_bytes(buffers), tpu_heap_bytes(buffers)):
+        assert live <= heap <= sum(size for *_, size in buffers)
+
+
+HEAPS = json.loads(Path(__file__).with_name("tpu_heaps.json").read_text())
+
+
+@pytest.mark.parametrize("name", HEAPS)
+def test_a_tpus_heap_is_that_of_the_buffer_assignment(name):
+    """Of two drawn configs: arrays by first and last position, the heap, tuples with a table."""
+    found = HEAPS[name]
+    arrays = found["bytes"] - found["tuples"] * GRAIN
+    assert abs(tpu_heap_bytes(found["buffers"]) - arrays) <= GRAIN
+    assert heap_bytes(found["buffers"]) < 0.9 * arrays
 
 
 ALL = CHIP.on_chip / CHIP.bandwidth  # seconds of a copy of all on-chip memory
@@ -212,3 +242,54 @@ def test_an_operation_runs_early_only_if_what_it_frees_has_no_other_reader():
     found.analyze()
     at = dict(zip((op.name for op in scope.ops), found.times(set()), strict=True))
     assert at["sort"] < at["cumsum"] < at["cumprod"]
+
+
+@pytest.mark.parametrize(
+    ("trips", "platform", "loops"), [(2, "tpu", 0), (3, "tpu", 1), (2, "cuda", 1)]
+)
+def test_a_tpus_loop_of_two_trips_that_fetches_from_host_memory_is_no_loop(trips, platform, loops):
+    def step(x, w):
+        body = lambda x, _: (jnp.tanh(x @ jax.device_put(w, DEVICE)), None)  # noqa: E731
+        return jax.lax.scan(body, x, None, trips)[0]
+
+    def traced(x, w):
+        return step(x, jax.device_put(w, HOST))
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    scope = open_program(jax.make_jaxpr(traced)(shape, shape), platform)
+    assert sum(op.name == "scan" for op in all_ops(scope)) == loops
+
+
+@pytest.mark.parametrize("tpu", [True, False])
+def test_a_tpu_sends_an_array_to_host_memory_as_late_as_it_is_fetched(tpu):
+    def step(x):
+        sent = jax.device_put(jnp.sort(x), HOST)
+        other = jnp.cumsum(jnp.cumprod(x))  # meanwhile
+        return other.sum() + jax.device_put(sent, DEVICE), sent
+
+    given = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    scope = open_program(jax.make_jaxpr(step)(given), "tpu" if tpu else "cuda")
+    device, _ = peaks(scope, Sizes({}, tpu, library=not tpu))
+    assert (device.bytes >= 3 * (4 << 20)) is tpu
+
+
+def test_equal_operations_with_literals_are_merged():
+    def step(x):
+        return jnp.sort(x * 2.0) + jnp.cumsum(x * 2.0) + jnp.cumprod(x * 3.0)
+
+    given = jax.ShapeDtypeStruct((8,), jnp.float32)
+    scope = open_program(jax.make_jaxpr(step)(given), "cpu")
+    assert sum(op.name == "mul" for op in scope.ops) == 2
+
+
+@pytest.mark.parametrize(("read", "stored"), [(jnp.bfloat16, 2), (jnp.float32, 4)])
+def test_an_array_in_fp32_of_which_only_16_bits_are_read_is_stored_in_16_bits(read, stored):
+    def step(x):
+        wide = jax.lax.optimization_barrier(x.astype(jnp.float32))
+        return jnp.sort(wide.astype(read))
+
+    given = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
+    scope = open_program(jax.make_jaxpr(step)(given), "tpu")
+    sizes = Sizes({}, True, narrow_values(scope))
+    (wide,) = (op.outs[0] for op in scope.ops if op.name == "optimization_barrier")
+    assert sizes.of(wide) == stored * 8 * 128

@@ -68,7 +68,13 @@ class Outcome:
 
 
 def out_of_memory(message: str) -> Refusal | None:
-    """The Refusal of a compiler's error text, if it reports exhausted memory."""
+    """The Refusal of a compiler's error text, if it reports exhausted memory.
+
+    That an operation's blocks exceed on-chip memory is another error: it depends on no device's
+    memory.
+    """
+    if "memory space vmem" in message:
+        return None
     if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
         return None
     for form in _NEEDED:

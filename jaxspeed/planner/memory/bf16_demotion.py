@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxspeed.jaxpr.primitives import CONSTRAINT, PRODUCTS, SLICES
 from jaxspeed.planner.memory.materialization import VIEWS
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Scope, Value, all_ops, flows, reach
+from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
 
 _ROUNDING = ("DEFAULT", "BF16_BF16_F32", "None")  # precisions that read 16 bits
 
@@ -30,13 +30,18 @@ def narrow_values(scope: Scope) -> frozenset[Value]:
         elif op.bodies and op.name != "scan":
             wide.update(op.values)
             wide.update(v for b in op.bodies for v in b.outs if v is not None)
-        elif op.name not in moves:
+        elif op.name not in moves and not _narrows(op):
             wide.update(op.values)
     # Also operands of which a view, a slice or a loop's part is read in fp32.
     wide = reach(wide, ((made, v) for op, v, made in flows(scope) if op.name in moves))
     outputs = (v for op in ops for v in op.outs if v.dtype == jnp.float32)
     inner = (v for op in ops for b in op.bodies for v in b.ins if v.dtype == jnp.float32)
     return frozenset(v for v in (*outputs, *inner) if v not in wide)
+
+
+def _narrows(op: Op) -> bool:
+    """Whether it converts to 16 bits."""
+    return op.name == "convert_element_type" and op.outs[0].dtype == jnp.bfloat16
 
 
 def _rounds(precision: Any) -> bool:

@@ -44,11 +44,13 @@ class Memory:
       components: host memory last; state first, the largest first.
       recomputed: bytes that are recomputed in the computation that holds their forward pass: XLA
         may save them instead, or compute them earlier.
+      early: bytes of a pipeline's last round that XLA may allocate when the step begins.
       on_chip: bytes that are assumed in on-chip memory, and are in the device's if XLA decides so.
     """
 
     components: tuple[Component, ...]
     recomputed: int = 0
+    early: int = 0
     on_chip: int = 0
 
     def _sum(self, host: bool, lasting: bool | None = None) -> int:
@@ -80,7 +82,8 @@ class Memory:
         """Compare with the device's memory; "fits" only with a margin for the estimate's error."""
         streamed = any(c.host and c.lasting and c.name == "parameters" for c in self.components)
         below = MAY_BE_BELOW_WITH_TRANSFERS if streamed else MAY_BE_BELOW
-        if (self.device + self.recomputed + self.on_chip) * (1 + below) <= device_bytes:
+        most = self.device + self.recomputed + self.early + self.on_chip
+        if most * (1 + below) <= device_bytes:
             return "fits"
         return "tight" if self.device <= device_bytes else "does not fit"
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxspeed.communication import dtype_text
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.primitives import PRODUCTS
+from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.planner.memory.classify import KINDS, Kinds
 from jaxspeed.planner.memory.components import Component, Memory
@@ -47,8 +48,21 @@ def memory_in(step: Step, chip: Chip | None = None) -> Memory:
         *_temporary(host, kinds, sizes, True),
     ]
     ordered = sorted(found, key=lambda c: (c.host, not c.lasting, -c.bytes))
-    merged = (_recomputed(op, sizes) for op in scope.ops if op.name == "scan")
-    return Memory(tuple(ordered), max(merged, default=0), device.chip.bytes)
+    loops = [op for op in scope.ops if op.name == "scan"]
+    recomputed = max((_recomputed(op, sizes) for op in loops), default=0)
+    early = sum(_early(op, sizes) for op in loops)
+    return Memory(tuple(ordered), recomputed, early, device.chip.bytes)
+
+
+def _early(loop: Op, sizes: Sizes) -> int:
+    """Bytes of what a loop of a pipeline's last round writes slice by slice.
+
+    XLA:TPU allocated these buffers when the step began in some programs (libtpu 0.0.52).
+    """
+    if not (loop.inlined and sizes.tiled):
+        return 0
+    _, carry = consts_and_carry(loop)
+    return sum(sizes.of(out) for out in loop.outs[carry:] if out.shape)
 
 
 def _recomputed(loop: Op, sizes: Sizes) -> int:

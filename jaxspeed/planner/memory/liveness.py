@@ -5,6 +5,7 @@ Loop carries and donated arguments are updated in place.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
-from jaxspeed.planner.memory.heap import heap_bytes
+from jaxspeed.planner.memory.heap import Interval, heap_bytes, tpu_heap_bytes
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import NO_USE, ChipUse, joint, place_on_chip
 from jaxspeed.planner.memory.op_order import Lifetime
@@ -36,45 +37,52 @@ class LiveArray:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one memory."""
+    """Peak of one memory.
+
+    Attributes:
+      arrays: those alive.
+      chip: use of on-chip memory, beside these.
+      buffers: all of the scope and of its loops, by position of `length`, of device memory.
+    """
 
     bytes: int = 0
-    arrays: tuple[LiveArray, ...] = ()  # those alive
-    chip: ChipUse = NO_USE  # of on-chip memory, beside these
+    arrays: tuple[LiveArray, ...] = ()
+    chip: ChipUse = NO_USE
+    buffers: tuple[Interval, ...] = ()
+    length: int = 0
 
 
 NOTHING = Peak()
 
 
-def peaks(
-    scope: Scope,
-    sizes: Sizes,
-    donated: Sequence[Value | None] = (),
-    depth: int = 0,
-    origins: dict[Value, int] | None = None,
-    chip_held: int = 0,
-) -> tuple[Peak, Peak]:
-    """The peaks of (device memory, host memory) while a scope runs, without its inputs.
+def peaks(scope: Scope, sizes: Sizes, donated: Sequence[Value | None] = ()) -> tuple[Peak, Peak]:
+    """The peaks of (device memory, host memory) while a program runs, without its inputs.
 
-    `donated[i]` is the input into whose buffer output i is written; `origins` are of outer loops,
-    and so are the arrays that take `chip_held` bytes of on-chip memory.
+    `donated[i]` is the input into whose buffer output i is written.
     """
-    given = {} if origins is None else origins
-    return _Liveness(scope, sizes, donated, depth, given).peaks(chip_held)
+    device, host = _Liveness(scope, sizes, donated, 0, {}).peaks(0)
+    heap = heap_bytes(device.buffers) if sizes.library else tpu_heap_bytes(device.buffers)
+    for size in (heap - device.bytes, device.chip.tables):
+        if size > 0:
+            arrays = (*device.arrays, _unknown(size))
+            device = replace(device, bytes=device.bytes + size, arrays=arrays)
+    return device, host
 
 
-def _unknown(size: int, depth: int) -> LiveArray:
+def _unknown(size: int) -> LiveArray:
     """Bytes of the heap that are no operation's result."""
-    return LiveArray(
-        Value(jax.ShapeDtypeStruct((size,), jnp.uint8)), size, None, depth, saved=False
-    )
+    return LiveArray(Value(jax.ShapeDtypeStruct((size,), jnp.uint8)), size, None, 0, saved=False)
 
 
 class _Liveness(DonatedScope):
     """A scope with the lifetime of each of its buffers."""
 
     def peaks(self, chip_held: int) -> tuple[Peak, Peak]:
-        """The peaks of (device memory, host memory)."""
+        """The peaks of (device memory, host memory).
+
+        Args:
+          chip_held: bytes of on-chip memory that the arrays of outer loops take.
+        """
         self.analyze()
         ops, end = self.scope.ops, len(self.scope.ops)
         in_place, stacked = self.written_in_place()
@@ -130,14 +138,9 @@ class _Liveness(DonatedScope):
         for host in (0, 1):
             held, within, reused = found[host]
             mine = tuple(h for h in held if h.value not in reused)
-            if not host and (holes := self._holes(best[0], insides, lifetimes, taken)):
-                mine = (*mine, holes)
-                best[0] += holes.bytes
-            if not host and not self.depth and chip.tables:
-                mine = (*mine, _unknown(chip.tables, self.depth))
-                best[0] += chip.tables
-            made.append(Peak(best[host], mine + within.arrays, NO_USE if host else chip))
-        return made[0], made[1]
+            made.append(Peak(best[host], mine + within.arrays))
+        buffers, length = self._buffers([device for device, _ in insides], lifetimes, taken)
+        return replace(made[0], chip=chip, buffers=buffers, length=length), made[1]
 
     def _lifetimes(
         self,
@@ -155,7 +158,7 @@ class _Liveness(DonatedScope):
             is_output = OUT in by and value not in stacked
             last = end if is_output else max(times[i] for i in by - {OUT})
             first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
-            last += late.get(value, 0)
+            last = max(last + late.get(value, 0), self._sent_by(value, times))
             found.append(Lifetime(first, last, value, self.sizes.of(value)))
         copies = self.copies().items()
         found += [Lifetime(0, times[i], value, self.sizes.of(value)) for value, i in copies]
@@ -167,19 +170,21 @@ class _Liveness(DonatedScope):
         found += [Lifetime(end, end + late[v], v, self.sizes.of(v)) for v in gathered]
         return found
 
-    def _holes(
-        self,
-        peak: int,
-        insides: Sequence[tuple[Peak, Peak]],
-        lifetimes: Iterable[Lifetime],
-        taken: Collection[Lifetime],
-    ) -> LiveArray | None:
-        """What the device's heap needs beyond its peak of live bytes."""
-        arrays = (one for one in lifetimes if not one.value.host)
-        own = ((one.first, one.last - (one in taken), one.bytes) for one in arrays)
-        inner = ((i, i, device.bytes) for i, (device, _) in enumerate(insides))
-        size = heap_bytes([*own, *inner]) - peak
-        return _unknown(size, self.depth) if size > 0 else None
+    def _buffers(
+        self, insides: Sequence[Peak], lifetimes: Iterable[Lifetime], taken: Collection[Lifetime]
+    ) -> tuple[tuple[Interval, ...], int]:
+        """All buffers in device memory, those of loops at the positions of one trip."""
+        arrays = [one for one in lifetimes if not one.value.host]
+        end = max([len(insides), *(one.last + 1 for one in arrays)])
+        lengths = [max(inside.length, 1) for inside in insides] + [1] * (end - len(insides))
+        starts = [0, *accumulate(lengths)]
+        found = [
+            (starts[one.first], starts[one.last + 1 - (one in taken)] - 1, one.bytes)
+            for one in arrays
+        ]
+        for start, inside in zip(starts, insides, strict=False):
+            found += [(start + first, start + last, size) for first, last, size in inside.buffers]
+        return tuple(found), starts[-1]
 
     def _partial_sums(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """A device's product before it is summed with others', of which it retains a shard."""
@@ -215,6 +220,30 @@ class _Liveness(DonatedScope):
         source = op.ins[op.outs.index(value)]
         return source is not None and source.host and self.root(source) not in self.producers
 
+    def _sent_by(self, value: Value, times: Sequence[int]) -> int:
+        """When XLA:TPU has sent an array to host memory.
+
+        At the latest time: before something is fetched that the host computed of it. So it waits
+        as long as there is memory; with less (`xla_tpu_max_hbm_size_mib`) it is sent earlier.
+        """
+        if self.sizes.library or value.host:
+            return 0
+        sent = [0]
+        for op in (self.scope.ops[i] for i in self.readers[value] if i != OUT):
+            for v, out in zip(op.ins, op.outs) if op.name == "device_put" else ():
+                if v is not None and self.root(v) is value and out.host:
+                    sent.append(self._fetched_at(out, times))
+        return max(sent)
+
+    def _fetched_at(self, value: Value, times: Sequence[int]) -> int:
+        """When an array in host memory, or what the host computes of it, is first fetched."""
+        found = [len(times)]
+        for i in self.readers.get(self.root(value), set()) - {OUT}:
+            outs = self.scope.ops[i].outs
+            on_host = outs and all(out.host for out in outs)
+            found += [self._fetched_at(out, times) for out in outs] if on_host else [times[i]]
+        return min(found)
+
     def _live_array(self, one: Lifetime) -> LiveArray:
         value, size = one.value, one.bytes
         if value not in self.producers:
@@ -229,6 +258,8 @@ class _Liveness(DonatedScope):
             return NOTHING, NOTHING
         found = [NOTHING, NOTHING]
         uses: list[ChipUse] = []
+        buffers: list[Interval] = []
+        length = 0
         for body in op.bodies:
             places: list[Value | None] = []
             if op.name in LOOPS:
@@ -236,10 +267,15 @@ class _Liveness(DonatedScope):
                 places = [*body.ins[consts : consts + carry]]
             if op.name == "scan":
                 self.pass_origins(op.ins[:consts], body.ins)
-            inner = peaks(body, self.sizes, places, self.depth + 1, self.origins, chip_held)
-            uses.append(inner[0].chip)
-            found = [max(pair, key=lambda peak: peak.bytes) for pair in zip(found, inner)]
-        return replace(found[0], chip=joint(uses)), found[1]
+            scope = _Liveness(body, self.sizes, places, self.depth + 1, self.origins)
+            device, host = scope.peaks(chip_held)
+            uses.append(device.chip)
+            buffers += [(first + length, last + length, n) for first, last, n in device.buffers]
+            length += device.length
+            pairs = zip(found, (device, host), strict=True)
+            found = [max(pair, key=lambda peak: peak.bytes) for pair in pairs]
+        device = replace(found[0], chip=joint(uses), buffers=tuple(buffers), length=length)
+        return device, found[1]
 
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """What loops write slice by slice, before they run.

@@ -107,7 +107,8 @@ class ScopeAnalysis:
             return kept == (out.spec, out.host, out.shape)
         if op.name == "broadcast_in_dim":
             return source.size == out.size
-        return op.name in VIEWS or (op.name == "convert_element_type" and source.dtype == out.dtype)
+        same = self.sizes.dtype(source) == self.sizes.dtype(out)
+        return op.name in VIEWS or (op.name == "convert_element_type" and same)
 
     def _is_materialized(self, op: Op, out: Value) -> bool:
         """Whether the result is materialized independently of its readers."""

@@ -72,7 +72,7 @@ class OrderedScope(ScopeAnalysis):
         """
         ops = self.scope.ops
         if not self.sizes.library:
-            return {}
+            return self._sums_in_host_memory()
         last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
         found: dict[int, int] = {}
         free: set[int] = set()  # of them, those that only pass values on
@@ -86,4 +86,18 @@ class OrderedScope(ScopeAnalysis):
                 found[i] = last
                 if op.name not in READS_ANYTHING:
                     free.add(i)
+        return found
+
+    def _sums_in_host_memory(self) -> dict[int, int]:
+        """Loops that only write host memory, as gradients are added up there, and when on a TPU.
+
+        Before the first operation that reads the result.
+        """
+        found: dict[int, int] = {}
+        for i, op in enumerate(self.scope.ops):
+            written = [out for out in op.outs if out.shape]
+            if op.bodies and written and all(out.host for out in written):
+                by = set().union(*(self.readers.get(self.root(out), ()) for out in written))
+                if by and OUT not in by:
+                    found[i] = min(by) - 1
         return found

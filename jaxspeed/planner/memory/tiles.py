@@ -36,9 +36,13 @@ class Sizes:
     chip: Chip | None = None
 
     def of(self, value: Value) -> int:
-        dtype = jnp.bfloat16 if value in self.narrow else value.dtype
+        dtype = self.dtype(value)
         shape, tiled = local_shape(value, self.mesh), self.tiled and not value.host
         return nbytes(shape, dtype, tiled, self.minor.get(value))
+
+    def dtype(self, value: Value) -> Any:
+        """In which it is stored."""
+        return jnp.bfloat16 if value in self.narrow else value.dtype
 
     def plain(self, value: Value) -> int:
         """Bytes without tiles, as in a message."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
@@ -60,6 +61,7 @@ class Op:
       bodies: the bodies of a loop, or the branches of a cond.
       backward: whether it belongs to a backward pass.
       rematerialized: whether it recomputes forward values in the backward pass.
+      inlined: whether it was in a loop of one trip.
       scopes: for a kernel, the named scopes under which it was traced.
     """
 
@@ -71,6 +73,7 @@ class Op:
     backward: bool = False
     rematerialized: bool = False
     trips: int = 1
+    inlined: bool = False
     scopes: str = ""
 
     @property
@@ -103,6 +106,7 @@ class _Converter:
         self.scopes = ""  # named scopes of the enclosing calls
         self.merged: dict[Any, Op] = {None: None}  # type: ignore[dict-item]
         self.stacked: dict[Value, list[Value]] = {}  # by an unrolled scan: its trips' values
+        self.dissolved: list[Op] = []  # loops; they exist as long as the keys of `merged`
 
     def value(self, variable: Any) -> Value:
         return Value(variable.aval, self.manual)
@@ -139,10 +143,12 @@ class _Converter:
                 env.update(zip(eqn.outvars, self._unrolled(eqn, ins, ops), strict=True))
             elif (twin := self.merged.get(key := self._key(eqn, ins, ops))) is not None:
                 env.update(zip(eqn.outvars, twin.outs, strict=True))
+            elif self._is_dissolved(op := self._op(eqn, ins, [self.value(v) for v in eqn.outvars])):
+                self.dissolved.append(op)
+                env.update(zip(eqn.outvars, self._unrolled(eqn, ins, ops), strict=True))
             else:
-                new = [self.value(v) for v in eqn.outvars]
-                env.update(zip(eqn.outvars, new, strict=True))
-                ops.append(self._op(eqn, ins, new))
+                env.update(zip(eqn.outvars, op.outs, strict=True))
+                ops.append(op)
                 if key is not None:
                     self.merged[key] = ops[-1]
 
@@ -152,10 +158,8 @@ class _Converter:
         fetch = self.platform == "tpu" and name == "device_put" and ins[0] and ins[0].host
         if eqn.effects or len(eqn.outvars) != 1 or (name in _NEVER_MERGED and not fetch):
             return None
-        given = [
-            v if v is not None else getattr(a, "val", object())
-            for v, a in zip(ins, eqn.invars, strict=True)
-        ]
+        pairs = zip(ins, eqn.invars, strict=True)
+        given = [v if v is not None else _literal(a) for v, a in pairs]
         key = (id(ops), name, *given, tuple(sorted(eqn.params.items())))
         try:
             hash(key)
@@ -179,6 +183,19 @@ class _Converter:
             op.bodies.append(self.scope(body.jaxpr))
             op.trips = body.trips
         return op
+
+    def _is_dissolved(self, op: Op) -> bool:
+        """Whether XLA:TPU makes a row of a loop's two trips.
+
+        To fetch ahead what a trip needs from host memory, it takes one trip out of the loop, and
+        what is left of two is no loop (its pass collective-pipeliner-backward, libtpu 0.0.52).
+        """
+        if self.platform != "tpu" or op.name != "scan" or op.trips != 2:
+            return False
+        (body,) = op.bodies
+        consts, _ = consts_and_carry(op)
+        given = {v for v in body.ins[:consts] if v.host}
+        return any(o.name == "device_put" and not given.isdisjoint(o.values) for o in body.ops)
 
     def _call(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
         params, inner = eqn.params, called(eqn)
@@ -204,7 +221,7 @@ class _Converter:
 
     def _unrolled(self, eqn: Any, ins: list[Value | None], ops: list[Op]) -> list[Value | None]:
         """The trips of an unrolled scan, or of one with a single trip, one after the other."""
-        trips = range(eqn.params["length"])
+        trips, before = range(eqn.params["length"]), len(ops)
         consts, carry = consts_and_carry(eqn)
         carried = ins[consts : consts + carry]
         rows: list[list[Value | None]] = [[] for _ in eqn.outvars[carry:]]
@@ -214,6 +231,8 @@ class _Converter:
             carried = outs[:carry]
             for row, out in zip(rows, outs[carry:], strict=True):
                 row.insert(0 if eqn.params["reverse"] else i, out)
+        for op in ops[before:]:
+            op.inlined |= len(trips) == 1
         return [*carried, *(self._stack(row, v, ops) for row, v in zip(rows, eqn.outvars[carry:]))]
 
     def _row(self, v: Value, i: int, ops: list[Op]) -> Value:
@@ -263,6 +282,14 @@ class _Converter:
             return chosen[index]
         usual = [i for i, b in enumerate(eqn.params["branches"]) if not _is_unlikely(b)]
         return usual[0] if len(usual) == 1 < len(eqn.params["branches"]) else None
+
+
+def _literal(operand: Any) -> Hashable:
+    """Key of a literal operand: equal for equal numbers."""
+    value = getattr(operand, "val", None)
+    if value is None or np.ndim(value):
+        return object()
+    return str(operand.aval.dtype), np.asarray(value).item()
 
 
 def all_ops(scope: Scope) -> Iterator[Op]:
