@@ -260,17 +260,29 @@ def test_a_tpus_loop_of_two_trips_that_fetches_from_host_memory_is_no_loop(trips
     assert sum(op.name == "scan" for op in all_ops(scope)) == loops
 
 
-@pytest.mark.parametrize("tpu", [True, False])
-def test_a_tpu_sends_an_array_to_host_memory_as_late_as_it_is_fetched(tpu):
+def of_platform(platform):
+    return Sizes({}, platform == "tpu", library=platform == "cuda")
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
+def test_a_tpu_sends_an_array_to_host_memory_as_late_as_it_is_fetched(platform):
     def step(x):
         sent = jax.device_put(jnp.sort(x), HOST)
         other = jnp.cumsum(jnp.cumprod(x))  # meanwhile
         return other.sum() + jax.device_put(sent, DEVICE), sent
 
     given = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    scope = open_program(jax.make_jaxpr(step)(given), "tpu" if tpu else "cuda")
-    device, _ = peaks(scope, Sizes({}, tpu, library=not tpu))
-    assert (device.bytes >= 3 * (4 << 20)) is tpu
+    scope = open_program(jax.make_jaxpr(step)(given), platform)
+    device, _ = peaks(scope, of_platform(platform))
+    assert (device.bytes >= 3 * (4 << 20)) is (platform == "tpu")
+
+
+@pytest.mark.parametrize(("platform", "grain"), [("tpu", GRAIN), ("cuda", 1), ("cpu", 1)])
+def test_only_a_tpus_heap_has_grains(platform, grain):
+    given = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    scope = open_program(jax.make_jaxpr(jnp.sort)(given), platform)
+    device, _ = peaks(scope, of_platform(platform))
+    assert device.bytes == -(-4 * 8 * 128 // grain) * grain
 
 
 def test_equal_operations_with_literals_are_merged():

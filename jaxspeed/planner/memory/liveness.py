@@ -61,7 +61,7 @@ def peaks(scope: Scope, sizes: Sizes, donated: Sequence[Value | None] = ()) -> t
     `donated[i]` is the input into whose buffer output i is written.
     """
     device, host = _Liveness(scope, sizes, donated, 0, {}).peaks(0)
-    heap = heap_bytes(device.buffers) if sizes.library else tpu_heap_bytes(device.buffers)
+    heap = tpu_heap_bytes(device.buffers) if sizes.tiled else heap_bytes(device.buffers)
     for size in (heap - device.bytes, device.chip.tables):
         if size > 0:
             arrays = (*device.arrays, _unknown(size))
@@ -226,7 +226,7 @@ class _Liveness(DonatedScope):
         At the latest time: before something is fetched that the host computed of it. So it waits
         as long as there is memory; with less (`xla_tpu_max_hbm_size_mib`) it is sent earlier.
         """
-        if self.sizes.library or value.host:
+        if not self.sizes.tiled or value.host:
             return 0
         sent = [0]
         for op in (self.scope.ops[i] for i in self.readers[value] if i != OUT):

@@ -204,7 +204,6 @@ def place_on_chip(
             one.first, one.last, [times[i] for i in by], one.bytes, waits(value)
         ):
             rest.append(Lifetime(*away, value, one.bytes))
-    pairs = [*zip(inner, map(int, memory.taken), strict=False)]
     use = ChipUse(
         memory.used - held,
         max([memory.largest, *(use.largest for use in inner)]),
@@ -212,7 +211,8 @@ def place_on_chip(
         tuples + memory.tuples,
         dict(_waits(scope, times, memory.clock)),
     )
-    return use, rest, [bytes_ * (use.bytes + bytes_ > chip.on_chip) for use, bytes_ in pairs]
+    around = zip(inner, map(int, memory.taken), strict=False)
+    return use, rest, [n if within.bytes + n > chip.on_chip else 0 for within, n in around]
 
 
 def _arguments(scope: OrderedScope, times: Sequence[int]) -> dict[Value, Lifetime]:

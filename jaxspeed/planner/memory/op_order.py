@@ -72,7 +72,7 @@ class OrderedScope(ScopeAnalysis):
         """
         ops = self.scope.ops
         if not self.sizes.library:
-            return self._sums_in_host_memory()
+            return self._sums_in_host_memory() if self.sizes.tiled else {}
         last = max((i for i, op in enumerate(ops) if op.backward), default=-1)
         found: dict[int, int] = {}
         free: set[int] = set()  # of them, those that only pass values on
