@@ -32,6 +32,7 @@ from jaxspeed.config.types import (
     ReductionOp,
     ScalePower,
     Text,
+    section,
 )
 from jaxspeed.config.verdicts import (
     approximated,
@@ -216,32 +217,32 @@ class Settings(Lenient):
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 
-    fp16: Fp16 = Fp16()
-    bf16: Bf16 = Bf16()
-    data_types: DataTypes = DataTypes()
-    torch_autocast: TorchAutocast = TorchAutocast()
+    fp16: Fp16 = section(Fp16)
+    bf16: Bf16 = section(Bf16)
+    data_types: DataTypes = section(DataTypes)
+    torch_autocast: TorchAutocast = section(TorchAutocast)
     amp: Opaque | None = refused_section(
         'Apex is for torch; write "bf16": {"enabled": true} or fp16.'
     )
 
-    zero_optimization: Zero = Zero()
+    zero_optimization: Zero = section(Zero)
     zero_allow_untested_optimizer: Flag = harmless(False, _ANY_OPTIMIZER)
     zero_force_ds_cpu_optimizer: Flag = harmless(True, _ANY_OPTIMIZER)
     disable_allgather: Flag = harmless(False, "XLA chooses the collectives.")
 
-    mesh: Mesh = Mesh()
-    parallel: Parallel = Parallel()
+    mesh: Mesh = section(Mesh)
+    parallel: Parallel = section(Parallel)
     data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
     sequence_parallel_size: Count | None = refused(
         None, "The seq axis is not built; remove it or write 1.", 1
     )
-    tensor_parallel: TensorParallel = TensorParallel()
+    tensor_parallel: TensorParallel = section(TensorParallel)
     expert_parallel: Opaque | None = refused_section("The expert axis is not built; remove it.")
     use_data_before_expert_parallelism: Flag = harmless(False, "The expert axis is always 1.")
-    pipeline: PipelineSection = PipelineSection()
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    elasticity: Elasticity = Elasticity()
-    checkpoint: Checkpoint = Checkpoint()
+    pipeline: PipelineSection = section(PipelineSection)
+    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
+    elasticity: Elasticity = section(Elasticity)
+    checkpoint: Checkpoint = section(Checkpoint)
 
     steps_per_print: PrintEvery = honoured(
         None, "Number of steps between log lines of loss and learning rate."
@@ -252,17 +253,17 @@ class Settings(Lenient):
     memory_breakdown: Flag = honoured(False, "Logs device memory every steps_per_print steps.")
     dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")
     log_level: Text | None = harmless(None, 'Set it on Python\'s logger "jaxspeed".')
-    tensorboard: FileMonitor = FileMonitor()
-    csv_monitor: FileMonitor = FileMonitor()
-    wandb: Wandb = Wandb()
+    tensorboard: FileMonitor = section(FileMonitor)
+    csv_monitor: FileMonitor = section(FileMonitor)
+    wandb: Wandb = section(Wandb)
     comet: Opaque | None = refused_section("Not built; engine.add_hook gets the numbers to log.")
-    flops_profiler: FlopsProfiler = FlopsProfiler()
-    comms_logger: CommsLogger = CommsLogger()
+    flops_profiler: FlopsProfiler = section(FlopsProfiler)
+    comms_logger: CommsLogger = section(CommsLogger)
     timers: Opaque | None = harmless(None, "wall_clock_breakdown times the steps.")
 
     model: ModelSection | None = None
-    data: Data = Data()
-    run: RunSection = RunSection()
+    data: Data = section(Data)
+    run: RunSection = section(RunSection)
     vocabulary_size: Natural | None = harmless(
         None, "Only for warnings in DeepSpeed; the model defines its vocabulary."
     )
@@ -270,9 +271,9 @@ class Settings(Lenient):
         False, "Only for DeepSpeed's data loader; engine.train_batch takes complete batches."
     )
 
-    autotuning: Autotuning = Autotuning()
+    autotuning: Autotuning = section(Autotuning)
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
-    compile: CompileSection = CompileSection()
+    compile: CompileSection = section(CompileSection)
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
     sparse_attention: Opaque | None = refused_section(
         "Not built; a model calls its attention itself.", by_presence=True

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxspeed.config.parallelism import NO_TENSOR
-from jaxspeed.config.types import Coercing, Flag, Int, Natural, Section, Text, lower
+from jaxspeed.config.types import Coercing, Flag, Int, Natural, Section, Text, lower, section
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
 LayerType = Annotated[Literal["column", "row", "vocabulary", "replicated"], BeforeValidator(lower)]
@@ -109,7 +109,7 @@ class TensorParallel(Coercing):
         unless=NO_TENSOR,
     )
     dtype: Any = harmless(None, "The precision sections set the compute dtype.")
-    tp: TensorParallelGroup = TensorParallelGroup()
+    tp: TensorParallelGroup = section(TensorParallelGroup)
     injection_policy_tuple: Any = harmless(None, _PARSER)
     keep_module_on_host: Flag = harmless(False, _PARSER)
     replace_with_kernel_inject: Flag = harmless(False, _PARSER)

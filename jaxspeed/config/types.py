@@ -13,9 +13,17 @@ from jaxspeed.config.patterns import pattern_problem
 
 
 class Section(BaseModel):
-    """A mapping in the config: frozen, and without unknown keys."""
+    """A mapping in the config: frozen, and without unknown keys.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Its validator is built when it is first used, not when jaxspeed is imported.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+def section(kind: type[Section]) -> Any:
+    """The field of a section that a config may leave out."""
+    return Field(default_factory=kind)
 
 
 class Lenient(Section):

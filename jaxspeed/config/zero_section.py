@@ -14,6 +14,7 @@ from jaxspeed.config.types import (
     Text,
     integral,
     lower,
+    section,
 )
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused, refused_section
 
@@ -122,8 +123,8 @@ class Zero(Coercing):
     )
     zeropp_loco_param: Opaque | None = refused(None, "Quantised reductions are not built.", {})
     zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.", by_presence=True)
-    offload_param: OffloadParam = OffloadParam()
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = section(OffloadParam)
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
     cpu_offload: Flag | None = honoured(
         None, "DeepSpeed's old key for offload_optimizer.device: true is cpu."
     )
