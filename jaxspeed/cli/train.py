@@ -1,6 +1,7 @@
 """`jaxspeed train CONFIG`: train or resume a run, locally or on Ray."""
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -92,12 +93,13 @@ def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> "Config":
 
 def _train(given: argparse.Namespace, source: "Source") -> int:
     from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.run import open_run, show_ending, show_opening
+    from jaxspeed.run import open_run, prepare_ending, show_ending, show_opening
 
     console = out(stderr=given.json)
     trainer = open_run(source, console)
     try:
         show_opening(console, trainer)
+        trainer.at_last_step = functools.partial(prepare_ending, trainer)
         trainer.run()
         result = show_ending(console, trainer, again=_again(given, trainer))
     finally:

@@ -76,13 +76,15 @@ class Split:
         """The global batch of a step, or only these rows of it (no others are read)."""
         return self._chain.read(self.sample_ids(step, batch_size, rows))
 
-    def shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a global batch, of which no sample is read."""
+    def shapes(self, batch_size: int, padded: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a global batch, or of one of `padded`, of which no sample is read."""
+        none = slice(0, 0)
+        empty = self.padded(0, 1, none) if padded else self.batch(0, 1, none)
         return {
             name: jax.ShapeDtypeStruct(
                 (batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
             )
-            for name, x in self.batch(0, 1, slice(0, 0)).items()
+            for name, x in empty.items()
         }
 
     # -- each sample once (evaluation) ------------------------------------------------------------

@@ -5,7 +5,7 @@ as in a step. A cache is sharded over the data axes by sequences and over `tenso
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.train.program import Program
+from jaxspeed.train.staged_init import compile_ahead
 
-# What is drawn with: "keys" [rows, 2] and the number of tokens "drawn" [rows] so far; for a
-# repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
+# What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
+# for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.
 Draws = Mapping[str, Any]
 Rules = Mapping[str, Any]
 NO_TOKEN = np.iinfo(np.int32).max
@@ -54,6 +55,7 @@ class ForwardPrograms:
         self._program, self.cached = program, cached
         model = program.model if cached is None else cached.model
         self._objective = replace(program.objective, loss_fn=_logits, model=model)
+        self._decode_compiled: Callable[[], Any] = lambda: None  # waits for it
 
     @functools.cached_property
     def recompute(self) -> Any:
@@ -77,13 +79,17 @@ class ForwardPrograms:
         given = (None, self._rows, self._rows, None)
         return self._jit(prefill, given, (self._replicated, self._caches))
 
-    @functools.cached_property
-    def decode(self) -> Any:
+    def decode(self, *args: Any) -> tuple[jax.Array, Arrays]:
         """`decode(state, caches, batch, draws, rules)`: (the next tokens, the caches after it).
 
         Donates the caches.
         """
+        self._decode_compiled()
+        found: tuple[jax.Array, Arrays] = self._decode(*args)
+        return found
 
+    @functools.cached_property
+    def _decode(self) -> Any:
         def decode(
             state: ModelState, caches: Arrays, batch: Any, draws: Draws, rules: Rules
         ) -> tuple[jax.Array, Arrays]:
@@ -95,7 +101,7 @@ class ForwardPrograms:
     def check(self, rows: int, rules: Rules) -> None:
         """Raise ModelError if the model cannot be called with its caches.
 
-        JAX keeps the trace for a request with these rules.
+        `decode` compiles from now on, in the background, for a request with these rules.
         """
         assert self.cached is not None
         one = np.zeros((rows, 1), np.int32)
@@ -108,7 +114,8 @@ class ForwardPrograms:
             for path, x in fresh.items()
         }
         state = ModelState.of(self._program, self._program.state)
-        jax.eval_shape(self.decode, state, caches, batch, draws, rules)
+        given = (state, caches, batch, draws, rules)
+        self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *given)
 
     @functools.cached_property
     def fresh(self) -> Any:
@@ -150,7 +157,8 @@ class ForwardPrograms:
         loss, written = self._objective(state.sources, variables, batch, state.step, 0, False)
         logits = loss.metrics["logits"]
         keys = jax.random.wrap_key_data(draws["keys"])
-        keys = jax.vmap(jax.random.fold_in)(keys, draws["drawn"])
+        for numbers in (jnp.arange(len(logits)), draws["drawn"]):
+            keys = jax.vmap(jax.random.fold_in)(keys, numbers)
         seen = None
         if "text" in draws:
             rows = jnp.arange(len(logits))[:, None]

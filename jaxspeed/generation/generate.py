@@ -104,9 +104,8 @@ class TextPiece(NamedTuple):
 class BatchRow:
     """One sequence of a batch: a prompt and what has followed it."""
 
-    def __init__(self, ids: list[int], request: Request, number: int) -> None:
+    def __init__(self, ids: list[int], request: Request) -> None:
         self.ids, self._prompt, self._request = ids, len(ids), request
-        self.key = jax.random.key_data(jax.random.fold_in(jax.random.key(request.seed), number))
         tokenizer = request.tokenizer
         self._end = end_of(tokenizer)
         self._stream = None if tokenizer is None else TextStream(tokenizer, ids, request.stop)
@@ -142,10 +141,22 @@ class BatchRow:
 class Generation:
     """A request that is being generated: an iterator over pieces of its texts."""
 
-    def __init__(self, rows: list[BatchRow], count: int, steps: Steps, context: int, text: bool):
+    def __init__(
+        self,
+        rows: list[BatchRow],
+        count: int,
+        steps: Steps,
+        context: int,
+        *,
+        seed: int,
+        text: bool,
+    ) -> None:
         self._rows, self._count, self._steps = rows, count, steps
         self._context, self._text = context, text
+        self._keys = np.tile(jax.random.key_data(jax.random.key(seed)), (len(rows), 1))
         self._pieces = self._run()
+        if any(row.ended_by is None for row in rows):
+            steps.compile_ahead([*map(self._seen, rows)], self._draws())
 
     def __iter__(self) -> Iterator[TextPiece]:
         return self._pieces
@@ -172,12 +183,11 @@ class Generation:
         return Seen(start, row.ids[start:])
 
     def _draws(self) -> dict[str, Any]:
-        keys = np.stack([row.key for row in self._rows])
         drawn = np.asarray([row.drawn for row in self._rows], np.int32)
-        draws = {"keys": keys, "drawn": drawn}
+        draws = {"keys": self._keys, "drawn": drawn}
         if self._text:
             most = bucket(max(len(row.ids) for row in self._rows), 1 << 30)
-            draws["text"] = np.full((len(keys), most), NO_TOKEN, np.int32)
+            draws["text"] = np.full((len(self._rows), most), NO_TOKEN, np.int32)
             for row, ids in zip(draws["text"], (row.ids for row in self._rows)):
                 row[: len(ids)] = ids
         return draws
@@ -193,16 +203,17 @@ class Generator:
     _noted: bool = False
 
     def start(self, state: TrainState, request: Request) -> Generation:
-        """The generation of a request; nothing is compiled before its first piece is asked for."""
+        """The generation of a request, whose programs compile in the background from now on."""
         prompts = request.encoded()
         ranks, count = self.program.ranks, len(prompts)
         prompts += [[0]] * (-count % ranks)
-        rows = [BatchRow(ids, request, number) for number, ids in enumerate(prompts)]
+        rows = [BatchRow(ids, request) for ids in prompts]
         longest = max(map(len, prompts)) + request.tokens
         context = request.context or self.context or longest
         rules = request.sampling.rules
         steps = self._steps(len(rows), bucket(min(context, longest), context), state, rules)
-        return Generation(rows, count, steps, context, "repetition_penalty" in rules)
+        text = "repetition_penalty" in rules
+        return Generation(rows, count, steps, context, seed=request.seed, text=text)
 
     @cached_property
     def context(self) -> int | None:

@@ -4,7 +4,7 @@ A model sees at most `context` tokens. A text that outgrows it is continued from
 that the cache is filled again once for `context / 2` tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, ModelState, Rules
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
+from jaxspeed.train.staged_init import compile_ahead
 
 SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
 
@@ -38,6 +39,9 @@ def bucket(length: int, most: int) -> int:
 class Steps(Protocol):
     """A batch's tokens, computed in turn; `next` returns those of the sequences that are ready."""
 
+    def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
+        """Start to compile, in the background, what `next` calls first."""
+
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
         """{sequence: its next token}, from what the model sees of each."""
 
@@ -48,8 +52,11 @@ class Recomputed:
     def __init__(self, programs: ForwardPrograms, runs: "Runs", most: int) -> None:
         self._programs, self._runs, self._most = programs, runs, most
 
+    def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
+        self._runs.compile_ahead(self._programs.recompute, padded(seen, self._most), draws)
+
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
-        batch = padded(seen, bucket(max(len(row.tokens) for row in seen), self._most))
+        batch = padded(seen, self._most)
         return ready(self._runs(self._programs.recompute, batch, draws), range(len(seen)))
 
 
@@ -60,6 +67,9 @@ class Cached:
         self._programs, self._runs, self._most = programs, runs, most
         self._filled: Sequence[Seen] = ()  # what is in the cache
         self._caches: Any = None
+
+    def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
+        self._runs.compile_ahead(self._programs.prefill, padded(seen, self._most), draws)
 
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
         lengths = [len(row.tokens) for row in seen]
@@ -74,7 +84,7 @@ class Cached:
             batch = {"tokens": last, "positions": at, "at": np.zeros(len(seen), np.int32)}
             tokens, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
         else:
-            batch = padded(seen, bucket(max(lengths), self._most))
+            batch = padded(seen, self._most)
             self._caches = None  # freed before the next one is allocated
             tokens, self._caches = self._runs(self._programs.prefill, batch, draws)
         self._filled = [*seen]
@@ -92,6 +102,9 @@ class OneByOne:
         self._caches: Any = None
         self._place = 0
         self._starts: list[int] = []
+
+    def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
+        """`decode` alone is called, which compiles already."""
 
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
         starts = [row.start for row in seen]
@@ -115,17 +128,27 @@ class Runs:
         self._program, self._rules = program, rules
         self._state = ModelState.of(program, state)
         self._several = jax.process_count() > 1
+        self._compiled: Callable[[], Any] = lambda: None
+
+    def compile_ahead(self, function: Any, *args: Any) -> None:
+        """Start to compile a program for a call with these arguments; the next call waits."""
+        self._compiled = compile_ahead(self._program.mesh, function, *self._given(args))
 
     def __call__(self, function: Any, *args: Any) -> Any:
+        self._compiled()
+        return function(*self._given(args))
+
+    def _given(self, args: Sequence[Any]) -> Sequence[Any]:
         *caches, batch, draws = args
         if self._several:  # jit itself takes arrays of one process only
             rows = batch, draws
             batch, draws = jax.device_put(rows, self._program.batch_shardings(rows))
-        return function(self._state, *caches, batch, draws, self._rules)
+        return (self._state, *caches, batch, draws, self._rules)
 
 
-def padded(seen: Sequence[Seen], length: int) -> dict[str, np.ndarray]:
-    """A batch with the sequences' starts."""
+def padded(seen: Sequence[Seen], most: int) -> dict[str, np.ndarray]:
+    """A batch with the sequences' starts, padded to a length for which programs are compiled."""
+    length = bucket(max(len(row.tokens) for row in seen), most)
     tokens = np.zeros((len(seen), length), np.int32)
     for row, (_, ids) in enumerate(seen):
         tokens[row, : len(ids)] = ids

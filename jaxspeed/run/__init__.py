@@ -1,6 +1,6 @@
 """Runs: from a config to a trained model; step loop, run folder, evaluation, sampling, output."""
 
-from jaxspeed.run.closing import show_ending
+from jaxspeed.run.closing import prepare_ending, show_ending
 from jaxspeed.run.commands import check_run, evaluate_run, sample_run, train
 from jaxspeed.run.opening import show_opening
 from jaxspeed.run.start import RaySource, Source, open_run, source_of
@@ -13,6 +13,7 @@ __all__ = [
     "check_run",
     "evaluate_run",
     "open_run",
+    "prepare_ending",
     "sample_run",
     "show_ending",
     "show_opening",

@@ -1,5 +1,6 @@
 """Summary at the end of a run: loss curve, text sample, wall time, paths, resume command."""
 
+import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -13,11 +14,18 @@ from rich.text import Text
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.metrics import draw_loss, from_json, sparkline
-from jaxspeed.run.sampling import sample_text
+from jaxspeed.run.sampling import sample_text, sample_texts
 from jaxspeed.run.trainer import Trainer
 
 log = logging.getLogger("jaxspeed")
 Curve = list[tuple[int, float]]
+
+
+def prepare_ending(trainer: Trainer) -> None:
+    """Start to compile the sample of text, in the background of the last evaluation."""
+    if trainer.config.run.sample_tokens:
+        with contextlib.suppress(Exception):  # the ending reports it
+            sample_texts(trainer.engine, trainer.corpus)
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:

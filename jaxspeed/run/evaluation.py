@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jaxspeed.data import Split, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import DataError
+from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.train.staged_init import compile_ahead
 
 log = logging.getLogger("jaxspeed")
 
@@ -38,6 +40,18 @@ def evaluate(
     return {"eval_loss": total / weight if weight else float("nan"), "eval_weight": weight}
 
 
+def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
+    """Start to compile evaluation, in the background of the step; what is returned waits for it."""
+    program, marked = engine.program, _knows_marks(engine)
+    count = _batch_size(engine) if marked else min(_batch_size(engine), _shared(engine, held_out))
+    if program.serving or not count:  # several programs, or an error of the evaluation
+        return lambda: None
+    shapes = held_out.shapes(count, padded=marked)
+    batch = program.abstract_batch(program.read_batch(shapes, None, abstract=True))
+    with program.set_mesh(), paused_collector():
+        return compile_ahead(program.mesh, program.evaluate, engine.state, batch)
+
+
 def _knows_marks(engine: Engine) -> bool:
     """Whether the loss ignores masked samples, as those of token and label families do."""
     model = engine.config.model
@@ -56,8 +70,7 @@ def _marked(engine: Engine, held_out: Split) -> Iterator[tuple[Any, None]]:
 
 def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float | None]]:
     """For any loss: a smaller last batch, without the samples that do not divide over ranks."""
-    size, ranks = _batch_size(engine), engine.program.ranks
-    shared = held_out.samples // ranks * ranks
+    size, ranks, shared = _batch_size(engine), engine.program.ranks, _shared(engine, held_out)
     if not shared:
         raise DataError(
             f"data.held_out: {held_out.samples} samples are fewer than the {ranks} data ranks; "
@@ -77,6 +90,11 @@ def _as_they_are(engine: Engine, held_out: Split) -> Iterator[tuple[Any, float |
         batch = place(lambda rows, a=start, n=count: held_out.slice(a, n, rows))  # type: ignore[misc]
         is_sum = _is_sum(engine, batch) if is_sum is None else is_sum
         yield batch, None if is_sum else count
+
+
+def _shared(engine: Engine, held_out: Split) -> int:
+    """The number of samples that divide over the data ranks."""
+    return held_out.samples // engine.program.ranks * engine.program.ranks
 
 
 def _is_sum(engine: Engine, batch: Any) -> bool:

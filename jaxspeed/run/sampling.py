@@ -1,5 +1,6 @@
 """Text from the model of a run, with its data's tokenizer and its training's context."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ def sample_texts(
     """Prompts and what follows them, streamed as (number of the prompt, new text).
 
     The prompt is the config's unless some are given, and so are the number of tokens and the
-    temperature; `options` are those of `Engine.stream`.
+    temperature; `options` are those of `Engine.stream`. Its programs compile in the background as
+    soon as this is called.
 
     Raises:
       ModelError: the data has no tokenizer, so this is not a language model.
@@ -31,9 +33,7 @@ def sample_texts(
         tokenizer=tokenizer,
         **options,
     )
-    yield from enumerate(prompts)
-    for piece in pieces:
-        yield piece.prompt, piece.text
+    return itertools.chain(enumerate(prompts), ((piece.prompt, piece.text) for piece in pieces))
 
 
 def sample_text(engine: Engine, corpus: Corpus) -> str:

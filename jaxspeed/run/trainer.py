@@ -18,7 +18,7 @@ from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
 from jaxspeed.errors import CheckpointError, DivergedError, StateLostError
 from jaxspeed.launch.variables import report_progress
-from jaxspeed.run.evaluation import evaluate
+from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
@@ -64,6 +64,7 @@ class Trainer:
     begin: Callable[[], Reached]  # restores the newest checkpoint into a fresh engine
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
+    at_last_step: Callable[[], None] = lambda: None  # called before the last evaluation
 
     def __post_init__(self) -> None:
         self.config: Config = self.engine.config
@@ -73,6 +74,9 @@ class Trainer:
         self._saved = self.reached.step  # the step of the newest checkpoint; 0 needs none
         self._profiling = self._diverged = False
         self._losses, self._lost_at = 0, -1  # losses of the state: in a row, step of the last
+        self._evaluation_compiled: Callable[[], Any] | None = None
+        if self.corpus.held_out is not None and self.reached.step < self.steps:
+            self._evaluation_compiled = compile_evaluation(self.engine, self.corpus.held_out)
         self._stop = StopRequest()
         self._watchdog = self.recorder.watchdog
         self._watchdog.tick(self.reached.step)
@@ -220,6 +224,10 @@ class Trainer:
             return
         self._read_all()
         with self.recorder.phase("evaluate"):
+            if self._evaluation_compiled is not None:
+                self._evaluation_compiled()
+            if self.reached.step >= self.steps:
+                self.at_last_step()
             most = self.config.run.eval_batches
             found = evaluate(self.engine, held_out, most, self._asked_to_stop)
         if found is None:

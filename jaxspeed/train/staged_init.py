@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.sharding import Mesh
 
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import renamed
@@ -84,6 +85,18 @@ def compile_in_background(function: Any, *shapes: Any) -> Callable[..., Any]:
     """
     compiled = _THREADS.submit(function.lower(*shapes).compile)
     return lambda *args: (function if is_traced(args) else compiled.result())(*args)
+
+
+def compile_ahead(mesh: Mesh, function: Any, *args: Any) -> Callable[[], Any]:
+    """Start to compile a jitted function in a thread; what is returned waits for it.
+
+    JAX keeps the executable for later calls, which raise what is wrong with it. On GPUs the
+    function is only traced: XLA:GPU chooses kernels by measuring them on the device.
+    """
+    traced = function.trace(*args)
+    if mesh.devices.flat[0].platform == "gpu":
+        return lambda: None
+    return _THREADS.submit(traced.lower().compile).exception
 
 
 def is_traced(tree: Any) -> bool:

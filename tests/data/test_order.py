@@ -34,14 +34,16 @@ def test_each_epoch_holds_each_sample_once_and_in_an_order_of_its_own():
     assert len({tuple(epoch) for epoch in epochs}) == 8
 
 
-def test_the_shapes_of_a_batch_take_no_sample():
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_shapes_of_a_batch_take_no_sample(padded):
     """Each process asks for them: of a global batch it reads its rows alone."""
     s = split()
     read = s._chain.read
     ids = []
     s._chain.read = lambda of: (ids.extend(of), read(of))[1]
-    assert {k: (x.shape, x.dtype) for k, x in s.shapes(BATCH).items()} == {
-        k: (x.shape, x.dtype) for k, x in split().batch(0, BATCH).items()
+    batch = split().padded(0, BATCH) if padded else split().batch(0, BATCH)
+    assert {k: (x.shape, x.dtype) for k, x in s.shapes(BATCH, padded=padded).items()} == {
+        k: (x.shape, x.dtype) for k, x in batch.items()
     }
     assert not ids
 

@@ -122,6 +122,23 @@ def test_500_tokens_compile_one_decode_step(caplog):
         assert not [m for m in again if "jit(prefill)" in m or "jit(decode)" in m]
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_programs_compile_before_the_first_token_is_asked_for(cache, caplog):
+    engine = engine_of("llama", "ZeRO 3, tensor 2", max_position_embeddings=1024)
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG):
+        generator = Generator(engine.program, cache=cache)
+        generation = generator.start(engine.state, Request(PROMPTS, 2, Sampling(0.7)))
+        generation._steps._runs._compiled()
+        generation._steps._programs._decode_compiled()
+        before = [r.getMessage() for r in caplog.records if "Compiling jit(" in r.getMessage()]
+        caplog.clear()
+        generation.finish()
+        after = [r.getMessage() for r in caplog.records if "Compiling jit(" in r.getMessage()]
+    names = ["prefill", "decode"] if cache else ["recompute"]
+    assert all(any(f"jit({name})" in m for m in before) for name in names), before
+    assert not after
+
+
 def test_the_cache_is_sharded_as_the_model_is():
     engine = engine_of("llama", "ZeRO 3, tensor 2")
     generator = Generator(engine.program)
@@ -152,7 +169,7 @@ def test_a_decode_step_neither_copies_the_cache_nor_moves_it_between_devices():
     }
     state = ModelState.of(engine.program, engine.state)
     draws, caches = generation._draws(), generation._steps._caches
-    compiled = programs.decode.lower(state, caches, batch, draws, {}).compile()
+    compiled = programs._decode.lower(state, caches, batch, draws, {}).compile()
     lines = compiled.as_text().splitlines()
     gathered = [line for line in lines if " all-gather(" in line or "all-to-all(" in line]
     assert not [line for line in gathered if ",512," in line or "[512," in line], gathered

@@ -1,6 +1,8 @@
 """One run in this process: where it stops it goes on, and what it leaves."""
 
+import functools
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -11,7 +13,7 @@ import pytest
 import jaxspeed
 from jaxspeed import models as families
 from jaxspeed.metrics import NAMES, read_records
-from jaxspeed.run import folder, open_run, source_of, train
+from jaxspeed.run import folder, open_run, prepare_ending, source_of, train
 from tests.run import small
 
 
@@ -181,7 +183,37 @@ def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
         open_run(source_of(given | {"run": run | empty}))
 
 
-def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path):
+@pytest.fixture
+def evaluation_compiled():
+    """The kinds of the threads that compiled evaluation so far."""
+    found = []
+
+    def heard(event, _, **about):
+        if event.endswith("backend_compile_duration") and "evaluate" in about.get("fun_name", ""):
+            found.append(threading.current_thread().name.split("_")[0])
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def test_evaluation_compiles_once_in_the_background_of_the_step(tmp_path, evaluation_compiled):
+    trainer = train(config(tmp_path, run={"steps": 2, "eval_every": 1}))
+    assert trainer.reached.eval_step == 2
+    assert evaluation_compiled == ["jaxspeed-compile"]
+
+
+def test_what_fails_while_it_compiles_in_the_background_fails_as_it_does_without(tmp_path):
+    """A sample of text is not worth a run, and evaluation raises its error when it is called."""
+    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+    trainer._evaluation_compiled = lambda: ValueError("compilation")
+    trainer.at_last_step = functools.partial(prepare_ending, trainer)
+    trainer.engine.stream = lambda *given, **options: 1 / 0
+    assert trainer.run().eval_loss is not None
+    trainer.close()
+
+
+def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path, evaluation_compiled):
     """A mean that knows no marks: the last batch is smaller, and weighs as much less."""
     given = config(tmp_path, run={"steps": 1})
     built = families.build("gpt2", None, given.pop("model")["config"])
@@ -199,3 +231,4 @@ def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path):
     loss = jax.jit(lambda batch: mean_loss(model, batch))
     losses = [float(loss(held_out.slice(i, 1))) for i in range(shared)]
     assert trainer.reached.eval_loss == pytest.approx(np.mean(losses), rel=5e-3)
+    assert evaluation_compiled == ["jaxspeed-compile", "MainThread"]  # the last batch is smaller
