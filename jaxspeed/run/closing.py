@@ -14,7 +14,7 @@ from rich.text import Text
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.metrics import draw_loss, from_json, sparkline
-from jaxspeed.run.sampling import sample_text, sample_texts
+from jaxspeed.run.sampling import sample_texts
 from jaxspeed.run.trainer import Trainer
 
 log = logging.getLogger("jaxspeed")
@@ -22,10 +22,10 @@ Curve = list[tuple[int, float]]
 
 
 def prepare_ending(trainer: Trainer) -> None:
-    """Start to compile the sample of text, in the background of the last evaluation."""
+    """Start the sample of text: its programs compile in the background of the last evaluation."""
     if trainer.config.run.sample_tokens:
         with contextlib.suppress(Exception):  # the ending reports it
-            sample_texts(trainer.engine, trainer.corpus)
+            trainer.sample = sample_texts(trainer.engine, trainer.corpus)
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _sample(trainer: Trainer) -> str | None:
     if corpus.tokenizer is None or not run.sample_tokens:
         return None
     try:
-        return sample_text(trainer.engine, corpus)
+        return "".join(text for _, text in trainer.sample or sample_texts(trainer.engine, corpus))
     except JaxspeedError as error:  # a user's model may have another signature
         log.warning("no sample of text: %s", str(error).splitlines()[0])
         return None

@@ -34,8 +34,3 @@ def sample_texts(
         **options,
     )
     return itertools.chain(enumerate(prompts), ((piece.prompt, piece.text) for piece in pieces))
-
-
-def sample_text(engine: Engine, corpus: Corpus) -> str:
-    """The config's prompt and what follows it."""
-    return "".join(text for _, text in sample_texts(engine, corpus))

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class Trainer:
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
     at_last_step: Callable[[], None] = lambda: None  # called before the last evaluation
+    sample: Iterator[tuple[int, str]] | None = None  # of the last state, once it is started
 
     def __post_init__(self) -> None:
         self.config: Config = self.engine.config

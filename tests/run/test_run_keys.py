@@ -133,5 +133,5 @@ def test_text_is_sampled_as_the_keys_say():
         jaxspeed.Config(data={"source": "stdlib"}).data, **vars(source.reads), seed=0
     )
     engine = SimpleNamespace(config=given, stream=stream)
-    assert sampling.sample_text(engine, corpus) == "Once upon"
+    assert "".join(text for _, text in sampling.sample_texts(engine, corpus)) == "Once upon"
     assert asked == {"prompts": ["Once"], "tokens": 7, "temperature": 0.25}
