@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import jaxspeed
 from jaxspeed import models as families
 from jaxspeed.metrics import NAMES, read_records
-from jaxspeed.run import folder, open_run, prepare_ending, source_of, train
+from jaxspeed.run import folder, open_run, prepare_ending, show_ending, source_of, train
 from tests.run import small
 
 
@@ -211,6 +212,21 @@ def test_what_fails_while_it_compiles_in_the_background_fails_as_it_does_without
     trainer.engine.stream = lambda *given, **options: 1 / 0
     assert trainer.run().eval_loss is not None
     trainer.close()
+
+
+def test_the_sample_that_the_last_evaluation_started_is_the_one_shown(tmp_path):
+    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+    trainer.at_last_step = functools.partial(prepare_ending, trainer)
+    asked, stream = [], trainer.engine.stream
+    trainer.engine.stream = lambda *given, **options: (
+        asked.append(trainer.reached.eval_step),
+        stream(*given, **options),
+    )[1]
+    trainer.run()
+    found = show_ending(Console(quiet=True), trainer, again="")
+    trainer.close()
+    assert found["sample"]
+    assert asked == [None]  # once, when no evaluation had ended
 
 
 def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path, evaluation_compiled):
