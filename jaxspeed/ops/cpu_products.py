@@ -1,10 +1,16 @@
-"""The lowering of weight gradients for CPUs: one product of two matrices, without a transpose.
+"""The lowering of a layer's gradients for CPUs: products of two matrices, without a transpose.
 
-The gradient of a kernel sums over all tokens, that is over several dims of both operands, [batch,
-seq, out] and [batch, seq, in]. XLA:CPU has products of matrices only: it first copies one operand
-to [out, batch seq], fuses into that copy what computes the operand (the sum of the gradients of
-all later layers, anew for each kernel), and gets a product in a slower layout. With the summed dims
-merged, which moves no data, nothing is copied.
+XLA:CPU has products of matrices only. Where a product sums over several dims, it copies operands so
+that these are one dim, and has not seen that they often are one in memory already:
+
+- The gradient of a kernel sums over all tokens, the first dims of [batch, seq, out] and [batch,
+  seq, in]. It would copy one operand to [out, batch seq], fuse into that copy what computes the
+  operand (the sum of the gradients of all later layers, anew for each kernel), and get a product in
+  a slower layout.
+- The gradient of an input sums over all outputs, the last dims of [batch, seq, heads, head_dim] and
+  of the kernel [in, heads, head_dim]. It would transpose the kernel.
+
+With the summed dims merged, which moves no data, nothing is copied.
 
 What is traced does not change, and neither does any other platform's program.
 """
@@ -28,17 +34,32 @@ def merge_summed_dims() -> None:
     stock = mlir._platform_specific_lowerings["cpu"][lax.dot_general_p].rule
 
     def lower(ctx: Any, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
-        if _sums_leading(dimension_numbers) and _only_samples_are_sharded():
-            count = len(dimension_numbers[0][0])
-            merged = functools.partial(_merged, count=count, **params)
-            return mlir.lower_fun(merged, multiple_results=False)(ctx, x, y)
-        return stock(ctx, x, y, dimension_numbers=dimension_numbers, **params)
+        merged = None
+        if _only_samples_are_sharded():
+            merged = _merged(dimension_numbers, [aval.ndim for aval in ctx.avals_in])
+        if merged is None:
+            return stock(ctx, x, y, dimension_numbers=dimension_numbers, **params)
+        merged = functools.partial(merged, **params)
+        return mlir.lower_fun(merged, multiple_results=False)(ctx, x, y)
 
     mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
-def _merged(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Array:
-    """The product summed over the first `count` dims, of matrices."""
+def _merged(dimension_numbers: Any, ndims: list[int]) -> Any:
+    """The product with its summed dims merged, if several are: the first or the last, in order."""
+    (of_x, of_y), batch = dimension_numbers
+    count = len(of_x)
+    if count < 2 or batch != ((), ()):
+        return None
+    if of_x == of_y == tuple(range(count)):
+        return functools.partial(_over_first, count=count)
+    if all(of == tuple(range(n - count, n)) for of, n in zip((of_x, of_y), ndims, strict=True)):
+        return functools.partial(_over_last, count=count)
+    return None
+
+
+def _over_first(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Array:
+    """The product summed over the first `count` dims."""
     shape = (*x.shape[count:], *y.shape[count:])
     rows = math.prod(x.shape[:count])
     a, b = x.reshape(rows, -1), y.reshape(rows, -1)
@@ -50,18 +71,17 @@ def _merged(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Arr
     return (product.T if swapped else product).reshape(shape)
 
 
-def _sums_leading(dimension_numbers: Any) -> bool:
-    """Whether several dims are summed, the first ones of both operands, in order."""
-    (of_x, of_y), batch = dimension_numbers
-    leading = tuple(range(len(of_x)))
-    return len(leading) > 1 and batch == ((), ()) and of_x == of_y == leading
+def _over_last(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Array:
+    """The product summed over the last `count` dims."""
+    a, b = (z.reshape(*z.shape[:-count], -1) for z in (x, y))
+    return lax.dot_general(a, b, (((a.ndim - 1,), (b.ndim - 1,)), ((), ())), **params)
 
 
 def _only_samples_are_sharded() -> bool:
-    """Whether the context mesh shards nothing but the first of the summed dims, if any.
+    """Whether the context mesh shards nothing but a batch.
 
-    Dims that are sharded both cannot be merged without communication. Without a context mesh, as in
-    programs that are not of this package, it is unknown what is sharded.
+    Summed dims that are sharded cannot be merged without communication. Without a context mesh, as
+    in programs that are not of this package, it is unknown what is sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and math.prod(mesh.shape.values()) == math.prod(

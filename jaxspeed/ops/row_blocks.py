@@ -11,6 +11,8 @@ for the scores S and their log-sum-exp L, so that no S x S array is saved.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.ops.mask import Mask, Segments
+from jaxspeed.ops.materialize import materialize
 
 SMALLEST = 64  # queries of a block: products of fewer rows are slower than what they spare
 # Four causal blocks compute 62% of the scores, infinitely many 50%; compile time grows with them.
@@ -41,10 +44,10 @@ def forward(
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(attention, log-sum-exp of each query's scores [batch, heads, seq])."""
-    queries, keys, values = _grouped(scale * q, k), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
     outs, sums = [], []
     for block in _blocks(mask, q.shape[1], k.shape[1]):
-        s, _ = block.scores(queries, keys, segments, soft_cap)
+        s, _ = block.scores(scale * block.rows_of(q, k), keys, segments, soft_cap)
         top = jnp.max(s, axis=-1, keepdims=True)
         shares = jnp.exp(s - top)
         total = jnp.sum(shares, axis=-1, keepdims=True)
@@ -68,25 +71,22 @@ def backward(
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v, from the results of `forward`."""
-    queries, keys, values = _grouped(scale * q, k), k.swapaxes(1, 2), v.swapaxes(1, 2)
-    d = _grouped(d_out, k)
-    sums = sums.reshape(*d.shape[:-1], 1)
-    mean = jnp.sum(_grouped(out, k) * d, axis=-1, keepdims=True)
-    d_queries, d_keys, d_values = [], jnp.zeros_like(keys), jnp.zeros_like(values)
-    for block in _blocks(mask, q.shape[1], k.shape[1]):
+    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    sums = sums.swapaxes(1, 2)[..., None]
+    mean = jnp.sum(out * d_out, axis=-1, keepdims=True)
+    blocks, d_queries, d_keys, d_values = _blocks(mask, q.shape[1], k.shape[1]), [], [], []
+    for block in blocks:
+        queries, d_block = scale * block.rows_of(q, k), block.rows_of(d_out, k)
         s, slope = block.scores(queries, keys, segments, soft_cap)
-        shares = jnp.exp(s - block.rows_of(sums))
-        d_block = block.rows_of(d)
+        shares = jnp.exp(s - block.rows_of(sums, k))
         d_shares = jnp.einsum("bhqd,bhkd->bhqk", d_block, block.columns_of(values))
-        d_scores = slope * shares * (d_shares - block.rows_of(mean))
+        d_scores = slope * shares * (d_shares - block.rows_of(mean, k))
         # Each is read by several products; XLA would compute it anew for each.
         shares, d_scores = lax.optimization_barrier((shares, d_scores))
-        of_values = jnp.einsum("bhqk,bhqd->bhkd", shares, d_block)
-        of_keys = jnp.einsum("bhqk,bhqd->bhkd", d_scores, block.rows_of(queries))
-        d_values += block.among_all_columns(of_values, v.shape[1])
-        d_keys += block.among_all_columns(of_keys, k.shape[1])
-        d_queries.append(jnp.einsum("bhqk,bhkd->bhqd", d_scores, block.columns_of(keys)))
-    return scale * _joined(d_queries, q), d_keys.swapaxes(1, 2), d_values.swapaxes(1, 2)
+        d_values.append(jnp.einsum("bhqk,bhqd->bhkd", shares, d_block))
+        d_keys.append(jnp.einsum("bhqk,bhqd->bhkd", d_scores, queries))
+        d_queries.append(scale * jnp.einsum("bhqk,bhkd->bhqd", d_scores, block.columns_of(keys)))
+    return _joined(d_queries, q), _summed(blocks, d_keys, k), _summed(blocks, d_values, v)
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,12 @@ class _Block:
     rows: range
     columns: range
 
-    def rows_of(self, x: jax.Array) -> jax.Array:
-        """[batch, kv_heads, group, seq, n] to [batch, kv_heads, group rows, n]."""
-        x = x[:, :, :, self.rows.start : self.rows.stop]
-        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    def rows_of(self, x: jax.Array, k: jax.Array) -> jax.Array:
+        """[batch, seq, heads, n] to [batch, kv_heads, group rows, n]."""
+        x = x[:, self.rows.start : self.rows.stop]
+        kv_heads, n = k.shape[2], x.shape[3]
+        x = x.reshape(*x.shape[:2], kv_heads, -1, n).transpose(0, 2, 3, 1, 4)
+        return x.reshape(x.shape[0], kv_heads, -1, n)
 
     def columns_of(self, x: jax.Array) -> jax.Array:
         return x[:, :, self.columns.start : self.columns.stop]
@@ -108,8 +110,8 @@ class _Block:
     def scores(
         self, q: jax.Array, k: jax.Array, segments: Segments | None, cap: float | None
     ) -> tuple[jax.Array, Any]:
-        """(scores [batch, kv_heads, group rows, columns], the derivative of their cap)."""
-        s = jnp.einsum("bhqd,bhkd->bhqk", self.rows_of(q), self.columns_of(k))
+        """(scores of q's rows [batch, kv_heads, group rows, columns], their cap's derivative)."""
+        s = jnp.einsum("bhqd,bhkd->bhqk", q, self.columns_of(k))
         slope: Any = 1.0
         if cap is not None:
             tanh = jnp.tanh(s / cap)
@@ -125,12 +127,6 @@ class _Block:
             s = jnp.where(seen, by_query, jnp.finfo(s.dtype).min).reshape(s.shape)
         return s, slope
 
-    def among_all_columns(self, x: jax.Array, count: int) -> jax.Array:
-        """x [batch, kv_heads, columns, head_dim] with zeros for the other keys."""
-        zero = jnp.zeros((), x.dtype)
-        around = (self.columns.start, count - self.columns.stop, 0)
-        return lax.pad(x, zero, [(0, 0, 0), (0, 0, 0), around, (0, 0, 0)])
-
 
 def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
     """Blocks of queries; a single one where every query sees every key."""
@@ -144,16 +140,29 @@ def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
     return found
 
 
-def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
-    """[batch, seq, heads, head_dim] as [batch, kv_heads, group, seq, head_dim]."""
-    batch, seq, _, head_dim = x.shape
-    kv_heads = k.shape[2]
-    return x.reshape(batch, seq, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-
-
 def _joined(blocks: list[jax.Array], q: jax.Array) -> jax.Array:
     """Results [batch, kv_heads, group rows, n] of all blocks as [batch, seq, heads, n]."""
-    batch, seq, heads, _ = q.shape
+    batch, _, heads, _ = q.shape
     kv_heads, n = blocks[0].shape[1], blocks[0].shape[3]
-    split = [x.reshape(batch, kv_heads, heads // kv_heads, -1, n) for x in blocks]
-    return jnp.concatenate(split, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, seq, heads, n)
+    split = (x.reshape(batch, kv_heads, heads // kv_heads, -1, n) for x in blocks)
+    by_row = [x.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, n) for x in split]
+    return materialize(jnp.concatenate(by_row, axis=1))
+
+
+def _summed(blocks: list[_Block], parts: list[jax.Array], k: jax.Array) -> jax.Array:
+    """The sum of each block's part [batch, kv_heads, columns, n], [batch, kv_seq, kv_heads, n].
+
+    From one edge of a block's columns to the next the parts of the same blocks are added: padded
+    with zeros, each part would be copied first.
+    """
+    edges = {0, k.shape[1]} | {edge for b in blocks for edge in (b.columns.start, b.columns.stop)}
+    sums = []
+    for low, high in itertools.pairwise(sorted(edges)):
+        of_blocks = [
+            part[:, :, low - block.columns.start : high - block.columns.start].swapaxes(1, 2)
+            for block, part in zip(blocks, parts, strict=True)
+            if low in block.columns
+        ]
+        zero = jnp.zeros((k.shape[0], high - low, *k.shape[2:]), k.dtype)
+        sums.append(functools.reduce(jnp.add, of_blocks) if of_blocks else zero)
+    return materialize(jnp.concatenate(sums, axis=1))

@@ -22,6 +22,7 @@ from jaxspeed.objective.train_state import (
     wide_dtype,
 )
 from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
+from jaxspeed.ops.materialize import materialize
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
 from jaxspeed.placement.constrain import constrain
@@ -150,7 +151,11 @@ class Update:
         grad = pad(grad, row.shape(row.opt))
         at = self.table.sharding(row.opt).with_memory_kind(row.read.memory_kind)
         grad = constrain(grad, at, "reduce")
-        return grad if self.streamed else grad.astype(wide_dtype(row))
+        if self.streamed:
+            return grad
+        # Read by the norm and by each array of the optimizer's state: computed once, also on a CPU.
+        grad = grad.astype(wide_dtype(row))
+        return jax.lax.platform_dependent(grad, cpu=materialize, default=lambda same: same)
 
     def _norm(self, grads: Arrays) -> jax.Array:
         """The global norm of the gradients in the dtype of the updated arrays."""

@@ -1,4 +1,4 @@
-"""Weight gradients on CPUs: equal to the formula, and one product without copies of operands."""
+"""A layer's gradients on CPUs: equal to the formula, and a product without copies of operands."""
 
 import re
 
@@ -12,15 +12,16 @@ from jaxspeed.placement.mesh import build_mesh, in_mesh
 BATCH, SEQ = 4, 6
 
 
-def lowered(inputs, outputs, **mesh):
-    """The gradient of a kernel [inputs, outputs], compiled in a mesh, with its arguments."""
+def lowered(inputs, outputs, of="kernel", **mesh):
+    """The gradient of a kernel [inputs, outputs] or its input, in a mesh, with its arguments."""
     merge_summed_dims()
     rng = np.random.default_rng(0)
     shapes = (inputs, *outputs), (BATCH, SEQ, inputs), (BATCH, SEQ, *outputs)
     args = [rng.standard_normal(shape, np.float32) for shape in shapes]
 
     def gradient(kernel, x, cotangent):
-        return jax.vjp(lambda w: jax.numpy.tensordot(x, w, 1), kernel)[1](cotangent)[0]
+        pulled = jax.vjp(lambda w, x: jax.numpy.tensordot(x, w, 1), kernel, x)[1](cotangent)
+        return pulled[("kernel", "input").index(of)]
 
     devices = jax.devices()[: np.prod(list(mesh.values()), initial=1, dtype=int)]
     function = in_mesh(build_mesh(mesh, devices), gradient) if mesh else gradient
@@ -44,6 +45,18 @@ def test_the_gradient_is_one_product_of_matrices(outputs, data):
     assert not re.search(rf"f32\[\d+,{tokens}\]", compiled.as_text())  # an operand, transposed
 
 
+@pytest.mark.parametrize("outputs", [(2, 8), (4, 2, 3)])
+@pytest.mark.parametrize("data", [1, 2])
+def test_the_gradient_of_the_input_leaves_the_kernel_as_it_is(outputs, data):
+    found, args = lowered(16, outputs, of="input", data=data)
+    assert products(found.as_text()) == [("2", "1")]
+    compiled, (kernel, _, cotangent) = found.compile(), args
+    outs = "xyz"[: len(outputs)]
+    wanted = np.einsum(f"bs{outs},i{outs}->bsi", cotangent.astype(np.float64), kernel)
+    np.testing.assert_allclose(compiled(*args), wanted, rtol=1e-5, atol=1e-5)
+    assert not re.search(r" (copy|transpose)\(", compiled.as_text())
+
+
 def test_the_operand_of_fewer_columns_comes_first():
     """XLA:CPU computes [16, 32] from [tokens, 16] and [tokens, 32] faster than its transpose."""
     for inputs, outputs in ((16, 32), (32, 16)):
@@ -54,3 +67,4 @@ def test_the_operand_of_fewer_columns_comes_first():
 def test_products_stay_where_a_mesh_axis_may_shard_a_sequence():
     assert products(lowered(16, (32,), tensor=2)[0].as_text()) == [("0, 1", "0, 1")]
     assert products(lowered(16, (32,))[0].as_text()) == [("0, 1", "0, 1")]  # and without a mesh
+    assert products(lowered(16, (2, 8), of="input", tensor=2)[0].as_text()) == [("2, 3", "1, 2")]
