@@ -42,7 +42,9 @@ def batches() -> Iterator[Any]:
 # -- JAX -------------------------------------------------------------------------------------------
 
 
-def jaxspeed_step(weights: str, devices: int, unroll: int | bool = True, stage: int = 0) -> Step:
+def jaxspeed_step(
+    weights: str, devices: int, unroll: int | bool = True, stage: int = 0, parts: int = 1
+) -> Step:
     """The shipped model and the public interface."""
     import jaxspeed
     from jaxspeed import models
@@ -62,6 +64,7 @@ def jaxspeed_step(weights: str, devices: int, unroll: int | bool = True, stage: 
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
         "zero_optimization": {"stage": stage},
+        "parallel": {"batch_parts": parts},
         "run": {"compilation_cache": False},
     }
     engine = jaxspeed.initialize(model=built.factory, loss_fn=built.loss, config=config)
@@ -289,6 +292,7 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
     n = cores
     one: dict[str, Callable[[str], Step]] = {
         "jaxspeed, 1 device": lambda w: jaxspeed_step(w, 1),
+        "jaxspeed, 1 device, 2 parts": lambda w: jaxspeed_step(w, 1, parts=2),
         "jaxspeed, 1 device, scanned": lambda w: jaxspeed_step(w, 1, unroll=1),
         "plain JAX and Optax": plain_jax_step,
         "torch": lambda w: torch_step(w, n),

@@ -130,6 +130,9 @@ def _workers(settings: Settings) -> Iterator[Problem]:
         found = f"{shown(settings.parallel.gradient_reduction)} {with_servers}"
         works = "Workers push once for all their micro-batches: remove it."
         yield Problem("parallel.gradient_reduction", found, works, (_KEY,))
+    if settings.parallel.batch_parts != 1:
+        found = f"{settings.parallel.batch_parts} {with_servers}"
+        yield Problem("parallel.batch_parts", found, "Add workers instead: remove it.", (_KEY,))
 
 
 def _no_pipeline(settings: Settings, reason: str) -> Iterator[Problem]:

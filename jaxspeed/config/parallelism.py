@@ -129,6 +129,12 @@ class Parallel(Section):
         'When gradients are reduced over data ranks: once a "step" (stages 0 and 1), every '
         '"micro_batch", or "auto".',
     )
+    batch_parts: Count = honoured(
+        1,
+        "Parts of a micro-batch that do not wait for each other, so that the cores of a CPU work "
+        "on several at once. On a single device, for a loss that returns (sum, weight); the "
+        "program is compiled that many times as large.",
+    )
     data_reduction: Reduction = honoured(
         "xla",
         'How gradients are summed over data ranks: "xla" by its collectives, "ring" by ring '

@@ -55,6 +55,18 @@ class Traced:
         return choose_units(self.closed.jaxpr, self.parameters, self.unit_patterns, match)
 
     @property
+    def not_by_parts(self) -> str | None:
+        """Why the loss of a batch may not be the sum of those of its parts."""
+        if self.own_axes.collective:
+            names = ", ".join(self.own_axes.collective)
+            return f"the loss reduces over {names}: the entire micro-batch"
+        if not self.is_sum:
+            return "the loss is not a (sum, weight), so it may mix samples"
+        if self.written:
+            return "the training pass changes the model's statistics"
+        return None
+
+    @property
     def draws_random_numbers(self) -> bool:
         return any(runs(eqn, RANDOM) for eqn in self.closed.jaxpr.eqns)
 

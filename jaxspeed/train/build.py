@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Batch, Config
-from jaxspeed.errors import ModelError
+from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
@@ -62,6 +62,7 @@ def build_program(
         merge_summed_dims()
     refuse_known_bugs(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
+    _check_parts(config.parallel.batch_parts, batch, mesh)
     adapted = adapt_model(
         model,
         loss_fn,
@@ -119,11 +120,25 @@ def build_program(
             batch.accumulation,
             config.parallel.gradient_reduction,
             _pipeline_of(config, objective),
+            config.parallel.batch_parts,
         ),
         update,
         BuildInputs(build_program, model, optimizer, example_batch, trainable, init_with),
         proposal,
     )
+
+
+def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
+    if parts > 1 and mesh.size > 1:
+        raise ConfigError(
+            f"parallel.batch_parts {parts} on {mesh.size} devices: each computes a part of its own "
+            "already; remove it, or train on one device"
+        )
+    if batch.micro % parts:
+        raise ConfigError(
+            f"parallel.batch_parts {parts}: a micro-batch of {batch.micro} samples does not divide "
+            "into so many parts of equal size"
+        )
 
 
 def batch_of(config: Config) -> Batch:

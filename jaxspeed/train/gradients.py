@@ -6,6 +6,7 @@ each data rank accumulates the partial gradients of its part of the batch, and t
 gradients are summed after the loop.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,6 +53,7 @@ class Gradients:
     accumulation: int
     wanted_reduction: Literal["auto", "step", "micro_batch"] = "auto"
     pipeline: Pipeline | None = None  # where the mesh has stages
+    parts: int = 1  # of a micro-batch, on one device
 
     @property
     def table(self) -> PlacementTable:
@@ -132,17 +134,12 @@ class Gradients:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
-        if program.own_axes.collective:
-            names = ", ".join(program.own_axes.collective)
-            return "micro_batch", f"the loss reduces over {names}: the entire micro-batch"
-        if self.wanted_reduction != "auto":
+        if self.wanted_reduction != "auto" and not program.own_axes.collective:
             return self.wanted_reduction, "parallel.gradient_reduction sets it"
-        if not program.is_sum:
-            return "micro_batch", "the loss is not a (sum, weight), so it may mix samples"
+        if why := program.not_by_parts:
+            return "micro_batch", why
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
-        if program.written:
-            return "micro_batch", "the training pass changes the model's statistics"
         return "step", "the loss is a weighted sum over samples"
 
     def _micro(
@@ -164,7 +161,7 @@ class Gradients:
 
         def scaled(active: Arrays) -> tuple[jax.Array, tuple[Loss, Arrays]]:
             every = {path: active.get(path, value) for path, value in sources.items()}
-            loss, after = self.objective(every, state, batch, step, micro, True)
+            loss, after = self._loss(every, state, batch, step, micro)
             if type(loss.total) is not type(next(iter(active.values()))):  # not differentiated
                 raise ModelError(
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
@@ -178,6 +175,27 @@ class Gradients:
         grads, (loss, after) = jax.grad(scaled, has_aux=True)(active)
         grads = {path: self._padded_in_host(path, steepest(g)) for path, g in grads.items()}
         return Sums(grads, loss.total, loss.weight, loss.metrics), {**variables, **after}
+
+    def _loss(
+        self, sources: Arrays, state: Arrays, batch: Any, step: Any, micro: Any
+    ) -> tuple[Loss, Arrays]:
+        """The loss of one micro-batch: of its parts, which do not depend on each other.
+
+        XLA:CPU runs what is independent at once, where it would divide each operation of a whole
+        micro-batch among the cores and wait for the slowest.
+        """
+        if self.parts == 1:
+            return self.objective(sources, state, batch, step, micro, True)
+        losses = []
+        parts = micro_batches(batch, self.parts, 1)
+        for number in range(self.parts):
+            part = jax.tree.map(lambda x, at=number: x[at], parts)
+            rest = (state, part, jnp.asarray(step), jnp.asarray(0))
+            if why := self.objective.trace(rest, train=True).not_by_parts:
+                raise ModelError(f"parallel.batch_parts {self.parts}: {why}; remove it")
+            of_all = micro * self.parts + number  # random numbers derive from it
+            losses.append(self.objective(sources, state, part, step, of_all, True)[0])
+        return functools.reduce(lambda seen, new: accumulate(seen, new)[0], losses), {}
 
     def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
         """A gradient, in the shape of its shards in host memory where it was offloaded.

@@ -248,6 +248,7 @@ CORRECTED = {
     "quantize_training": "DeepSpeed reads nothing of it but its eigenvalue",
     "scheduler.params.warmup_num_steps": "DeepSpeed warms up for two steps at least",
     "parallel.axis_names": "a new key",
+    "parallel.batch_parts": "a new key",
     "activation_checkpointing.cpu_checkpointing_ratio": "a new key",
     "strict": "a new key",
     "tensor_parallel.dtype": "a key that DeepSpeed takes",
