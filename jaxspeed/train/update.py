@@ -27,6 +27,7 @@ from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -153,9 +154,9 @@ class Update:
         grad = constrain(grad, at, "reduce")
         if self.streamed:
             return grad
-        # Read by the norm and by each array of the optimizer's state: computed once, also on a CPU.
         grad = grad.astype(wide_dtype(row))
-        return jax.lax.platform_dependent(grad, cpu=materialize, default=lambda same: same)
+        # The norm and each array of the optimizer's state read it.
+        return materialize(grad) if simulated(self.table.mesh) else grad
 
     def _norm(self, grads: Arrays) -> jax.Array:
         """The global norm of the gradients in the dtype of the updated arrays."""
