@@ -16,5 +16,4 @@ def materialize(x: jax.Array) -> jax.Array:
         return _returned(x)
 
 
-# The barrier keeps JAX from seeing that the result is the argument, and from dropping the call.
-_returned = jax.jit(jax.lax.optimization_barrier)
+_returned = jax.jit(lambda x: x)

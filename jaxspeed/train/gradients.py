@@ -181,7 +181,7 @@ class Gradients:
     ) -> tuple[Loss, Arrays]:
         """The loss of one micro-batch: of its parts, which do not depend on each other.
 
-        XLA:CPU runs what is independent at once, where it would divide each operation of a whole
+        XLA:CPU runs what is independent at once, where it would divide each operation of an entire
         micro-batch among the cores and wait for the slowest.
         """
         if self.parts == 1:
