@@ -3,6 +3,7 @@
 import functools
 import json
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ import jaxspeed
 from jaxspeed import models as families
 from jaxspeed.metrics import NAMES, read_records
 from jaxspeed.run import folder, open_run, prepare_ending, show_ending, source_of, train
+from jaxspeed.train import staged_init
 from tests.run import small
 
 
@@ -187,6 +189,10 @@ def test_a_run_may_begin_with_the_weights_of_another(tmp_path):
 @pytest.fixture
 def evaluation_compiled():
     """The kinds of the threads that compiled evaluation so far."""
+    # What the test before left to compile is not counted: every thread comes to the barrier.
+    threads = staged_init._THREADS
+    everyone = threading.Barrier(threads._max_workers)
+    wait([threads.submit(everyone.wait) for _ in range(threads._max_workers)])
     found = []
 
     def heard(event, _, **about):
