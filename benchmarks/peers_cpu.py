@@ -47,14 +47,9 @@ COMPARED = 3  # losses of the first steps
 
 
 def jaxspeed_step(
-    weights: str,
-    devices: int,
-    unroll: int | bool = True,
-    stage: int = 0,
-    parts: int = 1,
-    listed: bool = False,
+    weights: str, devices: int, unroll: int | bool = True, stage: int = 0, parts: int = 1
 ) -> Step:
-    """The public interface, with the shipped model or one whose blocks are in a list."""
+    """The shipped model and the public interface."""
     import jaxspeed
     from jaxspeed import models
 
@@ -76,39 +71,10 @@ def jaxspeed_step(
         "parallel": {"batch_parts": parts},
         "run": {"compilation_cache": False},
     }
-    model = blocks_in_a_list(sizes) if listed else built.factory
-    engine = jaxspeed.initialize(model=model, loss_fn=built.loss, config=config)
+    engine = jaxspeed.initialize(model=built.factory, loss_fn=built.loss, config=config)
     if not os.path.exists(weights):
         save_weights(weights, engine.state.params)
     return lambda tokens: float(engine.train_batch({"tokens": tokens})["loss"])
-
-
-def blocks_in_a_list(sizes: dict[str, Any]) -> Callable[[Any], Any]:
-    """The shipped model with its blocks in a list, as torch's has them, and the same weights.
-
-    The weights of a stack are sliced, and their gradients joined, in each step.
-    """
-    import jax
-    from flax import nnx
-    from jaxspeed.models import gpt2
-
-    class Listed(gpt2.GPT2):
-        def __init__(self, config: gpt2.Config, *, rngs: nnx.Rngs):
-            super().__init__(config, rngs=rngs)
-            stack = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
-            self.blocks = nnx.List(gpt2.GPT2Block(config, rngs=rngs) for _ in range(LAYERS))
-            for i, block in enumerate(self.blocks):
-                state = nnx.state(block, nnx.Param)
-                nnx.replace_by_pure_dict(state, jax.tree.map(lambda x, i=i: x[i], stack))
-                nnx.update(block, state)
-
-        def hidden(self, tokens: Any, **_: Any) -> Any:
-            x = self.embed(tokens) + self.positions(jax.numpy.arange(tokens.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return self.norm(x)
-
-    return lambda rngs: Listed(gpt2.Config(**sizes), rngs=rngs)
 
 
 def save_weights(file: str, params: Any) -> None:
@@ -178,7 +144,6 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
     one: dict[str, Callable[[str], Step]] = {
         "jaxspeed, 1 device": lambda w: jaxspeed_step(w, 1),
         "jaxspeed, 1 device, 2 parts": lambda w: jaxspeed_step(w, 1, parts=2),
-        "jaxspeed, 1 device, 2 parts, list": lambda w: jaxspeed_step(w, 1, parts=2, listed=True),
         "jaxspeed, 1 device, scanned": lambda w: jaxspeed_step(w, 1, unroll=1),
         "plain JAX and Optax": plain_jax_step,
         "torch": lambda w: torch_step(w, n),
@@ -196,7 +161,6 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
         f"jaxspeed, {n} devices": lambda w: jaxspeed_step(w, n),
         f"jaxspeed, {n} devices, scanned": lambda w: jaxspeed_step(w, n, unroll=1),
         f"jaxspeed, {n} devices, ZeRO 1": lambda w: jaxspeed_step(w, n, stage=1),
-        f"jaxspeed, {n} devices, ZeRO 1, list": lambda w: jaxspeed_step(w, n, stage=1, listed=True),
     }
     found = {name: (1, make) for name, make in one.items()}
     return found | {name: (n, make) for name, make in several.items()}
