@@ -107,13 +107,13 @@ def additions(layers, function=lambda gradient: gradient):
 
 
 def test_the_gradient_of_a_residual_stream_is_summed_once():
-    """Linear in the layers; XLA alone sums the gradients of all later ones in each."""
+    """Linear in the layers."""
     mesh = build_mesh({"data": 1}, jax.devices()[:1])
     lower_gradients()
     here = [additions(n, lambda gradient: in_mesh(mesh, gradient)) for n in (4, 8, 12)]
-    elsewhere = [additions(n) for n in (4, 8, 12)]  # without a mesh: as XLA does it
     assert here[2] - here[1] == here[1] - here[0]
-    assert elsewhere[2] - elsewhere[1] > elsewhere[1] - elsewhere[0]
+    # Without a mesh it is XLA's own: quadratic with jaxlib 0.10.2, no longer so with the newest.
+    assert here[2] <= additions(12)
     gradient, x = residual_stream(8)
     jax.clear_caches()
     found, wanted = jax.jit(in_mesh(mesh, gradient))(x), jax.jit(gradient)(x)
