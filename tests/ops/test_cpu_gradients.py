@@ -107,13 +107,11 @@ def additions(layers, function=lambda gradient: gradient):
 
 
 def test_the_gradient_of_a_residual_stream_is_summed_once():
-    """Linear in the layers."""
+    """Linear in the layers; by itself XLA's is quadratic with jaxlib 0.10.2."""
     mesh = build_mesh({"data": 1}, jax.devices()[:1])
     lower_gradients()
     here = [additions(n, lambda gradient: in_mesh(mesh, gradient)) for n in (4, 8, 12)]
     assert here[2] - here[1] == here[1] - here[0]
-    # Without a mesh it is XLA's own: quadratic with jaxlib 0.10.2, no longer so with the newest.
-    assert here[2] <= additions(12)
     gradient, x = residual_stream(8)
     jax.clear_caches()
     found, wanted = jax.jit(in_mesh(mesh, gradient))(x), jax.jit(gradient)(x)
