@@ -10,8 +10,7 @@ group of processes), and the rounds are interleaved. A step is timed until its l
 Reported are the medians of the rounds, which are medians of their steps, and their range.
 
 `jaxspeed train` restarts itself with glibc's setting for huge pages; jaxspeed's processes have it
-here too. --huge-pages all | none gives it to the peers as well, or to none; --keep-memory likewise
-lets glibc keep what a step frees, by arenas for pages of 1 GB that need not exist.
+here too. --huge-pages all | none gives it to the peers as well, or to none.
 """
 
 import argparse
@@ -42,12 +41,6 @@ from peers_work import (
 
 WARM_UP = 4
 COMPARED = 3  # losses of the first steps
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
-KEEP_MEMORY = ":".join(
-    f"glibc.malloc.{name}={size}"
-    # An arena holds four pages of this size; with the usual 64 MB larger blocks are mapped anew.
-    for name, size in (("hugetlb", 2**30), ("mmap_threshold", 2**31), ("trim_threshold", 2**34))
-)
 
 
 # -- JAX -------------------------------------------------------------------------------------------
@@ -203,7 +196,7 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "GLIBC_TUNABLES": glibc_settings(name, arguments),
+            **huge_pages(name, arguments.huge_pages),
         }
         if processes == 1:  # jaxspeed would join the others
             for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -221,14 +214,9 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
     return json.loads(lines[-1])
 
 
-def glibc_settings(name: str, arguments: argparse.Namespace) -> str:
-    if _includes(arguments.keep_memory, name):
-        return KEEP_MEMORY
-    return HUGE_PAGES if _includes(arguments.huge_pages, name) else ""
-
-
-def _includes(whose: str, name: str) -> bool:
-    return whose == "all" or (whose == "jaxspeed" and name.startswith("jaxspeed"))
+def huge_pages(name: str, whose: str) -> dict[str, str]:
+    asks = whose == "all" or (whose == "jaxspeed" and name.startswith("jaxspeed"))
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1" if asks else ""}
 
 
 def main() -> None:
@@ -237,11 +225,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed ones per run")
     parser.add_argument("--only", nargs="+", default=[], help="names that contain one of these")
-    whose = ("jaxspeed", "all", "none")
-    parser.add_argument("--huge-pages", choices=whose, default="jaxspeed")
-    parser.add_argument(
-        "--keep-memory", choices=whose, default="none", help="instead of huge pages"
-    )
+    parser.add_argument("--huge-pages", choices=("jaxspeed", "all", "none"), default="jaxspeed")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -258,7 +242,7 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
-        first = argparse.Namespace(**{**vars(arguments), "steps": 0})
+        first = argparse.Namespace(cores=arguments.cores, steps=0, huge_pages="none")
         run_apart("jaxspeed, 1 device", 1, weights, first, 0)
         for number in range(arguments.rounds):
             for i, (name, processes) in enumerate(chosen.items()):

@@ -20,7 +20,7 @@ from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
 from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
-from jaxspeed.ops.cpu_gradients import lower_gradients
+from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.memory_kinds import in_host
@@ -59,7 +59,7 @@ def build_program(
         raise ModelError(f"loss_fn is a {type(loss_fn).__name__}; it is called as (model, batch)")
     mesh = build_mesh(config.mesh.model_dump(), devices)
     if simulated(mesh):
-        lower_gradients()
+        merge_summed_dims()
     refuse_known_bugs(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     _check_parts(config.parallel.batch_parts, batch, mesh)

@@ -117,7 +117,7 @@ def test_recomputation_of_unrolled_layers_is_kept_apart(unroll, barriers):
     """Trips outside of a loop stand beside their backward pass, with which XLA would merge them."""
     made = program("full", sizes=dataclasses.replace(SIZES, unroll=unroll))
     traced = made.step.trace(made.state, made.abstract_batch(batch_of(made)))
-    # Not for CPUs, whose weight gradients have barriers of their own (`ops/cpu_gradients.py`).
+    # Not for CPUs, whose weight gradients have barriers of their own (`ops/cpu_products.py`).
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ("optimization_barrier" in text) == barriers
 

@@ -1,4 +1,4 @@
-"""The lowering of a layer's gradients for CPUs: products without a transpose, sums computed once.
+"""The lowering of a layer's gradients for CPUs: products of two matrices, without a transpose.
 
 XLA:CPU has products of matrices only. Where a product sums over several dims, it copies operands so
 that these are one dim, and has not seen that they often are one in memory already:
@@ -12,11 +12,6 @@ that these are one dim, and has not seen that they often are one in memory alrea
 
 With the summed dims merged, which moves no data, nothing is copied.
 
-The gradient of a residual stream is a sum over all later branches, which each layer continues and
-reads several times. XLA:CPU fuses it from the first summand on into each reader, so that an
-unrolled model computes a number of sums that is quadratic in its layers. Here every second sum in a
-row is materialized.
-
 What is traced does not change, and neither does any other platform's program.
 """
 
@@ -27,48 +22,27 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax._src import ad_util
 from jax.interpreters import mlir
 
-from jaxspeed.ops.materialize import materialize
 from jaxspeed.placement.mesh import DATA_AXES
-
-_LARGE = 2**16  # elements; what is smaller stays in a core's cache
 
 
 @functools.cache
-def lower_gradients() -> None:
-    """Lower products and sums of gradients for CPUs so in this process, from now on."""
-    product = mlir._platform_specific_lowerings["cpu"][lax.dot_general_p].rule
-    add = mlir._lowerings[ad_util.add_any_p].rule
+def merge_summed_dims() -> None:
+    """Lower products for CPUs so in this process, from now on."""
+    stock = mlir._platform_specific_lowerings["cpu"][lax.dot_general_p].rule
 
-    def lower_product(ctx: Any, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
+    def lower(ctx: Any, x: Any, y: Any, *, dimension_numbers: Any, **params: Any) -> Any:
         merged = None
         if _only_samples_are_sharded():
             merged = _merged(dimension_numbers, [aval.ndim for aval in ctx.avals_in])
         if merged is None:
-            return product(ctx, x, y, dimension_numbers=dimension_numbers, **params)
+            return stock(ctx, x, y, dimension_numbers=dimension_numbers, **params)
         merged = functools.partial(merged, **params)
         return mlir.lower_fun(merged, multiple_results=False)(ctx, x, y)
 
-    def lower_sum(ctx: Any, x: Any, y: Any) -> Any:
-        """The sum of two gradients of one array; materialized if one of them is a sum itself."""
-        (total,) = ctx.avals_out
-        large = total.size >= _LARGE and jnp.issubdtype(total.dtype, jnp.inexact)
-        if large and (_is_sum(x) or _is_sum(y)) and _only_samples_are_sharded():
-            once = mlir.lower_fun(lambda x, y: materialize(lax.add(x, y)), multiple_results=False)
-            return once(ctx, x, y)
-        return add(ctx, x, y)
-
-    mlir.register_lowering(lax.dot_general_p, lower_product, platform="cpu")
-    # Not cacheable: the rule reads which operations computed the summands.
-    mlir.register_lowering(ad_util.add_any_p, lower_sum, platform="cpu", cacheable=False)
-
-
-def _is_sum(value: Any) -> bool:
-    return getattr(value.owner, "name", None) == "stablehlo.add"
+    mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
 
 
 def _merged(dimension_numbers: Any, ndims: list[int]) -> Any:
@@ -89,14 +63,12 @@ def _over_first(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax
     shape = (*x.shape[count:], *y.shape[count:])
     rows = math.prod(x.shape[:count])
     a, b = x.reshape(rows, -1), y.reshape(rows, -1)
-    swapped = a.shape[1] >= b.shape[1]
+    swapped = a.shape[1] > b.shape[1]
     if swapped:
         a, b = b, a
     # The barrier keeps the operands' order, against XLA's dot(a, b)^T = dot(b, a).
     product = lax.optimization_barrier(lax.dot_general(a, b, (((0,), (0,)), ((), ())), **params))
-    # JAX transposes the result to the kernel's [in, out]: of a swapped product that is no copy.
-    # The others are transposed here, by a copy: in the join of a stack's it would be much slower.
-    return (product.T if swapped else materialize(product.T).T).reshape(shape)
+    return (product.T if swapped else product).reshape(shape)
 
 
 def _over_last(x: jax.Array, y: jax.Array, *, count: int, **params: Any) -> jax.Array:
