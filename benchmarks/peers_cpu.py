@@ -9,8 +9,10 @@ the first steps are compared. Each is a process of its own on the same cores (wi
 group of processes), and the rounds are interleaved. A step is timed until its loss is on the host.
 Reported are the medians of the rounds, which are medians of their steps, and their range.
 
-`jaxspeed train` restarts itself with glibc's setting for huge pages; jaxspeed's processes have it
-here too. --huge-pages all | none gives it to the peers as well, or to none.
+`jaxspeed train` restarts itself with glibc's setting for huge pages, and with --keep-temporaries
+with others; jaxspeed's processes have them here too. The peers' have those that --peers-memory
+names: `default`, none, as they start by themselves; `huge`, pages; `kept`, the same as jaxspeed's
+with kept temporaries.
 """
 
 import argparse
@@ -144,6 +146,7 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
     one: dict[str, Callable[[str], Step]] = {
         "jaxspeed, 1 device": lambda w: jaxspeed_step(w, 1),
         "jaxspeed, 1 device, 2 parts": lambda w: jaxspeed_step(w, 1, parts=2),
+        "jaxspeed, 1 device, 2 parts, kept": lambda w: jaxspeed_step(w, 1, parts=2),
         "jaxspeed, 1 device, scanned": lambda w: jaxspeed_step(w, 1, unroll=1),
         "plain JAX and Optax": plain_jax_step,
         "torch": lambda w: torch_step(w, n),
@@ -196,7 +199,7 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            **huge_pages(name, arguments.huge_pages),
+            "GLIBC_TUNABLES": glibc_settings(name, arguments.peers_memory),
         }
         if processes == 1:  # jaxspeed would join the others
             for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -214,9 +217,12 @@ def run_apart(name: str, processes: int, weights: str, arguments: Any, port: int
     return json.loads(lines[-1])
 
 
-def huge_pages(name: str, whose: str) -> dict[str, str]:
-    asks = whose == "all" or (whose == "jaxspeed" and name.startswith("jaxspeed"))
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1" if asks else ""}
+def glibc_settings(name: str, of_peers: str) -> str:
+    from jaxspeed.cli.train import HUGE_PAGES, KEEP_TEMPORARIES
+
+    if name.startswith("jaxspeed"):
+        return KEEP_TEMPORARIES if name.endswith("kept") else HUGE_PAGES
+    return {"default": "", "huge": HUGE_PAGES, "kept": KEEP_TEMPORARIES}[of_peers]
 
 
 def main() -> None:
@@ -225,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="timed ones per run")
     parser.add_argument("--only", nargs="+", default=[], help="names that contain one of these")
-    parser.add_argument("--huge-pages", choices=("jaxspeed", "all", "none"), default="jaxspeed")
+    parser.add_argument("--peers-memory", choices=("default", "huge", "kept"), default="default")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -242,7 +248,7 @@ def main() -> None:
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.npz")
-        first = argparse.Namespace(cores=arguments.cores, steps=0, huge_pages="none")
+        first = argparse.Namespace(cores=arguments.cores, steps=0, peers_memory="default")
         run_apart("jaxspeed, 1 device", 1, weights, first, 0)
         for number in range(arguments.rounds):
             for i, (name, processes) in enumerate(chosen.items()):

@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Python's last collections walk all of JAX's objects, 0.6 s, to free what the exit frees.
     atexit.register(gc.freeze)
     given = parser().parse_args(arguments)
-    if arguments is None and "at_start" in given:  # this process is the command's own
-        given.at_start()
     errors = Console(stderr=True, soft_wrap=True)
     logger = logging.getLogger("jaxspeed")
     handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)
     logger.addHandler(handler)
     logger.propagate = False  # a library may have added a handler to the root logger
     try:
+        if arguments is None and "at_start" in given:  # this process is the command's own
+            given.at_start(given)
         return int(given.run(given) or 0)
     except JaxspeedError as error:
         _say(errors, error)

@@ -75,21 +75,62 @@ def test_train_restarts_once_for_huge_pages_where_it_must_ask(kernel, given, see
     setting = tmp_path / "enabled"
     if kernel:
         setting.write_text(kernel)
+    replaced = f"train._HUGE_PAGES_SETTING = pathlib.Path({str(setting)!r})"
+    tunables, errors = tunables_of_train(replaced, given)
+    assert "no-such-file.yaml" in errors
+    assert tunables == [text.format(given, "glibc.malloc.hugetlb=1") for text in seen]
+
+
+def tunables_of_train(replaced, given, *arguments):
+    """Those with which a process that trains started, in turn; and its error output."""
     code = (
         "import os, pathlib; print(os.environ.get('GLIBC_TUNABLES', ''), os.getpid(), flush=True)\n"
         "from jaxspeed.cli import main, train\n"
-        f"train._SYSTEM_SETTING = pathlib.Path({str(setting)!r})\n"
+        f"{replaced}\n"
         "main()"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, "train", "no-such-file.yaml"]
-    environment = {**os.environ, "GLIBC_TUNABLES": given}
+    command = [sys.executable, "-W", "ignore", "-c", code, "train", "no-such-file.yaml", *arguments]
+    environment = {**os.environ, "GLIBC_TUNABLES": given, "COLUMNS": "200"}
     child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert "no-such-file.yaml" in child.stderr
     lines = [line.rpartition(" ") for line in child.stdout.splitlines()]
-    assert [line[0] for line in lines] == [
-        text.format(given, "glibc.malloc.hugetlb=1") for text in seen
-    ]
     assert len({line[2] for line in lines}) == 1  # the process stays the same
+    return [line[0] for line in lines], child.stderr
+
+
+LIBRARY = "train.platform.libc_ver = lambda: {!r}; train._RESERVED_GIGABYTES = pathlib.Path({!r})"
+
+
+@pytest.mark.parametrize("given", ["", "glibc.malloc.hugetlb=0"])
+def test_keep_temporaries_restarts_once_with_its_settings(given, tmp_path):
+    reserved = tmp_path / "nr_hugepages"
+    reserved.write_text("0\n")
+    replaced = LIBRARY.format(("glibc", "2.36"), str(reserved))
+    tunables, errors = tunables_of_train(replaced, given, "--keep-temporaries")
+    assert "no-such-file.yaml" in errors
+    kept = "glibc.malloc.hugetlb=1073741824:glibc.malloc.mmap_threshold=4294967295:"
+    kept += "glibc.malloc.trim_threshold=17179869184"
+    assert tunables == [given, f"{given}:{kept}".removeprefix(":")]  # the last one of a name counts
+
+
+@pytest.mark.parametrize(
+    ("library", "pages", "arguments", "why"),
+    [
+        (("glibc", "2.34"), "0", [], "needs glibc 2.35 or newer; here is glibc 2.34"),
+        (("", ""), "0", [], "needs glibc 2.35 or newer; here is another library"),
+        (("glibc", "2.36"), "3", [], "nr_hugepages has 3"),
+        (("glibc", "2.36"), None, [], "nr_hugepages does not exist"),
+        (("glibc", "2.36"), "0", ["--engine", "ray"], "not with --engine ray"),
+    ],
+)
+def test_keep_temporaries_says_why_it_cannot(library, pages, arguments, why, tmp_path):
+    reserved = tmp_path / "nr_hugepages"
+    if pages:
+        reserved.write_text(f"{pages}\n")
+    replaced = LIBRARY.format(library, str(reserved))
+    tunables, errors = tunables_of_train(replaced, "", "--keep-temporaries", *arguments)
+    assert tunables == [""]
+    assert errors.startswith("error: --keep-temporaries: ")
+    assert why in errors
 
 
 def test_importing_jaxspeed_loads_nothing_else():
