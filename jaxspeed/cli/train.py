@@ -66,7 +66,7 @@ def restart_with_glibc_settings(given: argparse.Namespace) -> None:
 
     XLA:CPU allocates and frees the temporary arrays of each step: with pages of 4 KB the kernel
     takes up to a fifth of a step to map them. Huge pages are asked for where the kernel gives them
-    to those who ask.
+    to those who ask; --keep-temporaries has glibc keep the memory instead.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if given.keep_temporaries:
