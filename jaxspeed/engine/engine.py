@@ -17,7 +17,7 @@ from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.offload_check import asks, check_host_bytes, check_moves, transfer_of
-from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.oom_help import device_limit, explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import Reporter
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
@@ -272,7 +272,7 @@ class Engine:
         tokenizer = tokenizer or tokenizer_of(program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
         if self._generator is None or self._generator.program is not program:
-            self._generator = Generator(program)
+            self._generator = Generator(program, memory=device_limit(program))
         return self._generator.start(state, request)
 
     # -- inspection -----------------------------------------------------------------------------

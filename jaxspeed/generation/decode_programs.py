@@ -7,7 +7,7 @@ as in a step. A cache is sharded over the data axes by sequences and over `tenso
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.errors import ModelError
+from jaxspeed.generation.gather_once import GatherOnce, ModelState
 from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
 from jaxspeed.objective.protocol import CachedModel
-from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.objective.train_state import Arrays
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.rules import model_sharding
-from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
@@ -32,18 +32,6 @@ Rules = Mapping[str, Any]
 NO_TOKEN = np.iinfo(np.int32).max
 
 
-class ModelState(NamedTuple):
-    """What generation reads of a train state."""
-
-    sources: Arrays
-    variables: Arrays
-    step: Any
-
-    @classmethod
-    def of(cls, program: Program, state: TrainState) -> "ModelState":
-        return cls(state.sources(program.table), state.variables, state.step)
-
-
 class ForwardPrograms:
     """The programs for batches of one number of sequences, and caches of one length.
 
@@ -51,11 +39,14 @@ class ForwardPrograms:
     token whose successor is drawn.
     """
 
-    def __init__(self, program: Program, cached: CachedModel | None) -> None:
-        self._program, self.cached = program, cached
-        model = program.model if cached is None else cached.model
-        self._objective = replace(program.objective, loss_fn=_logits, model=model)
-        self._decode_compiled: Callable[[], Any] = lambda: None  # waits for it
+    def __init__(self, once: GatherOnce, cached: CachedModel | None) -> None:
+        self._once, self._program, self.cached = once, once.program, cached
+        objective = self._program.objective
+        model = objective.model if cached is None else cached.model
+        self._objective = replace(objective, table=once.table, loss_fn=_logits, model=model)
+        # Each waits until the program is compiled.
+        self._decode_compiled: Callable[[], Any] = lambda: None
+        self._fresh_compiled: Callable[[], Any] = lambda: None
 
     @functools.cached_property
     def recompute(self) -> Any:
@@ -113,13 +104,21 @@ class ForwardPrograms:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
             for path, x in fresh.items()
         }
-        state = ModelState.of(self._program, self._program.state)
-        given = (state, caches, batch, draws, rules)
+        given = (self._once.shapes, caches, batch, draws, rules)
         self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *given)
 
+    def fresh(self) -> Arrays:
+        """Empty caches."""
+        self._fresh_compiled()
+        found: Arrays = self._fresh()
+        return found
+
+    def compile_fresh(self) -> None:
+        """Start to compile `fresh` in the background."""
+        self._fresh_compiled = compile_ahead(self._program.mesh, self._fresh)
+
     @functools.cached_property
-    def fresh(self) -> Any:
-        """`fresh()`: empty caches."""
+    def _fresh(self) -> Any:
         assert self.cached is not None
         return self._jit(self.cached.fresh, (), self._caches)
 

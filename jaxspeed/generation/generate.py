@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.decode_programs import NO_TOKEN, ForwardPrograms
+from jaxspeed.generation.gather_once import GatherOnce
 from jaxspeed.generation.next_tokens import (
     Cached,
     OneByOne,
@@ -20,6 +21,7 @@ from jaxspeed.generation.next_tokens import (
     Steps,
     bucket,
     first_seen,
+    short_start,
 )
 from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
@@ -199,6 +201,7 @@ class Generator:
 
     program: Program
     cache: bool = True  # False: recompute, as for a model without a cache
+    memory: int | None = None  # bytes of a device; None: its part of this machine's
     _programs: dict[tuple[int, int], ForwardPrograms] = field(default_factory=dict)
     _noted: bool = False
 
@@ -211,7 +214,8 @@ class Generator:
         longest = max(map(len, prompts)) + request.tokens
         context = request.context or self.context or longest
         rules = request.sampling.rules
-        steps = self._steps(len(rows), bucket(min(context, longest), context), state, rules)
+        length = bucket(min(context, longest), context)
+        steps = self._steps(len(rows), length, state, rules, short_start(request.tokens))
         text = "repetition_penalty" in rules
         return Generation(rows, count, steps, context, seed=request.seed, text=text)
 
@@ -220,16 +224,20 @@ class Generator:
         """The tokens that the model sees at most, if its config says so."""
         return getattr(sizes_of(self.program.source.model), "max_position_embeddings", None)
 
-    def _steps(self, rows: int, length: int, state: TrainState, rules: Any) -> Steps:
+    @cached_property
+    def _once(self) -> GatherOnce:
+        return GatherOnce(self.program, self.memory)
+
+    def _steps(self, rows: int, length: int, state: TrainState, rules: Any, short: int) -> Steps:
         if (rows, length) not in self._programs:
             self._programs[rows, length] = self._compilable(rows, length, rules)
         programs = self._programs[rows, length]
-        runs = Runs(self.program, state, rules)
+        runs = Runs(self._once, state, rules)
         if programs.cached is None:
             return Recomputed(programs, runs, length)
         if programs.cached.one_by_one:
             return OneByOne(programs, runs)
-        return Cached(programs, runs, length)
+        return Cached(programs, runs, length, short)
 
     def _compilable(self, rows: int, length: int, rules: Any) -> ForwardPrograms:
         params = {
@@ -245,7 +253,7 @@ class Generator:
                 cached = self.program.model.cached(rows, length, params, dtype or np.float32)
                 if cached is None:
                     break
-                programs = ForwardPrograms(self.program, cached)
+                programs = ForwardPrograms(self._once, cached)
                 programs.check(rows, rules)
                 return programs
             except ModelError as error:
@@ -256,4 +264,4 @@ class Generator:
                 why,
             )
             self._noted = True
-        return ForwardPrograms(self.program, None)
+        return ForwardPrograms(self._once, None)

@@ -5,14 +5,15 @@ that the cache is filled again once for `context / 2` tokens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, ModelState, Rules
+from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, Rules
+from jaxspeed.generation.gather_once import GatherOnce, ModelState
 from jaxspeed.objective.train_state import TrainState
-from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
 
 SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two
@@ -34,6 +35,14 @@ def first_seen(length: int, context: int) -> int:
 def bucket(length: int, most: int) -> int:
     """The length to which sequences are padded."""
     return min(max(1 << (length - 1).bit_length(), SMALLEST), max(most, 2))
+
+
+def short_start(tokens: int) -> int:
+    """The length up to which a start is read token by token, where so many are drawn after it.
+
+    That is at most an eighth more calls than with `prefill`, whose compilation takes longer.
+    """
+    return min(1 + tokens // 8, SMALLEST)
 
 
 class Steps(Protocol):
@@ -61,34 +70,56 @@ class Recomputed:
 
 
 class Cached:
-    """With a cache that takes the sequences' starts in one call."""
+    """With a cache that takes the sequences' starts in one call.
 
-    def __init__(self, programs: ForwardPrograms, runs: "Runs", most: int) -> None:
-        self._programs, self._runs, self._most = programs, runs, most
+    Starts of up to `short` tokens are read by `decode`, one token at a time: a request with such
+    prompts only compiles no other program.
+    """
+
+    def __init__(self, programs: ForwardPrograms, runs: "Runs", most: int, short: int) -> None:
+        self._programs, self._runs, self._most, self._short = programs, runs, most, short
         self._filled: Sequence[Seen] = ()  # what is in the cache
         self._caches: Any = None
 
     def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
-        self._runs.compile_ahead(self._programs.prefill, padded(seen, self._most), draws)
+        if self._is_short(seen):  # `decode` compiles already
+            self._programs.compile_fresh()
+        else:
+            self._runs.compile_ahead(self._programs.prefill, padded(seen, self._most), draws)
 
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
-        lengths = [len(row.tokens) for row in seen]
         grown = [
             len(row.tokens) - len(was.tokens) if row.start == was.start else None
             for row, was in zip(seen, self._filled)
         ]
-        # A sequence that has ended stays as it is: its last token is written again.
         if grown and all(more in (0, 1) for more in grown):
-            last = np.asarray([[row.tokens[-1]] for row in seen], np.int32)
-            at = np.asarray(lengths, np.int32)[:, None] - 1
-            batch = {"tokens": last, "positions": at, "at": np.zeros(len(seen), np.int32)}
-            tokens, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
+            tokens = self._decode(seen, self._most, draws)
         else:
-            batch = padded(seen, self._most)
             self._caches = None  # freed before the next one is allocated
-            tokens, self._caches = self._runs(self._programs.prefill, batch, draws)
+            if self._is_short(seen):
+                self._caches = self._programs.fresh()
+                for place in range(max(len(row.tokens) for row in seen)):
+                    tokens = self._decode(seen, place, draws)
+            else:
+                batch = padded(seen, self._most)
+                tokens, self._caches = self._runs(self._programs.prefill, batch, draws)
         self._filled = [*seen]
         return ready(tokens, range(len(seen)))
+
+    def _decode(self, seen: Sequence[Seen], place: int, draws: Draws) -> jax.Array:
+        """Read the token at this place of each sequence; of a shorter one its last, once more."""
+        places = [min(place, len(row.tokens) - 1) for row in seen]
+        at_places = [row.tokens[at] for row, at in zip(seen, places)]
+        batch = {
+            "tokens": np.asarray(at_places, np.int32)[:, None],
+            "positions": np.asarray(places, np.int32)[:, None],
+            "at": np.zeros(len(seen), np.int32),
+        }
+        tokens, self._caches = self._runs(self._programs.decode, self._caches, batch, draws)
+        return tokens
+
+    def _is_short(self, seen: Sequence[Seen]) -> bool:
+        return max(len(row.tokens) for row in seen) <= self._short
 
 
 class OneByOne:
@@ -104,7 +135,7 @@ class OneByOne:
         self._starts: list[int] = []
 
     def compile_ahead(self, seen: Sequence[Seen], draws: Draws) -> None:
-        """`decode` alone is called, which compiles already."""
+        self._programs.compile_fresh()  # `decode` compiles already
 
     def next(self, seen: Sequence[Seen], draws: Draws) -> dict[int, int]:
         starts = [row.start for row in seen]
@@ -124,26 +155,32 @@ class OneByOne:
 class Runs:
     """Calls of the programs with a model's state and with the rules of a request."""
 
-    def __init__(self, program: Program, state: TrainState, rules: Rules) -> None:
-        self._program, self._rules = program, rules
-        self._state = ModelState.of(program, state)
+    def __init__(self, once: GatherOnce, state: TrainState, rules: Rules) -> None:
+        self._once, self._given_state, self._rules = once, state, rules
         self._several = jax.process_count() > 1
+        self._gather_compiled = once.compile_ahead()
         self._compiled: Callable[[], Any] = lambda: None
+
+    @cached_property
+    def _state(self) -> ModelState:
+        self._gather_compiled()
+        return self._once.read(self._given_state)
 
     def compile_ahead(self, function: Any, *args: Any) -> None:
         """Start to compile a program for a call with these arguments; the next call waits."""
-        self._compiled = compile_ahead(self._program.mesh, function, *self._given(args))
+        given = self._given(self._once.shapes, args)
+        self._compiled = compile_ahead(self._once.program.mesh, function, *given)
 
     def __call__(self, function: Any, *args: Any) -> Any:
         self._compiled()
-        return function(*self._given(args))
+        return function(*self._given(self._state, args))
 
-    def _given(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _given(self, state: ModelState, args: Sequence[Any]) -> Sequence[Any]:
         *caches, batch, draws = args
         if self._several:  # jit itself takes arrays of one process only
             rows = batch, draws
-            batch, draws = jax.device_put(rows, self._program.batch_shardings(rows))
-        return (self._state, *caches, batch, draws, self._rules)
+            batch, draws = jax.device_put(rows, self._once.program.batch_shardings(rows))
+        return (state, *caches, batch, draws, self._rules)
 
 
 def padded(seen: Sequence[Seen], most: int) -> dict[str, np.ndarray]:

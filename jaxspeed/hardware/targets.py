@@ -134,11 +134,11 @@ def _switched(chip: Chip, shape: tuple[int, ...], slices: int, found: re.Match[s
             f"nodes of {', '.join(works)} would do"
         )
     if chip == chips_of()["cpu"]:  # the built-in row, whose figures are nominal
-        chip = replace(chip, memory=_memory_of_machine() // count)
+        chip = replace(chip, memory=memory_of_machine() // count)
     return Target(chip, count, (), 1, min(node, count))
 
 
-def _memory_of_machine() -> int:
+def memory_of_machine() -> int:
     """Memory of this machine in bytes, which simulated devices share."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -1,13 +1,12 @@
 """Output before the first step: placement table, compiled step, memory needed and available."""
 
 import math
-import os
 
 import jax
 from rich.console import Console
 
 from jaxspeed.engine.oom_help import device_limit, stored_bytes
-from jaxspeed.hardware.targets import Target
+from jaxspeed.hardware.targets import Target, memory_of_machine
 from jaxspeed.placement.show import bytes_text, scaled_text
 from jaxspeed.run.trainer import Trainer
 from jaxspeed.train.program import Program
@@ -87,5 +86,4 @@ def _where(trainer: Trainer) -> str:
 
 def _shared_memory(devices: int) -> str:
     """Host RAM shared by the simulated devices."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{bytes_text(memory)} of host RAM shared by {devices} devices"
+    return f"{bytes_text(memory_of_machine())} of host RAM shared by {devices} devices"

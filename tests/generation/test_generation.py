@@ -1,16 +1,20 @@
 """Generation with a cache gives the tokens of a plain loop without one, however it is sharded."""
 
 import logging
+import math
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxspeed
 from jaxspeed import models
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
-from jaxspeed.generation.decode_programs import ModelState
+from jaxspeed.generation.gather_once import GatherOnce
+from jaxspeed.generation.next_tokens import short_start
 from tests.generation import plain
 
 RNG = np.random.default_rng(0)
@@ -99,6 +103,85 @@ def test_tokens_are_those_of_a_plain_loop(family, placement):
         assert with_cache == tokens_of(recomputed.start(engine.state, request).finish())
 
 
+@pytest.mark.parametrize("placement", ["one device", "ZeRO 3, tensor 2"])
+def test_short_prompts_are_read_token_by_token(placement, caplog):
+    engine = engine_of("llama", placement)
+    prompts = [prompt[:n] for prompt, n in zip(PROMPTS, (2, 4, 1))]
+    with jax.log_compiles(), caplog.at_level(logging.DEBUG):
+        found = tokens_of(engine.generate(prompts, 24, temperature=0))
+        compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+    assert any("jit(decode)" in m for m in compiled)
+    assert not any("jit(prefill)" in m for m in compiled)
+    assert found == plain.greedy(engine, "llama", prompts, 24)
+    request = Request(prompts, 24, Sampling(0.9, repetition_penalty=1.2), seed=5)
+    drawn = tokens_of(Generator(engine.program).start(engine.state, request).finish())
+    recomputed = Generator(engine.program, cache=False).start(engine.state, request).finish()
+    assert drawn == tokens_of(recomputed)
+
+
+@given(st.integers(0, 10_000))
+def test_short_prompts_add_at_most_an_eighth_to_the_calls(tokens):
+    longest = short_start(tokens)
+    assert 1 <= longest <= 16
+    assert longest == 1 or (longest - 1) / tokens <= 1 / 8
+
+
+def all_gathers(programs, steps):
+    """All-gathers of the compiled decode step."""
+    batch = {name: np.zeros((8, 1), np.int32) for name in ("tokens", "positions")}
+    batch["at"] = np.zeros(8, np.int32)
+    draws = {"keys": np.zeros((8, 2), np.uint32), "drawn": np.zeros(8, np.int32)}
+    args = (steps._runs._state, programs.fresh(), batch, draws, {})
+    return programs._decode.lower(*args).compile().as_text().count(" all-gather(")
+
+
+@pytest.mark.parametrize("placement", ["ZeRO 3", "ZeRO 3, bf16", "offloaded", "pipe 2"])
+def test_parameters_are_gathered_once_for_all_tokens_where_they_fit(placement):
+    engine = engine_of("llama", placement)
+    request = Request(PROMPTS, 12, Sampling(0))
+    found, gathers = {}, {}
+    for memory in (None, 1):
+        generator = Generator(engine.program, memory=memory)
+        generation = generator.start(engine.state, request)
+        found[memory] = tokens_of(generation.finish())
+        if placement != "pipe 2":
+            (programs,) = generator._programs.values()
+            gathers[memory] = all_gathers(programs, generation._steps)
+    assert found[None] == found[1] == plain.greedy(engine, "llama", PROMPTS, 12)
+    if gathers:
+        assert gathers[None] == 1 < gathers[1], gathers  # one of the tokens that were drawn
+
+
+def test_parameters_are_gathered_again_for_each_request():
+    engine = engine_of("gpt2", "ZeRO 3")
+    for _ in range(2):
+        found = tokens_of(engine.generate(PROMPTS, 8, temperature=0))
+        assert found == plain.greedy(engine, "gpt2", PROMPTS, 8)
+        engine.parameters = {
+            path: np.asarray(x) * np.linspace(0.5, 2, x.shape[-1], dtype=np.float32)
+            for path, x in engine.parameters.items()
+        }
+
+
+@pytest.mark.parametrize("placement", ["ZeRO 3", "ZeRO 3, bf16", "ZeRO 3, tensor 2"])
+def test_parameters_are_gathered_once_in_at_most_half_of_the_memory(placement):
+    program = engine_of("llama", placement).program
+    tensor = program.mesh.shape["tensor"]
+    state = gathered = 0
+    for row in program.table:
+        for kept in (row.param, row.master, row.grad):
+            shards = kept.sharding(program.mesh).shard_shape(row.shape(kept)) if kept else (0,)
+            state += math.prod(shards) * (kept.dtype.itemsize if kept else 0)
+        split = tensor if "tensor" in str(row.read.spec) else 1
+        gathered += math.prod(row.leaf.shape) * row.read.dtype.itemsize // split
+    rest = jax.tree.leaves((program.state.opt, program.state.variables))
+    rest += jax.tree.leaves((program.state.step, program.state.skipped, program.state.loss_scale))
+    state += sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in rest)
+    least = 2 * (state + gathered)
+    assert GatherOnce(program, least).table is not program.table
+    assert GatherOnce(program, least - 2 - state // 100).table is program.table
+
+
 def test_a_text_longer_than_the_context_is_continued_from_its_last_half():
     engine = engine_of("gpt2", max_position_embeddings=32)
     prompts = [*PROMPTS[:2], RNG.integers(1, 256, 90).tolist()]
@@ -112,7 +195,7 @@ def test_500_tokens_compile_one_decode_step(caplog):
         engine.generate([[1, 2, 3]], 500, temperature=0.7)
         compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
         counts = {n: sum(f"jit({n})" in m for m in compiled) for n in ("prefill", "decode")}
-        assert counts == {"prefill": 1, "decode": 1}
+        assert counts == {"prefill": 0, "decode": 1}
         traced = [r.getMessage() for r in caplog.records if "tracing" in r.getMessage()]
         assert sum("decode" in message for message in traced) == 1, traced
         caplog.clear()
@@ -122,19 +205,29 @@ def test_500_tokens_compile_one_decode_step(caplog):
         assert not [m for m in again if "jit(prefill)" in m or "jit(decode)" in m]
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_programs_compile_before_the_first_token_is_asked_for(cache, caplog):
+@pytest.mark.parametrize(
+    ("cache", "prompts", "tokens", "names"),
+    [
+        (True, PROMPTS, 2, ["gather", "prefill", "decode"]),
+        (True, [[1, 2], [3]], 8, ["gather", "fresh", "decode"]),
+        (False, PROMPTS, 2, ["gather", "recompute"]),
+    ],
+)
+def test_programs_compile_before_the_first_token_is_asked_for(
+    cache, prompts, tokens, names, caplog
+):
     engine = engine_of("llama", "ZeRO 3, tensor 2", max_position_embeddings=1024)
     with jax.log_compiles(), caplog.at_level(logging.DEBUG):
         generator = Generator(engine.program, cache=cache)
-        generation = generator.start(engine.state, Request(PROMPTS, 2, Sampling(0.7)))
+        generation = generator.start(engine.state, Request(prompts, tokens, Sampling(0.7)))
+        generation._steps._runs._gather_compiled()
         generation._steps._runs._compiled()
+        generation._steps._programs._fresh_compiled()
         generation._steps._programs._decode_compiled()
         before = [r.getMessage() for r in caplog.records if "Compiling jit(" in r.getMessage()]
         caplog.clear()
         generation.finish()
         after = [r.getMessage() for r in caplog.records if "Compiling jit(" in r.getMessage()]
-    names = ["prefill", "decode"] if cache else ["recompute"]
     assert all(any(f"jit({name})" in m for m in before) for name in names), before
     assert not after
 
@@ -167,7 +260,7 @@ def test_a_decode_step_neither_copies_the_cache_nor_moves_it_between_devices():
         "positions": np.ones((4, 1), np.int32),
         "at": np.zeros(4, np.int32),
     }
-    state = ModelState.of(engine.program, engine.state)
+    state = generation._steps._runs._state
     draws, caches = generation._draws(), generation._steps._caches
     compiled = programs._decode.lower(state, caches, batch, draws, {}).compile()
     lines = compiled.as_text().splitlines()

@@ -1,0 +1,96 @@
+"""The state that generation reads: parameters gathered once for all tokens, where they fit.
+
+Under ZeRO 3 each call of a model gathers its parameters, and transfers those in host memory. A call
+for one token does little else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspeed.hardware.targets import memory_of_machine
+from jaxspeed.objective.train_state import Arrays, TrainState, pad, unpad
+from jaxspeed.placement.mesh import copy_options
+from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train.program import Program
+from jaxspeed.train.staged_init import compile_ahead
+
+SHARE = 0.5  # of a device's memory: the rest is for caches, activations and temporary arrays
+
+
+class ModelState(NamedTuple):
+    """What generation reads of a train state."""
+
+    sources: Arrays
+    variables: Arrays
+    step: Any
+
+
+@dataclass(frozen=True)
+class GatherOnce:
+    """Parameters as layers read them, if those and the train state fit into a share of memory."""
+
+    program: Program
+    memory: int | None = None  # bytes of a device; None: its part of this machine's
+
+    @cached_property
+    def table(self) -> PlacementTable:
+        """The placement of the parameters that generation reads."""
+        stored = self.program.table
+        rows = {row.path: replace(row, param=row.read, master=None) for row in stored}
+        gathered = replace(stored, rows=rows)
+        needed = sum(device for _, device in stored.bytes_by_role().values())
+        needed += gathered.bytes_by_role()["param"][1]
+        memory = self.memory or memory_of_machine() // len(self.program.devices)
+        return gathered if needed <= SHARE * memory else stored
+
+    @cached_property
+    def shapes(self) -> ModelState:
+        """Shapes, dtypes and shardings of what `read` returns."""
+        state, table = self.program.state, self.table
+        sources = state.sources(self.program.table)
+        for path in self._gathered:
+            at = table[path].source
+            sources[path] = jax.ShapeDtypeStruct(
+                table[path].shape(at), at.dtype, sharding=table.sharding(at)
+            )
+        return ModelState(sources, state.variables, state.step)
+
+    def read(self, state: TrainState) -> ModelState:
+        """What generation reads of this state."""
+        sources = state.sources(self.program.table)
+        if self._gathered:
+            sources |= self._gather({path: sources[path] for path in self._gathered})
+        return ModelState(sources, state.variables, state.step)
+
+    def compile_ahead(self) -> Callable[[], Any]:
+        """Start to compile the gather in the background; what is returned waits for it."""
+        if not self._gathered:
+            return lambda: None
+        sources = self.program.state.sources(self.program.table)
+        given = {path: sources[path] for path in self._gathered}
+        return compile_ahead(self.program.mesh, self._gather, given)
+
+    @cached_property
+    def _gathered(self) -> list[str]:
+        """The parameters that are gathered once."""
+        return [row.path for row in self.program.table if row.source != self.table[row.path].source]
+
+    @cached_property
+    def _gather(self) -> Any:
+        program, table = self.program, self.table
+
+        def gather(sources: Arrays) -> Arrays:
+            found = {}
+            for path, x in sources.items():
+                row = program.table[path]
+                full = program.objective.stored(row).read(unpad(x, row.source_shape))
+                found[path] = pad(full, row.shape(row.read))
+            return found
+
+        places = {path: table.sharding(table[path].source) for path in self._gathered}
+        options = copy_options(program.mesh)
+        return jax.jit(program.in_mesh(gather), out_shardings=places, compiler_options=options)
