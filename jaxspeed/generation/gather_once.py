@@ -28,6 +28,10 @@ class ModelState(NamedTuple):
     variables: Arrays
     step: Any
 
+    @classmethod
+    def of(cls, program: Program, state: TrainState) -> "ModelState":
+        return cls(state.sources(program.table), state.variables, state.step)
+
 
 @dataclass(frozen=True)
 class GatherOnce:
@@ -49,25 +53,23 @@ class GatherOnce:
 
     @cached_property
     def shapes(self) -> ModelState:
-        """Shapes, dtypes and shardings of what `read` returns."""
-        state, table = self.program.state, self.table
-        sources = state.sources(self.program.table)
+        """Shapes, dtypes and shardings of what a call returns."""
+        state, table, gathered = ModelState.of(self.program, self.program.state), self.table, {}
         for path in self._gathered:
             at = table[path].source
-            sources[path] = jax.ShapeDtypeStruct(
+            gathered[path] = jax.ShapeDtypeStruct(
                 table[path].shape(at), at.dtype, sharding=table.sharding(at)
             )
-        return ModelState(sources, state.variables, state.step)
+        return state._replace(sources={**state.sources, **gathered})
 
-    def read(self, state: TrainState) -> ModelState:
-        """What generation reads of this state."""
-        sources = state.sources(self.program.table)
-        if self._gathered:
-            sources |= self._gather({path: sources[path] for path in self._gathered})
-        return ModelState(sources, state.variables, state.step)
+    def __call__(self, state: ModelState) -> ModelState:
+        if not self._gathered:
+            return state
+        gathered = self._gather({path: state.sources[path] for path in self._gathered})
+        return state._replace(sources={**state.sources, **gathered})
 
     def compile_ahead(self) -> Callable[[], Any]:
-        """Start to compile the gather in the background; what is returned waits for it."""
+        """Start to compile it in the background; what is returned waits for that."""
         if not self._gathered:
             return lambda: None
         sources = self.program.state.sources(self.program.table)

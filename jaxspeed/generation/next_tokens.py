@@ -93,7 +93,7 @@ class Cached:
             for row, was in zip(seen, self._filled)
         ]
         if grown and all(more in (0, 1) for more in grown):
-            tokens = self._decode(seen, self._most, draws)
+            tokens = self._decode(seen, self._most, draws)  # the last one of each
         else:
             self._caches = None  # freed before the next one is allocated
             if self._is_short(seen):
@@ -156,7 +156,8 @@ class Runs:
     """Calls of the programs with a model's state and with the rules of a request."""
 
     def __init__(self, once: GatherOnce, state: TrainState, rules: Rules) -> None:
-        self._once, self._given_state, self._rules = once, state, rules
+        self._once, self._rules = once, rules
+        self._stored = ModelState.of(once.program, state)
         self._several = jax.process_count() > 1
         self._gather_compiled = once.compile_ahead()
         self._compiled: Callable[[], Any] = lambda: None
@@ -164,7 +165,7 @@ class Runs:
     @cached_property
     def _state(self) -> ModelState:
         self._gather_compiled()
-        return self._once.read(self._given_state)
+        return self._once(self._stored)
 
     def compile_ahead(self, function: Any, *args: Any) -> None:
         """Start to compile a program for a call with these arguments; the next call waits."""
