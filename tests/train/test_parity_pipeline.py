@@ -39,7 +39,10 @@ def case_of(name, layers):
     if name == "vit":
         picture = {"image_size": 8, "patch_size": 4, "num_classes": 4}
         return family("vit", pictures, KEYS, dropout=0.1, **picture, **SIZES, **sizes)
-    return family("llama", language, num_key_value_heads=2, intermediate_size=48, **TEXT, **sizes)
+    found = family("llama", language, num_key_value_heads=2, intermediate_size=48, **TEXT, **sizes)
+    # At a rate of 0.1, an ulp of the first parameters moves the plain update of nine layers by 3e-5
+    # to 4e-5, more than the tolerance; at 0.02, by 2e-6 to 3e-6.
+    return replace(found, rates=(1e-2, 0.02)) if layers > 6 else found
 
 
 class Point(NamedTuple):
