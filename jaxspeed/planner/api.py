@@ -1,10 +1,9 @@
 """The function `jaxspeed.plan`: whether a config fits its devices, and its step time."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import optax
 
 from jaxspeed.config import Config, load_config
 from jaxspeed.errors import ConfigError
@@ -12,10 +11,11 @@ from jaxspeed.hardware.known_chips import chips_of
 from jaxspeed.hardware.targets import target_of
 from jaxspeed.planner import SEARCH_SECONDS
 from jaxspeed.planner.compile import PATIENCE
-from jaxspeed.planner.compile.in_child import refuse_missing
-from jaxspeed.planner.search.result import refuse_path, write_config
+from jaxspeed.planner.compile.in_child import StepCompiler, refuse_missing
 
 if TYPE_CHECKING:
+    import optax
+
     from jaxspeed.planner.plan import Plan
 
 
@@ -25,7 +25,7 @@ def plan(
     *,
     model: Any = None,
     loss_fn: Callable[[Any, Any], Any] | None = None,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: "optax.GradientTransformation | None" = None,
     compile: bool | None = None,
     hardware: str | Path | None = None,
     patience: float = PATIENCE,
@@ -61,16 +61,14 @@ def plan(
       ConfigError, PlacementError, ModelError: an impossible setting, with what would work.
       RunError: the compilation failed.
     """
-    from jaxspeed.objective.config_model import hidden_size_of
-    from jaxspeed.planner.make_plan import plan_run
-    from jaxspeed.run import source_of
-
     found = target_of(target, chips_of(hardware)) if target is not None else None
     if search and found is None:
         raise ConfigError("search: needs a target")
     if search and not search_seconds > 0:
         raise ConfigError(f"search_seconds {search_seconds:g}: must be more than 0")
     if write is not None:
+        from jaxspeed.planner.search.result import refuse_path
+
         refuse_path(write, search)
     compile = found is None if compile is None else compile
     if found and compile:
@@ -81,20 +79,28 @@ def plan(
         raise ConfigError(
             "keep: a search compiles several steps; use keep in a plan of the config that it writes"
         )
-    devices = [f"run.devices=cpu:{found.count}"] if found else []
-    asked = load_config(config, hidden_size=hidden_size_of())
-    source = source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan")
-    made = plan_run(
-        source,
-        compiling=compile,
-        target=found,
-        patience=patience,
-        tokens=tokens,
-        keep=keep,
-        search_seconds=search_seconds if search else None,
-        progress=progress or (lambda text: None),
-    )
+    one = found is not None and compile and not search
+    with StepCompiler(found, keep) if found and one else nullcontext() as compiler:
+        # The imports of JAX, here and in the compiler's process, take a second.
+        from jaxspeed.objective.config_model import hidden_size_of
+        from jaxspeed.planner.make_plan import plan_run
+        from jaxspeed.run import source_of
+
+        devices = [f"run.devices=cpu:{found.count}"] if found else []
+        asked = load_config(config, hidden_size=hidden_size_of())
+        made = plan_run(
+            source_of(load_config(asked, devices), model, loss_fn, optimizer, name="plan"),
+            compiling=compile,
+            target=found,
+            compiler=compiler,
+            patience=patience,
+            tokens=tokens,
+            search_seconds=search_seconds if search else None,
+            progress=progress or (lambda text: None),
+        )
     if write is not None and made.search and made.search.winner:
+        from jaxspeed.planner.search.result import write_config
+
         named = str(config) if isinstance(config, str | Path) else None
         write_config(write, asked.given, made.search, named)
     return made

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.placement.mesh import resolve_sizes
 from jaxspeed.planner.compile import PATIENCE
-from jaxspeed.planner.compile.in_child import compile_for
+from jaxspeed.planner.compile.in_child import StepCompiler
 from jaxspeed.planner.memory import memory_in, read_step
 from jaxspeed.planner.memory.traced_step import as_on, with_overlap
 from jaxspeed.planner.plan import Plan
@@ -32,17 +31,17 @@ def plan_run(
     *,
     compiling: bool = True,
     target: Target | None = None,
+    compiler: StepCompiler | None = None,
     patience: float = PATIENCE,
     tokens: float | None = None,
-    keep: str | Path | None = None,
     search_seconds: float | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The plan of a config on the current devices, or on simulated devices of a target.
 
-    Without `compiling` there are no figures from the compiler. With `search_seconds` variants of
-    the config are searched, and with both the best of them is compiled. `keep` is a file for the
-    target's executable.
+    Without `compiling`, or for a target without its `compiler`, there are no figures from the
+    compiler. With `search_seconds` variants of the config are searched, and with `compiling` the
+    best of them is compiled.
     """
     if target is None:
         return _here(source, compiling)
@@ -56,6 +55,8 @@ def plan_run(
                 "of one program. Omit --target, or set parallel.data_reduction to "
                 '"xla" or "ring"'
             )
+        if compiler:
+            compiler.submit(Job(source, batch))
         estimated = replace(_estimated(program, batch, target), run_tokens=tokens)
         if search_seconds is not None:
             found = search_run(
@@ -69,9 +70,9 @@ def plan_run(
                 progress=progress,
             )
             return _advised(replace(estimated, search=found), source, batch)
-        if not compiling:
+        if not compiler:
             return _advised(estimated, source, batch)
-        outcome = compile_for(target, Job(source, batch), patience, keep)
+        outcome = compiler.outcome(patience)
         report, transfer = outcome.report, estimated.transfer
         if report and transfer:
             report = replace(report, transfer=transfer.counted(report.flops))

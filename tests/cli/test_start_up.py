@@ -139,6 +139,20 @@ def test_importing_jaxspeed_loads_nothing_else():
     assert child.stdout == "[]\n"
 
 
+def test_a_compiler_starts_before_its_plan_imports_jax():
+    code = (
+        "import sys, jaxspeed\n"
+        "from jaxspeed.planner.compile import in_child\n"
+        "class Seen(Exception): pass\n"
+        f"def start(*_): raise Seen([m for m in {HEAVY} if m in sys.modules])\n"
+        "in_child.Workers = start\n"
+        "try: jaxspeed.plan('configs/tiny.yaml', 'cpu:2', compile=True)\n"
+        "except Seen as seen: print(seen)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert child.stdout.splitlines()[-1:] == [str(READING)], child.stderr
+
+
 def test_initialize_and_config_load_no_engine():
     code = (
         "import jaxspeed, sys; jaxspeed.initialize, jaxspeed.Config\n"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,15 +19,15 @@ from jaxspeed.hardware.targets import target_of
 from jaxspeed.hlo import CompiledReport
 from jaxspeed.planner.compile import in_child
 from jaxspeed.planner.compile.child import PrintedProgram
-from jaxspeed.planner.compile.deviceless_cuda import PLUGINS, target_config
-from jaxspeed.planner.compile.in_child import compile_for
+from jaxspeed.planner.compile.deviceless_cuda import target_config
+from jaxspeed.planner.compile.in_child import StepCompiler, compile_for
 from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from tests.planner import jobs
 from tests.support.covering import covering
 from tests.support.topology import ROOT, run_on_topology
 
 GIB = 1024**3
-HAS_CUDA = any(importlib.util.find_spec(plugin) for plugin in PLUGINS)
+HAS_CUDA = any(importlib.util.find_spec(plugin) for plugin in in_child.CUDA_PLUGINS)
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu (pip install jaxspeed[tpu])"
 )
@@ -128,6 +129,23 @@ def _lives(pid):
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_a_compiler_that_is_not_used_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ZeroDivisionError), StepCompiler(CPU):
+        (child,) = _children()
+        assert list(tmp_path.glob("jaxspeed-plan-*"))
+        1 / 0  # noqa: B018
+    _until(lambda: not _lives(child))
+    assert not list(tmp_path.iterdir())
+
+
+def _children():
+    """The processes that compile for this one."""
+    stats = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for each in stats for pid in each.read_text().split()]
+    return [pid for pid in pids if b"compile.workers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 MISSING = {"v5p:2x2x1": "pip install jaxspeed[tpu]", "h100:8": "pip install jaxspeed[cuda]"}

@@ -20,7 +20,7 @@ from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.hlo import report
 from jaxspeed.ops import gpu
-from jaxspeed.planner.compile import deviceless_cuda
+from jaxspeed.planner.compile import EXECUTABLE, PRINTED, deviceless_cuda
 from jaxspeed.planner.compile.outcome import Outcome, out_of_memory
 from jaxspeed.train.aot_step import identity_of, write
 from jaxspeed.train.program import Program
@@ -28,74 +28,60 @@ from jaxspeed.train.program import Program
 # A function from the devices to a program and the shapes of its batch.
 Job = Callable[[Sequence[Any] | None], tuple[Program, Any]]
 
-PRINTED = "printed"  # XLA's dump folder, in the job's folder
-EXECUTABLE = "executable"  # the executable's file there
 
+def compiling(target: Target, folder: Path, keep: bool) -> Callable[[bytes], Outcome]:
+    """Load the target's compiler; the function compiles a pickled `Job`.
 
-@dataclass(frozen=True)
-class CompileJob:
-    """The job of a compiling process: its one request is answered with an Outcome.
-
-    Attributes:
-      job: builds the program; pickled, since it is loaded after JAX is initialized.
-      folder: for XLA's dump and the executable.
-      keep: whether to write the executable.
+    The job is pickled since it may import modules that use JAX, which has to be set up first.
     """
+    devices = devices_of(target)
 
-    job: bytes
-    target: Target
-    folder: str
-    keep: bool
-
-    def __call__(self) -> Callable[[None], Outcome]:
-        return self._answer
-
-    def _answer(self, _: None) -> Outcome:
+    def answer(job: bytes) -> Outcome:
         try:
-            return self._compile(pickle.loads(self.job))
+            return _compile(pickle.loads(job), devices, target, folder, keep)
         except JaxspeedError:
             raise
         except Exception:  # the process ends, and its traceback is in the parent's error
             traceback.print_exc()
             os._exit(1)
 
-    def _compile(self, job: Job) -> Outcome:
-        """Build, lower and compile the training step."""
-        started = time.perf_counter()
-        target, folder = self.target, Path(self.folder)
-        cuda = target.chip.platform == "cuda"
-        try:
-            with gpu.assumed(target.chip.capability) if cuda else nullcontext():
-                program, batch = job(devices_of(target))
-                traced = program.step.trace(program.state, program.abstract_batch(batch))
-                lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
-            lowering = time.perf_counter() - started
-            compiled = (
-                deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()
-            )
-            seconds = time.perf_counter() - started - lowering
-            if self.keep:
-                identity = identity_of(lowered, program.devices, program.mesh)
-                write(folder / EXECUTABLE, compiled, identity)
-        except jax.errors.JaxRuntimeError as error:
-            refused = out_of_memory(str(error))
-            if refused is None:
-                raise
-            return Outcome(None, refused, time.perf_counter() - started)
-        printed: Any = PrintedProgram(compiled, folder / PRINTED, target)
-        found = report(
-            printed,
-            program.mesh,
-            seconds,
-            program.pipeline_report(batch),
-            waiting=program.table.host_bytes_by_role(),
-            kept=program.kept_report(batch),
-        )
-        if target.slices > 1:
-            found = replace(found, no_text="of several slices libtpu prints the program of one")
-        # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
-        found = replace(found, separates_host=target.chip.platform != "cpu")
-        return Outcome(found, None, time.perf_counter() - started)
+    return answer
+
+
+def _compile(job: Job, devices: Sequence[Any], target: Target, folder: Path, keep: bool) -> Outcome:
+    """Build, lower and compile the training step."""
+    started = time.perf_counter()
+    cuda = target.chip.platform == "cuda"
+    try:
+        with gpu.assumed(target.chip.capability) if cuda else nullcontext():
+            program, batch = job(devices)
+            traced = program.step.trace(program.state, program.abstract_batch(batch))
+            lowered = traced.lower(lowering_platforms=("cuda",)) if cuda else traced.lower()
+        lowering = time.perf_counter() - started
+        compiled = deviceless_cuda.compile_lowered(lowered, target) if cuda else lowered.compile()
+        seconds = time.perf_counter() - started - lowering
+        if keep:
+            identity = identity_of(lowered, program.devices, program.mesh)
+            write(folder / EXECUTABLE, compiled, identity)
+    except jax.errors.JaxRuntimeError as error:
+        refused = out_of_memory(str(error))
+        if refused is None:
+            raise
+        return Outcome(None, refused, time.perf_counter() - started)
+    printed: Any = PrintedProgram(compiled, folder / PRINTED, target)
+    found = report(
+        printed,
+        program.mesh,
+        seconds,
+        program.pipeline_report(batch),
+        waiting=program.table.host_bytes_by_role(),
+        kept=program.kept_report(batch),
+    )
+    if target.slices > 1:
+        found = replace(found, no_text="of several slices libtpu prints the program of one")
+    # A program for GPUs is lowered on a CPU mesh, but their compiler reports host memory.
+    found = replace(found, separates_host=target.chip.platform != "cpu")
+    return Outcome(found, None, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ by the topology's compile-only client. Where both work, they report exactly the 
 of JAX internals for this are in this file.
 """
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,30 +17,6 @@ import numpy as np
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hardware.targets import Target
 from jaxspeed.ops import gpu
-
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-
-def environment() -> dict[str, str]:
-    """Environment variables of a compiling process."""
-    # Autotuning is impossible, and without it XLA does not choose Triton matmuls.
-    flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    if (tools := _ptxas()) is not None:
-        flags += f" --xla_gpu_cuda_data_dir={tools}"
-    return {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_PLATFORMS": "",
-        "XLA_FLAGS": flags,
-    }
-
-
-def _ptxas() -> Path | None:
-    """The folder of CUDA's tools from the wheels."""
-    found = importlib.util.find_spec("nvidia")
-    places = found.submodule_search_locations or () if found else ()
-    tools = (path.parents[1] for place in places for path in Path(place).glob("*/bin/ptxas"))
-    return next(tools, None)
 
 
 def target_config(target: Target) -> str:

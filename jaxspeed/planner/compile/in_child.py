@@ -1,55 +1,118 @@
-"""`compile_for`: compile a step for absent devices in a child process, and wait for its outcome."""
+"""Compile a step for absent devices in a child process.
+
+    with StepCompiler(target) as compiler:  # imports JAX and the target's compiler meanwhile
+        compiler.submit(job)
+        outcome = compiler.outcome()
+
+Nothing here imports JAX, so that the process starts before this one does.
+"""
 
 import importlib.util
 import pickle
 import shutil
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspeed.errors import ConfigError, ModelError, RunError
 from jaxspeed.hardware.targets import Target
-from jaxspeed.planner.compile import PATIENCE, deviceless_cuda
-from jaxspeed.planner.compile.child import EXECUTABLE, PRINTED, CompileJob
-from jaxspeed.planner.compile.outcome import Outcome
+from jaxspeed.planner.compile import EXECUTABLE, PATIENCE, PRINTED
 from jaxspeed.planner.compile.workers import Workers
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
-def compile_for(
-    target: Target, job: Any, patience: float = PATIENCE, keep: str | Path | None = None
-) -> Outcome:
-    """Compile a step for a target.
+    from jaxspeed.planner.compile.outcome import Outcome
+
+
+class StepCompiler:
+    """A process that compiles one step for a target.
 
     Args:
       target: devices, which may be absent.
-      job: called with devices in the child process as `(program, batch) = job(devices)`; it has to
-        be picklable.
-      patience: timeout in seconds.
       keep: a file to write the executable to.
 
     Raises:
       ConfigError: the compiler is not installed, or does not support the chip.
-      ModelError: the job cannot be sent to another process.
-      RunError: the compile failed or timed out.
-      JaxspeedError: raised by building the program in the child process.
     """
-    refuse_missing(target, keep is not None)
-    job_bytes = pickled(job)
-    with tempfile.TemporaryDirectory(prefix="jaxspeed-plan-") as folder:
-        compiling = pickle.dumps(CompileJob(job_bytes, target, folder, keep is not None))
+
+    def __init__(self, target: Target, keep: str | Path | None = None) -> None:
+        refuse_missing(target, keep is not None)
+        self._target, self._keep = target, keep
+        self._future: Future[Outcome] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxspeed-plan-")
+        folder = self._folder.name
+        job = pickle.dumps(CompileJob(target, folder, keep is not None))
         failing, environment = f"target {target}: the compile failed", _environment(target, folder)
-        with Workers(compiling, 1, environment, failing, folder) as worker:
-            try:
-                found: Outcome = worker.submit(None).result(patience)
-            except TimeoutError:
-                raise RunError(
-                    f"target {target}: the compile timed out after {patience:g} s"
-                ) from None
-        if keep is not None and found.report:
-            shutil.move(Path(folder) / EXECUTABLE, keep)
-            found = replace(found, kept=str(keep))
-    return found
+        self._worker = Workers(job, 1, environment, failing, folder)
+
+    def submit(self, job: Any) -> None:
+        """Start the compile.
+
+        Args:
+          job: called with devices in the child process as `(program, batch) = job(devices)`; it has
+            to be picklable.
+
+        Raises:
+          ModelError: the job cannot be sent to another process.
+        """
+        self._future = self._worker.submit(pickled(job))
+
+    def outcome(self, patience: float = PATIENCE) -> "Outcome":
+        """Wait for the compile, at most `patience` seconds.
+
+        Raises:
+          RunError: the compile failed or timed out.
+          JaxspeedError: raised by building the program in the child process.
+        """
+        assert self._future is not None, "submit comes first"
+        try:
+            found = self._future.result(patience)
+        except TimeoutError:
+            raise RunError(
+                f"target {self._target}: the compile timed out after {patience:g} s"
+            ) from None
+        if self._keep is not None and found.report:
+            shutil.move(Path(self._folder.name) / EXECUTABLE, self._keep)
+            found = replace(found, kept=str(self._keep))
+        return found
+
+    def __enter__(self) -> "StepCompiler":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._worker.close()
+        self._folder.cleanup()
+
+
+def compile_for(
+    target: Target, job: Any, patience: float = PATIENCE, keep: str | Path | None = None
+) -> "Outcome":
+    """Compile a step for a target, and wait: a StepCompiler's arguments, and its errors."""
+    with StepCompiler(target, keep) as compiler:
+        compiler.submit(job)
+        return compiler.outcome(patience)
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """The job of a compiling process: its one request is answered with an Outcome.
+
+    Attributes:
+      folder: for XLA's dump and the executable.
+      keep: whether to write the executable.
+    """
+
+    target: Target
+    folder: str
+    keep: bool
+
+    def __call__(self) -> "Callable[[bytes], Outcome]":
+        from jaxspeed.planner.compile import child
+
+        return child.compiling(self.target, Path(self.folder), self.keep)
 
 
 def refuse_missing(target: Target, keep: bool = False) -> None:
@@ -75,10 +138,11 @@ def refuse_missing(target: Target, keep: bool = False) -> None:
 
 
 # Modules of which one is needed, and what pip installs.
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _COMPILERS = {
     "tpu": (("libtpu",), "libtpu, 160 MB"),
     "cuda": (
-        deviceless_cuda.PLUGINS,
+        CUDA_PLUGINS,
         "jax[cuda13], 3.4 GB; neither a GPU nor a driver is needed",
     ),
 }
@@ -115,6 +179,23 @@ def _environment(target: Target, folder: str) -> dict[str, str]:
             "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
         )
     if target.chip.platform == "cuda":
-        own = deviceless_cuda.environment()
+        # Autotuning is impossible, and without it XLA does not choose Triton matmuls.
+        flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+        if (tools := _ptxas()) is not None:
+            flags += f" --xla_gpu_cuda_data_dir={tools}"
+        own = {
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "JAX_PLATFORMS": "",
+            "XLA_FLAGS": flags,
+        }
     # A program for absent devices cannot be loaded back from the compilation cache.
     return {**own, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+def _ptxas() -> Path | None:
+    """The folder of CUDA's tools from the wheels."""
+    found = importlib.util.find_spec("nvidia")
+    places = found.submodule_search_locations or () if found else ()
+    tools = (path.parents[1] for place in places for path in Path(place).glob("*/bin/ptxas"))
+    return next(tools, None)

@@ -7,6 +7,7 @@ A worker (`main`) calls the job once, and the function that it returns with each
 """
 
 import contextlib
+import gc
 import os
 import pickle
 import queue
@@ -165,6 +166,7 @@ def main() -> None:
     job = pickle.load(given)
     threading.Thread(target=_read, args=(given, requests), daemon=True).start()
     answer = pickle.loads(job)()
+    gc.freeze()  # what was imported: a trace took 1.0 s with it and 1.15 s without
     while True:
         request = requests.get()
         try:
