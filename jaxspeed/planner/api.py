@@ -79,7 +79,7 @@ def plan(
         raise ConfigError(
             "keep: a search compiles several steps; use keep in a plan of the config that it writes"
         )
-    one = found is not None and compile and not search
+    one = compile and not search
     with StepCompiler(found, keep) if found and one else nullcontext() as compiler:
         # The imports of JAX, here and in the compiler's process, take a second.
         from jaxspeed.objective.config_model import hidden_size_of

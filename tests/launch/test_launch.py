@@ -66,6 +66,14 @@ def is_alive(pid):
         return False
 
 
+def ends(*pids):
+    """Whether the processes end within 10 s: a signal is delivered later than it is sent."""
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
 # -- processes and their output ----------------------------------------------------------------
 
 
@@ -165,7 +173,7 @@ def test_one_that_does_not_end_is_killed_after_the_grace():
     code += "if rank == 1: time.sleep(1); sys.exit(1)\ntime.sleep(60)"
     done = launch(code, "--grace", 0.5)
     assert done.returncode == 1
-    assert not is_alive(int(done.stdout))
+    assert ends(int(done.stdout))
 
 
 @pytest.mark.parametrize("consequence", [5, -signal.SIGABRT])
@@ -192,7 +200,7 @@ def test_what_a_failed_process_started_is_ended_too(tmp_path):
     begun = time.monotonic()
     done = launch(code)
     assert time.monotonic() - begun < 30
-    assert not is_alive(int(done.stdout))
+    assert ends(int(done.stdout))
 
 
 def test_no_process_outlives_a_launcher_that_is_killed():
@@ -201,10 +209,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
     assert all(map(is_alive, pids))
     child.kill()
     child.communicate()
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert ends(*pids)
 
 
 @pytest.mark.parametrize("name", ["trian", "nothing.py", "/no/such/program"])
