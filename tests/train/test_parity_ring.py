@@ -67,6 +67,14 @@ def test_ten_steps_equal_xlas_to_rounding(name, stage, accumulation):
     assert_loss_fell(ours)
 
 
+def test_a_step_from_the_compilation_cache_is_the_one_that_was_compiled():
+    for _ in ("compiled, unless it is in the cache already", "loaded"):
+        jax.clear_caches()
+        ours = around("gpt2", 3, 4)
+        assert_losses_equal(ours, plain_of("gpt2", 4, "adam"), 1e-5)
+        assert whole_difference(GPT2, ours, plain_of("gpt2", 4, "adam")) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("stage", "accumulation", "mesh"),
     [
