@@ -51,8 +51,10 @@ class UnitResiduals:
                 for i, x in zip(active, moving, strict=True):
                     full[i] = x
                 outs = fn(*full)
-                real = [o for o in outs if jnp.issubdtype(o.dtype, jnp.inexact)]
-                return real, [o for o in outs if not jnp.issubdtype(o.dtype, jnp.inexact)]
+                real = [o for o in outs if jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
+                return real, [
+                    o for o in outs if not jnp.issubdtype(jnp.result_type(o), jnp.inexact)
+                ]
 
             outs, pullback, rest = jax.vjp(of_active, *(args[i] for i in active), has_aux=True)
             return (outs, rest), jax.tree.leaves(pullback)

@@ -159,7 +159,9 @@ class Passes:
                 values = iter(moving)
                 full = [next(values) if on else a for a, on in zip(args, active, strict=True)]
                 outs = fn(*full)
-                self.differentiable = [jnp.issubdtype(o.dtype, jnp.inexact) for o in outs]
+                self.differentiable = [
+                    jnp.issubdtype(jnp.result_type(o), jnp.inexact) for o in outs
+                ]
                 pairs = list(zip(outs, self.differentiable, strict=True))
                 return [o for o, d in pairs if d], [o for o, d in pairs if not d]
 

@@ -428,6 +428,10 @@ BOTH: dict[str, tuple[Spec, Settings]] = {
         Settings(0, 4),
     ),
     "state that becomes a constant": (Spec((Part("first"),), weighted=True), Settings(1, 4)),
+    "state that becomes a constant in a remat": (
+        Spec((Part("first"),), staged="remat"),
+        Settings(3),
+    ),
     "state that becomes a parameter": (Spec((Part("past"),), weighted=True), Settings(0, 4)),
     "complex state": (Spec((Part("phase", depth=2), Part("table"))), Settings(2, 4)),
     "sown into a tuple": (
