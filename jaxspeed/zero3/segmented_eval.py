@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
-from jaxspeed.jaxpr.evaluate import bindings
+from jaxspeed.jaxpr.evaluate import bindings, evaluate
 from jaxspeed.jaxpr.inline_calls import renamed
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
-from jaxspeed.jaxpr.slicing import dependents, free_variables, sub_jaxpr
+from jaxspeed.jaxpr.slicing import dependents, free_variables, slice_of, sub_jaxpr
 from jaxspeed.jaxpr.traverse import (
     Body,
     consts_and_carry,
@@ -89,6 +89,23 @@ class _Evaluation:
         )
         self.env.update(zip(eqn.outvars, values, strict=True))
 
+    def _without_keys(self, eqns: list[Any], outputs: list[Any]) -> list[Any]:
+        """Compute the random keys of a segment before it runs, and return its other results.
+
+        All results of a segment have tangents, and JAX differentiates no `random_clone`.
+        """
+        rest = []
+        for v in outputs:
+            key = jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+            made = slice_of(self.jaxpr, eqns, (), [v]).eqns if key else []
+            free = free_variables(made)
+            if not made or any(x in self.storage for x in free):
+                rest.append(v)
+            else:
+                program = sub_jaxpr(self.jaxpr, made, free, [v])
+                self.env[v] = evaluate(program, (), [self.env[x] for x in free])[0]
+        return rest
+
     def _plain(self, segment: Segment, eqns: list[Any]) -> None:
         env, storage, context = self.env, self.storage, self.context
         free = free_variables(eqns)
@@ -96,6 +113,8 @@ class _Evaluation:
         weights = [v for v in free if v in storage]
         inputs = [v for v in free if v not in storage]
         outputs = [v for v in segment.outputs if v in made]
+        if weights:
+            outputs = self._without_keys(eqns, outputs)
         program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
         stored = {v: storage[v] for v in weights}
         # Where nothing is recomputed, each operand would be a residual behind a barrier, besides

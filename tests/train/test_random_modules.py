@@ -491,6 +491,10 @@ BOTH: dict[str, tuple[Spec, Settings]] = {
         Spec((Part("shared", depth=1), Part("scanned", axis=1), Part("scanned", axis=2, calls=2))),
         Settings(3, 4),
     ),
+    "layers that pass on random keys": (
+        Spec((Part("spectral"), Part("mlp"), Part("mlp"), Part("scanned"))),
+        Settings(3),
+    ),
     "containers, bf16 and keys": (
         Spec((Part("nested", frozen="some"), Part("half", depth=1), Part("draws", calls=2))),
         Settings(2, 4, optimizer="adam"),
