@@ -80,17 +80,23 @@ class Rings:
     def after_arrays(self, ranks: Ranks, values: Any) -> Ranks:
         """The same ranks with a data dependency on these floating arrays, on simulated devices.
 
-        XLA:CPU would run collectives concurrently with loops that are still computing, in a
-        different order on each device, and deadlock. It drops barriers; only data orders it.
+        XLA:CPU drops barriers, and a program that it loads from the compilation cache orders the
+        collectives of each loop apart (jaxlib 0.10.2): without data between them, a ring runs while
+        a loop runs another, and messages are mixed up, for JAX gives all the same channel.
         """
-        if not self.levels.inner.unrolled:
+        if not self.in_order:
             return ranks
-        total = sum(
-            x.reshape(-1)[0].real.astype(jnp.float32) for x in jax.tree.leaves(values) if x.size
-        )
+        # The first element was sent in one direction, the last one in the other.
+        ends = [x.reshape(-1)[i] for x in jax.tree.leaves(values) if x.size for i in (0, -1)]
+        total = sum(x.real.astype(jnp.float32) for x in ends)
         never = jnp.asarray(total).astype(jnp.int32)
         outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
         return Ranks(inner, outer)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether data has to order the rings: on simulated devices."""
+        return self.levels.inner.unrolled
 
     def gather_ranks(self, x: jax.Array, ranks: Ranks) -> jax.Array:
         """Each rank's [length], gathered to [ranks, length] in rank order."""

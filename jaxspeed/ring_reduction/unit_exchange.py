@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.placement.memory_kinds import on_host
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
 from jaxspeed.ring_reduction.levels import (
     Ranks,
@@ -20,7 +22,7 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from jaxspeed.ring_reduction.rings import Rings, local_shape
+from jaxspeed.ring_reduction.rings import NO_RANK, Rings, local_shape
 from jaxspeed.zero3 import ShardedParam
 
 
@@ -88,13 +90,33 @@ class RingExchange:
         summed = self._on_devices(device, place, specs, specs)(padded)
         return [x.astype(like.dtype) for x, like in zip(summed, likes, strict=True)]
 
-    def over_ranks(self, x: jax.Array) -> jax.Array:
-        """The sum of a scalar over all ranks, in rank order."""
+    @property
+    def in_order(self) -> bool:
+        """Whether data has to order exchanges."""
+        return self.rings.in_order
+
+    def ordered(
+        self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
+    ) -> list[Any]:
+        """The arrays, with a data dependency on `first` on simulated devices."""
+        if not self.in_order:
+            return list(arrays)
+        rank = self.rings.after_arrays(Ranks(*place), first).inner[0]
+        return [
+            jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
+            if jnp.issubdtype(x.dtype, jnp.number) and not on_host(x)
+            else x
+            for x in arrays
+        ]
+
+    def weight_of_ranks(self, loss: Loss) -> jax.Array:
+        """The sum of a loss's weight over all ranks, in rank order, and after its forward pass."""
+        (weight,) = self.ordered([loss.weight], [jax.lax.stop_gradient(loss.total)], self.place)
 
         def device(ranks: Ranks, xs: list[Any]) -> list[Any]:
             return [self.rings.gather_ranks(x[None], ranks)[:, 0].sum() for x in xs]
 
-        return self._on_devices(device, self.place, [P()], [P()])([x])[0]
+        return self._on_devices(device, self.place, [P()], [P()])([weight])[0]
 
     def _full_shape(self, stored: ShardedParam, shard: Any) -> tuple[int, ...]:
         """The unsharded shape of the ranks' shards."""

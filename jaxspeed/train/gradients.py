@@ -150,9 +150,9 @@ class Gradients:
         step: Any,
         micro: Any,
         scale: Any,
-        among: Callable[[jax.Array], jax.Array] = lambda weight: weight,
+        weight_of: Callable[[Loss], jax.Array] = lambda loss: loss.weight,
     ) -> tuple[Sums, Arrays]:
-        """One micro-batch: gradients of scale * total / `among`(weight)."""
+        """One micro-batch: gradients of scale * total / `weight_of`(loss)."""
         trained = {row.path for row in self.table if row.leaf.trainable}
 
         # Parameters that an earlier micro-batch's loss wrote are among the variables.
@@ -167,8 +167,7 @@ class Gradients:
                     "the loss does not depend on any trained parameter: loss_fn(model, batch) has "
                     "to call the model and return a loss of its output"
                 )
-            weight = among(loss.weight)
-            share = per_weight(scale, weight)
+            share = per_weight(scale, weight_of(loss))
             return loss.total * share.astype(loss.total.dtype), (loss, after)
 
         active = {path: value for path, value in sources.items() if path in trained}

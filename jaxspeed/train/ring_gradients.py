@@ -107,8 +107,8 @@ class RingGradients(Gradients):
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
-                among = {"among": exchange.over_ranks} if exchange else {}
-                return of_rank._micro(sources, variables, batch, step, number, scale, **among)
+                way = {"weight_of": exchange.weight_of_ranks} if exchange else {}
+                return of_rank._micro(sources, variables, batch, step, number, scale, **way)
 
             if count == 1:
                 sums, _ = one(variables, batch, 0, {})

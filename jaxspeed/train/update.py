@@ -155,10 +155,8 @@ class Update:
         if self.streamed:
             return grad
         grad = grad.astype(wide_dtype(row))
-        # The norm and each array of the optimizer's state read it. Not on several devices: with it,
-        # rings summed wrong terms in a step loaded from the compilation cache (jaxlib 0.10.2).
-        mesh = self.table.mesh
-        return materialize(grad) if simulated(mesh) and mesh.size == 1 else grad
+        # The norm and each array of the optimizer's state read it.
+        return materialize(grad) if simulated(self.table.mesh) else grad
 
     def _norm(self, grads: Arrays) -> jax.Array:
         """The global norm of the gradients in the dtype of the updated arrays."""

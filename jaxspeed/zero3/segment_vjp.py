@@ -21,7 +21,13 @@ from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, runs
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
-from jaxspeed.zero3.sharded_param import ShardedParam, place_of, read_all, scatter_all
+from jaxspeed.zero3.sharded_param import (
+    GatherScatter,
+    ShardedParam,
+    exchange_of,
+    read_all,
+    scatter_all,
+)
 
 Function = Callable[..., Sequence[Any]]
 
@@ -32,7 +38,7 @@ def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[An
     Arrays in host memory are left out: XLA:TPU compiles no barrier on them (libtpu 0.0.52).
     """
     ours = [i for i, x in enumerate(first) if not on_host(x)]
-    theirs = [i for i, x in enumerate(second) if _is_real(x) and not on_host(x)]
+    theirs = [i for i, x in enumerate(second) if is_real(x) and not on_host(x)]
     firsts, seconds = list(first), list(second)
     if not ours or not theirs:
         return firsts, seconds
@@ -45,7 +51,8 @@ def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[An
     return firsts, seconds
 
 
-def _is_real(x: Any) -> bool:
+def is_real(x: Any) -> bool:
+    """Whether an array, or an abstract one, can have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -59,7 +66,7 @@ def read_tied(
 
 def read(stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
     """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
-    if place_of(stored):  # JAX cannot differentiate an exchange
+    if exchange_of(stored):  # JAX cannot differentiate an exchange
         return run_segment(lambda *full: list(full), stored, weights, ())
     return read_all(stored, weights, ())
 
@@ -71,12 +78,15 @@ def run_segment(
     inputs: Sequence[Any],
     residuals: ResidualPolicy | None = None,
     unshared: Sequence[bool] = (),
+    inside: GatherScatter | None = None,
 ) -> list[Any]:
     """`fn(*gathered weights, *inputs)`: gathers in both passes, saves no gathered parameter.
 
-    `unshared` marks the inputs that no other segment reads; `residuals` applies to those.
+    `unshared` marks the inputs that no other segment reads; `residuals` applies to those. `inside`
+    is the exchange of a function that gathers its weights itself.
     """
-    count, place = len(weights), place_of(stored)
+    count, exchange = len(weights), inside or exchange_of(stored)
+    place = list(exchange.place) if exchange else []
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
     # Set by the forward pass for the backward pass.
@@ -115,6 +125,8 @@ def run_segment(
         saved = residuals.fetch(saved, kinds()) if residuals else saved
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, arrived = tie(on_device(shards), [_instantiated(ct) for ct, real in of_real if real])
+        if inside:  # what it recomputes, it gathers again
+            saved = inside.ordered(saved, arrived, place)
         grads = iter(passes[0].backward(read_all(stored, tied, place), saved, arrived))
         found = [next(grads) if on else None for on in wanted]
         here = scatter_all(stored, found[:count], shards, place)
@@ -129,6 +141,30 @@ def run_segment(
 
     segment.defvjp(forward, backward, symbolic_zeros=True)
     return segment(place, *weights, *inputs)
+
+
+def exchanged_after(
+    exchange: GatherScatter, weights: Sequence[Any], first: Sequence[Any]
+) -> list[Any]:
+    """The shards of a segment, ordered after the results of an earlier one.
+
+    They are gathered after `first` exists, and the backward pass that leads to `first` starts once
+    their gradients are scattered.
+    """
+
+    @jax.custom_vjp
+    def after(place: Sequence[Any], weights: Sequence[Any], first: Sequence[Any]) -> list[Any]:
+        return exchange.ordered(weights, first, place)
+
+    def forward(place: Sequence[Any], *args: Any) -> tuple[list[Any], Any]:
+        return after(place, *args), place
+
+    def backward(place: Sequence[Any], grads: list[Any]) -> tuple[Any, ...]:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in first]
+        return None, grads, exchange.ordered(zeros, grads, place)
+
+    after.defvjp(forward, backward)
+    return after(exchange.place, list(weights), list(first))
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -29,9 +29,9 @@ from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import view
 from jaxspeed.zero3.product_vjp import wide_products, with_products
-from jaxspeed.zero3.segment_vjp import read, read_tied, run_segment
+from jaxspeed.zero3.segment_vjp import exchanged_after, is_real, read, read_tied, run_segment
 from jaxspeed.zero3.segments import EvalContext, Segment, split_at_units
-from jaxspeed.zero3.sharded_param import ShardedParam, Storage
+from jaxspeed.zero3.sharded_param import GatherScatter, ShardedParam, Storage, exchange_of
 from jaxspeed.zero3.table_lookup import look_up
 
 
@@ -59,6 +59,7 @@ class _Evaluation:
             # One copy: gradients are summed on the device, and only their sum is transferred.
             self.env[v] = on_device(self.env[v])
             self.storage[v] = self.storage[v].on_device()
+        self.exchanged: list[Any] = []  # the results of the last segment with parameters
         self.moving = dependents(jaxpr, context.activations) if context.residuals else set()
         self.segments = split_at_units(jaxpr, context, storage)
         units = [s for s in self.segments if s.units]
@@ -71,6 +72,7 @@ class _Evaluation:
             if not eqns:
                 continue
             run = self._nested if segment.nested else self._plain
+            self._order(segment, eqns)
             run(segment, eqns)
         return [
             read([self.storage[v]], [self.env[v]])[0]
@@ -81,6 +83,17 @@ class _Evaluation:
 
     def _value(self, atom: Any) -> Any:
         return self.env[atom] if is_var(atom) else atom.val
+
+    def _order(self, segment: Segment, eqns: list[Any]) -> None:
+        """Order the exchanges of a segment after those of the one before, where data has to."""
+        weights = [v for v in free_variables(eqns) if v in self.storage and is_real(v.aval)]
+        exchange = exchange_of([self.storage[v] for v in weights])
+        if not (exchange and exchange.in_order):
+            return
+        if self.exchanged:
+            shards, first = ([self.env[v] for v in vs] for vs in (weights, self.exchanged))
+            self.env.update(zip(weights, exchanged_after(exchange, shards, first), strict=True))
+        self.exchanged = [v for v in segment.outputs if is_real(v.aval)]
 
     def _nested(self, segment: Segment, eqns: list[Any]) -> None:
         eqn = eqns[0]
@@ -149,7 +162,8 @@ class _Evaluation:
             fn = context.residuals.rematerialized(together, context.in_loop)
             given = [], [], [*shards, *values]
             unshared = [*(False for _ in shards), *unshared]
-        env.update(zip(outputs, run_segment(fn, *given, context.residuals, unshared)))
+        inside = exchange_of([] if segment.units == 1 else list(stored.values()))
+        env.update(zip(outputs, run_segment(fn, *given, context.residuals, unshared, inside)))
 
 
 def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
@@ -217,11 +231,15 @@ def _checkpoint(
     eqn: Any, values: Sequence[Any], storage: Storage, context: EvalContext, moving: set[Any]
 ) -> Sequence[Any]:
     inner = replace(context, recomputed=True, residuals=None)
-    return jax.checkpoint(
+    run = jax.checkpoint(
         lambda *args: _call(eqn, args, storage, inner, moving),
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
-    )(*values)
+    )
+    inside = exchange_of([storage[v] for v in eqn.invars if is_var(v) and v in storage])
+    if inside and inside.in_order:
+        return run_segment(run, (), (), values, inside=inside)
+    return run(*values)
 
 
 def _lookup(
@@ -275,7 +293,8 @@ def _scan(
     if context.every == 1 or not _repeats_units(jaxpr, context.units):
         carry, ys = run(context, *parts, body.trips)
         return [*carry, *ys]
-    return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context)
+    inside = exchange_of(list(inner.values()))
+    return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context, inside)
 
 
 def _stays_a_loop(trips: int, unroll: int = 1) -> bool:
@@ -296,7 +315,12 @@ def _repeats_units(jaxpr: Any, units: Units) -> bool:
 
 
 def _scan_of_groups(
-    run: Any, parts: Any, length: int, reverse: bool, context: EvalContext
+    run: Any,
+    parts: Any,
+    length: int,
+    reverse: bool,
+    context: EvalContext,
+    inside: GatherScatter | None,
 ) -> list[Any]:
     """A scan over groups of trips that are rematerialized together: each group saves its input."""
     consts, start, xs = parts
@@ -315,7 +339,7 @@ def _scan_of_groups(
         unshared = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
         args = [*consts, *carry, *xs]
         fn = residuals.rematerialized(together, _stays_a_loop(length // every))
-        outs = run_segment(fn, (), (), args, residuals, unshared)
+        outs = run_segment(fn, (), (), args, residuals, unshared, inside)
         return outs[: len(carry)], outs[len(carry) :]
 
     grouped = [x.reshape(length // every, every, *x.shape[1:]) for x in xs]

@@ -47,6 +47,15 @@ class GatherScatter(Protocol):
     ) -> list[Any]:
         """The gradients of the gathered parameters, summed over the ranks, as shards."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether data has to order exchanges: the backend drops barriers, and mixes messages."""
+
+    def ordered(
+        self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
+    ) -> list[Any]:
+        """The arrays; where data has to order exchanges, with a dependency on `first`."""
+
 
 @dataclass(frozen=True)
 class ShardedParam:
@@ -142,17 +151,11 @@ def _cast(stored: jax.Array, dtype: Any) -> jax.Array:
 # All-gather and reduce-scatter of a segment: by sharding constraints, or by an exchange.
 
 
-def place_of(stored: Sequence[ShardedParam]) -> list[Any]:
-    """The arguments of an exchange; none without an exchange."""
-    exchange = _exchange(stored)
-    return list(exchange.place) if exchange else []
-
-
 def read_all(
     stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
 ) -> list[Any]:
     """All parameters of a segment as layers read them."""
-    exchange = _exchange(stored)
+    exchange = exchange_of(stored)
     if exchange:
         return exchange.gather(stored, shards, place)
     return [s.read(w) for s, w in zip(stored, shards, strict=True)]
@@ -162,7 +165,7 @@ def scatter_all(
     stored: Sequence[ShardedParam], grads: Sequence[Any], likes: Sequence[Any], place: Sequence[Any]
 ) -> list[Any]:
     """All gradients of a segment, on the stored shards; None where there is none."""
-    exchange = _exchange(stored)
+    exchange = exchange_of(stored)
     if not exchange:
         triples = zip(stored, grads, likes, strict=True)
         return [None if g is None else s.scatter(g, w) for s, g, w in triples]
@@ -175,5 +178,6 @@ def scatter_all(
     return [None if g is None else next(done) for g in grads]
 
 
-def _exchange(stored: Sequence[ShardedParam]) -> GatherScatter | None:
+def exchange_of(stored: Sequence[ShardedParam]) -> GatherScatter | None:
+    """The exchange of a segment, if it has one."""
     return stored[0].exchange if stored else None

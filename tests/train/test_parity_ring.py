@@ -5,15 +5,18 @@ its micro-batches are then the ranks' parts, which have the same numbers.
 """
 
 import functools
+from dataclasses import replace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspeed.errors import ModelError
+from tests.support.collective_order import unordered_collectives
 from tests.support.covering import covering
-from tests.train.cases import CASES, RANKS
+from tests.train.cases import CASES, RANKS, Case
 from tests.train.parity import (
     assert_cut_as_the_stage_says,
     assert_loss_fell,
@@ -65,6 +68,69 @@ def test_ten_steps_equal_xlas_to_rounding(name, stage, accumulation):
     assert max(d for path, d in apart.items() if case.has_gradient(path)) <= 1e-5
     assert_cut_as_the_stage_says(ours, plain_of(name, accumulation, "adam"), stage)
     assert_loss_fell(ours)
+
+
+class Towers(nn.Module):
+    """Loops over layers that do not depend on each other, two of them rematerialized at once."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        def tower(name, around):
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            stack = around(nn.scan(Layer, length=2, **axes))(name=name)
+            x = nn.Embed(32, 16, name=f"{name}_tokens")(tokens)
+            return stack(nn.Dense(16, name=f"{name}_in")(x), None)[0]
+
+        once = [tower(name, lambda stack: stack) for name in ("first", "second")]
+        again = [tower(name, nn.remat) for name in ("third", "fourth")]
+        return [nn.Dense(8)(nn.LayerNorm()(x)) for x in (*once, *again)]
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(16)(jnp.tanh(nn.Dense(32)(nn.LayerNorm()(x)))), None
+
+
+def tower_tokens(rng, samples):
+    return rng.integers(0, 32, (samples, 8), np.int32)
+
+
+TOWERS = Case(Towers(), lambda model, x: sum(jnp.var(y) for y in model(x)), tower_tokens, Towers)
+
+
+@pytest.mark.parametrize(
+    ("case", "stage", "accumulation", "more"),
+    [
+        (GPT2, 3, 4, {}),
+        (TOWERS, 3, 1, {}),
+        *(
+            pytest.param(*point, marks=FULL)
+            for point in [
+                (TOWERS, 3, 4, {}),
+                (GPT2, 3, 1, {}),
+                (CASES["llama"], 3, 4, {}),
+                (PAIR, 3, 4, {}),
+                (PAIR, 2, 4, {}),
+                (GPT2, 3, 4, {"mesh": {"replica": 2, "data": 4}}),
+                (GPT2, 3, 4, {"mesh": {"data": 4, "tensor": 2}}),
+                (GPT2, 3, 4, {"parallel": {"ring_wire": "bf16", "ring_directions": "one"}}),
+                (GPT2, 3, 4, {"parallel": {"ring_bucket_bytes": 1024}}),
+                (GPT2, 3, 1, {"parallel": {"remat": {"every_n": 2}}}),
+                (CASES["llama"], 3, 4, {"parallel": {"remat": "full"}}),
+            ]
+        ),
+    ],
+)
+def test_data_orders_the_rings_of_a_step(case, stage, accumulation, more):
+    """Or a step that was loaded would mix their messages."""
+    more["parallel"] = {"data_reduction": "ring", **more.get("parallel", {})}
+    batch = case.batches(accumulation, steps=1)[0]
+    case = replace(case, example=batch)
+    engine = run(case, stage, accumulation, steps=0, **more).engine
+    text = engine.program.step.lower(engine.state, batch).compile().as_text()
+    assert "collective-permute" in text
+    assert not unordered_collectives(text)
 
 
 def test_a_step_from_the_compilation_cache_is_the_one_that_was_compiled():
