@@ -9,7 +9,7 @@ WORKERS ?= 2
 # The whole suite twice would not fit the time that CI has.
 NEWEST_TESTS = $(addprefix tests/,models jaxpr objective hlo ops zero3 tensor_parallel pipeline) \
 	$(patsubst %,tests/engine/test_%.py,offload_check pipeline_engine starting tensor_sharding) \
-	$(patsubst %,tests/train/test_%.py,parity_awkward parity_kinds parity_pipeline) \
+	$(patsubst %,tests/train/test_%.py,parity_awkward parity_kinds parity_pipeline parity_ring) \
 	$(patsubst %,tests/train/test_%.py,complex_parameters draws frozen_normalisation written_by_the_loss) \
 	tests/checkpoint/test_restore*.py
 NEWEST_VENV ?= .venv-newest

@@ -89,6 +89,7 @@ def run_segment(
     place = list(exchange.place) if exchange else []
     active = [s.trainable for s in stored]
     active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
+    ordered = exchange.ordered if exchange else lambda arrays, first, place: list(arrays)
     # Set by the forward pass for the backward pass.
     passes: list[Passes] = []
     wanted: list[bool] = []
@@ -125,13 +126,15 @@ def run_segment(
         saved = residuals.fetch(saved, kinds()) if residuals else saved
         of_real = zip(cotangents, passes[0].differentiable, strict=True)
         tied, arrived = tie(on_device(shards), [_instantiated(ct) for ct, real in of_real if real])
+        tied = ordered(tied, arrived, place)
         if inside:  # what it recomputes, it gathers again
-            saved = inside.ordered(saved, arrived, place)
+            saved = ordered(saved, arrived, place)
         grads = iter(passes[0].backward(read_all(stored, tied, place), saved, arrived))
         found = [next(grads) if on else None for on in wanted]
         here = scatter_all(stored, found[:count], shards, place)
         # A second barrier: gradients are reduce-scattered before the next segment starts.
-        done, onward = map(iter, tie(_present(here), _present(found[count:])))
+        others = _present(found[count:])
+        done, onward = map(iter, tie(ordered(_present(here), others, place), others))
         pairs = zip(here, shards, strict=True)
         return (
             None,
