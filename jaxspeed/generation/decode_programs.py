@@ -23,6 +23,7 @@ from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays
 from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.rules import model_sharding
+from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
@@ -104,6 +105,7 @@ class ForwardPrograms:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._caches[path])
             for path, x in fresh.items()
         }
+        batch, draws = rows_for_jit(self._program, batch, draws)
         given = (self._once.shapes, caches, batch, draws, rules)
         self._decode_compiled = compile_ahead(self._program.mesh, self._decode, *given)
 
@@ -164,6 +166,13 @@ class ForwardPrograms:
             seen = jnp.zeros(logits.shape, bool).at[rows, draws["text"]].set(True, mode="drop")
         tokens = draw(logits, rules, keys, seen)
         return tokens, {path: written.get(path, caches[path]) for path in caches}
+
+
+def rows_for_jit(program: Program, *rows: Any) -> Any:
+    """NumPy arrays of rows, placed on the devices of several processes: jit takes those of one."""
+    if jax.process_count() == 1:
+        return rows
+    return jax.device_put(rows, program.batch_shardings(rows))
 
 
 def _logits(model: Any, batch: Any) -> Outputs:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, Rules
+from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, Rules, rows_for_jit
 from jaxspeed.generation.gather_once import GatherOnce, ModelState
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.staged_init import compile_ahead
@@ -158,7 +158,6 @@ class Runs:
     def __init__(self, once: GatherOnce, state: TrainState, rules: Rules) -> None:
         self._once, self._rules = once, rules
         self._stored = ModelState.of(once.program, state)
-        self._several = jax.process_count() > 1
         self._gather_compiled = once.compile_ahead()
         self._compiled: Callable[[], Any] = lambda: None
 
@@ -178,9 +177,7 @@ class Runs:
 
     def _given(self, state: ModelState, args: Sequence[Any]) -> Sequence[Any]:
         *caches, batch, draws = args
-        if self._several:  # jit itself takes arrays of one process only
-            rows = batch, draws
-            batch, draws = jax.device_put(rows, self._once.program.batch_shardings(rows))
+        batch, draws = rows_for_jit(self._once.program, batch, draws)
         return (state, *caches, batch, draws, self._rules)
 
 

@@ -49,6 +49,14 @@ def kept(config, run):
     return small.kept(path, run)
 
 
+def test_processes_sample_the_run_that_they_trained(tmp_path):
+    config, run = written(tmp_path, steps=1, checkpoint_every=1), tmp_path / "run"
+    for words in (("train", config, "--output", run), ("sample", config, "--tokens", "2")):
+        more = ("--set", f"run.output={run}") if words[0] == "sample" else ()
+        group, codes = ran(tmp_path, 2, *words, *more)
+        assert codes == [0, 0], group.said(1)
+
+
 @pytest.mark.full
 def test_a_run_whose_process_was_killed_ends_bitwise_as_one_undisturbed(tmp_path):
     """And it is evaluated and sampled by processes too: by one of them in words, not by all."""
