@@ -51,10 +51,9 @@ class UnitResiduals:
                 for i, x in zip(active, moving, strict=True):
                     full[i] = x
                 outs = fn(*full)
-                real = [o for o in outs if jnp.issubdtype(jnp.result_type(o), jnp.inexact)]
-                return real, [
-                    o for o in outs if not jnp.issubdtype(jnp.result_type(o), jnp.inexact)
-                ]
+                real = [jnp.issubdtype(jnp.result_type(o), jnp.inexact) for o in outs]
+                pairs = list(zip(outs, real, strict=True))
+                return [o for o, d in pairs if d], [o for o, d in pairs if not d]
 
             outs, pullback, rest = jax.vjp(of_active, *(args[i] for i in active), has_aux=True)
             return (outs, rest), jax.tree.leaves(pullback)

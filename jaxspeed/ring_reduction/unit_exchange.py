@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
-from jaxspeed.placement.memory_kinds import on_host
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
 from jaxspeed.ring_reduction.levels import (
     Ranks,
@@ -104,7 +103,7 @@ class RingExchange:
         rank = self.rings.after_arrays(Ranks(*place), first).inner[0]
         return [
             jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
-            if jnp.issubdtype(x.dtype, jnp.number) and not on_host(x)
+            if jnp.issubdtype(x.dtype, jnp.number)
             else x
             for x in arrays
         ]

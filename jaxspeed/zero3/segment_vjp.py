@@ -6,7 +6,8 @@ alone are recomputed from them. All other residuals are saved as plain different
 them, or as the model's `jax.checkpoint` or the config (`ResidualPolicy`) determines.
 
 XLA runs one segment at a time because each gather is tied to its predecessors by an
-`optimization_barrier`; measured on TPU and GPU compiles. (XLA:CPU drops the barriers.)
+`optimization_barrier`; measured on TPU and GPU compiles. XLA:CPU drops the barriers; around rings,
+whose messages it would mix up, data orders segments (`GatherScatter.ordered`).
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ def run_segment(
     count, exchange = len(weights), inside or exchange_of(stored)
     place = list(exchange.place) if exchange else []
     active = [s.trainable for s in stored]
-    active += [jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs]
+    active += map(is_real, inputs)
     ordered = exchange.ordered if exchange else lambda arrays, first, place: list(arrays)
     # Set by the forward pass for the backward pass.
     passes: list[Passes] = []
