@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
+from jaxspeed.train.gather_once import GatherOnce, ModelState, part_of_machine
 from jaxspeed.train.program import Metrics, Program
 
 log = logging.getLogger("jaxspeed")
@@ -57,6 +58,8 @@ class Engine:
         self._processes = Processes()
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
+        self._evaluating = False
+        self._gathered: ModelState | None = None  # of the current state
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -67,7 +70,7 @@ class Engine:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
-        self._state = state
+        self._state, self._gathered = state, None
 
     @property
     def held(self) -> TrainState | None:
@@ -94,8 +97,9 @@ class Engine:
             self._moves_checked = True
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
-        self._compile_together(self.step, placed)
-        self._state, metrics = self._run(self.step, placed)
+        self._gathered = None
+        self._compile_together(self.step, self.state, placed)
+        self._state, metrics = self._explained(self.step, self.state, placed)
         self._pace.sent(metrics["loss"])
         self._reporter.stepped(metrics, start)
         compiled = partial(self.compiled, batch, extra)
@@ -105,10 +109,46 @@ class Engine:
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
         placed = self._place(batch, "eval_batch", None, extra)
-        self._compile_together(self.program.evaluate, placed)
-        metrics = self._run(self.program.evaluate, placed)
+        function, state = self._evaluated()
+        self._compile_together(function, state, placed)
+        metrics: Metrics = self._explained(function, state, placed)
         self._pace.sent(metrics["loss"])
         return metrics
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of several calls of `eval_batch` with the same parameters.
+
+        Under ZeRO 3 each call gathers them; in this context they are gathered once, where they and
+        the train state fit into half of a device's memory, and freed at its end.
+        """
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating, self._gathered = False, None
+
+    @cached_property
+    def gather_once(self) -> GatherOnce | None:
+        """How `evaluating` gathers parameters; None where it gathers none."""
+        if self.program.serving or self.program.pipeline:
+            return None
+        once = GatherOnce(self.program, self._memory(self.program))
+        return once if once.gathers else None
+
+    def _evaluated(self) -> tuple[Any, Any]:
+        """The program of evaluation, and the state that it reads."""
+        if not self._evaluating or (once := self.gather_once) is None:
+            return self.program.evaluate, self.state
+        if self._gathered is None:
+            self._gathered = self._explained(once, ModelState.of(self.program, self.state))
+        return once.evaluate, self._gathered
+
+    def _memory(self, program: Program) -> int:
+        """Memory of a device in bytes, the least of all processes: they have to decide alike."""
+        own = device_limit(program) or part_of_machine(program)
+        found: int = self._processes.all("a device's memory", lambda: own, min)
+        return found
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -143,17 +183,14 @@ class Engine:
         """Call `fn` in `close`, after the last hooks."""
         self._closing.append(fn)
 
-    def _run(self, function: Any, batch: Any) -> Any:
-        return self._explained(function, self.state, batch)
-
-    def _compile_together(self, function: Any, batch: Any) -> None:
+    def _compile_together(self, function: Any, state: Any, batch: Any) -> None:
         """Compile for new shapes, and wait until all processes have.
 
         Otherwise those that are ready early wait in a collective: Gloo gives up after 30 s.
         """
         if self._new_shapes and jax.process_count() > 1:
             if hasattr(function, "lower"):  # a step from a file is compiled
-                self._explained(lambda: function.lower(self.state, batch).compile())
+                self._explained(lambda: function.lower(state, batch).compile())
             self._processes.wait("compiling")
 
     def _explained(self, function: Any, *args: Any) -> Any:
@@ -272,7 +309,7 @@ class Engine:
         tokenizer = tokenizer or tokenizer_of(program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
         if self._generator is None or self._generator.program is not program:
-            self._generator = Generator(program, memory=device_limit(program))
+            self._generator = Generator(program, memory=self._memory(program))
         return self._generator.start(state, request)
 
     # -- inspection -----------------------------------------------------------------------------

@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.errors import ModelError
-from jaxspeed.generation.gather_once import GatherOnce, ModelState
 from jaxspeed.generation.sampling_rules import draw
 from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
 from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays
-from jaxspeed.placement.mesh import DATA_AXES
+from jaxspeed.placement.mesh import DATA_AXES, compiler_options
 from jaxspeed.placement.rules import model_sharding
+from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
 
@@ -126,7 +126,13 @@ class ForwardPrograms:
 
     def _jit(self, function: Any, given: Any, shardings: Any, **options: Any) -> Any:
         in_mesh = self._program.in_mesh(function)
-        return jax.jit(in_mesh, in_shardings=given, out_shardings=shardings, **options)
+        return jax.jit(
+            in_mesh,
+            in_shardings=given,
+            out_shardings=shardings,
+            compiler_options=compiler_options(self._program.mesh),
+            **options,
+        )
 
     @property
     def _rows(self) -> NamedSharding:

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.generation.decode_programs import NO_TOKEN, ForwardPrograms
-from jaxspeed.generation.gather_once import GatherOnce
 from jaxspeed.generation.next_tokens import (
     Cached,
     OneByOne,
@@ -27,6 +26,7 @@ from jaxspeed.generation.sampling_rules import Sampling
 from jaxspeed.generation.text import TextStream, TextTokenizer, end_of
 from jaxspeed.objective.config_model import sizes_of
 from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxspeed.generation.decode_programs import Draws, ForwardPrograms, Rules, rows_for_jit
-from jaxspeed.generation.gather_once import GatherOnce, ModelState
 from jaxspeed.objective.train_state import TrainState
+from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.staged_init import compile_ahead
 
 SMALLEST = 16  # of the lengths for which programs are compiled, which are powers of two

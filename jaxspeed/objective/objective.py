@@ -55,7 +55,13 @@ class Objective:
 
     def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
         """Copy with another exchange, and the same traces."""
-        other = replace(self, exchange=exchange)
+        return self._with_traces(replace(self, exchange=exchange))
+
+    def stored_as(self, table: PlacementTable) -> "Objective":
+        """Copy for parameters that are stored otherwise and read alike, with the same traces."""
+        return self._with_traces(replace(self, table=table))
+
+    def _with_traces(self, other: "Objective") -> "Objective":
         vars(other)["traces"] = self.traces
         return other
 

@@ -26,6 +26,7 @@ from jaxspeed.ops.materialize import materialize
 SMALLEST = 64  # queries of a block: products of fewer rows are slower than what they spare
 # Four causal blocks compute 62% of the scores, infinitely many 50%; compile time grows with them.
 MOST_BLOCKS = 4
+SHORT_ROW = 16  # scores that are compared one by one
 
 
 def supports(q: jax.Array, k: jax.Array) -> bool:
@@ -48,9 +49,9 @@ def forward(
     outs, sums = [], []
     for block in _blocks(mask, q.shape[1], k.shape[1]):
         s, _ = block.scores(scale * block.rows_of(q, k), keys, segments, soft_cap)
-        top = jnp.max(s, axis=-1, keepdims=True)
+        top = _largest(s)
         shares = jnp.exp(s - top)
-        total = jnp.sum(shares, axis=-1, keepdims=True)
+        total = shares @ jnp.ones((shares.shape[-1], 1), shares.dtype)
         product = jnp.einsum("bhqk,bhkd->bhqd", shares, block.columns_of(values))
         outs.append(product / total)
         sums.append(top + jnp.log(total))
@@ -83,8 +84,8 @@ def backward(
         d_scores = slope * shares * (d_shares - block.rows_of(mean, k))
         # Each is read by several products; XLA would compute it anew for each.
         shares, d_scores = lax.optimization_barrier((shares, d_scores))
-        d_values.append(jnp.einsum("bhqk,bhqd->bhkd", shares, d_block))
-        d_keys.append(jnp.einsum("bhqk,bhqd->bhkd", d_scores, queries))
+        d_values.append(jnp.einsum("bhqk,bhqd->bkhd", shares, d_block))
+        d_keys.append(jnp.einsum("bhqk,bhqd->bkhd", d_scores, queries))
         d_queries.append(scale * jnp.einsum("bhqk,bhkd->bhqd", d_scores, block.columns_of(keys)))
     return _joined(d_queries, q), _summed(blocks, d_keys, k), _summed(blocks, d_values, v)
 
@@ -128,6 +129,18 @@ class _Block:
         return s, slope
 
 
+def _largest(s: jax.Array) -> jax.Array:
+    """The largest of each row [..., 1], by halves.
+
+    XLA:CPU without YNNPACK reduces a row number by number, which takes as long as a product of it;
+    the elements of two halves it compares in vectors. The same holds for a sum, which is a product.
+    """
+    while (count := s.shape[-1]) > SHORT_ROW:
+        half = -(-count // 2)  # of an odd row, both halves have the middle
+        s = jnp.maximum(s[..., :half], s[..., count - half :])
+    return jnp.max(s, axis=-1, keepdims=True)
+
+
 def _blocks(mask: Mask, seq: int, kv_seq: int) -> list[_Block]:
     """Blocks of queries; a single one where every query sees every key."""
     size = max(SMALLEST, -(-seq // MOST_BLOCKS)) if mask.hides else seq
@@ -150,7 +163,7 @@ def _joined(blocks: list[jax.Array], q: jax.Array) -> jax.Array:
 
 
 def _summed(blocks: list[_Block], parts: list[jax.Array], k: jax.Array) -> jax.Array:
-    """The sum of each block's part [batch, kv_heads, columns, n], [batch, kv_seq, kv_heads, n].
+    """The sum of each block's part [batch, columns, kv_heads, n], [batch, kv_seq, kv_heads, n].
 
     From one edge of a block's columns to the next the parts of the same blocks are added: padded
     with zeros, each part would be copied first.
@@ -159,7 +172,7 @@ def _summed(blocks: list[_Block], parts: list[jax.Array], k: jax.Array) -> jax.A
     sums = []
     for low, high in itertools.pairwise(sorted(edges)):
         of_blocks = [
-            part[:, :, low - block.columns.start : high - block.columns.start].swapaxes(1, 2)
+            part[:, low - block.columns.start : high - block.columns.start]
             for block, part in zip(blocks, parts, strict=True)
             if low in block.columns
         ]

@@ -30,13 +30,14 @@ def evaluate(
     """
     batches = _marked(engine, held_out) if _knows_marks(engine) else _as_they_are(engine, held_out)
     total = weight = 0.0
-    for batch, samples in itertools.islice(batches, most):
-        metrics = engine.eval_batch(batch)
-        share = float(metrics["weight"]) if samples is None else samples
-        total += float(metrics["loss"]) * share
-        weight += share
-        if stop():
-            return None
+    with engine.evaluating():
+        for batch, samples in itertools.islice(batches, most):
+            metrics = engine.eval_batch(batch)
+            share = float(metrics["weight"]) if samples is None else samples
+            total += float(metrics["loss"]) * share
+            weight += share
+            if stop():
+                return None
     return {"eval_loss": total / weight if weight else float("nan"), "eval_weight": weight}
 
 
@@ -48,8 +49,13 @@ def compile_evaluation(engine: Engine, held_out: Split) -> Callable[[], Any]:
         return lambda: None
     shapes = held_out.shapes(count, padded=marked)
     batch = program.abstract_batch(program.read_batch(shapes, None, abstract=True))
+    once = engine.gather_once
     with program.set_mesh(), paused_collector():
-        return compile_ahead(program.mesh, program.evaluate, engine.state, batch)
+        if once is None:
+            return compile_ahead(program.mesh, program.evaluate, engine.state, batch)
+        gathers = once.compile_ahead()
+        evaluates = compile_ahead(program.mesh, once.evaluate, once.shapes, batch)
+        return lambda: (gathers(), evaluates())
 
 
 def _knows_marks(engine: Engine) -> bool:

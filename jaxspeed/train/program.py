@@ -20,6 +20,7 @@ from jaxspeed.objective import Model
 from jaxspeed.objective.accumulate import micro_batch_shapes, per_weight
 from jaxspeed.objective.batch_checks import check_shared_evenly, check_train_batch
 from jaxspeed.objective.batches import WithExtra, read_batch, with_extra
+from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
@@ -217,13 +218,20 @@ class Program:
     def evaluate(self) -> Any:
         """The loss of a batch in evaluation mode, and its metrics."""
 
-        def evaluate(state: TrainState, batch: Any) -> Metrics:
+        def loss_of(state: TrainState, batch: Any) -> Loss:
             sources = state.sources(self.table)
             variables, batch = with_extra(state.variables, batch)
             if self.pipeline:
-                loss = self.pipeline.evaluate(sources, variables, batch, state.step)
-            else:
-                loss, _ = self.objective(sources, variables, batch, state.step, 0, False)
+                return self.pipeline.evaluate(sources, variables, batch, state.step)
+            return self.objective(sources, variables, batch, state.step, 0, False)[0]
+
+        return self.evaluation(loss_of)
+
+    def evaluation(self, loss_of: Callable[[Any, Any], Loss]) -> Any:
+        """The compiled `evaluate` of a loss of (state, batch)."""
+
+        def evaluate(state: Any, batch: Any) -> Metrics:
+            loss = loss_of(state, batch)
             mean = per_weight(loss.total, loss.weight)
             return {**loss.metrics, "loss": mean, "weight": loss.weight}
 

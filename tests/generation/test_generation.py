@@ -13,8 +13,8 @@ import jaxspeed
 from jaxspeed import models
 from jaxspeed.errors import ConfigError
 from jaxspeed.generation import Generator, Request, Sampling
-from jaxspeed.generation.gather_once import GatherOnce
 from jaxspeed.generation.next_tokens import short_start
+from jaxspeed.train.gather_once import GatherOnce
 from tests.generation import plain
 
 RNG = np.random.default_rng(0)
