@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from jaxspeed.checkpoint.process_agreement import Processes
 from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
+from jaxspeed.engine.gathered import Gathered
 from jaxspeed.engine.offload_check import asks, check_host_bytes, check_moves, transfer_of
-from jaxspeed.engine.oom_help import device_limit, explain_out_of_memory, is_out_of_memory
-from jaxspeed.engine.reporter import Reporter
+from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
+from jaxspeed.engine.reporter import Reporter, ShapeLog
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
@@ -32,11 +33,12 @@ from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
-from jaxspeed.train.gather_once import GatherOnce, ModelState, part_of_machine
+from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Metrics, Program
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
+BATCHES = "train_batch", "eval_batch", "evaluating"  # that compile for their shapes
 
 
 class Engine:
@@ -50,16 +52,15 @@ class Engine:
         self.program = program
         path = program.config.run.executable
         self._from_file = StepFromFile(program, path) if path is not None else None
-        self._shapes = {name: ShapeLog(name) for name in ("train_batch", "eval_batch")}
+        self._shapes = {name: ShapeLog(name) for name in BATCHES}
         self._reporter = Reporter(program, step)
         self._pace = DispatchLimit(program.mesh.devices.flat[0])
         self._saver = Saver(program)
         self._moves_checked = self._new_shapes = False
         self._processes = Processes()
+        self._gathered = Gathered(program, self._processes)
         self._profile = StepProfile(program)
         self._generator: Generator | None = None
-        self._evaluating = False
-        self._gathered: ModelState | None = None  # of the current state
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -70,7 +71,8 @@ class Engine:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._reporter.begin_at(int(state.step))
-        self._state, self._gathered = state, None
+        self._gathered.drop()
+        self._state = state
 
     @property
     def held(self) -> TrainState | None:
@@ -97,7 +99,7 @@ class Engine:
             self._moves_checked = True
         self._profile.begin(self._reporter.step + 1, self._state)
         start = time.perf_counter()
-        self._gathered = None
+        self._gathered.drop()
         self._compile_together(self.step, self.state, placed)
         self._state, metrics = self._explained(self.step, self.state, placed)
         self._pace.sent(metrics["loss"])
@@ -108,47 +110,30 @@ class Engine:
 
     def eval_batch(self, batch: Batch, extra: Any = None) -> Metrics:
         """The loss of a batch in evaluation mode; its size must be divisible by the data ranks."""
-        placed = self._place(batch, "eval_batch", None, extra)
-        function, state = self._evaluated()
-        self._compile_together(function, state, placed)
-        metrics: Metrics = self._explained(function, state, placed)
+        once = self._gathered.now()
+        placed = self._place(batch, "evaluating" if once else "eval_batch", None, extra)
+        state: Any = once.shapes if once else self.state
+        evaluate = (once or self.program).evaluate
+        self._compile_together(evaluate, state, placed)
+        if once:
+            state = self._explained(self._gathered.of, self.state)
+        metrics: Metrics = self._explained(evaluate, state, placed)
         self._pace.sent(metrics["loss"])
         return metrics
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Context of several calls of `eval_batch` with the same parameters.
 
-        Under ZeRO 3 each call gathers them; in this context they are gathered once, where they and
-        the train state fit into half of a device's memory, and freed at its end.
+        Under ZeRO 3 and `offload_param` each call gathers them; in this context they are gathered
+        once, if they and the train state fit into half of a device's memory, and freed at its end.
+        Pipelines gather as always. On several processes each has to enter it.
         """
-        self._evaluating = True
-        try:
-            yield
-        finally:
-            self._evaluating, self._gathered = False, None
+        return self._gathered.evaluating()
 
-    @cached_property
+    @property
     def gather_once(self) -> GatherOnce | None:
         """How `evaluating` gathers parameters; None where it gathers none."""
-        if self.program.serving or self.program.pipeline:
-            return None
-        once = GatherOnce(self.program, self._memory(self.program))
-        return once if once.gathers else None
-
-    def _evaluated(self) -> tuple[Any, Any]:
-        """The program of evaluation, and the state that it reads."""
-        if not self._evaluating or (once := self.gather_once) is None:
-            return self.program.evaluate, self.state
-        if self._gathered is None:
-            self._gathered = self._explained(once, ModelState.of(self.program, self.state))
-        return once.evaluate, self._gathered
-
-    def _memory(self, program: Program) -> int:
-        """Memory of a device in bytes, the least of all processes: they have to decide alike."""
-        own = device_limit(program) or part_of_machine(program)
-        found: int = self._processes.all("a device's memory", lambda: own, min)
-        return found
+        return self._gathered.for_evaluation()
 
     @property
     def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -244,6 +229,7 @@ class Engine:
         `renames` maps paths of the checkpoint to the model's. The current state is freed first: the
         devices never hold two.
         """
+        self._gathered.drop()
         restored = self._saver.load(directory, tag, weights_only, renames, self.held)
         if restored is None:
             log.warning("%s holds no checkpoint: the state stays as it is", directory)
@@ -309,7 +295,7 @@ class Engine:
         tokenizer = tokenizer or tokenizer_of(program.model.weights)
         request = Request(prompts, tokens, sampling, stop, seed, context, tokenizer)
         if self._generator is None or self._generator.program is not program:
-            self._generator = Generator(program, memory=self._memory(program))
+            self._generator = Generator(program, once=self._gathered.once(program))
         return self._generator.start(state, request)
 
     # -- inspection -----------------------------------------------------------------------------
@@ -417,33 +403,3 @@ def compiled_report(
 def _timed(seconds: float) -> float | None:
     """The compile time; None under 1 ms: jit cache hit."""
     return seconds if seconds > 1e-3 else None
-
-
-MANY = 4  # shapes of one program from which on recompiling is a habit
-
-
-class ShapeLog:
-    """Remembers the batch shapes that one program has seen."""
-
-    def __init__(self, program: str) -> None:
-        self._program = program
-        self._seen: dict[Any, int] = {}
-
-    def see(self, batch: Any) -> bool:
-        """Whether these shapes are new; says so in the log."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        key = tuple((jax.tree_util.keystr(k), tuple(x.shape), str(x.dtype)) for k, x in leaves)
-        if key in self._seen:
-            return False
-        self._seen[key] = len(self._seen) + 1
-        shown = ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in key)
-        log.info("%s: compiling for batch %s", self._program, shown)
-        if len(self._seen) >= MANY:
-            log.warning(
-                "%s: this is the %dth batch shape, and each is compiled anew; pad batches to a few "
-                "fixed shapes. Now: %s",
-                self._program,
-                len(self._seen),
-                shown,
-            )
-        return True

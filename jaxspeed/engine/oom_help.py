@@ -22,9 +22,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_limit(program: Program) -> int | None:
-    """Memory of one device in bytes, if the backend reports it."""
+    """Memory of one device in bytes, if the backend reports it.
+
+    Of one of this process: those of others report nothing.
+    """
+    own = (device for device in program.devices if device.process_index == jax.process_index())
     try:
-        stats = program.mesh.devices.flat[0].memory_stats() or {}
+        stats = next(own, program.devices[0]).memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError):
         return None
     return stats.get("bytes_limit")

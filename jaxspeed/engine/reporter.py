@@ -1,4 +1,4 @@
-"""Training log and hooks: loss lines, skipped steps, clipping, step times, memory.
+"""Training log and hooks: loss lines, skipped steps, clipping, step times, memory, batch shapes.
 
 The log does not wait for devices unless `wall_clock_breakdown` is set: a step's metrics are logged
 once they have arrived, which may be some steps later.
@@ -19,6 +19,7 @@ from jaxspeed.train.program import Metrics, Program
 
 log = logging.getLogger("jaxspeed")
 CLIPPED = 1 - 1e-5  # a norm below this fraction of another one differs by more than rounding
+MANY = 4  # shapes of one program from which on recompiling is a habit
 SHOWN = ("loss", "grad_norm", "grad_norm_clipped", "lr", "loss_scale")
 
 
@@ -123,3 +124,30 @@ class Reporter:
 
 def _is_ready(x: Any) -> bool:
     return x.is_ready()
+
+
+class ShapeLog:
+    """Remembers the batch shapes that one program has seen."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._seen: dict[Any, int] = {}
+
+    def see(self, batch: Any) -> bool:
+        """Whether these shapes are new; says so in the log."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        key = tuple((jax.tree_util.keystr(k), tuple(x.shape), str(x.dtype)) for k, x in leaves)
+        if key in self._seen:
+            return False
+        self._seen[key] = len(self._seen) + 1
+        shown = ", ".join(f"{name} {dtype}{list(shape)}" for name, shape, dtype in key)
+        log.info("%s: compiling for batch %s", self._program, shown)
+        if len(self._seen) >= MANY:
+            log.warning(
+                "%s: this is the %dth batch shape, and each is compiled anew; pad batches to a few "
+                "fixed shapes. Now: %s",
+                self._program,
+                len(self._seen),
+                shown,
+            )
+        return True

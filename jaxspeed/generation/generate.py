@@ -201,7 +201,7 @@ class Generator:
 
     program: Program
     cache: bool = True  # False: recompute, as for a model without a cache
-    memory: int | None = None  # bytes of a device; None: its part of this machine's
+    once: GatherOnce | None = None  # how parameters are gathered; None: as on this machine
     _programs: dict[tuple[int, int], ForwardPrograms] = field(default_factory=dict)
     _noted: bool = False
 
@@ -226,7 +226,7 @@ class Generator:
 
     @cached_property
     def _once(self) -> GatherOnce:
-        return GatherOnce(self.program, self.memory)
+        return self.once or GatherOnce(self.program)
 
     def _steps(self, rows: int, length: int, state: TrainState, rules: Any, short: int) -> Steps:
         if (rows, length) not in self._programs:

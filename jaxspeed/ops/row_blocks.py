@@ -51,7 +51,7 @@ def forward(
         s, _ = block.scores(scale * block.rows_of(q, k), keys, segments, soft_cap)
         top = _largest(s)
         shares = jnp.exp(s - top)
-        total = shares @ jnp.ones((shares.shape[-1], 1), shares.dtype)
+        total = jnp.sum(shares, axis=-1, keepdims=True)
         product = jnp.einsum("bhqk,bhkd->bhqd", shares, block.columns_of(values))
         outs.append(product / total)
         sums.append(top + jnp.log(total))
@@ -130,10 +130,10 @@ class _Block:
 
 
 def _largest(s: jax.Array) -> jax.Array:
-    """The largest of each row [..., 1], by halves.
+    """The maximum of each row [..., 1], by halves.
 
     XLA:CPU without YNNPACK reduces a row number by number, which takes as long as a product of it;
-    the elements of two halves it compares in vectors. The same holds for a sum, which is a product.
+    the elements of two halves it compares in vectors.
     """
     while (count := s.shape[-1]) > SHORT_ROW:
         half = -(-count // 2)  # of an odd row, both halves have the middle

@@ -21,7 +21,7 @@ from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
 
 # Of a device's memory; the rest is for caches, activations and temporary arrays. A forward pass
-# needs 2% to 33% of a step's (gpt2_small and llama3_8b on TPUs), so it fits wherever a step does.
+# needs 2% to 33% of a step's (gpt2_small and llama3_8b on TPUs), so it fits where the step does.
 SHARE = 0.5
 
 
@@ -38,7 +38,7 @@ class ModelState(NamedTuple):
 
 
 def part_of_machine(program: Program) -> int:
-    """A simulated device's part of this machine's memory, in bytes."""
+    """A simulated device's part of this machine's memory, in bytes; on several hosts less."""
     return memory_of_machine() // len(program.devices)
 
 
@@ -57,7 +57,7 @@ class GatherOnce:
         gathered = replace(stored, rows=rows)
         needed = sum(device for _, device in stored.bytes_by_role().values())
         needed += gathered.bytes_by_role()["param"][1]
-        memory = self.memory or part_of_machine(self.program)
+        memory = part_of_machine(self.program) if self.memory is None else self.memory
         return gathered if needed <= SHARE * memory else stored
 
     @cached_property

@@ -1,6 +1,7 @@
 """Several evaluations with the same parameters, which are gathered once for all of them."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,6 +9,9 @@ import pytest
 
 import jaxspeed
 from jaxspeed import models as families
+from jaxspeed.checkpoint.process_agreement import Processes
+from jaxspeed.engine.gathered import Gathered
+from jaxspeed.train.gather_once import GatherOnce
 from tests.engine import tiny
 
 ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -134,7 +138,7 @@ def test_what_a_context_gathered_is_freed_at_its_end(fails):
 
 def test_parameters_that_do_not_fit_are_gathered_by_each_evaluation(monkeypatch):
     def engine_on(memory):
-        monkeypatch.setattr("jaxspeed.engine.engine.device_limit", lambda program: memory)
+        monkeypatch.setattr("jaxspeed.engine.gathered.device_limit", lambda program: memory)
         return tiny.engine(stage=3)
 
     assert engine_on(1 << 20).gather_once is not None
@@ -144,15 +148,93 @@ def test_parameters_that_do_not_fit_are_gathered_by_each_evaluation(monkeypatch)
     assert engine.gather_once is None
 
 
+def test_a_context_within_another_ends_alone():
+    engine = engine_of("ZeRO 3")
+    with engine.evaluating():
+        with engine.evaluating():
+            losses(engine, [0])
+        kept = live_bytes()
+        assert engine._gathered.now() is engine.gather_once
+        losses(engine, [0])
+        assert live_bytes() == pytest.approx(kept, abs=1000)
+    assert live_bytes() < kept / 2
+
+
+def test_a_checkpoint_is_loaded_into_the_memory_of_what_was_gathered(tmp_path, monkeypatch):
+    engine = engine_of("ZeRO 3")
+    engine.save_checkpoint(tmp_path)
+    engine.wait()
+    found, load = [], engine._saver.load
+    monkeypatch.setattr(
+        engine._saver, "load", lambda *args: (found.append(live_bytes()), load(*args))[1]
+    )
+    before = live_bytes()
+    with engine.evaluating():
+        (loss,) = losses(engine, [0])
+        engine.load_checkpoint(tmp_path)
+        assert losses(engine, [0]) == [loss]
+    assert found == [pytest.approx(before, rel=0.02)]
+
+
+class Two:
+    """This process and one that does `other`."""
+
+    def __init__(self, other):
+        self.other, self.order = other, []
+
+    def all(self, what, work, combine):
+        self.order.append(what)
+        return combine([work(), self.other])
+
+    def wait(self, what):
+        self.order.append(what)
+
+
 def test_processes_decide_alike_by_the_least_memory_of_their_devices():
     engine = tiny.engine(stage=3)
-    asked = []
-
-    class Two:
-        def all(self, what, work, combine):
-            asked.append(work())
-            return combine([work(), 2 << 10])
-
-    engine._processes = Two()
+    engine._gathered._processes = Two(1 << 30)
+    assert engine.gather_once.memory == 1 << 30
+    engine = tiny.engine(stage=3)
+    engine._gathered._processes = Two(2 << 10)
     assert engine.gather_once is None
-    assert asked and asked[0] > 1 << 20
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_processes_wait_for_what_compiles_before_they_gather(before, monkeypatch):
+    """Otherwise the first waits in the gather for one that compiles: Gloo gives up after 30 s."""
+    engine = tiny.engine(stage=3)
+    if before:  # the same shapes, but another program
+        engine.eval_batch(tiny.batch())
+    engine._processes = two = Two(None)
+    gather = GatherOnce.__call__
+    monkeypatch.setattr(
+        GatherOnce, "__call__", lambda *args: (two.order.append("gather"), gather(*args))[1]
+    )
+    assert engine.gather_once is not None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with engine.evaluating():
+        engine.eval_batch(tiny.batch())
+        engine.eval_batch(tiny.batch())
+    assert two.order == ["compiling", "gather"]
+
+
+class Device:
+    platform = "gpu"
+
+    def __init__(self, process, memory):
+        self.process_index, self.memory = process, memory
+
+    def memory_stats(self):
+        if self.process_index != jax.process_index():
+            raise jax.errors.JaxRuntimeError("only supported for addressable devices")
+        return self.memory and {"bytes_limit": self.memory}
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(80 << 30, 80 << 30), (None, 0)])
+def test_the_memory_is_that_of_a_device_of_this_process(memory, expected):
+    """Not of the mesh's first device, which reports nothing elsewhere; and not the host's."""
+    devices = (Device(1, 1), Device(0, memory))
+    mesh = SimpleNamespace(devices=np.array(devices))
+    program = SimpleNamespace(devices=devices, mesh=mesh)
+    gathered = Gathered(program, Processes())
+    assert gathered.once(program).memory == expected

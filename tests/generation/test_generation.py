@@ -141,7 +141,7 @@ def test_parameters_are_gathered_once_for_all_tokens_where_they_fit(placement):
     request = Request(PROMPTS, 12, Sampling(0))
     found, gathers = {}, {}
     for memory in (None, 1):
-        generator = Generator(engine.program, memory=memory)
+        generator = Generator(engine.program, once=GatherOnce(engine.program, memory))
         generation = generator.start(engine.state, request)
         found[memory] = tokens_of(generation.finish())
         if placement != "pipe 2":
