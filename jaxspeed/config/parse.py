@@ -82,6 +82,8 @@ def _unreadable(path: Path, error: Exception) -> Problem:
     if isinstance(error, FileNotFoundError):
         near = did_you_mean(path.name, _file_names(path.parent))
         return Problem(name, "no such file", near or f"The folder is {path.parent.absolute()}.")
+    if isinstance(error, IsADirectoryError):
+        return Problem(name, "a folder", "Needs a .json, .yaml or .yml file.")
     if isinstance(error, json.JSONDecodeError):
         place = f"line {error.lineno}, column {error.colno}: {error.msg}"
         works = "Needs JSON, in which comments and a comma after the last item may stand."

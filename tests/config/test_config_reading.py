@@ -78,6 +78,11 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path):
         load_config(tmp_path / "ds_confg.json")
 
 
+def test_a_folder_is_no_config(tmp_path):
+    with pytest.raises(ConfigError, match=r"a folder\. Needs a \.json, \.yaml or \.yml file"):
+        load_config(tmp_path)
+
+
 def test_a_file_that_is_no_text_is_one_config_error(tmp_path):
     (tmp_path / "ds.json").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match="utf-8"):
