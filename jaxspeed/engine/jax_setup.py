@@ -8,7 +8,7 @@ from jax._src import distributed, xla_bridge
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, JaxspeedError
-from jaxspeed.launch.environment import start_processes
+from jaxspeed.launch.environment import late_devices, start_processes
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
 
@@ -33,6 +33,8 @@ def start_devices(word: str | None) -> None:
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter, without a message, in 0.10.2
+        if late_devices(error):
+            raise  # the config is right, and the watchdog names the process
         reason = (str(error).strip() or "no such devices").splitlines()[0]
         raise ConfigError(f"run.devices: {word}, which JAX cannot start: {reason}") from None
     if found[0].platform not in (platform, "gpu" if platform == "cuda" else platform):

@@ -23,6 +23,8 @@ from jaxspeed.launch.rendezvous import meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
+# JAX waits two minutes for the devices of each process, once they have met (0.10.2 to 0.12).
+_LATE_DEVICES = re.compile(r"\blocal_topology/\w+/(\d+) and duration: (\w+)")
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
 # Rank and count of the processes of one host, by what started them.
 _LOCAL = {
@@ -91,6 +93,12 @@ def start_processes(seconds: float | None = None) -> Membership | None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RunError(f"{which} cannot join those of {found.coordinator}: {reason}") from error
     return found
+
+
+def late_devices(error: BaseException) -> tuple[int, str] | None:
+    """The process whose devices JAX waited for in vain, and how long, if that is the error."""
+    found = _LATE_DEVICES.search(str(error))
+    return (int(found[1]), found[2]) if found else None
 
 
 def _reach_without_proxy(coordinator: str) -> None:

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxspeed.config import Config
+from jaxspeed.engine.jax_setup import start_devices
 from jaxspeed.errors import (
     CheckpointError,
     ConfigError,
@@ -119,6 +120,43 @@ def test_a_first_compilation_of_ten_minutes_is_no_false_alarm(section):
     for run.now in range(0, 600, 5):
         run.beat(0, 1)
     assert run.notice() is None and not run.ended
+
+
+LATE = (
+    "Unable to initialize backend 'cpu': INTERNAL: Getting local topologies failed: Error 1: "
+    "GetKeyValue() timed out with key: cpu:local_topology/cpu/1 and duration: 2m (set "
+    "JAX_PLATFORMS='' to automatically choose an available backend)"
+)
+
+
+def test_a_process_whose_devices_are_late_is_named_not_those_that_wait_for_it(monkeypatch, capfd):
+    """JAX's own time-out, which is shorter than that of the section."""
+    run = Run(3)
+    run.beat(0, 1, 2)
+    monkeypatch.setattr("jaxspeed.run.watchdog.time.sleep", lambda seconds: None)
+    run.dogs[2].failed(RuntimeError(LATE))
+    notice = run.notice()
+    assert (notice["rank"], notice["why"]) == (1, "stuck")
+    said = "jaxspeed: process 1 on host1, in start: its devices have not started; JAX's time-out is"
+    assert message(notice) == f"{said} 2m"
+    assert run.ended == {2: ExitCode.PEER}
+    assert "Traceback" not in capfd.readouterr().err
+    run.dogs[1]._end(notice)
+    assert run.ended[1] == ExitCode.HANG
+
+
+def test_devices_of_another_process_that_are_late_are_no_fault_of_the_config(monkeypatch):
+    def devices():
+        raise RuntimeError(LATE)
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setattr("jaxspeed.engine.jax_setup.start_processes", lambda seconds: None)
+    before = jax.config.jax_platforms
+    try:
+        with pytest.raises(RuntimeError, match="local_topology"):
+            start_devices("gpu")
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_the_process_that_is_furthest_behind_is_named_not_those_that_wait_for_it():
