@@ -64,6 +64,17 @@ def test_the_operand_of_fewer_columns_comes_first():
         assert re.findall(r"(f32\[[\d,]+\])\S* dot\(", text) == ["f32[16,32]"]
 
 
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 128), (128, 16)])
+def test_the_narrow_operand_of_a_wide_gradient_is_transposed(inputs, outputs):
+    found, args = lowered(inputs, (outputs,), data=2)
+    assert products(found.as_text()) == [("1", "0")]
+    compiled, (_, x, cotangent) = found.compile(), args
+    wanted = np.einsum("bsi,bso->io", x.astype(np.float64), cotangent)
+    np.testing.assert_allclose(compiled(*args), wanted, rtol=1e-5, atol=1e-5)
+    assert not re.search(rf"f32\[128,{BATCH * SEQ // 2}\]", compiled.as_text())  # the wide one
+    assert products(lowered(16, (127,), data=2)[0].as_text()) == [("0", "0")]
+
+
 def test_products_stay_where_a_mesh_axis_may_shard_a_sequence():
     assert products(lowered(16, (32,), tensor=2)[0].as_text()) == [("0, 1", "0, 1")]
     assert products(lowered(16, (32,))[0].as_text()) == [("0, 1", "0, 1")]  # and without a mesh
