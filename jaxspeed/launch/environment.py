@@ -23,7 +23,7 @@ from jaxspeed.launch.rendezvous import meet, set_proxies
 from jaxspeed.launch.variables import COORDINATOR, COUNT, RANK, VARIABLES
 
 START_SECONDS = 1800  # between the first and the last host of a run
-# JAX waits two minutes for the devices of each process, once they have met (0.10.2 to 0.12).
+# JAX waits two minutes for the devices of each process, once they have met (0.10.2).
 _LATE_DEVICES = re.compile(r"\blocal_topology/\w+/(\d+) and duration: (\w+)")
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # which JAX reads
 # Rank and count of the processes of one host, by what started them.

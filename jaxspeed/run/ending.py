@@ -20,6 +20,7 @@ import jax
 from jax._src import distributed
 
 from jaxspeed.errors import ExitCode, JaxspeedError, exit_code
+from jaxspeed.launch.environment import late_devices
 from jaxspeed.run.heartbeats import Beat, Heartbeats, in_section
 
 # Seconds in which process 0, which serves the messages, waits for the others to leave.
@@ -32,6 +33,19 @@ def fault_of(rank: int, beat: Beat | None, why: str, text: str) -> dict[str, Any
     """A fault: `why` is stuck, silent, dead or error."""
     place = {"host": beat["host"], "section": in_section(beat)} if beat else {}
     return {"kind": "fault", "rank": rank, "why": why, "text": text, **place}
+
+
+def fault_by(error: BaseException, beats: Heartbeats, own: Beat) -> dict[str, Any]:
+    """The fault behind this process's exception: that of another whose devices are late, or it."""
+    if late := late_devices(error):
+        rank, time_out = late
+        beat = None
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            beat = beats.of(rank)
+        text = f"its devices have not started; JAX's time-out is {time_out}"
+        return fault_of(rank, beat, "stuck", text)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return fault_of(beats.rank, own, "error", text)
 
 
 def message(fault: Mapping[str, Any]) -> str:

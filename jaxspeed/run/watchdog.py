@@ -28,8 +28,7 @@ from jax._src import distributed
 
 from jaxspeed.config.run_sections import WatchdogSection
 from jaxspeed.errors import JaxspeedError
-from jaxspeed.launch.environment import late_devices
-from jaxspeed.run.ending import LEAVING, Ending, fault_of, may_follow
+from jaxspeed.run.ending import LEAVING, Ending, fault_by, fault_of, may_follow
 from jaxspeed.run.heartbeats import Beat, Heartbeats, has_ended, in_section, shown, where
 from jaxspeed.run.sections import Sections
 
@@ -171,25 +170,13 @@ class Watchdog:
         self._ending.failure = error
         if may_follow(error):  # a collective fails at once where another process has ended
             time.sleep(self._silence + 3 * self._period)
-        if late := late_devices(error):
-            fault = self._late(self.beats, *late)
-        else:
-            if not isinstance(error, JaxspeedError):
-                traceback.print_exception(error)
-            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            fault = fault_of(self.beats.rank, self.beat(), "error", text)
+        fault = fault_by(error, self.beats, self.beat())
+        if fault["why"] == "error" and not isinstance(error, JaxspeedError):
+            traceback.print_exception(error)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self.beats.post(fault)
             time.sleep(LEAVING)  # the other thread reads it, and ends this process
         self._end(fault)
-
-    def _late(self, beats: Heartbeats, rank: int, time_out: str) -> dict[str, Any]:
-        """The fault of a process whose devices JAX waited for; any of the others may find it."""
-        beat = None
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            beat = beats.of(rank)
-        text = f"its devices have not started; JAX's time-out is {time_out}"
-        return fault_of(rank, beat, "stuck", text)
 
     def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
         self.failed(error)
