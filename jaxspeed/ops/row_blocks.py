@@ -84,8 +84,12 @@ def backward(
         d_scores = slope * shares * (d_shares - block.rows_of(mean, k))
         # Each is read by several products; XLA would compute it anew for each.
         shares, d_scores = lax.optimization_barrier((shares, d_scores))
-        d_values.append(jnp.einsum("bhqk,bhqd->bkhd", shares, d_block))
-        d_keys.append(jnp.einsum("bhqk,bhqd->bkhd", d_scores, queries))
+        d_value = jnp.einsum("bhqk,bhqd->bhkd", shares, d_block)
+        d_key = jnp.einsum("bhqk,bhqd->bhkd", d_scores, queries)
+        # Against XLA's product of [n, columns], whose columns the sum of blocks would transpose.
+        d_value, d_key = lax.optimization_barrier((d_value, d_key))
+        d_values.append(d_value)
+        d_keys.append(d_key)
         d_queries.append(scale * jnp.einsum("bhqk,bhkd->bhqd", d_scores, block.columns_of(keys)))
     return _joined(d_queries, q), _summed(blocks, d_keys, k), _summed(blocks, d_values, v)
 
@@ -163,7 +167,7 @@ def _joined(blocks: list[jax.Array], q: jax.Array) -> jax.Array:
 
 
 def _summed(blocks: list[_Block], parts: list[jax.Array], k: jax.Array) -> jax.Array:
-    """The sum of each block's part [batch, columns, kv_heads, n], [batch, kv_seq, kv_heads, n].
+    """The sum of each block's part [batch, kv_heads, columns, n], [batch, kv_seq, kv_heads, n].
 
     From one edge of a block's columns to the next the parts of the same blocks are added: padded
     with zeros, each part would be copied first.
@@ -172,10 +176,10 @@ def _summed(blocks: list[_Block], parts: list[jax.Array], k: jax.Array) -> jax.A
     sums = []
     for low, high in itertools.pairwise(sorted(edges)):
         of_blocks = [
-            part[:, low - block.columns.start : high - block.columns.start]
+            part[:, :, low - block.columns.start : high - block.columns.start]
             for block, part in zip(blocks, parts, strict=True)
             if low in block.columns
         ]
-        zero = jnp.zeros((k.shape[0], high - low, *k.shape[2:]), k.dtype)
+        zero = jnp.zeros((k.shape[0], k.shape[2], high - low, k.shape[3]), k.dtype)
         sums.append(functools.reduce(jnp.add, of_blocks) if of_blocks else zero)
-    return materialize(jnp.concatenate(sums, axis=1))
+    return materialize(jnp.concatenate(sums, axis=2).swapaxes(1, 2))
