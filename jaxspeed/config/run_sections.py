@@ -194,7 +194,7 @@ class RunSection(Section):
     compilation_cache: CacheFolder = honoured(
         True,
         "Persistent cache of compiled programs: true in the user's cache folder, a path in the "
-        "folder of this path, false none, with which CPUs without AVX-512 compute steps faster.",
+        "folder of this path, false none.",
     )
     executable: Text | None = honoured(
         None,

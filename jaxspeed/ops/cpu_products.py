@@ -14,8 +14,7 @@ With the summed dims merged, which moves no data, nothing is copied. The excepti
 of a head: there the narrow operand is transposed, which costs little next to the product. On
 AVX2 (Zen 3, jaxlib 0.10.2) [1024, 384]^T [1024, 8192] then runs at 63 Gflop/s a core instead of 34,
 and a step of the GPT-2 in `benchmarks/peers_cpu.py` takes 0.96 times as long. With kernels that are
-four times as wide as their input transposed too, it takes 0.98. (oneDNN, which steps without a
-compilation cache use there, runs at 75 either way.)
+four times as wide as their input transposed too, it takes 0.98.
 
 What is traced does not change, and neither does any other platform's program.
 """

@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -145,50 +144,16 @@ def simulated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """XLA's options for the programs of a mesh.
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """XLA's options for the steps of a mesh.
 
     More simulated devices than cores do without YNNPACK: what it computes is set up when it first
     runs, for each device anew. In the first step of 24 unrolled blocks on eight devices that took
     1.7 of 2.1 seconds, and later steps were as fast without it (jaxlib 0.10.2).
     """
     known = (0, 10) <= jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and share_cores(mesh) else {}
-
-
-def step_options(mesh: Mesh, stored: bool) -> dict[str, Any]:
-    """XLA's options for the programs of a mesh that compute many tokens, which JAX may store.
-
-    Where x86 cores have AVX2 at most, oneDNN computes the products: a core of Zen 3 (peak 102)
-    reaches 75 Gflop/s in those of 1,024 tokens, the median, YNNPACK 65, and XLA itself 53 in the
-    gradients of kernels (jaxlib 0.10.2). Those of a single token take up to twice as long. Each
-    is computed alone, since what oneDNN fuses with a product comes out wrong or ends the process.
-    XLA cannot serialize such a program, so one that is stored does without.
-    """
-    known = simulated(mesh) and jax.__version_info__[:2] == (0, 10)
-    if stored or not known or share_cores(mesh) or not has_avx2_only():
-        return compiler_options(mesh)
-    return {
-        "xla_cpu_use_onednn": True,
-        "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
-    }
-
-
-def share_cores(mesh: Mesh) -> bool:
-    """Whether the mesh is of more simulated devices than the host has cores."""
-    return simulated(mesh) and mesh.size > (os.cpu_count() or 1)
-
-
-@functools.cache
-def has_avx2_only() -> bool:
-    """Whether this host's cores are known to have AVX2, and no AVX-512."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return False
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return "avx2" in flags and "avx512f" not in flags
+    shared = simulated(mesh) and mesh.size > (os.cpu_count() or 1)
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and shared else {}
 
 
 def copy_options(mesh: Mesh) -> dict[str, bool]:

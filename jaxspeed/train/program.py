@@ -25,7 +25,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
-from jaxspeed.placement.mesh import data_parallel_size, in_mesh, step_options
+from jaxspeed.placement.mesh import compiler_options, data_parallel_size, in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
@@ -211,14 +211,8 @@ class Program:
             self.in_mesh(step),
             donate_argnums=0,
             out_shardings=(self.shardings, replicated),
-            compiler_options=self.options,
+            compiler_options=compiler_options(self.mesh),
         )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """XLA's options for the step and evaluation."""
-        cached: bool = jax.config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
-        return step_options(self.mesh, cached or self.config.run.compilation_cache is not False)
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -244,7 +238,7 @@ class Program:
         return jax.jit(
             self.in_mesh(evaluate),
             out_shardings=NamedSharding(self.mesh, PartitionSpec()),
-            compiler_options=self.options,
+            compiler_options=compiler_options(self.mesh),
         )
 
     def pipeline_report(self, batch: Any) -> PipelineReport | None:

@@ -258,7 +258,6 @@ CORRECTED = {
     "tensor_parallel.tp": "a key that DeepSpeed takes",
     "parallel.logical_axes": "an ellipsis, for patterns that cover several ranks",
     "parallel.units": "`remat` applies to units too, and they may be class names",
-    "run.compilation_cache": "without one, steps may be programs that XLA cannot store",
 }
 
 

@@ -170,28 +170,22 @@ def test_the_compiled_step_is_reported_without_running_it():
     assert report.compile_seconds is None or report.compile_seconds > 0
 
 
-def test_kernels_of_simulated_devices_are_chosen_by_their_cores():
-    """The tests' own compiler options leave YNNPACK out: only a process without them has it."""
+def test_only_devices_that_share_cores_do_without_a_library_of_kernels(monkeypatch):
+    """The tests' own compiler options leave the library out: only a process without them has it."""
     out = python(
         "import os, jax, jaxspeed, numpy as np\n"
         "from flax import nnx\n"
-        "from jaxspeed.placement import mesh\n"
         "jaxspeed.simulate(2)\n"
         "config = {'train_batch_size': 8, 'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}}\n"
-        "found = (1, True, False), (2, False, False), (2, True, False), (2, True, True)\n"
-        "for cores, avx2_only, cache in found:\n"
-        "    config['run'] = {'compilation_cache': cache}\n"
+        "for cores in (1, 2):\n"
         "    os.cpu_count = lambda: cores\n"
-        "    mesh.has_avx2_only = lambda: avx2_only\n"
         "    engine = jaxspeed.initialize(lambda rngs: nnx.Linear(64, 64, rngs=rngs),\n"
         "        lambda model, batch: (model(batch['x'])**2).mean(), config)\n"
         "    batch = engine.program.abstract_batch({'x': np.ones((8, 64), np.float32)})\n"
         "    step = engine.step.lower(engine.program.state, batch)\n"
-        "    text = step.compile().as_text()\n"
-        "    print('ynn_fusion' in text, 'onednn_fusion' in text)\n"
+        "    print('ynn_fusion' in step.compile().as_text())\n"
     )
-    onednn = jax.__version_info__[:2] == (0, 10)
-    assert out.splitlines() == ["False False", "True False", f"True {onednn}", "True False"]
+    assert out.split() == ["False", "True"]
 
 
 # -- the compilation cache ----------------------------------------------------------------------
