@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from jaxspeed.ops.mask import Mask, Segments
 
 SMALLEST = 16  # the least side of a product on tensor cores
 SHARED = 96 * 1024  # bytes of shared memory that a program may use on every GPU since Ampere
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,12 @@ class ScoreBlocks:
         return BlockPlaces(j * self.block_k, self.block_k)
 
     def scores(self, products: jax.Array) -> tuple[jax.Array, Any]:
-        """(scores in units of ln 2, the derivative of their soft cap)."""
+        """(scores, the derivative of their soft cap)."""
         s = self.scale * products
         if self.soft_cap is None:
-            return LOG2_E * s, 1.0
+            return s, 1.0
         capped = jnp.tanh(s / self.soft_cap)
-        return LOG2_E * self.soft_cap * capped, 1 - capped * capped
+        return self.soft_cap * capped, 1 - capped * capped
 
     def visible(
         self, x: jax.Array, hidden: float, rows: Any, columns: Any, q_ids: Any, k_ids: Any

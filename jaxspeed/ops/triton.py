@@ -8,6 +8,7 @@ one block of keys, and loops over the blocks of the other side that mask and seg
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ from jax import lax
 
 from jaxspeed.ops import gpu
 from jaxspeed.ops.mask import Mask, Segments, computes_blocks
-from jaxspeed.ops.score_blocks import LOG2_E, ScoreBlocks
+from jaxspeed.ops.score_blocks import ScoreBlocks
 
 AMPERE: gpu.Capability = (8, 0)  # XLA's Triton needs its tensor cores
 # Scores of fewer queries or keys are no larger than other arrays, and not worth the time to trace.
 SHORTEST = 128
 STAGES = 2  # blocks in flight from memory
+LOG2_E = math.log2(math.e)
 _HIDDEN = -1e30  # a hidden score
 _NEVER = 1e30  # a log-sum-exp for which every share is 0
 
@@ -137,9 +139,18 @@ def backward(
 
 # -- kernels ---------------------------------------------------------------------------------------
 
+
+def _exp(x: jax.Array) -> jax.Array:
+    """e^x by the GPU's exp2.
+
+    Of a difference of scores: scores in units of ln 2 would have the log-sum-exp rounded twice
+    more, which doubles the error of gradients.
+    """
+    return jnp.exp2(LOG2_E * x)
+
+
 # Their first two operands are the segment ids (queries', keys') and, for each block of the grid,
-# the range of blocks of the other side that have a common segment; None without segments. Scores
-# are in units of ln 2, for exp2.
+# the range of blocks of the other side that have a common segment; None without segments.
 
 
 def _forward_kernel(
@@ -167,8 +178,8 @@ def _forward_kernel(
         s, _ = blocks.scores(dot(q, k_ref[at, :], trans_b=True))
         s = blocks.visible(s, _HIDDEN, rows.places[:, None], columns.places[None], q_ids, k_ids)
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
-        shares = jnp.exp2(s - new_top[:, None])
-        shrink = jnp.exp2(top - new_top)
+        shares = _exp(s - new_top[:, None])
+        shrink = _exp(top - new_top)
         v = v_ref[at, :]
         part = dot(shares.astype(v.dtype), v)
         return new_top, total * shrink + jnp.sum(shares, axis=1), out * shrink[:, None] + part
@@ -182,7 +193,7 @@ def _forward_kernel(
     top, total, out = lax.fori_loop(first, stop, body, start)
     total = jnp.where(total == 0, 1, total)  # no visible block
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    sums_ref[...] = top / LOG2_E + jnp.log(total)
+    sums_ref[...] = top + jnp.log(total)
 
 
 def _d_query_kernel(
@@ -202,7 +213,7 @@ def _d_query_kernel(
 
     i = pl.program_id(0)
     q, d_out, rows = q_ref[...], d_out_ref[...], blocks.rows_of(i)
-    sums, delta = sums_ref[...] * LOG2_E, delta_ref[...]
+    sums, delta = sums_ref[...], delta_ref[...]
     q_ids = None if ids is None else ids[0][pl.ds(rows.start, blocks.block_q)][:, None]
 
     def body(j: Any, d_q: Any) -> Any:
@@ -211,7 +222,7 @@ def _d_query_kernel(
         k_ids = None if ids is None else ids[1][at][None]
         k = k_ref[at, :]
         s, slope = blocks.scores(dot(q, k, trans_b=True))
-        shares = jnp.exp2(s - sums[:, None])
+        shares = _exp(s - sums[:, None])
         shares = blocks.visible(shares, 0, rows.places[:, None], columns.places[None], q_ids, k_ids)
         d_shares = dot(d_out, v_ref[at, :], trans_b=True)
         d_s = slope * shares * (d_shares - delta[:, None])
@@ -253,7 +264,7 @@ def _d_key_kernel(
         q_ids = None if ids is None else ids[0][at][None]
         q, d_out = q_ref[at, head, :], d_out_ref[at, head, :]
         s, slope = blocks.scores(dot(k, q, trans_b=True))
-        shares = jnp.exp2(s - (sums_ref[head, at] * LOG2_E)[None])
+        shares = _exp(s - sums_ref[head, at][None])
         shares = blocks.visible(shares, 0, rows.places[None], columns.places[:, None], q_ids, k_ids)
         d_v += dot(shares.astype(d_out.dtype), d_out)
         d_shares = dot(v, d_out, trans_b=True)
