@@ -144,7 +144,11 @@ def documents_of(row):
 
 
 rows = st.lists(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=45),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 9) | st.integers(30, 200)),
+        min_size=1,
+        max_size=8,
+    ),
     min_size=1,
     max_size=3,
 )
