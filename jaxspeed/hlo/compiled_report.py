@@ -40,6 +40,7 @@ class CompiledReport:
       host_argument_bytes, host_temp_bytes, host_output_bytes: its parts.
       peak_bytes: XLA's figure for peak memory. XLA:TPU's includes buffers in VMEM, which
         `temp_bytes` excludes, and host memory; XLA:CPU's excludes `temp_bytes`, so add them there.
+        0 where it is unknown: of a GPU's program that was loaded from the compilation cache.
       flops: of matmuls and convolutions, times loop trip counts (see `hlo.cost`). None, like
         the next three, if the backend does not print the program's text.
       replicated_flops: the part of them that all data ranks compute redundantly (see
@@ -94,7 +95,7 @@ class CompiledReport:
             parts.append(self.transfer)
         if self.pipeline:
             parts.append(self.pipeline.costs())
-        if self.collectives is not None:
+        if self.collectives:
             parts.append(_collective_table(self.collectives, trip))
         return Group(*[each for part in parts for each in (part, Text())][:-1])
 
@@ -213,7 +214,8 @@ def _summary(report: CompiledReport) -> Table:
         table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
     # XLA:TPU's peak includes offloaded arrays.
     with_host = " with host memory" if report.host_bytes else ""
-    table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
+    if report.peak_bytes:
+        table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
     if report.separates_host:
         table.add_row("in host memory", bytes_text(report.host_bytes))
         for name in ("argument", "temp", "output") if report.host_bytes else ():
@@ -221,6 +223,8 @@ def _summary(report: CompiledReport) -> Table:
     elif report.waiting:
         waiting = sum(size for role, size in report.waiting.items() if role != "grad")
         table.add_row("of these arguments in host memory*", bytes_text(waiting))
+    if report.collectives == ():
+        table.add_row("collectives", "none")
     if report.flops is not None and report.bytes_accessed is not None:
         table.add_row("flops (matmuls, convolutions)", scaled_text(report.flops, "flop"))
         if (report.replicated_flops or 0) > SHOWN_SHARE * report.flops:

@@ -1,5 +1,8 @@
 """The report of a compiled step: its bytes are those of the arrays, and it prints itself."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -102,6 +105,16 @@ def test_it_prints_itself_with_a_row_for_like_collectives(mesh):
     for one in made.collectives:
         assert one.kind in text
         assert " x ".join(one.axes) in text
+
+
+def test_what_is_unknown_or_absent_has_no_figure_of_zero(mesh):
+    """A GPU's program from the compilation cache has no peak; a single device no collectives."""
+    made = report(compile_step(mesh), mesh)
+    assert "peak bytes" in str(made)
+    text = str(dataclasses.replace(made, peak_bytes=0, collectives=()))
+    assert "peak bytes" not in text
+    assert re.search(r"collectives +none", text)
+    assert "in program" not in text
 
 
 def test_largest_buffers_show_what_was_gathered(mesh):
