@@ -28,7 +28,8 @@ if EMITTERS not in os.environ["XLA_FLAGS"] and version("jaxlib").startswith("0.1
     os.environ["XLA_FLAGS"] += f" {EMITTERS}=false --xla_cpu_parallel_codegen_split_count=1"
 # Without LLVM's optimizer, which is half of a compile and changes no program's meaning: how XLA
 # partitions it is as ever. The tests of how programs are read switch it on again.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # tests/gpu are of programs as they run
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Most of the suite's time is compiling. Child processes of the tests inherit the cache.
 _CACHE = ROOT / ".cache" / "xla" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
