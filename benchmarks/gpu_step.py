@@ -161,6 +161,9 @@ def main() -> None:
         both = (("--measure", "cuda"), ("--estimate", "cpu"))
         children = [started(kind, name, args, platform) for kind, platform in both]
         found, planned = (result_of(child, args.patience) for child in children)
+        if "Unable to initialize backend" in found.get("failed", ""):
+            print("benchmarks/gpu_step.py: needs an NVIDIA GPU and jaxspeed[cuda]")
+            return
         if args.json:
             print(json.dumps({"case": name, "measured": found, "estimated": planned}))
         else:

@@ -5,7 +5,7 @@
 | lowered for | kernel | supports |
 |---|---|---|
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
-| CUDA | cuDNN, if installed | bf16, fp16; no soft cap; segments from Hopper on |
+| CUDA | cuDNN, if installed | bf16, fp16; no soft cap; few segments, from Hopper on |
 | CUDA, else | `triton` (`jax.experimental.pallas`) | 128 queries and keys or more; from Ampere on |
 | CPU | `row_blocks`, in XLA operations | fp32; where another platform has a kernel |
 | any | `plain`, which materializes the scores | everything |
