@@ -62,6 +62,7 @@ CASES = {
         {"family": "llama", "config": LLAMA}, 4096, 4, parallel={"remat": "attention"}
     ),
 }
+NO_GPU = "needs an NVIDIA GPU and jaxspeed[cuda]"
 DOCUMENT = 700  # tokens of a packed document, about
 
 
@@ -81,6 +82,10 @@ def measure(name: str, steps: int) -> dict[str, Any]:
 
     import jaxspeed
 
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError):  # the first from jax 0.10 without its CUDA plugin
+        return {"failed": NO_GPU}
     config = CASES[name]
     begun = time.perf_counter()
     engine = jaxspeed.initialize(config=config)
@@ -161,8 +166,8 @@ def main() -> None:
         both = (("--measure", "cuda"), ("--estimate", "cpu"))
         children = [started(kind, name, args, platform) for kind, platform in both]
         found, planned = (result_of(child, args.patience) for child in children)
-        if "Unable to initialize backend" in found.get("failed", ""):
-            print("benchmarks/gpu_step.py: needs an NVIDIA GPU and jaxspeed[cuda]")
+        if found.get("failed") == NO_GPU:
+            print(f"benchmarks/gpu_step.py: {NO_GPU}")
             return
         if args.json:
             print(json.dumps({"case": name, "measured": found, "estimated": planned}))
