@@ -74,6 +74,5 @@ def test_kernels_equal_the_formula(name):
     errors = [
         np.abs(np.asarray(x, np.float64) - y).max() / max(1, np.abs(y).max()) for x, y in pairs
     ]
-    print(called, [f"{error:.1e}" for error in errors])
     assert called == kernels
     assert max(errors) < BOUNDS[dtype]
