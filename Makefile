@@ -17,8 +17,9 @@ NEWEST_PYTHON ?= python3.12
 
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
-# A worker that dies ends the run: xdist would run its test again, and wait forever if that dies too.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: xdist would run its test again, and wait forever if that dies.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart 0 \
+	--dist loadfile --no-loadscope-reorder
 # Which test executes which file, as `make test-map` recorded it.
 TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))

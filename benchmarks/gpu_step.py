@@ -23,29 +23,32 @@ BASE = {
     "run": {"steps": 100},
 }
 LLAMA = {  # 1.2 billion parameters, as Llama 3.2 1B
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 32768,
+    "family": "llama",
+    "config": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 32768,
+    },
 }
+GPT2 = {"family": "gpt2", "preset": "gpt2", "config": {"vocab_size": 50304}}
 GPT2_XL = {"family": "gpt2", "preset": "gpt2-xl", "config": {"vocab_size": 50304}}
 HOST = {"device": "cpu"}
 
 
-def case(model: Any, seq: int, micro: int, accumulation: int = 1, **sections: Any) -> Any:
+def case(model: Any, seq: int, micro: int, packed: bool = False, **sections: Any) -> Any:
+    data = {"source": "stdlib", "tokenizer": "bytes", "seq_len": seq, "document_masks": packed}
     return {
         **BASE,
         "model": model,
-        "data": {"source": "stdlib", "tokenizer": "bytes", "seq_len": seq},
+        "data": data,
         "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
         **sections,
     }
 
 
-GPT2 = {"family": "gpt2", "preset": "gpt2", "config": {"vocab_size": 50304}}
 CASES = {
     "gpt2": case(GPT2, 1024, 16),
     "gpt2, remat": case(GPT2, 1024, 32, parallel={"remat": "full"}),
@@ -57,10 +60,8 @@ CASES = {
         parallel={"remat": "attention"},
         zero_optimization={"offload_optimizer": HOST},
     ),
-    "llama": case({"family": "llama", "config": LLAMA}, 4096, 4, parallel={"remat": "attention"}),
-    "llama, packed": case(
-        {"family": "llama", "config": LLAMA}, 4096, 4, parallel={"remat": "attention"}
-    ),
+    "llama": case(LLAMA, 4096, 4, parallel={"remat": "attention"}),
+    "llama, packed": case(LLAMA, 4096, 4, packed=True, parallel={"remat": "attention"}),
 }
 NO_GPU = "needs an NVIDIA GPU and jaxspeed[cuda]"
 DOCUMENT = 700  # tokens of a packed document, about
@@ -140,6 +141,7 @@ def result_of(process: "subprocess.Popen[str]", patience: float) -> dict[str, An
         out, errors = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         process.kill()
+        process.communicate()
         return {"failed": f"no result within {patience:g} s"}
     if process.returncode:
         return {"failed": errors[-3000:]}
@@ -163,9 +165,10 @@ def main() -> None:
         print(json.dumps(estimate(args.estimate, args.target)))
         return
     for name in args.only:
-        both = (("--measure", "cuda"), ("--estimate", "cpu"))
-        children = [started(kind, name, args, platform) for kind, platform in both]
-        found, planned = (result_of(child, args.patience) for child in children)
+        found, planned = (
+            result_of(started(kind, name, args, platform), args.patience)
+            for kind, platform in (("--measure", "cuda"), ("--estimate", "cpu"))
+        )
         if found.get("failed") == NO_GPU:
             print(f"benchmarks/gpu_step.py: {NO_GPU}")
             return
@@ -181,9 +184,11 @@ def row(name: str, found: dict[str, Any], planned: dict[str, Any]) -> str:
     if failed:
         return f"{name}: {failed[0]}"
     seconds, expected = found["step_seconds"], planned["time"]["step"]
+    mfu = planned["time"]["mfu"] * expected / seconds
     size, guessed = found["compiled_bytes"] / 1e9, planned["memory"]["device"] / 1e9
     return (
-        f"{name:28} {found['tokens'] / seconds:9,.0f} tokens/s  {1e3 * seconds:7.1f} ms "
+        f"{name:28} {found['tokens'] / seconds:9,.0f} tokens/s  MFU {mfu:.1%}  "
+        f"{1e3 * seconds:7.1f} ms "
         f"({1e3 * found['least']:.1f} to {1e3 * found['most']:.1f}), estimated "
         f"{1e3 * expected:7.1f} ({expected / seconds:.2f})  {size:6.2f} GB compiled, peak "
         f"{(found['peak_bytes'] or 0) / 1e9:.2f}, estimated {guessed:6.2f} ({guessed / size:.2f})"

@@ -40,7 +40,7 @@ class CompiledReport:
       host_argument_bytes, host_temp_bytes, host_output_bytes: its parts.
       peak_bytes: XLA's figure for peak memory. XLA:TPU's includes buffers in VMEM, which
         `temp_bytes` excludes, and host memory; XLA:CPU's excludes `temp_bytes`, so add them there.
-        0 where it is unknown: of a GPU's program that was loaded from the compilation cache.
+        None where it is unknown: of a GPU's program that was loaded from the compilation cache.
       flops: of matmuls and convolutions, times loop trip counts (see `hlo.cost`). None, like
         the next three, if the backend does not print the program's text.
       replicated_flops: the part of them that all data ranks compute redundantly (see
@@ -63,7 +63,7 @@ class CompiledReport:
     output_bytes: int
     alias_bytes: int
     host_bytes: int
-    peak_bytes: int
+    peak_bytes: int | None
     flops: int | None
     bytes_accessed: int | None
     collectives: tuple[Communication, ...] | None
@@ -163,7 +163,7 @@ def report(
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         host_bytes=sum(in_host) - memory.host_alias_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes or None,
         flops=flops,
         bytes_accessed=counted.bytes_accessed if counted else None,
         collectives=tuple(collectives(text, mesh)) if text else None,
@@ -214,7 +214,7 @@ def _summary(report: CompiledReport) -> Table:
         table.add_row(f"{name} bytes", bytes_text(getattr(report, f"{name}_bytes")))
     # XLA:TPU's peak includes offloaded arrays.
     with_host = " with host memory" if report.host_bytes else ""
-    if report.peak_bytes:
+    if report.peak_bytes is not None:
         table.add_row(f"peak bytes{with_host}", bytes_text(report.peak_bytes))
     if report.separates_host:
         table.add_row("in host memory", bytes_text(report.host_bytes))

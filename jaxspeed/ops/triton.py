@@ -1,4 +1,4 @@
-"""FlashAttention for GPUs as Pallas (Triton) kernels, for what cuDNN does not support.
+"""FlashAttention for GPUs as Pallas (Triton) kernels, for what cuDNN lacks, or does more slowly.
 
 The online softmax of Dao et al. (arXiv:2205.14135) with the loops of FlashAttention-2
 (arXiv:2307.08691): each program has one block of queries, or for the gradients of keys and values
@@ -141,16 +141,16 @@ def backward(
 
 
 def _exp(x: jax.Array) -> jax.Array:
-    """e^x by the GPU's exp2.
+    """e^x, by the GPU's exp2.
 
-    Of a difference of scores: scores in units of ln 2 would have the log-sum-exp rounded twice
-    more, which doubles the error of gradients.
+    `x` is a difference of scores. Scores in base 2 would have the log-sum-exp rounded twice more,
+    which doubles the error of gradients.
     """
     return jnp.exp2(LOG2_E * x)
 
 
-# Their first two operands are the segment ids (queries', keys') and, for each block of the grid,
-# the range of blocks of the other side that have a common segment; None without segments.
+# The kernels' first two operands are the segment ids (queries', keys') and, for each block of the
+# grid, the range of blocks of the other side that have a common segment; None without segments.
 
 
 def _forward_kernel(

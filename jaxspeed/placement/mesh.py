@@ -145,7 +145,7 @@ def simulated(mesh: Mesh) -> bool:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for the steps of a mesh.
+    """XLA's options for the programs of a mesh.
 
     More simulated devices than cores do without YNNPACK: what it computes is set up when it first
     runs, for each device anew. In the first step of 24 unrolled blocks on eight devices that took

@@ -170,7 +170,7 @@ def test_the_compiled_step_is_reported_without_running_it():
     assert report.compile_seconds is None or report.compile_seconds > 0
 
 
-def test_only_devices_that_share_cores_do_without_a_library_of_kernels(monkeypatch):
+def test_only_devices_that_share_cores_do_without_a_library_of_kernels():
     """The tests' own compiler options leave the library out: only a process without them has it."""
     out = python(
         "import os, jax, jaxspeed, numpy as np\n"

@@ -22,8 +22,8 @@ LONG = {"heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True}
 FEW = np.stack([np.repeat([1, 2, 3], [300, 12, 200]), np.repeat([7, 5, 6, 1], 128)])
 MANY = runs(SEQ, [(name, 7) for name in range(1, 80)])
 CUDNN, TRITON = "cudnn", "triton"
-# What is asked for, and the kernels in the compiled program. Documents have cuDNN's for few, and
-# Triton's for others.
+# What is asked for, and the kernels in the compiled program. With documents both are in it, and
+# their number decides when it runs.
 FORMS = {
     "causal": (LONG, {CUDNN}),
     "both ways": (LONG | {"causal": False}, {CUDNN}),
@@ -42,8 +42,8 @@ FORMS = {
     "fp32": (LONG | {"dtype": "float32"}, {TRITON}),
     "incomplete blocks": (LONG | {"soft_cap": 1.5, "seq": 200}, {TRITON}),
 }
-# Of the result and the gradients, relative to the formula's largest. Tensor cores round fp32
-# operands to the 11 bits of TF32.
+# Of the result and the gradients, relative to the formula's largest, or to 1 if that is larger.
+# Tensor cores round fp32 operands to the 11 bits of TF32.
 BOUNDS = {"bfloat16": 4 * 2.0**-9, "float16": 4 * 2.0**-11, "float32": 4 * 2.0**-11}
 
 
