@@ -125,27 +125,21 @@ def estimate(name: str, target: str) -> dict[str, Any]:
     return {"memory": figures["memory"], "time": figures["time"]}
 
 
-def started(kind: str, name: str, args: Any, platform: str) -> "subprocess.Popen[str]":
+def in_child(kind: str, name: str, args: Any, platform: str) -> dict[str, Any]:
     more = ["--steps", str(args.steps), "--target", args.target]
-    return subprocess.Popen(
-        [sys.executable, __file__, kind, name, *more],
-        env=os.environ | {"JAX_PLATFORMS": platform},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def result_of(process: "subprocess.Popen[str]", patience: float) -> dict[str, Any]:
     try:
-        out, errors = process.communicate(timeout=patience)
+        done = subprocess.run(
+            [sys.executable, __file__, kind, name, *more],
+            env=os.environ | {"JAX_PLATFORMS": platform},
+            capture_output=True,
+            text=True,
+            timeout=args.patience,
+        )
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {"failed": f"no result within {patience:g} s"}
-    if process.returncode:
-        return {"failed": errors[-3000:]}
-    return json.loads(out.splitlines()[-1])
+        return {"failed": f"no result within {args.patience:g} s"}
+    if done.returncode:
+        return {"failed": done.stderr[-3000:]}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -165,13 +159,11 @@ def main() -> None:
         print(json.dumps(estimate(args.estimate, args.target)))
         return
     for name in args.only:
-        found, planned = (
-            result_of(started(kind, name, args, platform), args.patience)
-            for kind, platform in (("--measure", "cuda"), ("--estimate", "cpu"))
-        )
+        found = in_child("--measure", name, args, "cuda")
         if found.get("failed") == NO_GPU:
             print(f"benchmarks/gpu_step.py: {NO_GPU}")
             return
+        planned = in_child("--estimate", name, args, "cpu")
         if args.json:
             print(json.dumps({"case": name, "measured": found, "estimated": planned}))
         else:
@@ -180,7 +172,7 @@ def main() -> None:
 
 
 def row(name: str, found: dict[str, Any], planned: dict[str, Any]) -> str:
-    failed = [f"{what['failed']}" for what in (found, planned) if "failed" in what]
+    failed = [what["failed"] for what in (found, planned) if "failed" in what]
     if failed:
         return f"{name}: {failed[0]}"
     seconds, expected = found["step_seconds"], planned["time"]["step"]

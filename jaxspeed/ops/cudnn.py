@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspeed.ops import gpu, triton
-from jaxspeed.ops.mask import Mask, Segments, unlikely
+from jaxspeed.ops.mask import Mask, Segments, not_estimated
 from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
 FLASH: gpu.Capability = (8, 0)
@@ -82,7 +82,7 @@ def forward(
         out, sums = saved_sums(attend, (q, *_repeated(q, k, v)))
         return out, documents.by_token(sums)
 
-    other = unlikely(functools.partial(triton.forward, **form))
+    other = not_estimated(functools.partial(triton.forward, **form))
     return lax.cond(documents.fit, packed, other, q, k, v, segments)
 
 
@@ -114,7 +114,7 @@ def backward(
         grouped = (x.reshape(*k.shape[:3], -1, k.shape[3]) for x in d_kv)
         return d_q, *(jnp.sum(x, axis=3, dtype=jnp.float32).astype(k.dtype) for x in grouped)
 
-    other = unlikely(functools.partial(triton.backward, **form))
+    other = not_estimated(functools.partial(triton.backward, **form))
     return lax.cond(documents.fit, packed, other, q, k, v, segments, out, sums, d_out)
 
 

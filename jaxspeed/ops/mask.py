@@ -78,12 +78,12 @@ def computed_blocks(scopes: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-UNLIKELY = "unlikely_branch"
+NOT_ESTIMATED = "not_estimated_branch"
 
 
-def unlikely(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A branch of a `cond` for inputs that are rare: estimates are of the other branch."""
-    return jax.named_scope(UNLIKELY)(fn)
+def not_estimated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A branch of a `cond` that takes less time and memory: estimates are of the other branch."""
+    return jax.named_scope(NOT_ESTIMATED)(fn)
 
 
 class Segments(NamedTuple):

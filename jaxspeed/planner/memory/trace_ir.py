@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
-from jaxspeed.ops.mask import UNLIKELY
+from jaxspeed.ops.mask import NOT_ESTIMATED
 
 Node = TypeVar("Node", bound=Hashable)
 PLATFORM = "platform_index"
@@ -280,8 +280,8 @@ class _Converter:
         index = eqn.invars[0]
         if is_var(index) and index in chosen:
             return chosen[index]
-        usual = [i for i, b in enumerate(eqn.params["branches"]) if not _is_unlikely(b)]
-        return usual[0] if len(usual) == 1 < len(eqn.params["branches"]) else None
+        counted = [i for i, b in enumerate(eqn.params["branches"]) if not _is_not_estimated(b)]
+        return counted[0] if len(counted) == 1 < len(eqn.params["branches"]) else None
 
 
 def _literal(operand: Any) -> Hashable:
@@ -346,8 +346,10 @@ def nearest_first(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> 
     return order
 
 
-def _is_unlikely(branch: Any) -> bool:
-    return any(UNLIKELY in str(eqn.source_info.name_stack) for eqn in open_jaxpr(branch)[0].eqns)
+def _is_not_estimated(branch: Any) -> bool:
+    return any(
+        NOT_ESTIMATED in str(eqn.source_info.name_stack) for eqn in open_jaxpr(branch)[0].eqns
+    )
 
 
 def _is_backward(eqn: Any) -> bool:
