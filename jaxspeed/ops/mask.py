@@ -82,7 +82,7 @@ NOT_ESTIMATED = "not_estimated_branch"
 
 
 def not_estimated(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A branch of a `cond` that takes less time and memory: estimates are of the other branch."""
+    """A branch of a `cond` that is rare or takes less: estimates are of the other branch."""
     return jax.named_scope(NOT_ESTIMATED)(fn)
 
 
