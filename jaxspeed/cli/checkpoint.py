@@ -7,8 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from jaxspeed.cli.common import command, out, print_json
 from jaxspeed.errors import ConfigError
 
@@ -88,6 +86,8 @@ def _tag(given: argparse.Namespace, folder: str) -> str | None:
 
 def _list(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from rich.table import Table
+
     from jaxspeed.checkpoint import Checkpointer
     from jaxspeed.placement.show import bytes_text
 
@@ -116,6 +116,8 @@ def _list(given: argparse.Namespace) -> int:
 
 def _show(given: argparse.Namespace) -> int:
     folder = _folder(given)
+    from rich.table import Table
+
     from jaxspeed.checkpoint import show
     from jaxspeed.placement.show import bytes_text, mesh_text
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from jaxspeed.errors import ConfigError
 from jaxspeed.launch.variables import LAUNCHER
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jaxspeed.config import Config
 
 INTERRUPTED = 130  # by Ctrl-C, as shells have it
@@ -95,15 +95,14 @@ def loaded(given: argparse.Namespace, more: Iterable[str] = ()) -> "Config":
     return load_config(given.config, overrides, hidden_size=hidden_size, **options)
 
 
-class Out(Console):
-    """A console whose output pipe may be closed early."""
+def out(stderr: bool = False) -> "Console":
+    """The console of a command: a pipe is wide enough not to break tables, and may close early."""
+    from rich.console import Console
 
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # `main` exits with 0
+    class Out(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # `main` exits with 0
 
-
-def out(stderr: bool = False) -> Console:
-    """The console of a command: a pipe is wide enough not to break tables."""
     console = Out(stderr=stderr)
     return console if console.is_terminal else Out(stderr=stderr, width=120)
 

@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from jaxspeed.cli.common import (
     command,
     hidden_size,
@@ -76,6 +73,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _show(rows: list[Any], examined: Any, fixed: list[Any], path: str | None) -> None:
     """Print the keys by verdict, what was filled in and from where, and what was fixed."""
+    from rich.markup import escape
+    from rich.table import Table
+
     from jaxspeed.config.verdicts import shortened
 
     console = out()

@@ -7,42 +7,36 @@ prints one message and no traceback.
 import argparse
 import atexit
 import gc
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.logging import RichHandler
-
-from jaxspeed.cli import (
-    check,
-    checkpoint,
-    config,
-    data,
-    evaluate,
-    launch,
-    plan,
-    report,
-    sample,
-    train,
-)
 from jaxspeed.cli.common import INTERRUPTED
 from jaxspeed.errors import JaxspeedError, exit_code
 
-COMMANDS = (train, evaluate, sample, plan, check, config, checkpoint, data, report, launch)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COMMANDS = (  # each has a module of its name
+    *("train", "eval", "sample", "plan", "check", "config"),
+    *("checkpoint", "data", "report", "launch"),
+)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The argument parser of all commands."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The argument parser of one command, or, where there is no such command, of all."""
     top = argparse.ArgumentParser(
         prog="jaxspeed",
         description="Train Flax models whose state does not fit one device.",
         epilog="example: jaxspeed train configs/tiny.yaml",
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(commands)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        importlib.import_module(f"jaxspeed.cli.{name}").add(commands)
     return top
 
 
@@ -50,37 +44,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     # Python's last collections walk all of JAX's objects, 0.6 s, to free what the exit frees.
     atexit.register(gc.freeze)
-    given = parser().parse_args(arguments)
-    errors = Console(stderr=True, soft_wrap=True)
-    logger = logging.getLogger("jaxspeed")
-    handler = RichHandler(console=errors, show_path=False, show_time=False, markup=False)
-    logger.addHandler(handler)
-    logger.propagate = False  # a library may have added a handler to the root logger
+    words = sys.argv[1:] if arguments is None else arguments
+    given = parser(words[0] if words else None).parse_args(words)
     try:
         if arguments is None and "at_start" in given:  # this process is the command's own
-            given.at_start(given)
-        return int(given.run(given) or 0)
+            given.at_start(given)  # may restart it: rich, which takes long to import, comes later
+        with _log_shown():
+            return int(given.run(given) or 0)
     except JaxspeedError as error:
-        _say(errors, error)
+        errors = _errors()
+        errors.print("error:", style="bold red", end=" ")
+        errors.print(str(error), markup=False, highlight=False)
         _end_others(error)
         return exit_code(error)
     except KeyboardInterrupt:
-        errors.print("interrupted")
+        _errors().print("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has exited, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show jaxspeed's log messages meanwhile."""
+    from rich.logging import RichHandler
+
+    logger = logging.getLogger("jaxspeed")
+    handler = RichHandler(console=_errors(), show_path=False, show_time=False, markup=False)
+    logger.addHandler(handler)
+    logger.propagate = False  # a library may have added a handler to the root logger
+    try:
+        yield
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
+
+
+def _errors() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=True)
 
 
 def _end_others(error: JaxspeedError) -> None:
     """End the run's other processes, if this is one of several."""
     if "jaxspeed.run.watchdog" in sys.modules:  # some commands do not import JAX
         sys.modules["jaxspeed.run.watchdog"].end_all(error)
-
-
-def _say(errors: Console, error: Exception) -> None:
-    errors.print("error:", style="bold red", end=" ")
-    errors.print(str(error), markup=False, highlight=False)

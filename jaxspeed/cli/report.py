@@ -6,8 +6,6 @@ import platform
 import sys
 from typing import Any
 
-from rich.table import Table
-
 from jaxspeed.cli.common import command, out, print_json
 
 CORE = (
@@ -42,6 +40,8 @@ def run(given: argparse.Namespace) -> int:
         from jaxspeed.config import Config
 
         Config.load({"run": {"devices": given.devices}})  # the error of a config
+    from rich.table import Table
+
     from jaxspeed.engine.jax_setup import start_devices
 
     start_devices(given.devices)

@@ -20,6 +20,7 @@ from jaxspeed.config.types import (
     Share,
     Text,
     lower,
+    section,
 )
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
 
@@ -217,7 +218,7 @@ class RunSection(Section):
     max_skipped: Count = honoured(
         30, "Consecutive skipped steps after which the run stops with a diagnosis."
     )
-    watchdog: WatchdogSection = Field(default_factory=WatchdogSection)
+    watchdog: WatchdogSection = section()
     profile_step: Count | None = honoured(None, "First step of a trace for xprof.")
     profile_steps: Count = honoured(3, "Number of steps in the trace.")
     sample_tokens: Natural = honoured(

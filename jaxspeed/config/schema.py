@@ -217,32 +217,32 @@ class Settings(Lenient):
     optimizer: OptimizerSection | None = None
     scheduler: Scheduler | None = None
 
-    fp16: Fp16 = section(Fp16)
-    bf16: Bf16 = section(Bf16)
-    data_types: DataTypes = section(DataTypes)
-    torch_autocast: TorchAutocast = section(TorchAutocast)
+    fp16: Fp16 = section()
+    bf16: Bf16 = section()
+    data_types: DataTypes = section()
+    torch_autocast: TorchAutocast = section()
     amp: Opaque | None = refused_section(
         'Apex is for torch; write "bf16": {"enabled": true} or fp16.'
     )
 
-    zero_optimization: Zero = section(Zero)
+    zero_optimization: Zero = section()
     zero_allow_untested_optimizer: Flag = harmless(False, _ANY_OPTIMIZER)
     zero_force_ds_cpu_optimizer: Flag = harmless(True, _ANY_OPTIMIZER)
     disable_allgather: Flag = harmless(False, "XLA chooses the collectives.")
 
-    mesh: Mesh = section(Mesh)
-    parallel: Parallel = section(Parallel)
+    mesh: Mesh = section()
+    parallel: Parallel = section()
     data_parallel_size: Count | None = honoured(None, "The size of mesh.replica x mesh.data.")
     sequence_parallel_size: Count | None = refused(
         None, "The seq axis is not built; remove it or write 1.", 1
     )
-    tensor_parallel: TensorParallel = section(TensorParallel)
+    tensor_parallel: TensorParallel = section()
     expert_parallel: Opaque | None = refused_section("The expert axis is not built; remove it.")
     use_data_before_expert_parallelism: Flag = harmless(False, "The expert axis is always 1.")
-    pipeline: PipelineSection = section(PipelineSection)
-    activation_checkpointing: ActivationCheckpointing = section(ActivationCheckpointing)
-    elasticity: Elasticity = section(Elasticity)
-    checkpoint: Checkpoint = section(Checkpoint)
+    pipeline: PipelineSection = section()
+    activation_checkpointing: ActivationCheckpointing = section()
+    elasticity: Elasticity = section()
+    checkpoint: Checkpoint = section()
 
     steps_per_print: PrintEvery = honoured(
         None, "Number of steps between log lines of loss and learning rate."
@@ -253,17 +253,17 @@ class Settings(Lenient):
     memory_breakdown: Flag = honoured(False, "Logs device memory every steps_per_print steps.")
     dump_state: Flag = honoured(False, "Logs the config and the placement table at the start.")
     log_level: Text | None = harmless(None, 'Set it on Python\'s logger "jaxspeed".')
-    tensorboard: FileMonitor = section(FileMonitor)
-    csv_monitor: FileMonitor = section(FileMonitor)
-    wandb: Wandb = section(Wandb)
+    tensorboard: FileMonitor = section()
+    csv_monitor: FileMonitor = section()
+    wandb: Wandb = section()
     comet: Opaque | None = refused_section("Not built; engine.add_hook gets the numbers to log.")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler)
-    comms_logger: CommsLogger = section(CommsLogger)
+    flops_profiler: FlopsProfiler = section()
+    comms_logger: CommsLogger = section()
     timers: Opaque | None = harmless(None, "wall_clock_breakdown times the steps.")
 
     model: ModelSection | None = None
-    data: Data = section(Data)
-    run: RunSection = section(RunSection)
+    data: Data = section()
+    run: RunSection = section()
     vocabulary_size: Natural | None = harmless(
         None, "Only for warnings in DeepSpeed; the model defines its vocabulary."
     )
@@ -271,9 +271,9 @@ class Settings(Lenient):
         False, "Only for DeepSpeed's data loader; engine.train_batch takes complete batches."
     )
 
-    autotuning: Autotuning = section(Autotuning)
+    autotuning: Autotuning = section()
     aio: Opaque | None = harmless(None, "Only for offload to NVMe, which is refused.")
-    compile: CompileSection = section(CompileSection)
+    compile: CompileSection = section()
     hybrid_engine: Opaque | None = refused_section(_UNBUILT)
     sparse_attention: Opaque | None = refused_section(
         "Not built; a model calls its attention itself.", by_presence=True

