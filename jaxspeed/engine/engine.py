@@ -35,6 +35,7 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Metrics, Program
+from jaxspeed.train.staged_init import compile_beside
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
@@ -352,10 +353,19 @@ class Engine:
         program.model.protect(bound)
         return bound
 
-    def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
-        """Bytes, flops and collectives of the compiled step for a batch of these shapes."""
+    def compiled(
+        self,
+        batch: Batch,
+        extra: Any = None,
+        *,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> CompiledReport:
+        """Bytes, flops and collectives of the compiled step for a batch of these shapes.
+
+        `meanwhile` is called while it compiles, if that takes more than a second.
+        """
         with self.program.set_mesh():
-            return compiled_report(self.program, batch, self._from_file, extra)
+            return compiled_report(self.program, batch, self._from_file, extra, meanwhile)
 
     def check(self, batch: Batch, extra: Any = None, **smaller: Any) -> checking.CheckReport:
         """Compare this step with the same step on one device, from the current state.
@@ -380,7 +390,11 @@ class Engine:
 
 
 def compiled_report(
-    program: Program, batch: Any, from_file: StepFromFile | None = None, extra: Any = None
+    program: Program,
+    batch: Any,
+    from_file: StepFromFile | None = None,
+    extra: Any = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
@@ -388,7 +402,7 @@ def compiled_report(
     transfer = None if program.serving else transfer_of(program, batch)
     loaded = from_file.compiled(batch) if from_file else None
     start = time.perf_counter()
-    compiled = loaded or traced.lower().compile()
+    compiled = loaded or compile_beside(traced.lower(), meanwhile)
     timed = None if loaded else _timed(time.perf_counter() - start)
     if program.serving:
         return report(compiled, mesh, timed)

@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxspeed.communication import COLLECTIVES, Communication
 from jaxspeed.errors import PlacementError
-from jaxspeed.hlo.parser import Instruction, parse
+from jaxspeed.hlo.parser import Instruction, Module, parse
 from jaxspeed.hlo.replica_groups import Groups, axes_of, replica_groups, source_target_pairs
 from jaxspeed.hlo.trip_counts import Site, is_loop_of, walk
 
@@ -15,7 +15,7 @@ _VIEWS = {"get-tuple-element", "bitcast", "reshape", "copy", "convert"}
 
 
 def collectives(
-    hlo_text: str, mesh: Mesh | AbstractMesh, scope: str = ACCUMULATION_SCOPE
+    program: str | Module, mesh: Mesh | AbstractMesh, scope: str = ACCUMULATION_SCOPE
 ) -> list[Communication]:
     """The collectives of `compiled.as_text()`, which was compiled for `mesh`, in its order.
 
@@ -24,7 +24,7 @@ def collectives(
     of unknown length counts once (`unknown_loops` names those). Groups of one
     device communicate nothing and are left out.
     """
-    module = parse(hlo_text)
+    module = parse(program)
     if module.devices not in (1, mesh.size):
         raise PlacementError(
             f"the program was compiled for {module.devices} devices, the mesh has {mesh.size}"
@@ -33,9 +33,9 @@ def collectives(
     return [collective for collective in found if collective is not None]
 
 
-def unknown_loops(hlo_text: str) -> tuple[str, ...]:
+def unknown_loops(program: str | Module) -> tuple[str, ...]:
     """The op_name of each loop whose trip count is not known; it counts as one run."""
-    loops = (loop for site in walk(parse(hlo_text)) for loop in site.loops if loop.trips is None)
+    loops = (loop for site in walk(parse(program)) for loop in site.loops if loop.trips is None)
     return tuple(dict.fromkeys(loop.instruction.op_name or loop.instruction.name for loop in loops))
 
 

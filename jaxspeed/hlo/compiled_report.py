@@ -16,6 +16,7 @@ from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.errors import JaxspeedError
 from jaxspeed.hlo.collectives import collectives, unknown_loops
 from jaxspeed.hlo.cost import cost
+from jaxspeed.hlo.parser import parse
 from jaxspeed.hlo.replicated_flops import replicated_flops
 from jaxspeed.offload.transfer_report import TransferReport
 from jaxspeed.pipeline import PipelineReport
@@ -150,7 +151,8 @@ def report(
     if memory is None:
         raise JaxspeedError("this backend does not report the memory of its programs")
     text, no_text = _text(compiled)
-    counted = cost(text) if text else None
+    module = parse(text) if text else None
+    counted = cost(module) if module else None
     flops = counted.flops if counted else None
     in_host = (
         memory.host_argument_size_in_bytes,
@@ -166,10 +168,10 @@ def report(
         peak_bytes=memory.peak_memory_in_bytes or None,
         flops=flops,
         bytes_accessed=counted.bytes_accessed if counted else None,
-        collectives=tuple(collectives(text, mesh)) if text else None,
+        collectives=tuple(collectives(module, mesh)) if module else None,
         compile_seconds=compile_seconds,
         uncounted=counted.uncounted if counted else (),
-        unknown_loops=unknown_loops(text) if text else (),
+        unknown_loops=unknown_loops(module) if module else (),
         pipeline=pipeline,
         host_argument_bytes=in_host[0],
         host_temp_bytes=in_host[1],
@@ -179,7 +181,7 @@ def report(
         waiting=dict(waiting),
         no_text=no_text,
         kept=kept,
-        replicated_flops=replicated_flops(text, mesh, _arguments(compiled)) if text else None,
+        replicated_flops=replicated_flops(module, mesh, _arguments(compiled)) if module else None,
     )
 
 

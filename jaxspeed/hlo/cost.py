@@ -44,9 +44,9 @@ class Cost:
     uncounted: tuple[str, ...]
 
 
-def cost(hlo_text: str) -> Cost:
+def cost(program: str | Module) -> Cost:
     """Count `compiled.as_text()`."""
-    module = parse(hlo_text)
+    module = parse(program)
     flops = accessed = 0
     uncounted: dict[str, None] = {}
     for site in walk(module):

@@ -148,8 +148,10 @@ def parse_shape(text: str) -> Tree:
     return Shape(dtype, sizes, int(memory.group(1)) if memory else 0)
 
 
-def parse(text: str) -> Module:
-    """Parse the text of a compiled module."""
+def parse(text: str | Module) -> Module:
+    """Parse the text of a compiled module, or return one that is parsed."""
+    if isinstance(text, Module):
+        return text
     header = text.split("\n", 1)[0]
     devices = 1
     for key in ("num_partitions", "replica_count"):

@@ -59,14 +59,14 @@ class VaryingValue:
 
 
 def replicated_flops(
-    hlo_text: str, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
+    program: str | Module, mesh: Mesh | AbstractMesh, arguments: Sequence[Sharding] = ()
 ) -> int:
     """A device's flops, times loop trip counts, that other data ranks compute as well.
 
     `arguments` are the shardings of the program's parameters, which jaxlib 0.12 does not print.
     """
     data = {axis for axis in DATA_AXES if mesh.shape.get(axis, 1) > 1}
-    module = parse(hlo_text)
+    module = parse(program)
     if not data or module.devices == 1:
         return 0
     flow = _Flow(module, mesh, arguments)

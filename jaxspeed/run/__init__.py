@@ -1,6 +1,6 @@
 """Runs: from a config to a trained model; step loop, run folder, evaluation, sampling, output."""
 
-from jaxspeed.run.closing import prepare_ending, show_ending
+from jaxspeed.run.closing import draw_ending, prepare_ending, show_ending, warm_up_ending
 from jaxspeed.run.commands import check_run, evaluate_run, sample_run, train
 from jaxspeed.run.opening import show_opening
 from jaxspeed.run.start import RaySource, Source, open_run, source_of
@@ -11,6 +11,7 @@ __all__ = [
     "Source",
     "Trainer",
     "check_run",
+    "draw_ending",
     "evaluate_run",
     "open_run",
     "prepare_ending",
@@ -19,4 +20,5 @@ __all__ = [
     "show_opening",
     "source_of",
     "train",
+    "warm_up_ending",
 ]

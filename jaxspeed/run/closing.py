@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -26,6 +27,25 @@ def prepare_ending(trainer: Trainer) -> None:
     if trainer.config.run.sample_tokens:
         with contextlib.suppress(Exception):  # the ending reports it
             trainer.sample = sample_texts(trainer.engine, trainer.corpus)
+
+
+def warm_up_ending(trainer: Trainer) -> None:
+    """Compile the programs of the sample of text, in the background of the first step's.
+
+    Not on several processes, which would have to agree that their steps take long to compile.
+    """
+    if jax.process_count() == 1 and not trainer.engine.program.serving:
+        prepare_ending(trainer)
+        trainer.sample = None  # of the first state
+
+
+def draw_ending(trainer: Trainer) -> None:
+    """Draw the sample of text, unless the run is asked to stop."""
+    if trainer.stopped_by is None and trainer.sample is not None:
+        try:
+            trainer.sample = [*trainer.sample]
+        except JaxspeedError:
+            trainer.sample = None  # the ending reports it
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:

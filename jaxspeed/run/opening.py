@@ -25,7 +25,7 @@ def show_opening(console: Console, trainer: Trainer) -> None:
         return
     console.print(engine.placements)
     with trainer.recorder.phase("compile"):
-        compiled = engine.compiled(trainer.example())
+        compiled = engine.compiled(trainer.example(), meanwhile=trainer.before_first_step)
     console.print(compiled)
     console.print(memory_line(program, compiled.temp_bytes), highlight=False)
     console.print()

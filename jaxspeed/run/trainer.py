@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -64,8 +64,10 @@ class Trainer:
     begin: Callable[[], Reached]  # restores the newest checkpoint into a fresh engine
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
-    at_last_step: Callable[[], None] = lambda: None  # called before the last evaluation
-    sample: Iterator[tuple[int, str]] | None = None  # of the last state, once it is started
+    before_first_step: Callable[[], None] = lambda: None  # called while it compiles
+    at_last_step: Callable[[], None] = lambda: None  # called while the devices compute it
+    while_saving: Callable[[], None] = lambda: None  # called while the last checkpoint is written
+    sample: Iterable[tuple[int, str]] | None = None  # of the last state, once it is started
 
     def __post_init__(self) -> None:
         self.config: Config = self.engine.config
@@ -115,8 +117,12 @@ class Trainer:
                 self._save_after_error()
                 raise
             self._save()
-            with self.recorder.phase("checkpoint"):
-                self.checkpointer.wait()
+            try:
+                with self.recorder.phase("evaluate"):
+                    self.while_saving()
+            finally:
+                with self.recorder.phase("checkpoint"):
+                    self.checkpointer.wait()
 
     def _recover(self, lost: StateLostError) -> None:
         """Go back to the newest checkpoint, or to step 0: the current state is lost."""
@@ -223,12 +229,13 @@ class Trainer:
         held_out = self.corpus.held_out
         if held_out is None:
             return
+        if self.reached.step >= self.steps:
+            with self.recorder.phase("evaluate"):
+                self.at_last_step()
         self._read_all()
         with self.recorder.phase("evaluate"):
             if self._evaluation_compiled is not None:
                 self._evaluation_compiled()
-            if self.reached.step >= self.steps:
-                self.at_last_step()
             most = self.config.run.eval_batches
             found = evaluate(self.engine, held_out, most, self._asked_to_stop)
         if found is None:

@@ -14,7 +14,7 @@ for all of them may compute them all before it copies any, at its scheduler's ch
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jaxspeed.jaxpr.merge_programs import Atoms, DifferentProgram, merge_program
 from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, nested_constants
 from jaxspeed.placement.memory_kinds import in_host
+from jaxspeed.placement.mesh import init_options
 
 _SMALL = 1024  # elements: a random key, a scale; computed again for each result that reads it
 _REPEATED = 4  # slices may have this many times the equations of the one program
@@ -97,6 +98,15 @@ def compile_ahead(mesh: Mesh, function: Any, *args: Any) -> Callable[[], Any]:
     if mesh.devices.flat[0].platform == "gpu":
         return lambda: None
     return _THREADS.submit(traced.lower().compile).exception
+
+
+def compile_beside(lowered: Any, meanwhile: Callable[[], None]) -> Any:
+    """Compile in a thread; `meanwhile` is called if that takes more than a second."""
+    compiled = _THREADS.submit(lowered.compile)
+    wait([compiled], 1.0)
+    if not compiled.done():
+        meanwhile()
+    return compiled.result()
 
 
 def is_traced(tree: Any) -> bool:
@@ -170,7 +180,11 @@ def _compiled(program: Any, places: tuple[Any, ...], ahead: bool) -> Callable[..
             continue
         if len(atoms) == len(inputs):  # otherwise they differ in a literal
             return its_run
-    run: Callable[..., Any] = jax.jit(as_function(program), out_shardings=list(places))
+    run: Callable[..., Any] = jax.jit(
+        as_function(program),
+        out_shardings=list(places),
+        compiler_options=init_options(places[0]),
+    )
     if ahead:
         shapes = [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in inputs]
         run = compile_in_background(run, *shapes)

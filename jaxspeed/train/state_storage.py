@@ -16,7 +16,7 @@ from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
 from jaxspeed.optim import ema, loss_scale
 from jaxspeed.placement.memory_kinds import in_host, on_device
-from jaxspeed.placement.mesh import in_mesh
+from jaxspeed.placement.mesh import in_mesh, init_options
 from jaxspeed.placement.rules import examples, nearest
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.optimizer import RunOptimizer
@@ -125,7 +125,11 @@ class StateStorage:
 
     @functools.cached_property
     def _traced_rest(self) -> Any:
-        return jax.jit(in_mesh(self.mesh, self._fresh_rest), out_shardings=self._shardings_of_rest)
+        return jax.jit(
+            in_mesh(self.mesh, self._fresh_rest),
+            out_shardings=self._shardings_of_rest,
+            compiler_options=init_options(self.shardings.step),
+        )
 
     @property
     def _shardings_of_rest(self) -> dict[str, Any]:

@@ -61,6 +61,16 @@ def test_a_command_does_not_collect_garbage_as_it_exits():
     assert child.stdout.splitlines()[-1] == "True", child.stderr
 
 
+def test_train_collects_garbage_again_after_it():
+    code = (
+        "import gc\n"
+        "from jaxspeed.cli import main\n"
+        "print(main(['train', 'no-such-file.yaml']), gc.isenabled(), gc.get_freeze_count())"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert child.stdout == "2 True 0\n", child.stderr
+
+
 @pytest.mark.parametrize(
     ("kernel", "given", "seen"),
     [

@@ -14,8 +14,19 @@ from rich.console import Console
 
 import jaxspeed
 from jaxspeed import models as families
+from jaxspeed.errors import ModelError
+from jaxspeed.generation.generate import TextPiece
 from jaxspeed.metrics import NAMES, read_records
-from jaxspeed.run import folder, open_run, prepare_ending, show_ending, source_of, train
+from jaxspeed.run import (
+    draw_ending,
+    folder,
+    open_run,
+    prepare_ending,
+    show_ending,
+    source_of,
+    train,
+    warm_up_ending,
+)
 from jaxspeed.train import staged_init
 from tests.run import small
 
@@ -233,6 +244,61 @@ def test_the_sample_that_the_last_evaluation_started_is_the_one_shown(tmp_path):
     trainer.close()
     assert found["sample"]
     assert asked == [None]  # once, when no evaluation had ended
+
+
+def test_the_sample_is_drawn_while_the_last_checkpoint_is_written(tmp_path):
+    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+    trainer.at_last_step = functools.partial(prepare_ending, trainer)
+    calls, wait, draw = [], trainer.checkpointer.wait, functools.partial(draw_ending, trainer)
+    trainer.checkpointer.wait = lambda: (calls.append("wait"), wait())[1]
+    trainer.while_saving = lambda: (calls.append("draw"), draw())[1]
+    trainer.run()
+    assert calls[-2:] == ["draw", "wait"] and trainer._saved == 1
+    drawn = "".join(text for _, text in trainer.sample)
+    assert show_ending(Console(quiet=True), trainer, again="")["sample"] == drawn != ""
+    trainer.close()
+
+
+def test_an_error_while_the_last_checkpoint_is_written_does_not_lose_it(tmp_path):
+    trainer = open_run(source_of(config(tmp_path, run={"steps": 1})))
+    trainer.while_saving = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+    assert trainer.checkpointer.latest() == "step-00000001"
+    trainer.close()
+
+
+def test_a_sample_that_fails_is_tried_again_for_its_warning(tmp_path, caplog):
+    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+
+    def fails(*first):
+        yield from first
+        raise ModelError("the model has another signature")
+
+    trainer.sample = fails((0, "half a te"))
+    draw_ending(trainer)
+    assert trainer.sample is None
+    trainer.engine.stream = lambda *given, **options: fails(TextPiece(0, "half a te", 1))
+    assert show_ending(Console(quiet=True), trainer, again="")["sample"] is None
+    trainer.close()
+
+
+def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(tmp_path):
+    """And the sample is that of a run without it: of the last state, not of the first."""
+    samples = []
+    for output in ("plain", "warm"):
+        run = {"steps": 2, "sample_tokens": 8, "output": str(tmp_path / output)}
+        trainer = open_run(source_of(config(tmp_path, run=run)))
+        if output == "warm":
+            warm_up_ending(trainer)
+            assert trainer.sample is None
+            programs = dict(trainer.engine._generator._programs)
+        trainer.at_last_step = functools.partial(prepare_ending, trainer)
+        trainer.run()
+        samples.append(show_ending(Console(quiet=True), trainer, again="")["sample"])
+        trainer.close()
+    assert trainer.engine._generator._programs == programs
+    assert samples[0] == samples[1] != ""
 
 
 def test_any_loss_is_evaluated_on_samples_as_they_are(tmp_path, evaluation_compiled):

@@ -1,5 +1,7 @@
 """Initialization in small programs equals one program, and a layer more compiles nothing more."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.jaxpr.evaluate import as_function
-from jaxspeed.train.staged_init import staged_init
+from jaxspeed.placement.mesh import init_options
+from jaxspeed.train.staged_init import compile_beside, staged_init
 
 WIDTH = 48  # a square of it is above what is computed again for each result
 SPLITS = 13  # a program for each result would have more than four times the equations of one
@@ -78,6 +81,40 @@ def test_every_result_is_that_of_one_program(function):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 1)
+
+
+def test_random_numbers_are_bitwise_those_at_the_highest_level_of_optimization():
+    def drawn(seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        truncated = jax.random.truncated_normal(keys[1], -2, 2, (512, WIDTH))
+        uniform = jax.random.uniform(keys[2], (WIDTH,))
+        return jax.random.normal(keys[0], (512, WIDTH)) * 0.02, truncated, uniform
+
+    at = jax.tree.map(placed, jax.eval_shape(drawn, 0))
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        one = jax.jit(drawn, out_shardings=at)(3)
+        assert init_options(at[0])
+        jax.tree.map(np.testing.assert_array_equal, staged_init(drawn, at, 3), one)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+    assert not init_options(at[0])
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_takes_long_to_compile_leaves_time_for_other_work(slow):
+    callers, begun = [], threading.Event()
+
+    class Lowered:
+        def compile(self):
+            return "compiled" if not slow or begun.wait(60) else "not begun"
+
+    def meanwhile():
+        callers.append(threading.current_thread())
+        begun.set()
+
+    assert compile_beside(Lowered(), meanwhile) == "compiled"
+    assert callers == [threading.current_thread()] * slow
 
 
 def test_a_chain_to_host_memory_passes_by_group(monkeypatch):

@@ -67,7 +67,7 @@ class RayEngine(ServedEngine):
         finally:
             self.ends.close()
 
-    def compiled(self, batch: Batch, extra: Any = None) -> CompiledReport:
+    def compiled(self, batch: Batch, extra: Any = None, **_: Any) -> CompiledReport:
         raise JaxspeedError(
             "engine.compiled: on Ray a step is several programs in several processes; "
             'without --engine ray, parallel.data_reduction "parameter_server" shows a worker\'s'
