@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 
-ROUNDS, RUNS = 7, 3
+ROUNDS, RUNS = 15, 3
 PLAIN = "import jax, flax, optax; from flax import nnx"
 PYTHON = [sys.executable, "-c"]
 JAXSPEED = [sys.executable, "-m", "jaxspeed"]
