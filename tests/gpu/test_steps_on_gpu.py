@@ -140,6 +140,12 @@ def test_state_in_host_memory_is_there(name, bytes_each):
     assert report.host_argument_bytes == bytes_each * size
 
 
+def values(state):
+    """Copies: a step cannot donate an array of host memory of which NumPy has a view."""
+    on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), state)
+    return jax.tree.map(np.asarray, jax.device_put(state, on_device))
+
+
 def test_a_checkpoint_of_host_memory_restores_bitwise(tmp_path):
     sections = SAVED["parameters in host memory"]
     engine = engine_of(sections)
@@ -147,12 +153,19 @@ def test_a_checkpoint_of_host_memory_restores_bitwise(tmp_path):
     engine.train_batch(first)
     engine.save_checkpoint(tmp_path, tag="one")
     engine.wait()
-    wanted = [float(engine.train_batch(batch)["loss"]) for batch in later]
+    saved = values(engine.state)
     other = engine_of(sections)
     other.load_checkpoint(tmp_path, tag="one")
+    jax.tree.map(np.testing.assert_array_equal, values(other.state), saved)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(other.state) if x.size > 10_000}
     assert "pinned_host" in kinds
-    assert [float(other.train_batch(batch)["loss"]) for batch in later] == wanted
+    # Later losses may differ by a rounding, also of two equal runs: atomics add up the gradients of
+    # the embedding, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
+    found, wanted = (
+        [float(each.train_batch(b)["loss"]) for b in later] for each in (other, engine)
+    )
+    assert found[0] == wanted[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_text_is_generated_as_without_a_cache():
