@@ -164,7 +164,6 @@ def _train(given: argparse.Namespace, source: "Source") -> int:
         trainer.run()
         result = show_ending(console, trainer, again=_again(given, trainer))
     finally:
-        gc.unfreeze()
         trainer.close()
         trainer.engine.close()
     if given.json and is_first():
