@@ -4,8 +4,9 @@ A name or a folder is imported when it is first used: the command line shows hel
 config without an import of JAX.
 """
 
-import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jaxspeed.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from jaxspeed.config import Config, explain_config
@@ -49,7 +50,7 @@ _NAMES = {
     "planner.api": ("plan",),
     "train": ("propose_tensor_cuts", "propose_tensor_sharding"),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)
 
 __all__ = [
     "BatchError",
@@ -82,17 +83,3 @@ __all__ = [
     "start_processes",
     "unit",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = found  # the next use finds it without this function
-        return found
-    if importlib.util.find_spec(f"{__name__}.{name}"):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
-from jaxspeed.config import AutoValues, Config, load_config
-from jaxspeed.launch.environment import start_processes
+from jaxspeed.config import Config, load_config
 
 if TYPE_CHECKING:
+    from jaxspeed.config import AutoValues
     from jaxspeed.engine import Engine
     from jaxspeed.metrics import Sink
 
@@ -32,7 +32,7 @@ def initialize(
     trainable: Any = None,
     init_with: Callable[[Any, Any], Any] | None = None,
     executable: str | Path | None = None,
-    auto: AutoValues = None,
+    auto: "AutoValues" = None,
 ) -> "Engine":
     """An engine with a freshly initialized state, each array created as its shards.
 
@@ -69,6 +69,7 @@ def initialize(
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
       RunError: there are other processes, which were not joined before JAX started.
     """
+    from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
     from jaxspeed.objective.batches import WithExtra
     from jaxspeed.objective.config_model import hidden_size_of

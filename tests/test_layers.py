@@ -15,6 +15,7 @@ pytestmark = pytest.mark.fast
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxspeed"
 LAYERS = (
+    "lazy_names.py",
     "errors.py",
     "communication.py",
     "launch",

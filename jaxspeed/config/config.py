@@ -1,22 +1,23 @@
-"""`Config`: the settings of one run, loaded, checked and frozen."""
+"""`Config`: the settings of one run, loaded, checked and frozen.
+
+The modules that load a config are imported when one is loaded, not with the class.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import PrivateAttr
 
-from jaxspeed.config.auto import BY_HIDDEN_SIZE, AutoValues, HiddenSize
-from jaxspeed.config.batch import Batch, batch_keys, solve_batch
-from jaxspeed.config.elastic import solve_elastic
-from jaxspeed.config.equivalent_keys import stages_of
-from jaxspeed.config.json_schema import json_schema
-from jaxspeed.config.layer_specs import TensorLayerSpec, layer_specs_from_keys
-from jaxspeed.config.load import Examined, examine
-from jaxspeed.config.problems import Problem, config_error
 from jaxspeed.config.remat import Recompute, recompute_of
 from jaxspeed.config.schema import Settings
+
+if TYPE_CHECKING:
+    from jaxspeed.config.auto import AutoValues, HiddenSize
+    from jaxspeed.config.batch import Batch
+    from jaxspeed.config.layer_specs import TensorLayerSpec
+    from jaxspeed.config.load import Examined
 
 
 class Config(Settings):
@@ -42,10 +43,10 @@ class Config(Settings):
         source: "Mapping | str | Path | Config",
         overrides: Iterable[str] = (),
         *,
-        auto: AutoValues = None,
+        auto: "AutoValues" = None,
         strict: bool = False,
         platform: str | None = None,
-        hidden_size: HiddenSize | None = None,
+        hidden_size: "HiddenSize | None" = None,
     ) -> Self:
         """Load a dict, a .json, .yaml or .yml file, or a Config, with `a.b=c` overrides.
 
@@ -61,6 +62,10 @@ class Config(Settings):
         Raises:
           ConfigError: lists every problem of the config, each with its key's path.
         """
+        from jaxspeed.config.auto import BY_HIDDEN_SIZE
+        from jaxspeed.config.load import examine
+        from jaxspeed.config.problems import config_error
+
         overrides = list(overrides) if not isinstance(overrides, str) else [overrides]
         if isinstance(source, cls) and not overrides and auto is None and not strict:
             return source
@@ -74,7 +79,7 @@ class Config(Settings):
         return cls._of(examined, filled=auto is not None or by_size)
 
     @classmethod
-    def _of(cls, examined: Examined, filled: bool) -> Self:
+    def _of(cls, examined: "Examined", filled: bool) -> Self:
         settings = examined.settings
         values = {name: getattr(settings, name) for name in type(settings).model_fields}
         config = cls.model_construct(_fields_set=set(settings.model_fields_set), **values)
@@ -97,6 +102,8 @@ class Config(Settings):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON Schema of a config file, for completion and validation in editors."""
+        from jaxspeed.config.json_schema import json_schema
+
         return json_schema()
 
     @property
@@ -119,8 +126,10 @@ class Config(Settings):
         return (self.torch_autocast.enabled and self.torch_autocast.dtype) or "fp32"
 
     @property
-    def layer_specs(self) -> tuple[TensorLayerSpec, ...]:
+    def layer_specs(self) -> "tuple[TensorLayerSpec, ...]":
         """Tensor sharding of weights; the first spec that covers a weight applies."""
+        from jaxspeed.config.layer_specs import layer_specs_from_keys
+
         return layer_specs_from_keys(self)[0]
 
     @property
@@ -144,7 +153,7 @@ class Config(Settings):
         """What the backward pass of a pipeline stage recomputes, from all keys for it."""
         return self.parallel.pipeline_recompute
 
-    def batch(self, data_parallel_size: int, pipe: int | None = None) -> Batch:
+    def batch(self, data_parallel_size: int, pipe: int | None = None) -> "Batch":
         """Solve for the batch triple with so many data ranks and pipeline stages.
 
         Args:
@@ -154,6 +163,11 @@ class Config(Settings):
         Raises:
           ConfigError: states the equation and the nearest values for which it holds.
         """
+        from jaxspeed.config.batch import batch_keys, solve_batch
+        from jaxspeed.config.elastic import solve_elastic
+        from jaxspeed.config.equivalent_keys import stages_of
+        from jaxspeed.config.problems import Problem, config_error
+
         count = self.mesh.pipe if pipe is None else pipe
         solved: Batch | Problem
         if count == -1:

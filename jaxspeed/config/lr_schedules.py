@@ -2,20 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from jaxspeed.config.types import (
     Beta,
     Count,
     Flag,
     Int,
-    Lenient,
     Natural,
     NonNegative,
-    Opaque,
     Section,
     Share,
-    Text,
     lower,
 )
 from jaxspeed.config.verdicts import honoured, refused
@@ -110,10 +107,3 @@ SCHEDULERS: dict[str, type[Section]] = {
 
 # These set the rate itself; WarmupCosineLR scales the optimizer's, and so may WarmupLR.
 ABSOLUTE_SCHEDULES = ("WarmupDecayLR", "OneCycle", "LRRangeTest")
-
-
-class Scheduler(Lenient):
-    """A schedule: DeepSpeed's `type` and `params`."""
-
-    type: Text = honoured(..., "The schedule, by DeepSpeed's formula.")
-    params: Opaque = Field(default_factory=dict)

@@ -6,19 +6,15 @@ Lamb and Lion, torch's SGD and Adagrad, and Muon with Adam for parameters that a
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from jaxspeed.config.types import (
     Beta,
     Betas,
     Flag,
-    Lenient,
     NonNegative,
-    Opaque,
-    Pattern,
     Positive,
     Section,
-    Text,
     lower,
 )
 from jaxspeed.config.verdicts import approximated, harmless, honoured, refused
@@ -144,31 +140,3 @@ UNBUILT_OPTIMIZERS = {
     "MuAdamW": "AdamW",
     "MuSGD": "SGD",
 }
-
-
-class Group(Section):
-    """Parameter group, selected by a path pattern; the first match applies."""
-
-    pattern: Pattern = honoured(..., "The parameters of this group, as a path pattern.")
-    lr_factor: NonNegative = honoured(1.0, "Multiplies the learning rate of the group.")
-    weight_decay: NonNegative | None = honoured(None, "The weight decay of the group.")
-    frozen: Flag = honoured(False, "The group is not trained.")
-
-
-class OptimizerSection(Lenient):
-    """Optimizer: DeepSpeed's `type` and `params`, and jaxspeed's additional keys."""
-
-    type: Text = honoured(
-        ...,
-        "The optimizer, built with Optax; Adam decouples its weight decay unless adam_w_mode is "
-        "false.",
-    )
-    params: Opaque = Field(default_factory=dict)
-    groups: list[Group] = Field(default_factory=list)
-    exclude_norms_and_biases: Flag = honoured(
-        False, "Excludes norms and biases from the weight decay."
-    )
-    ema_decay: Annotated[Beta, Field(gt=0)] | None = honoured(
-        None, "Maintains an exponential moving average of the weights."
-    )
-    legacy_fusion: Flag = harmless(False, "XLA fuses the update.")

@@ -1,9 +1,12 @@
-"""Schema of all config keys, with DeepSpeed's defaults."""
+"""Schema of all config keys, with DeepSpeed's defaults.
 
-from typing import Any
+The parameters that an optimizer or a schedule has are in `optimizers` and `lr_schedules`.
+"""
 
-from jaxspeed.config.lr_schedules import Scheduler
-from jaxspeed.config.optimizers import OptimizerSection
+from typing import Annotated, Any
+
+from pydantic import Field
+
 from jaxspeed.config.parallelism import ActivationCheckpointing, Mesh, Parallel, PipelineSection
 from jaxspeed.config.run_sections import (
     Autotuning,
@@ -19,6 +22,7 @@ from jaxspeed.config.run_sections import (
 )
 from jaxspeed.config.tensor_section import TensorParallel
 from jaxspeed.config.types import (
+    Beta,
     Coercing,
     Count,
     Dtype,
@@ -27,10 +31,12 @@ from jaxspeed.config.types import (
     Natural,
     NonNegative,
     Opaque,
+    Pattern,
     Positive,
     PrintEvery,
     ReductionOp,
     ScalePower,
+    Section,
     Text,
     section,
 )
@@ -167,6 +173,41 @@ class CompileSection(Coercing):
     sync_after_allgather: Any = harmless(None, _COMPILED)
     keep_int_input_tensors: Any = harmless(None, _COMPILED)
     keep_all_input_tensors: Any = harmless(None, _COMPILED)
+
+
+class Group(Section):
+    """Parameter group, selected by a path pattern; the first match applies."""
+
+    pattern: Pattern = honoured(..., "The parameters of this group, as a path pattern.")
+    lr_factor: NonNegative = honoured(1.0, "Multiplies the learning rate of the group.")
+    weight_decay: NonNegative | None = honoured(None, "The weight decay of the group.")
+    frozen: Flag = honoured(False, "The group is not trained.")
+
+
+class OptimizerSection(Lenient):
+    """Optimizer: DeepSpeed's `type` and `params`, and jaxspeed's additional keys."""
+
+    type: Text = honoured(
+        ...,
+        "The optimizer, built with Optax; Adam decouples its weight decay unless adam_w_mode is "
+        "false.",
+    )
+    params: Opaque = Field(default_factory=dict)
+    groups: list[Group] = Field(default_factory=list)
+    exclude_norms_and_biases: Flag = honoured(
+        False, "Excludes norms and biases from the weight decay."
+    )
+    ema_decay: Annotated[Beta, Field(gt=0)] | None = honoured(
+        None, "Maintains an exponential moving average of the weights."
+    )
+    legacy_fusion: Flag = harmless(False, "XLA fuses the update.")
+
+
+class Scheduler(Lenient):
+    """A schedule: DeepSpeed's `type` and `params`."""
+
+    type: Text = honoured(..., "The schedule, by DeepSpeed's formula.")
+    params: Opaque = Field(default_factory=dict)
 
 
 class Settings(Lenient):

@@ -176,20 +176,23 @@ def test_a_compiler_starts_before_its_plan_imports_jax():
     assert child.stdout.splitlines()[-1:] == [str(READING)], child.stderr
 
 
-def test_initialize_and_config_load_no_engine():
+def test_initialize_and_config_load_the_schema_alone():
+    """Nothing of an engine, nor what loads a config."""
     code = (
         "import jaxspeed, sys; jaxspeed.initialize, jaxspeed.Config\n"
-        "folders = {m.split('.')[1] for m in sys.modules if m.startswith('jaxspeed.')}\n"
-        "print(sorted(folders))"
+        "print(*sorted(m[9:] for m in sys.modules if m.startswith('jaxspeed.')))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout == "['config', 'errors', 'initialization', 'launch']\n"
+    schema = ("parallelism", "remat", "run_sections", "schema", "tensor_section", "zero_section")
+    inside = sorted({*schema, "config", "patterns", "types", "verdicts"})
+    expected = ["config", *(f"config.{name}" for name in inside), "initialization", "lazy_names"]
+    assert child.stdout.split() == expected
 
 
 def test_importing_config_builds_no_validator():
     """Those of all sections take half as long as importing the config."""
     code = (
-        "import jaxspeed; jaxspeed.Config\n"
+        "import jaxspeed; jaxspeed.config.examine\n"
         "from jaxspeed.config.types import Section\n"
         "def below(kind): return [y for x in kind.__subclasses__() for y in (x, *below(x))]\n"
         "print(len(below(Section)) > 40, [x for x in below(Section) if x.__pydantic_complete__])"
@@ -205,21 +208,27 @@ def test_the_engine_loads_no_reader_of_data():
     assert child.stdout == "False\n"
 
 
-def test_every_public_name_is_imported_from_the_module_that_type_checkers_see():
-    tree = ast.parse(Path(jaxspeed.__file__).read_text())
+@pytest.mark.parametrize("package", [jaxspeed, jaxspeed.config], ids=lambda each: each.__name__)
+def test_every_public_name_is_imported_from_the_module_that_type_checkers_see(package):
+    tree = ast.parse(Path(package.__file__).read_text())
+    lazy = next(node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(lazy.test) == "TYPE_CHECKING"
     seen = {
         alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxspeed.")
+        for node in lazy.body
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert sorted(seen) == jaxspeed.__all__
     for name, module in seen.items():
-        assert getattr(jaxspeed, name) is getattr(importlib.import_module(module), name)
-        assert jaxspeed._MODULE_OF[name] == module.removeprefix("jaxspeed.")
-    assert set(jaxspeed.__all__) <= set(dir(jaxspeed))
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+        assert name in package._NAMES[module.removeprefix(f"{package.__name__}.")]
+    assert sorted(seen) == sorted(name for names in package._NAMES.values() for name in names)
+    assert set(seen) <= set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'initialise'"):
+        package.initialise  # noqa: B018
+
+
+def test_a_folder_is_imported_when_it_is_first_used():
     code = "import jaxspeed; print(jaxspeed.config.Config is jaxspeed.Config)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout == "True\n"
-    with pytest.raises(AttributeError, match="has no attribute 'initialise'"):
-        jaxspeed.initialise  # noqa: B018
