@@ -1,11 +1,14 @@
 """Seconds until the command line answers, `initialize` is imported, and a run has its first step.
 
-Each in a process of its own, interleaved; medians of wall and CPU time, and the ratio of CPU time
-to importing JAX, Flax and Optax. The config of `make train` runs one step, with an empty cache of
-compiled programs and with a full one: until its first step is shown, and from there to the end.
+Each in a process of its own, in a new order every round; medians of wall and CPU time, and the
+ratio of CPU time to importing JAX, Flax and Optax. Where the machine's load changes, processes
+differ by more than that ratio: `once_each` has it within one process, from its start to the end of
+both imports. The config of `make train` runs one step, with an empty cache of compiled programs and
+with a full one: until its first step is shown, and from there to the end.
 """
 
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -47,6 +50,16 @@ def seconds(command: list[str]) -> Seconds:
     return time.perf_counter() - start, used.ru_utime + used.ru_stime
 
 
+def once_each() -> float:
+    """CPU time of a process with `jaxspeed.Config` imported, relative to JAX, Flax and Optax."""
+    code = (
+        f"import time; {PLAIN}; plain = time.process_time()\n"
+        "import jaxspeed; jaxspeed.initialize, jaxspeed.Config\n"
+        "print(time.process_time() / plain)"
+    )
+    return float(subprocess.check_output([*PYTHON, code]))
+
+
 def one_step(cache: str) -> tuple[Seconds, Seconds]:
     """Until a run's first step, and from there to the end."""
     with tempfile.TemporaryDirectory() as folder:
@@ -71,8 +84,9 @@ def one_step(cache: str) -> tuple[Seconds, Seconds]:
 def main() -> None:
     runs: dict[str, list[Seconds]] = {name: [] for name in CASES}
     for _ in range(ROUNDS):
-        for name, command in CASES.items():
-            runs[name].append(seconds(command))
+        for name in random.sample(list(CASES), len(CASES)):
+            runs[name].append(seconds(CASES[name]))
+    ratios = sorted(once_each() for _ in range(ROUNDS))
     for _ in range(RUNS):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
@@ -83,6 +97,8 @@ def main() -> None:
     for name, taken in runs.items():
         wall, cpu = (statistics.median(each) for each in zip(*taken))
         print(f"{name:<48} {wall:6.2f} s   CPU {cpu:6.2f} s {cpu / plain:6.2f}x")
+    middle = statistics.median(ratios)
+    print(f"the import, in one process: {middle:.3f}x ({ratios[0]:.3f} to {ratios[-1]:.3f})")
 
 
 if __name__ == "__main__":
