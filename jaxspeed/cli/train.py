@@ -1,7 +1,6 @@
 """`jaxspeed train CONFIG`: train or resume a run, locally or on Ray."""
 
 import argparse
-import functools
 import gc
 import json
 import os
@@ -143,24 +142,15 @@ def _config(given: argparse.Namespace, more: Sequence[str] = ()) -> "Config":
 
 def _train(given: argparse.Namespace, source: "Source") -> int:
     from jaxspeed.checkpoint.process_agreement import is_first
-    from jaxspeed.run import (
-        draw_ending,
-        open_run,
-        prepare_ending,
-        show_ending,
-        show_opening,
-        warm_up_ending,
-    )
+    from jaxspeed.run import FinalSample, open_run, show_ending, show_opening
 
     console = out(stderr=given.json)
     trainer = open_run(source, console)
     try:
-        trainer.before_first_step = functools.partial(warm_up_ending, trainer)
+        trainer.sample = FinalSample(trainer.engine, trainer.corpus)
         show_opening(console, trainer)
         gc.freeze()
         gc.enable()
-        trainer.at_last_step = functools.partial(prepare_ending, trainer)
-        trainer.while_saving = functools.partial(draw_ending, trainer)
         trainer.run()
         result = show_ending(console, trainer, again=_again(given, trainer))
     finally:

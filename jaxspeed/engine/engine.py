@@ -358,7 +358,7 @@ class Engine:
         batch: Batch,
         extra: Any = None,
         *,
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> CompiledReport:
         """Bytes, flops and collectives of the compiled step for a batch of these shapes.
 
@@ -394,7 +394,7 @@ def compiled_report(
     batch: Any,
     from_file: StepFromFile | None = None,
     extra: Any = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> CompiledReport:
     """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
     batch = program.read_batch(batch, program.batch.train, extra, abstract=True)

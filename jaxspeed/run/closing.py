@@ -1,51 +1,22 @@
 """Summary at the end of a run: loss curve, text sample, wall time, paths, resume command."""
 
-import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
 from jaxspeed.checkpoint.process_agreement import is_first
-from jaxspeed.errors import JaxspeedError
 from jaxspeed.metrics import draw_loss, from_json, sparkline
-from jaxspeed.run.sampling import sample_texts
+from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.trainer import Trainer
 
 log = logging.getLogger("jaxspeed")
 Curve = list[tuple[int, float]]
-
-
-def prepare_ending(trainer: Trainer) -> None:
-    """Start the sample of text: its programs compile in the background of the last evaluation."""
-    if trainer.config.run.sample_tokens:
-        with contextlib.suppress(Exception):  # the ending reports it
-            trainer.sample = sample_texts(trainer.engine, trainer.corpus)
-
-
-def warm_up_ending(trainer: Trainer) -> None:
-    """Compile the programs of the sample of text, in the background of the first step's.
-
-    Not on several processes, which would have to agree that their steps take long to compile.
-    """
-    if jax.process_count() == 1 and not trainer.engine.program.serving:
-        prepare_ending(trainer)
-        trainer.sample = None  # of the first state
-
-
-def draw_ending(trainer: Trainer) -> None:
-    """Draw the sample of text, unless the run is asked to stop."""
-    if trainer.stopped_by is None and trainer.sample is not None:
-        try:
-            trainer.sample = [*trainer.sample]
-        except JaxspeedError:
-            trainer.sample = None  # the ending reports it
 
 
 def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any]:
@@ -57,7 +28,8 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     first = is_first()
     # Only one process looks at the files of all.
     newest = trainer.checkpointer.latest() if first else None
-    text = _sample(trainer) if trainer.stopped_by is None else None
+    sample = trainer.sample or FinalSample(trainer.engine, trainer.corpus)
+    text = sample.text() if trainer.stopped_by is None else None
     found = {
         "steps": reached.step,
         "stopped_by": trainer.stopped_by,
@@ -139,14 +111,3 @@ def _result(trainer: Trainer) -> str:
             ratio = reached.eval_loss / entropy
             parts.append(f"{ratio:.2f} x the corpus's unigram entropy of {entropy:.4f}")
     return ", ".join(parts)
-
-
-def _sample(trainer: Trainer) -> str | None:
-    run, corpus = trainer.config.run, trainer.corpus
-    if corpus.tokenizer is None or not run.sample_tokens:
-        return None
-    try:
-        return "".join(text for _, text in trainer.sample or sample_texts(trainer.engine, corpus))
-    except JaxspeedError as error:  # a user's model may have another signature
-        log.warning("no sample of text: %s", str(error).splitlines()[0])
-        return None

@@ -25,7 +25,8 @@ def show_opening(console: Console, trainer: Trainer) -> None:
         return
     console.print(engine.placements)
     with trainer.recorder.phase("compile"):
-        compiled = engine.compiled(trainer.example(), meanwhile=trainer.before_first_step)
+        meanwhile = trainer.sample.compile if trainer.sample else None
+        compiled = engine.compiled(trainer.example(), meanwhile=meanwhile)
     console.print(compiled)
     console.print(memory_line(program, compiled.temp_bytes), highlight=False)
     console.print()

@@ -1,12 +1,18 @@
 """Text from the model of a run, with its data's tokenizer and its training's context."""
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from jaxspeed.data import Corpus
 from jaxspeed.engine import Engine
-from jaxspeed.errors import ModelError
+from jaxspeed.errors import JaxspeedError, ModelError
+
+log = logging.getLogger("jaxspeed")
 
 
 def sample_texts(
@@ -34,3 +40,45 @@ def sample_texts(
         **options,
     )
     return itertools.chain(enumerate(prompts), ((piece.prompt, piece.text) for piece in pieces))
+
+
+class FinalSample:
+    """The sample of text that a run shows at its end, prepared while it waits for other things."""
+
+    def __init__(self, engine: Engine, corpus: Corpus) -> None:
+        self._engine, self._corpus = engine, corpus
+        self._is_wanted = corpus.tokenizer is not None and bool(engine.config.run.sample_tokens)
+        self._pieces: Iterable[tuple[int, str]] | None = None  # once it is started
+
+    def compile(self) -> None:
+        """Compile its programs in the background, while the first step compiles.
+
+        Not on several processes, which would have to agree that their steps take long to compile.
+        """
+        if jax.process_count() == 1 and not self._engine.program.serving:
+            self.start()
+            self._pieces = None  # of the first state
+
+    def start(self) -> None:
+        """Trace it, and compile what is not, while the devices compute the last steps."""
+        if self._is_wanted:
+            with contextlib.suppress(Exception):  # `text` warns of it
+                self._pieces = sample_texts(self._engine, self._corpus)
+
+    def draw(self) -> None:
+        """Draw it if it is started, while the last checkpoint is written."""
+        try:
+            self._pieces = self._pieces and [*self._pieces]
+        except JaxspeedError:  # `text` warns of it
+            self._pieces = None
+
+    def text(self) -> str | None:
+        """The text; None, with a warning, if the model's signature is another one."""
+        if not self._is_wanted:
+            return None
+        try:
+            pieces = self._pieces or sample_texts(self._engine, self._corpus)
+            return "".join(text for _, text in pieces)
+        except JaxspeedError as error:
+            log.warning("no sample of text: %s", str(error).splitlines()[0])
+            return None

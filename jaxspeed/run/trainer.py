@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jaxspeed.errors import CheckpointError, DivergedError, StateLostError
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
 from jaxspeed.run.folder import RunFolder
+from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.signals import StopRequest
 from jaxspeed.run.step_records import Recorder
 
@@ -64,10 +65,7 @@ class Trainer:
     begin: Callable[[], Reached]  # restores the newest checkpoint into a fresh engine
     reached: Reached = field(default_factory=Reached)
     stopped_by: str | None = None
-    before_first_step: Callable[[], None] = lambda: None  # called while it compiles
-    at_last_step: Callable[[], None] = lambda: None  # called while the devices compute it
-    while_saving: Callable[[], None] = lambda: None  # called while the last checkpoint is written
-    sample: Iterable[tuple[int, str]] | None = None  # of the last state, once it is started
+    sample: FinalSample | None = None  # for a run that shows one at its end
 
     def __post_init__(self) -> None:
         self.config: Config = self.engine.config
@@ -118,8 +116,9 @@ class Trainer:
                 raise
             self._save()
             try:
-                with self.recorder.phase("evaluate"):
-                    self.while_saving()
+                if self.sample is not None and self.stopped_by is None:
+                    with self.recorder.phase("evaluate"):
+                        self.sample.draw()
             finally:
                 with self.recorder.phase("checkpoint"):
                     self.checkpointer.wait()
@@ -229,9 +228,9 @@ class Trainer:
         held_out = self.corpus.held_out
         if held_out is None:
             return
-        if self.reached.step >= self.steps:
+        if self.sample is not None and self.reached.step >= self.steps:
             with self.recorder.phase("evaluate"):
-                self.at_last_step()
+                self.sample.start()
         self._read_all()
         with self.recorder.phase("evaluate"):
             if self._evaluation_compiled is not None:

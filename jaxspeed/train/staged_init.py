@@ -100,11 +100,10 @@ def compile_ahead(mesh: Mesh, function: Any, *args: Any) -> Callable[[], Any]:
     return _THREADS.submit(traced.lower().compile).exception
 
 
-def compile_beside(lowered: Any, meanwhile: Callable[[], None]) -> Any:
+def compile_beside(lowered: Any, meanwhile: Callable[[], None] | None) -> Any:
     """Compile in a thread; `meanwhile` is called if that takes more than a second."""
     compiled = _THREADS.submit(lowered.compile)
-    wait([compiled], 1.0)
-    if not compiled.done():
+    if meanwhile and wait([compiled], 1.0).not_done:
         meanwhile()
     return compiled.result()
 

@@ -1,6 +1,5 @@
 """One run in this process: where it stops it goes on, and what it leaves."""
 
-import functools
 import json
 import threading
 from concurrent.futures import wait
@@ -17,16 +16,7 @@ from jaxspeed import models as families
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.generate import TextPiece
 from jaxspeed.metrics import NAMES, read_records
-from jaxspeed.run import (
-    draw_ending,
-    folder,
-    open_run,
-    prepare_ending,
-    show_ending,
-    source_of,
-    train,
-    warm_up_ending,
-)
+from jaxspeed.run import FinalSample, folder, open_run, show_ending, source_of, train
 from jaxspeed.train import staged_init
 from tests.run import small
 
@@ -221,19 +211,24 @@ def test_evaluation_compiles_once_in_the_background_of_the_step(tmp_path, evalua
     assert evaluation_compiled == ["jaxspeed-compile"]
 
 
+def with_sample(given):
+    """A run that shows a sample of text at its end."""
+    trainer = open_run(source_of(given))
+    trainer.sample = FinalSample(trainer.engine, trainer.corpus)
+    return trainer
+
+
 def test_what_fails_while_it_compiles_in_the_background_fails_as_it_does_without(tmp_path):
     """A sample of text is not worth a run, and evaluation raises its error when it is called."""
-    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+    trainer = with_sample(config(tmp_path, run={"steps": 1, "sample_tokens": 8}))
     trainer._evaluation_compiled = lambda: ValueError("compilation")
-    trainer.at_last_step = functools.partial(prepare_ending, trainer)
     trainer.engine.stream = lambda *given, **options: 1 / 0
     assert trainer.run().eval_loss is not None
     trainer.close()
 
 
 def test_the_sample_that_the_last_evaluation_started_is_the_one_shown(tmp_path):
-    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
-    trainer.at_last_step = functools.partial(prepare_ending, trainer)
+    trainer = with_sample(config(tmp_path, run={"steps": 1, "sample_tokens": 8}))
     asked, stream = [], trainer.engine.stream
     trainer.engine.stream = lambda *given, **options: (
         asked.append(trainer.reached.eval_step),
@@ -247,21 +242,29 @@ def test_the_sample_that_the_last_evaluation_started_is_the_one_shown(tmp_path):
 
 
 def test_the_sample_is_drawn_while_the_last_checkpoint_is_written(tmp_path):
-    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
-    trainer.at_last_step = functools.partial(prepare_ending, trainer)
-    calls, wait, draw = [], trainer.checkpointer.wait, functools.partial(draw_ending, trainer)
+    trainer = with_sample(config(tmp_path, run={"steps": 1, "sample_tokens": 8}))
+    calls, wait, draw = [], trainer.checkpointer.wait, trainer.sample.draw
     trainer.checkpointer.wait = lambda: (calls.append("wait"), wait())[1]
-    trainer.while_saving = lambda: (calls.append("draw"), draw())[1]
+    trainer.sample.draw = lambda: (calls.append("draw"), draw())[1]
     trainer.run()
     assert calls[-2:] == ["draw", "wait"] and trainer._saved == 1
-    drawn = "".join(text for _, text in trainer.sample)
-    assert show_ending(Console(quiet=True), trainer, again="")["sample"] == drawn != ""
+    trainer.engine.stream = lambda *given, **options: 1 / 0  # it is drawn already
+    assert show_ending(Console(quiet=True), trainer, again="")["sample"] != ""
+    trainer.close()
+
+
+def test_a_run_that_is_asked_to_stop_draws_no_sample(tmp_path):
+    trainer = with_sample(config(tmp_path, run={"steps": 1, "sample_tokens": 8}))
+    trainer.sample.draw = lambda: 1 / 0
+    trainer.stopped_by = "SIGTERM"
+    trainer.run()
+    assert show_ending(Console(quiet=True), trainer, again="")["sample"] is None
     trainer.close()
 
 
 def test_an_error_while_the_last_checkpoint_is_written_does_not_lose_it(tmp_path):
-    trainer = open_run(source_of(config(tmp_path, run={"steps": 1})))
-    trainer.while_saving = lambda: 1 / 0
+    trainer = with_sample(config(tmp_path, run={"steps": 1}))
+    trainer.sample.draw = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer.run()
     assert trainer.checkpointer.latest() == "step-00000001"
@@ -269,31 +272,34 @@ def test_an_error_while_the_last_checkpoint_is_written_does_not_lose_it(tmp_path
 
 
 def test_a_sample_that_fails_is_tried_again_for_its_warning(tmp_path, caplog):
-    trainer = open_run(source_of(config(tmp_path, run={"steps": 1, "sample_tokens": 8})))
+    trainer = with_sample(config(tmp_path, run={"steps": 1, "sample_tokens": 8}))
+    asked = []
 
-    def fails(*first):
-        yield from first
+    def fails(*given, **options):
+        asked.append(given)
+        yield TextPiece(0, "half a te", 1)
         raise ModelError("the model has another signature")
 
-    trainer.sample = fails((0, "half a te"))
-    draw_ending(trainer)
-    assert trainer.sample is None
-    trainer.engine.stream = lambda *given, **options: fails(TextPiece(0, "half a te", 1))
+    trainer.engine.stream = fails
+    trainer.sample.start()
+    trainer.sample.draw()
+    assert len(asked) == 1 and not caplog.records
     assert show_ending(Console(quiet=True), trainer, again="")["sample"] is None
+    assert len(asked) == 2 and "no sample of text: the model has another" in caplog.text
     trainer.close()
 
 
-def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(tmp_path):
+@pytest.mark.parametrize("held_out", [0.05, 0.0])
+def test_what_is_compiled_with_the_first_step_is_not_compiled_for_the_last(held_out, tmp_path):
     """And the sample is that of a run without it: of the last state, not of the first."""
-    samples = []
+    samples, optimizer = [], {"type": "AdamW", "params": {"lr": 0.1}}
     for output in ("plain", "warm"):
         run = {"steps": 2, "sample_tokens": 8, "output": str(tmp_path / output)}
-        trainer = open_run(source_of(config(tmp_path, run=run)))
+        given = config(tmp_path, run=run, data={"held_out": held_out}, optimizer=optimizer)
+        trainer = with_sample(given)
         if output == "warm":
-            warm_up_ending(trainer)
-            assert trainer.sample is None
+            trainer.sample.compile()
             programs = dict(trainer.engine._generator._programs)
-        trainer.at_last_step = functools.partial(prepare_ending, trainer)
         trainer.run()
         samples.append(show_ending(Console(quiet=True), trainer, again="")["sample"])
         trainer.close()
