@@ -84,7 +84,8 @@ def test_nothing_is_profiled_that_is_not_asked_for(caplog):
     assert not said(caplog, "comms logger:")
 
 
-def test_monitors_are_written_under_initialize(tmp_path):
+def test_monitors_are_written_under_initialize(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where they are written without the key
     csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "mine"}
     engine = tiny.engine(PAIR, csv_monitor=csv_monitor)
     losses = [float(engine.train_batch(tiny.batch())["loss"]) for _ in range(3)]
