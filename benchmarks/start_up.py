@@ -2,9 +2,9 @@
 
 Each in a process of its own, in a new order every round; medians of wall and CPU time, and the
 ratio of CPU time to importing JAX, Flax and Optax. Where the machine's load changes, processes
-differ by more than that ratio: `once_each` has it within one process, from its start to the end of
-both imports. The config of `make train` runs one step, with an empty cache of compiled programs and
-with a full one: until its first step is shown, and from there to the end.
+differ by more than that ratio: `import_ratio` has it within one process, from its start to the end
+of both imports. The config of `make train` runs one step, with an empty cache of compiled programs
+and with a full one: until its first step is shown, and from there to the end.
 """
 
 import os
@@ -50,7 +50,7 @@ def seconds(command: list[str]) -> Seconds:
     return time.perf_counter() - start, used.ru_utime + used.ru_stime
 
 
-def once_each() -> float:
+def import_ratio() -> float:
     """CPU time of a process with `jaxspeed.Config` imported, relative to JAX, Flax and Optax."""
     code = (
         f"import time; {PLAIN}; plain = time.process_time()\n"
@@ -86,7 +86,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         for name in random.sample(list(CASES), len(CASES)):
             runs[name].append(seconds(CASES[name]))
-    ratios = sorted(once_each() for _ in range(ROUNDS))
+    ratios = sorted(import_ratio() for _ in range(ROUNDS))
     for _ in range(RUNS):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):

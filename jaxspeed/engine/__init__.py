@@ -2,8 +2,9 @@
 
 from jaxspeed.engine.check_report import CheckReport
 from jaxspeed.engine.diagnose import Diagnosis
-from jaxspeed.engine.engine import Engine, compiled_report
+from jaxspeed.engine.engine import Engine
 from jaxspeed.engine.jax_setup import simulate
+from jaxspeed.engine.step_report import compiled_report
 
 __all__ = [
     "CheckReport",

@@ -17,14 +17,15 @@ from jaxspeed.config import Config
 from jaxspeed.engine import check as checking
 from jaxspeed.engine import diagnose as diagnosing
 from jaxspeed.engine.gathered import Gathered
-from jaxspeed.engine.offload_check import asks, check_host_bytes, check_moves, transfer_of
+from jaxspeed.engine.offload_check import asks, check_moves
 from jaxspeed.engine.oom_help import explain_out_of_memory, is_out_of_memory
 from jaxspeed.engine.reporter import Reporter, ShapeLog
 from jaxspeed.engine.saver import Saver
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.engine.step_profile import StepProfile
+from jaxspeed.engine.step_report import compiled_report
 from jaxspeed.generation import Generated, Generation, Generator, Request, Sampling, TextTokenizer
-from jaxspeed.hlo import CompiledReport, report
+from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
@@ -35,7 +36,6 @@ from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.dispatch_limit import DispatchLimit
 from jaxspeed.train.gather_once import GatherOnce
 from jaxspeed.train.program import Metrics, Program
-from jaxspeed.train.staged_init import compile_beside
 
 log = logging.getLogger("jaxspeed")
 Batch = Mapping[str, Any] | Any
@@ -387,33 +387,3 @@ class Engine:
         placed = jax.device_put(batch, self.program.batch_shardings(batch))
         with self.program.set_mesh():
             return diagnosing.diagnose(self.program, self.state, placed)
-
-
-def compiled_report(
-    program: Program,
-    batch: Any,
-    from_file: StepFromFile | None = None,
-    extra: Any = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> CompiledReport:
-    """Report of a program's step, compiled (or loaded from a file) for a batch of these shapes."""
-    batch = program.read_batch(batch, program.batch.train, extra, abstract=True)
-    traced, mesh = program.traced_step(batch)
-    transfer = None if program.serving else transfer_of(program, batch)
-    loaded = from_file.compiled(batch) if from_file else None
-    start = time.perf_counter()
-    compiled = loaded or compile_beside(traced.lower(), meanwhile)
-    timed = None if loaded else _timed(time.perf_counter() - start)
-    if program.serving:
-        return report(compiled, mesh, timed)
-    waiting = program.table.host_bytes_by_role()
-    schedule = program.pipeline_report(batch)
-    kept = program.kept_report(batch)
-    made = report(compiled, mesh, timed, schedule, transfer, waiting, kept)
-    check_host_bytes(program, made.host_argument_bytes, made.host_temp_bytes)
-    return made
-
-
-def _timed(seconds: float) -> float | None:
-    """The compile time; None under 1 ms: jit cache hit."""
-    return seconds if seconds > 1e-3 else None

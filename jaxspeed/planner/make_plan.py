@@ -8,7 +8,7 @@ import jax
 
 from jaxspeed.config import Config
 from jaxspeed.data import known_shapes
-from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine import compiled_report
 from jaxspeed.engine.jax_setup import enable_compilation_cache
 from jaxspeed.engine.offload_check import asks, transfer_in, transfer_of
 from jaxspeed.errors import ConfigError

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from jaxspeed.checkpoint.process_agreement import is_first
 from jaxspeed.metrics import draw_loss, from_json, sparkline
-from jaxspeed.run.sampling import FinalSample
 from jaxspeed.run.trainer import Trainer
 
 log = logging.getLogger("jaxspeed")
@@ -28,8 +27,7 @@ def show_ending(console: Console, trainer: Trainer, again: str) -> dict[str, Any
     first = is_first()
     # Only one process looks at the files of all.
     newest = trainer.checkpointer.latest() if first else None
-    sample = trainer.sample or FinalSample(trainer.engine, trainer.corpus)
-    text = sample.text() if trainer.stopped_by is None else None
+    text = trainer.sample.text() if trainer.sample and trainer.stopped_by is None else None
     found = {
         "steps": reached.step,
         "stopped_by": trainer.stopped_by,

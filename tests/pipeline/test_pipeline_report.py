@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxspeed.communication import Communication, ring_bytes
 from jaxspeed.config import load_config
-from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine import compiled_report
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.pipeline import PipelineReport, schedule
 from jaxspeed.train.build import build_program

@@ -8,7 +8,7 @@ import pytest
 from jaxspeed.models import gpt2
 
 from jaxspeed.config import Config
-from jaxspeed.engine.engine import compiled_report
+from jaxspeed.engine import compiled_report
 from jaxspeed.placement.show import as_text
 from jaxspeed.train.build import build_program
 
