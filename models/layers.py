@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from flax.typing import Initializer
 from jax import lax
 
 from jaxspeed import ops
-
-Block = TypeVar("Block", bound=nnx.Module)
 
 zeros = nnx.initializers.zeros_init()
 ones = nnx.initializers.ones_init()
@@ -125,7 +123,9 @@ def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
-def stacked(make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs) -> Block:
+def stacked[Block: nnx.Module](
+    make: Callable[[nnx.Rngs], Block], length: int, rngs: nnx.Rngs
+) -> Block:
     """`length` blocks stacked: each variable, random streams too, gets a first dim `layers`."""
 
     new_dim = {nnx.PARTITION_NAME: "layers", "logical_axes": "layers"}

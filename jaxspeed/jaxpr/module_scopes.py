@@ -11,14 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 _PATTERN = re.compile(r"unit:(\d+):(\w*):([^:()/]*):")
 _serial = itertools.count()
 _lock = RLock()
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def scope(kind: str, path: str = "") -> Any:
     return jax.named_scope(f"unit:{next(_serial)}:{kind}:{path}:")
 
 
-def unit(fn: Function) -> Function:
+def unit[Function: Callable[..., Any]](fn: Function) -> Function:
     """Mark a function as a unit: ZeRO 3 gathers the weights of one call at a time.
 
     For models that are plain functions; modules need no mark.

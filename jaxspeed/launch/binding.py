@@ -4,12 +4,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
-def shared_evenly(of: Sequence[T], local_rank: int, processes: int) -> Sequence[T]:
+def shared_evenly[T](of: Sequence[T], local_rank: int, processes: int) -> Sequence[T]:
     """The local rank's consecutive share; the first ranks have one more if it does not divide."""
     size, more = divmod(len(of), processes)
     first = local_rank * size + min(local_rank, more)

@@ -5,7 +5,7 @@ micro-batches nor large weights leave the range of a 16-bit accumulator. If all 
 is 0.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,7 @@ class Sums(NamedTuple):
     errors: Any = ()  # by bucket, the quantization errors of ring messages
 
 
-Part = TypeVar("Part", Loss, Sums)
-
-
-def accumulate(seen: Part, new: Part) -> tuple[Part, jax.Array]:
+def accumulate[Part: (Loss, Sums)](seen: Part, new: Part) -> tuple[Part, jax.Array]:
     """Add totals, weights and metrics of `new`; also return its share in the weight.
 
     Gradients are added by `running_mean` with that share, each where it is stored.

@@ -7,7 +7,7 @@ phase, so their number must not grow with the micro-batches: repeated phases are
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,9 +67,6 @@ def _repeat_at(runs: Sequence[Phase], at: int) -> tuple[int, tuple[Phase, ...]]:
     return (times, pair) if len(pair) == 2 and times > 1 else (1, pair[:1])
 
 
-State = TypeVar("State")
-
-
 class StageWork(NamedTuple):
     """Each stage's work in one direction of a tick, int32 [stages]; inside a stage, scalars."""
 
@@ -88,7 +85,7 @@ class Tick(NamedTuple):
     returning: jax.Array
 
 
-def run_ticks(
+def run_ticks[State](
     schedule: Schedule, tick: Callable[[Phase, State, Tick], State], state: State
 ) -> State:
     """The state after all ticks; each maps the state to the next."""
@@ -113,7 +110,7 @@ def run_ticks(
     return state
 
 
-def _run_phases(run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
+def _run_phases[State](run: Any, rows: Tick, tick: Callable[..., State], state: State) -> State:
     """The state after some phases, with the table's rows of their ticks."""
     start = 0
     for phase in run:

@@ -3,15 +3,11 @@
 Tests drop one site at a time and expect a check to fail.
 """
 
-from typing import TypeVar
-
 import jax
 from jax.sharding import Sharding
 
-Array = TypeVar("Array")
 
-
-def constrain(x: Array, sharding: Sharding, site: str) -> Array:
+def constrain[Array](x: Array, sharding: Sharding, site: str) -> Array:
     """Constrain the sharding of `x` in a traced program; `site` names the decision."""
     del site
     return jax.lax.with_sharding_constraint(x, sharding)

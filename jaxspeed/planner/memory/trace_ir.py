@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import NOT_ESTIMATED
 
-Node = TypeVar("Node", bound=Hashable)
 PLATFORM = "platform_index"
 # A shard_map region: its inputs are resharded to its in_specs (PLACED) and become per-device shards
 # (ENTER); its results become global arrays (LEAVE).
@@ -327,12 +326,14 @@ def flows(scope: Scope) -> Iterator[tuple[Op, Value, Value]]:
             yield from flows(body)
 
 
-def reach(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> set[Node]:
+def reach[Node: Hashable](start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> set[Node]:
     """`start`, and all that its members lead to along the edges."""
     return set(nearest_first(start, edges))
 
 
-def nearest_first(start: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[Node]:
+def nearest_first[Node: Hashable](
+    start: Iterable[Node], edges: Iterable[tuple[Node, Node]]
+) -> list[Node]:
     """What `reach` finds, by the number of edges from `start`, else in the order of both."""
     after: dict[Node, list[Node]] = defaultdict(list)
     for v, to in edges:
