@@ -1,19 +1,22 @@
-# `make test` on a fresh clone needs python3 (3.11 or newer) and make; it builds a venv of its own.
+# `make test` on a fresh clone needs make and a Python of at least 3.12, which tools/python_for finds
+# (PYTHON=... names one); it builds a venv of its own.
 
-PYTHON ?= python3
+PYTHON ?=
 VENV ?= .venv
+# Further requirements of the venv, as `jax==0.11.2`.
+REQUIREMENTS ?=
 TESTS ?= tests
 WORKERS ?= 2
 
-# What `make test-newest` runs: what touches jax's and flax's inner parts, as far as it is quick.
-# The whole suite twice would not fit the time that CI has.
-NEWEST_TESTS = $(addprefix tests/,models jaxpr objective hlo ops zero3 tensor_parallel pipeline) \
-	$(patsubst %,tests/engine/test_%.py,offload_check pipeline_engine starting tensor_sharding) \
-	$(patsubst %,tests/train/test_%.py,parity_awkward parity_kinds parity_pipeline parity_ring) \
-	$(patsubst %,tests/train/test_%.py,complex_parameters draws frozen_normalisation written_by_the_loss) \
-	tests/checkpoint/test_restore*.py
-NEWEST_VENV ?= .venv-newest
-NEWEST_PYTHON ?= python3.12
+# What `make test-oldest` runs, on the oldest JAX that is supported: the tests of the files that touch
+# `jax._src` or name a version, or build programs of `jax.extend` (tests/test_package.py has why).
+OLDEST_TESTS = $(addprefix tests/,test_known_jax_bugs.py jaxpr/test_evaluate.py jaxpr/test_forwarded.py \
+	objective/test_autocast.py ops/test_gpu_attention.py hlo/test_replicated_flops.py \
+	hlo/test_replica_groups.py engine/test_starting.py launch/test_environment.py \
+	train/test_staged_init.py train/test_dispatch_limit.py planner/test_on_platform.py \
+	planner/test_compiling.py hardware/test_chips.py metrics/test_mfu.py)
+OLDEST_VENV ?= .venv-oldest
+OLDEST_JAX = jax==0.11.2 jaxlib==0.11.2
 
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
@@ -25,7 +28,7 @@ TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-full test-newest lint format types bench clean
+.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest lint format types bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -33,11 +36,14 @@ help:  ## what there is to make
 
 install: $(INSTALLED)  ## a venv with jaxspeed (editable) and what its tests need
 
+# An interpreter that is too old, or that is gone, has left a venv that is of no use.
 $(INSTALLED): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxspeed needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,tpu]'
-	touch $@
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+		python='$(PYTHON)'; [ -n "$$python" ] || python=$$(tools/python_for) || exit 1; \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jaxspeed needs Python 3.12 or newer; this is " + sys.version.split()[0])' && \
+		"$$python" -m venv --clear $(VENV); }
+	$(BIN)/python -m pip install --quiet --editable '.[test,tpu]' $(REQUIREMENTS)
+	@touch $@
 
 train: $(INSTALLED)  ## train a small model on 8 simulated devices: about two minutes
 	$(BIN)/jaxspeed train configs/tiny.yaml
@@ -62,9 +68,12 @@ test-map: $(INSTALLED)  ## record which test executes which file, for test-for (
 test-full: $(INSTALLED)  ## every combination that is promised (long)
 	$(PYTEST) -m 'full or not full' $(TESTS)
 
-test-newest:  ## what depends on jax's inner parts, on NEWEST_PYTHON and the newest jax
-	@echo "the tests on $(NEWEST_PYTHON), these only: $(NEWEST_TESTS)"
-	$(MAKE) test PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST_VENV) TESTS='$(wildcard $(NEWEST_TESTS))'
+install-oldest:
+	$(MAKE) install VENV=$(OLDEST_VENV) REQUIREMENTS='$(OLDEST_JAX)'
+
+test-oldest:  ## what depends on JAX's inner parts, on the oldest JAX that is supported
+	@echo "the tests on $(OLDEST_JAX), these only: $(OLDEST_TESTS)"
+	$(MAKE) test VENV=$(OLDEST_VENV) REQUIREMENTS='$(OLDEST_JAX)' TESTS='$(OLDEST_TESTS)'
 
 lint: $(INSTALLED)  ## formatting and lint
 	$(BIN)/ruff format --check .
@@ -81,5 +90,5 @@ bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 clean:  ## everything that was made
-	rm -rf $(VENV) $(NEWEST_VENV) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,16 +3,14 @@
 import gc
 import os
 import sys
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import compilation_cache
+
 DEVICES = "--xla_force_host_platform_device_count"
-EMITTERS = "--xla_cpu_use_fusion_emitters"
 
 # Tests start many processes that import the package: its source is compiled to bytecode once, also
 # where the environment asks for none.
@@ -21,18 +19,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
-# XLA:CPU's fusion emitters take twice the time to compile the same partitioned program. jaxlib 0.12
-# has nothing else, and ends a process that names the flag. Small programs are compiled sooner, by a
-# sixth, when they are not split among threads.
-if EMITTERS not in os.environ["XLA_FLAGS"] and version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += f" {EMITTERS}=false --xla_cpu_parallel_codegen_split_count=1"
 # Without LLVM's optimizer, which is half of a compile and changes no program's meaning: how XLA
 # partitions it is as ever. The tests of how programs are read switch it on again.
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests/gpu are of programs as they run
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Most of the suite's time is compiling. Child processes of the tests inherit the cache.
-_CACHE = ROOT / ".cache" / "xla" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compilation_cache.folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 settings.register_profile(

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support import compilation_cache
 from tools.structure.mutation_list import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ["jaxspeed"]
 COPIED = (*PACKAGE, "models", "tests", "configs", "docs", "benchmarks")
-CACHE = ROOT / ".cache" / "xla" / f"python{sys.version_info.major}.{sys.version_info.minor}"
 TESTS_FAILED = 1  # pytest's exit code; an error of import or collection has another
 
 
@@ -116,7 +116,9 @@ def _pytest(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str
         **os.environ,
         "PYTHONPATH": str(copy),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE)),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", str(compilation_cache.folder())
+        ),
     }
     return subprocess.run(
         [*command, "-m", "full or not full", *nodes],
