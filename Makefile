@@ -15,6 +15,10 @@ NEWEST_TESTS = $(addprefix tests/,models jaxpr objective hlo ops zero3 tensor_pa
 NEWEST_VENV ?= .venv-newest
 NEWEST_PYTHON ?= python3.12
 
+# What tests compare with: tests/references/requirements.txt, on Python 3.11, in a process of its own.
+# JAXSPEED_REFERENCES=/path/to/python names another interpreter that has it.
+REFERENCES = .venv-references
+
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 # A worker that dies ends the run: xdist would run its test again, and wait forever if that dies.
@@ -25,7 +29,7 @@ TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-full test-newest lint format types bench clean
+.PHONY: help install train test test-fast test-for test-map test-full test-newest references lint format types bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -66,6 +70,11 @@ test-newest:  ## what depends on jax's inner parts, on NEWEST_PYTHON and the new
 	@echo "the tests on $(NEWEST_PYTHON), these only: $(NEWEST_TESTS)"
 	$(MAKE) test PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST_VENV) TESTS='$(wildcard $(NEWEST_TESTS))'
 
+references: $(REFERENCES)/.installed  ## a venv with torch, transformers, DeepSpeed, ..., with which tests compare
+
+$(REFERENCES)/.installed: tests/references/requirements.txt
+	@tests/references/make_venv.sh $(REFERENCES)
+
 lint: $(INSTALLED)  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -81,5 +90,5 @@ bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 clean:  ## everything that was made
-	rm -rf $(VENV) $(NEWEST_VENV) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST_VENV) $(REFERENCES) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
