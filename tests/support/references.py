@@ -56,7 +56,7 @@ class References:
         self._log = Path(self._folder.name) / "log"
         self._child: subprocess.Popen[bytes] | None = None
 
-    def call(self, function: str, *, timeout_s: float = 300, **arguments: Any) -> Any:
+    def call(self, function: str, *, timeout_s: float = 900, **arguments: Any) -> Any:
         """`function` ("module.name") of tests/references, with these arguments.
 
         Args:
