@@ -18,6 +18,10 @@ OLDEST_TESTS = $(addprefix tests/,test_known_jax_bugs.py jaxpr/test_evaluate.py 
 OLDEST_VENV ?= .venv-oldest
 OLDEST_JAX = jax==0.11.2 jaxlib==0.11.2
 
+# What tests compare with: tests/references/requirements.txt, on Python 3.11, in a process of its own.
+# JAXSPEED_REFERENCES=/path/to/python names another interpreter that has it.
+REFERENCES = .venv-references
+
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 # A worker that dies ends the run: xdist would run its test again, and wait forever if that dies.
@@ -28,7 +32,7 @@ TEST_MAP = .cache/test_map
 FAST_TESTS = $(shell grep --recursive --files-with-matches --include 'test_*.py' 'pytestmark = pytest.mark.fast' $(TESTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest lint format types bench clean
+.PHONY: help install train test test-fast test-for test-map test-full test-oldest install-oldest references lint format types bench clean
 
 help:  ## what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -75,6 +79,11 @@ test-oldest:  ## what depends on JAX's inner parts, on the oldest JAX that is su
 	@echo "the tests on $(OLDEST_JAX), these only: $(OLDEST_TESTS)"
 	$(MAKE) test VENV=$(OLDEST_VENV) REQUIREMENTS='$(OLDEST_JAX)' TESTS='$(OLDEST_TESTS)'
 
+references: $(REFERENCES)/.installed  ## a venv with torch, transformers, DeepSpeed, ..., with which tests compare
+
+$(REFERENCES)/.installed: tests/references/requirements.txt
+	@tests/references/make_venv.sh $(REFERENCES)
+
 lint: $(INSTALLED)  ## formatting and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -90,5 +99,5 @@ bench: $(INSTALLED)  ## every benchmark, each in a process of its own
 	set -e; for file in $(filter-out benchmarks/reference_%,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file; done
 
 clean:  ## everything that was made
-	rm -rf $(VENV) $(OLDEST_VENV) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(REFERENCES) runs .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ def pytest_collection_finish() -> None:
     """Collect garbage less often: traces hold millions of objects, which all would be visited."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+# -- what tests compare with, in a process of its own ----------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def references() -> Iterator[Any]:
+    """`tests.support.references.References`: one process for each worker of xdist."""
+    from tests.support.references import References
+
+    process = References()
+    yield process
+    process.close()
+    assert "torch" not in sys.modules
 
 
 # -- tests marked `fast` compile nothing -----------------------------------------------------------

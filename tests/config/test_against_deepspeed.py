@@ -2,14 +2,10 @@
 
 Batch triple, clipping, precision and stage are those of DeepSpeedConfig; learning rates and loss
 scales those of its schedulers and scalers over 200 steps; elastic batches those of its table.
-Skipped where DeepSpeed is not installed; 0.19.6 was the reference.
+DeepSpeed runs in the references' process; the reference is 0.19.6.
 """
 
-import contextlib
-import copy
-import io
 import random
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +17,7 @@ from jaxspeed.errors import ConfigError
 from jaxspeed.optim import loss_scale
 from jaxspeed.optim.schedules import build_schedule
 
-deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-torch = pytest.importorskip("torch")
-
-import deepspeed.runtime.config as their_config  # noqa: E402
-from deepspeed.elasticity import compute_elastic_config  # noqa: E402
-from deepspeed.runtime import lr_schedules as their_schedules  # noqa: E402
-from deepspeed.runtime.fp16 import loss_scaler as their_scaler  # noqa: E402
-
 STEPS = 200
-
-
-def read_by_deepspeed(tree, ranks):
-    """DeepSpeed's own reading of a config on so many ranks; None if it refuses it."""
-    world = SimpleNamespace(get_data_parallel_world_size=lambda: ranks)
-    dist = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: ranks)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(their_config, "dist", dist)
-        try:
-            return their_config.DeepSpeedConfig(copy.deepcopy(tree), mpu=world)
-        except (AssertionError, ValueError, TypeError):
-            return None
 
 
 def generated(number):
@@ -122,11 +98,11 @@ def _scheduler(rng):
     )
 
 
-def test_configs_are_read_as_deepspeed_reads_them():
+def test_configs_are_read_as_deepspeed_reads_them(references):
     agreed = refused = 0
-    for number in range(200):
-        tree, ranks = generated(number)
-        theirs = read_by_deepspeed(tree, ranks)
+    configs = [generated(number) for number in range(200)]
+    read = references.call("deepspeed_rules.read", configs=configs)
+    for number, ((tree, ranks), theirs) in enumerate(zip(configs, read, strict=True)):
         try:
             ours = Config.load(tree)
             batch = ours.batch(ranks)
@@ -135,59 +111,53 @@ def test_configs_are_read_as_deepspeed_reads_them():
             refused += 1
             continue
         assert theirs is not None, (number, tree)
-        triple = (
-            theirs.train_batch_size,
-            theirs.train_micro_batch_size_per_gpu,
-            theirs.gradient_accumulation_steps,
-        )
-        assert (batch.train, batch.micro, batch.accumulation) == triple, (number, tree)
-        assert ours.gradient_clipping == theirs.gradient_clipping
-        assert ours.fp16.enabled == theirs.float16_config.enabled
-        assert ours.bf16.enabled == theirs.bfloat16_config.enabled
-        assert ours.zero_optimization.stage == theirs.zero_optimization_stage
+        triple = [batch.train, batch.micro, batch.accumulation]
+        assert triple == theirs["batch"], (number, tree)
+        assert ours.gradient_clipping == theirs["gradient_clipping"]
+        assert ours.fp16.enabled == theirs["fp16"]
+        assert ours.bf16.enabled == theirs["bf16"]
+        assert ours.zero_optimization.stage == theirs["stage"]
         agreed += 1
     assert agreed > 120
     assert refused > 10
 
 
-def test_learning_rates_are_those_of_deepspeeds_schedulers():
-    compared = 0
-    for number in range(200):
-        tree, _ = generated(number)
-        if "scheduler" not in tree:
-            continue
+def test_learning_rates_are_those_of_deepspeeds_schedulers(references):
+    trees = [generated(number)[0] for number in range(200)]
+    trees = [tree for tree in trees if "scheduler" in tree]
+    theirs = references.call(
+        "deepspeed_rules.learning_rates",
+        schedulers=[(tree["scheduler"], tree["optimizer"]["params"]["lr"]) for tree in trees],
+        steps=STEPS,
+    )
+    for tree, lrs in zip(trees, theirs, strict=True):
         given = {key: tree[key] for key in ("optimizer", "scheduler")}
         config = Config.load(given)
         base = config.optimizer.params["lr"]
-        optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=base)
-        their_class = getattr(their_schedules, config.scheduler.type)
-        theirs, lrs = their_class(optimizer, **tree["scheduler"]["params"]), []
-        for _ in range(STEPS):
-            lrs.append(optimizer.param_groups[0]["lr"])
-            theirs.step()
         ours = build_schedule(config.scheduler.type, config.scheduler.params)
         found = jax.vmap(lambda step, ours=ours, base=base: ours.lr(step, base))(jnp.arange(STEPS))
-        np.testing.assert_allclose(found, lrs, rtol=2e-5, atol=1e-9, err_msg=str((number, given)))
-        compared += 1
-    assert compared > 120
+        np.testing.assert_allclose(found, lrs, rtol=2e-5, atol=1e-9, err_msg=str(given))
+    assert len(trees) > 120
 
 
-def test_loss_scales_are_those_of_deepspeeds_scaler(monkeypatch):
-    monkeypatch.setattr(their_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
+def overflows_of(number):
+    rng = random.Random(number)
+    return [rng.random() < 0.1 for _ in range(STEPS)]
+
+
+def test_loss_scales_are_those_of_deepspeeds_scaler(references):
     compared = 0
-    for number in range(200):
-        tree, _ = generated(number)
-        theirs_config = read_by_deepspeed({"train_batch_size": 8, **_fp16_of(tree)}, 8)
-        if "fp16" not in tree or theirs_config is None:
+    trees = {number: generated(number)[0] for number in range(200)}
+    trees = {number: {"fp16": tree["fp16"]} for number, tree in trees.items() if "fp16" in tree}
+    theirs = references.call(
+        "deepspeed_rules.loss_scales",
+        configs=[{"train_batch_size": 8, **tree} for tree in trees.values()],
+        overflows=[overflows_of(number) for number in trees],
+    )
+    for (number, tree), expected in zip(trees.items(), theirs, strict=True):
+        if expected is None:
             continue
-        fp16 = theirs_config.float16_config
-        theirs = their_scaler.CreateLossScaler(
-            dtype=torch.half,
-            static_loss_scale=fp16.loss_scale,
-            dynamic_scaling=fp16.loss_scale == 0,
-            dynamic_loss_args=fp16.dynamic_loss_scale_args(),
-        )
-        section = Config.load(_fp16_of(tree)).fp16
+        section = Config.load(tree).fp16
         rule = loss_scale.make_rule(
             loss_scale=section.loss_scale,
             initial_scale_power=section.initial_scale_power,
@@ -196,33 +166,24 @@ def test_loss_scales_are_those_of_deepspeeds_scaler(monkeypatch):
             consecutive_hysteresis=section.consecutive_hysteresis,
             min_loss_scale=section.min_loss_scale,
         )
-        rng = random.Random(number)
-        overflows = np.array([rng.random() < 0.1 for _ in range(STEPS)])
-        expected = []
-        theirs.raise_error_at_min_scale = False
-        for overflow in overflows:
-            theirs.update_scale(bool(overflow))
-            expected.append(float(theirs.loss_scale))
 
         def step(state, overflow, rule=rule):
             state = loss_scale.update(state, ~overflow, rule)
             return state, state.scale
 
-        _, found = jax.lax.scan(step, loss_scale.init(rule), jnp.asarray(overflows))
+        _, found = jax.lax.scan(step, loss_scale.init(rule), jnp.asarray(overflows_of(number)))
         assert found.tolist() == expected, (number, tree["fp16"])
         compared += 1
     assert compared > 20
 
 
-def _fp16_of(tree):
-    return {"fp16": tree["fp16"]} if "fp16" in tree else {}
-
-
 @pytest.mark.parametrize("version", [None, 0.1, 0.2])
 @pytest.mark.parametrize("prefer_larger", [True, False])
-def test_elastic_batches_are_deepspeeds(version, prefer_larger):
+def test_elastic_batches_are_deepspeeds(references, version, prefer_larger):
     """At each device count, inside the table and outside of it."""
     seen = {"fits": 0, "refused": 0}
+    counts = [1, 2, 3, 5, 6, 7, 8, 11, 12, 16, 17, 24, 31, 48, 64, 65, 96, 100]
+    sections = []
     for number in range(12):
         rng = random.Random(number)
         section = {
@@ -232,25 +193,19 @@ def test_elastic_batches_are_deepspeeds(version, prefer_larger):
             "min_gpus": rng.choice([1, 4]),
             "max_gpus": rng.choice([64, 1000]),
             "prefer_larger_batch": prefer_larger,
-        } | ({} if version is None else {"version": version})
-        for ranks in (1, 2, 3, 5, 6, 7, 8, 11, 12, 16, 17, 24, 31, 48, 64, 65, 96, 100):
-            with contextlib.redirect_stdout(io.StringIO()):
-                try:
-                    train, _, micro = compute_elastic_config(
-                        {"elasticity": section}, deepspeed.__version__, world_size=ranks
-                    )
-                    theirs = (train, micro, train // (micro * ranks))
-                except Exception as error:
-                    assert type(error).__module__.startswith(("deepspeed", "builtins")), error
-                    theirs = None
+        }
+        sections.append(section | ({} if version is None else {"version": version}))
+    batches = references.call("deepspeed_rules.elastic_batches", sections=sections, ranks=counts)
+    for section, row in zip(sections, batches, strict=True):
+        for ranks, theirs in zip(counts, row, strict=True):
             try:
                 batch = Config.load({"elasticity": section}).batch(ranks)
-                ours = (batch.train, batch.micro, batch.accumulation)
+                ours = [batch.train, batch.micro, batch.accumulation]
             except ConfigError:
                 ours = None
             if theirs is not None and theirs[0] == 0:
                 theirs = None  # DeepSpeed returns a batch of nothing
-            assert ours == theirs, (number, section, ranks)
+            assert ours == theirs, (section, ranks)
             seen["fits" if ours else "refused"] += 1
     assert seen["fits"] > 50
     if version == 0.1:

@@ -1,4 +1,4 @@
-"""Each sampling rule is its formula, written in NumPy, and transformers' where it is installed."""
+"""Each sampling rule is its formula, written in NumPy, and that of transformers."""
 
 import jax
 import numpy as np
@@ -68,11 +68,11 @@ def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits(
         ("repetition_penalty", 1.7, "RepetitionPenaltyLogitsProcessor"),
     ],
 )
-def test_a_rule_is_that_of_transformers(name, value, processor):
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+def test_a_rule_is_that_of_transformers(references, name, value, processor):
     text = np.random.default_rng(2).integers(0, 50, (4, 9))
-    wanted = getattr(process, processor)(value)(torch.tensor(text), torch.tensor(LOGITS.copy()))
+    wanted = references.call(
+        "sampling.processed", processor=processor, value=value, text=text, logits=LOGITS
+    )
     own = {"top_k": rules.among_top_k, "top_p": rules.among_top_p, "min_p": rules.above_min_p}
     if name in own:
         found = own[name](LOGITS, np.asarray(value))
@@ -80,7 +80,7 @@ def test_a_rule_is_that_of_transformers(name, value, processor):
         seen = np.zeros(LOGITS.shape, bool)
         np.put_along_axis(seen, text, True, axis=1)
         found = rules.penalized(LOGITS, seen, np.float32(value))
-    np.testing.assert_allclose(np.asarray(found), wanted.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-6)
 
 
 def test_tokens_are_drawn_with_the_probabilities_that_are_left():

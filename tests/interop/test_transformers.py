@@ -25,9 +25,6 @@ from jaxspeed.train import build_program
 from tests.interop import folders
 from tests.support.documents import ROOT, blocks, shell_commands
 
-torch = pytest.importorskip("torch", reason="needs the extra hf")
-transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-
 VOCAB, SEQ = 199, 512
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -110,25 +107,14 @@ cases = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """(their model with random weights, its folder) of a case."""
+def folder_of(references, tmp_path_factory):
+    """The folder of their model of a case, with random weights."""
     made = {}
 
     def of(case):
         if case not in made:
-            configuration, model, fields = CASES[case]
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{configuration}Config")(
-                attn_implementation="eager", **fields
-            )
-            theirs = getattr(transformers, model)(config).eval()
-            for name, parameter in theirs.named_parameters():
-                if name.endswith(".bias") or parameter.ndim == 1:  # neither zeros nor ones
-                    mean = parameter.detach().mean().round()
-                    torch.nn.init.normal_(parameter, float(mean), 0.2)
-            folder = tmp_path_factory.mktemp("folder")
-            theirs.save_pretrained(folder)
-            made[case] = theirs, folder
+            made[case] = tmp_path_factory.mktemp("folder")
+            references.call("families.save", case=CASES[case], folder=made[case])
         return made[case]
 
     return of
@@ -140,11 +126,10 @@ def inputs(case, batch=2, seq=SEQ):
     if case == "vit":
         images = rng.normal(size=(batch, 32, 32, 3)).astype(np.float32)
         labels = rng.integers(0, 7, batch)
-        theirs = {"pixel_values": torch.tensor(images.transpose(0, 3, 1, 2))}
-        theirs["labels"] = torch.tensor(labels)
+        theirs = {"pixel_values": images.transpose(0, 3, 1, 2), "labels": labels}
         return theirs, {"images": images, "labels": labels}, images
     tokens = rng.integers(0, VOCAB, (batch, seq))
-    theirs = {"input_ids": torch.tensor(tokens), "labels": torch.tensor(tokens)}
+    theirs = {"input_ids": tokens, "labels": tokens}
     # As long as theirs: a dynamic scaling depends on the length.
     targets = np.concatenate([tokens[:, 1:], np.full((batch, 1), -100)], axis=1)
     return theirs, {"tokens": tokens, "targets": targets}, tokens
@@ -164,15 +149,16 @@ def bound_model(model, params):
 
 
 @cases
-def test_logits_loss_and_gradients_are_theirs(reference, case, tmp_path):
-    theirs, folder = reference(case)
-    pretrained = from_pretrained(folder)
+def test_logits_loss_and_gradients_are_theirs(references, folder_of, case, tmp_path):
+    pretrained = from_pretrained(folder_of(case))
     model, params = read(pretrained)
     arguments, batch, x = inputs(case)
-    with torch.enable_grad():
-        theirs.zero_grad()
-        out = theirs(**arguments)
-        out.loss.backward()
+    theirs = references.call(
+        "families.logits_loss_and_gradients",
+        case=CASES[case],
+        arguments=arguments,
+        folder=tmp_path,
+    )
 
     def loss(params):
         bound = bound_model(model, params)
@@ -180,13 +166,9 @@ def test_logits_loss_and_gradients_are_theirs(reference, case, tmp_path):
         return total / weight, bound(jnp.asarray(x))
 
     (mine, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    expected = out.logits.detach().numpy()
-    assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(mine, out.loss.item(), atol=1e-4, rtol=0)
-    # Their gradients as a file, because names in files are not always those in memory.
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    theirs.save_pretrained(tmp_path, state_dict=gradients)
+    assert np.abs(theirs["logits"]).max() > 1
+    np.testing.assert_allclose(logits, theirs["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(mine, theirs["loss"], atol=1e-4, rtol=0)
     file = TensorFile.open(tmp_path / "model.safetensors")
     names = theirs_by_name(pretrained, grads)
     assert names.keys() == file.tensors.keys()
@@ -206,13 +188,13 @@ def theirs_by_name(pretrained, values):
 
 
 @cases
-def test_greedy_tokens_are_theirs(reference, case):
+def test_greedy_tokens_are_theirs(references, folder_of, case):
     """Prompts that differ in length, and texts beyond the windows of 77 and 100 tokens."""
     if case == "vit":
         pytest.skip("it has no text")
-    theirs, folder = reference(case)
+    folder = folder_of(case)
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "mesh": {"tensor": 2}}
-    if getattr(theirs.config, "num_key_value_heads", 2) == 1:
+    if CASES[case][2].get("num_key_value_heads") == 1:
         del config["mesh"]
     engine = jaxspeed.initialize(config=config | {"model": {"pretrained": str(folder)}})
     rng = np.random.default_rng(0)
@@ -220,24 +202,28 @@ def test_greedy_tokens_are_theirs(reference, case):
     # With random weights and a tied head, Gemma repeats one token.
     rules = {"repetition_penalty": 1e3} if "gemma" in case else {}
     found = engine.generate(prompts, 40, temperature=0, **rules)
-    for prompt, mine in zip(prompts, found, strict=True):
-        with torch.no_grad():
-            out = theirs.generate(
-                torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=-1,
-                pad_token_id=0, **rules,
-            )  # fmt: skip
-        assert list(mine.tokens) == out[0, len(prompt) :].tolist()
+    theirs = references.call(
+        "families.greedy_tokens", case=CASES[case], prompts=prompts, count=40, rules=rules
+    )
+    assert [list(mine.tokens) for mine in found] == theirs
     assert len({token for mine in found for token in mine.tokens}) > 6
 
 
 @cases
-def test_tensors_come_back_bitwise(reference, case, tmp_path):
-    theirs, folder = reference(case)
+def test_tensors_come_back_bitwise(references, folder_of, case, tmp_path):
+    folder = folder_of(case)
+
+    def differences(folder):
+        arguments = inputs(case)[0]
+        return references.call(
+            "families.differences", case=CASES[case], folder=folder, arguments=arguments
+        )
+
     rest = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     rest["zero_optimization"] = {"stage": 3}
     engine = jaxspeed.initialize(config=rest | {"model": {"pretrained": str(folder)}})
     engine.save_pretrained(tmp_path / "out")
-    assert_same(theirs, tmp_path / "out")
+    assert differences(tmp_path / "out") == []
     # And with a config.json of our own.
     program, state = engine.program, engine.state
     family = {"family": type(program.source.model.config).__module__.rpartition(".")[2]}
@@ -248,34 +234,23 @@ def test_tensors_come_back_bitwise(reference, case, tmp_path):
     other = jaxspeed.Config(**rest, model=family)
     built = build_program(other, *jaxspeed.objective.config_model.resolve_model(other))
     save_pretrained(built, state, tmp_path / "again")
-    again = assert_same(theirs, tmp_path / "again")
-    arguments, *_ = inputs(case)
-    with torch.no_grad():
-        assert torch.equal(again(**arguments).logits, theirs(**arguments).logits)
-
-
-def assert_same(theirs, folder):
-    again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
-    before, after = theirs.state_dict(), again.state_dict()
-    assert before.keys() == after.keys()
-    for name in before:
-        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
-    return again
+    assert differences(tmp_path / "again") == []
 
 
 @pytest.mark.parametrize("spelled", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_one_with_images_is_read_and_exported(tmp_path, caplog, spelled):
-    torch.manual_seed(0)
+def test_the_language_model_of_one_with_images_is_read_and_exported(
+    references, tmp_path, caplog, spelled
+):
     images = {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 48, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
     text = {**CASES["gemma3"][2], "tie_word_embeddings": True}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=images, mm_tokens_per_image=4, image_token_index=198
-    )
-    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
-    theirs.save_pretrained(tmp_path / "in")
+    fields = {
+        "text_config": text, "vision_config": images, "mm_tokens_per_image": 4,
+        "image_token_index": 198,
+    }  # fmt: skip
+    references.call("families.save_with_images", fields=fields, folder=tmp_path / "in")
     (tmp_path / "in" / "preprocessor_config.json").write_text("{}")
     (file,) = (tmp_path / "in").glob("*.safetensors")
     tensors = load_file(file)
@@ -291,20 +266,17 @@ def test_the_language_model_of_one_with_images_is_read_and_exported(tmp_path, ca
     engine.save_pretrained(tmp_path / "out")
     assert {f.name for f in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
     assert not (tmp_path / "out" / "preprocessor_config.json").exists()
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(again) is transformers.Gemma3ForCausalLM
-    found, expected = again.model.state_dict(), theirs.model.language_model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
-    model, params = read(from_pretrained(tmp_path / "in"))
     tokens = np.random.default_rng(0).integers(0, 190, (2, SEQ))
-    with torch.no_grad():
-        logits = theirs(input_ids=torch.tensor(tokens)).logits
+    theirs = references.call(
+        "families.language_model_of", fields=fields, folder=tmp_path / "out", tokens=tokens
+    )
+    assert (theirs["class"], theirs["differences"]) == ("Gemma3ForCausalLM", [])
+    model, params = read(from_pretrained(tmp_path / "in"))
     mine = jax.jit(lambda params: bound_model(model, params)(jnp.asarray(tokens)))(params)
-    np.testing.assert_allclose(mine, logits, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(mine, theirs["logits"], atol=1e-4, rtol=0)
 
 
-def test_fields_that_a_published_text_config_lacks_are_their_defaults(tmp_path):
+def test_fields_that_a_published_text_config_lacks_are_their_defaults(references, tmp_path):
     text = {  # of Gemma 3 4B
         "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
@@ -312,7 +284,9 @@ def test_fields_that_a_published_text_config_lacks_are_their_defaults(tmp_path):
     outer = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **text}}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     found = from_pretrained(tmp_path).config
-    transformers.Gemma3TextConfig(**text).save_pretrained(tmp_path)
+    references.call(
+        "families.save_config", configuration="Gemma3Text", fields=text, folder=tmp_path
+    )
     assert found == from_pretrained(tmp_path).config
     assert (found.rope_scaling.factor, found.vocab_size) == (8.0, 262208)
 
@@ -356,24 +330,21 @@ def mutations(table):
     "case",
     ["gpt2", *(pytest.param(c, marks=pytest.mark.full) for c in CASES if c != "gpt2")],
 )
-def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(reference, case):
-    theirs, folder = reference(case)
-    pretrained = from_pretrained(folder)
+def test_a_mutation_of_any_rule_is_an_error_or_changes_the_logits(references, folder_of, case):
+    pretrained = from_pretrained(folder_of(case))
     model, params = read(pretrained)
     used = {
         piece.tensor for pieces in pretrained.weights._bound.pieces.values() for piece in pieces
     }
     arguments, _, x = inputs(case, batch=1, seq=64)
-    with torch.no_grad():
-        expected = theirs(**arguments).logits.numpy()
+    expected = references.call("families.logits", case=CASES[case], arguments=arguments)
     logits = jax.jit(lambda params: bound_model(model, params)(jnp.asarray(x)))
     np.testing.assert_allclose(logits(params), expected, atol=1e-4, rtol=0)
     key_bias = "blocks/attn/k_proj/bias"
     if case == "vit":  # without a rotation it changes no softmax: its values are compared
-        biases = [
-            layer.attention.k_proj.bias.detach().reshape(4, -1) for layer in theirs.vit.layers
-        ]
-        np.testing.assert_array_equal(params[key_bias], np.stack(biases))
+        biases = references.call("families.key_biases", case=CASES[case])
+        stacked = np.stack([bias.reshape(4, -1) for bias in biases])
+        np.testing.assert_array_equal(params[key_bias], stacked)
     caught = 0
     one_key_head = getattr(pretrained.config, "num_key_value_heads", None) == 1
     for what, table in mutations(pretrained.weights.table):
@@ -401,8 +372,8 @@ SCALED = {
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_both_spellings_of_rotary_settings_are_read(reference, tmp_path, kind):
-    _, folder = reference(f"llama, scaled {SCALED[kind]}")
+def test_both_spellings_of_rotary_settings_are_read(folder_of, tmp_path, kind):
+    folder = folder_of(f"llama, scaled {SCALED[kind]}")
     config = json.loads((folder / "config.json").read_text())
     new = from_pretrained(folder).config
     rope = config.pop("rope_parameters")
@@ -414,31 +385,30 @@ def test_both_spellings_of_rotary_settings_are_read(reference, tmp_path, kind):
         assert from_pretrained(tmp_path).config == new
 
 
-def test_mxfp4_is_dequantized_as_theirs(tmp_path):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
+def test_mxfp4_is_dequantized_as_theirs(references, tmp_path):
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 24, 2, 16), dtype=np.uint8)
     scales = rng.integers(110, 140, (3, 24, 2), dtype=np.uint8)
     folders.write(tmp_path / "model.safetensors", {"w_blocks": blocks, "w_scales": scales})
     folder = PretrainedFolder(tmp_path)
-    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
-    assert folder.tensors["w"].shape == tuple(expected.shape) == (3, 64, 24)
-    np.testing.assert_array_equal(folder.array("w"), expected.float().numpy())
+    expected = references.call("families.mxfp4", blocks=blocks, scales=scales)
+    assert folder.tensors["w"].shape == expected.shape == (3, 64, 24)
+    np.testing.assert_array_equal(folder.array("w"), expected)
 
 
 @pytest.mark.full
-def test_the_readmes_walk_ends_in_transformers(tmp_path):
+def test_the_readmes_walk_ends_in_transformers(references, tmp_path):
     """Make a folder, continue its training, generate, export, load it."""
+    theirs = references.interpreter("torch", "transformers")
     section = (ROOT / "README.md").read_text().partition("## Hugging Face folders\n")[2]
     made, config, commands, loaded = (block.text for block in blocks(section)[:4])
     (tmp_path / "config.yaml").write_text(config)
     checked = f"{loaded}\nprint(model.dtype, model.lm_head.weight.shape)"
     printed = []
     for command in (
-        [sys.executable, "-c", made],
+        [theirs, "-c", made],
         *([sys.executable, "-m", *shlex.split(each)] for each in shell_commands(commands)),
-        [sys.executable, "-c", checked],
+        [theirs, "-c", checked],
     ):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -302,15 +302,15 @@ def test_one_cycle_moves_the_betas(type_):
         ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1}, "Adagrad"),
     ],
 )
-def test_updates_equal_torchs(type_, params, torch_name):
-    torch = pytest.importorskip("torch", reason="torch is no dependency; compared where it is")
-    leaves = [torch.nn.Parameter(torch.tensor(x)) for x in jax.tree.leaves(tree(0))]
+def test_updates_equal_torchs(references, type_, params, torch_name):
     theirs = {name: value for name, value in params.items() if name != "adam_w_mode"}
-    reference = getattr(torch.optim, torch_name)(leaves, lr=LR, **theirs)
-    for step in range(STEPS):
-        for leaf, gradient in zip(leaves, jax.tree.leaves(tree(1 + step, scale=0.3)), strict=True):
-            leaf.grad = torch.tensor(gradient)
-        reference.step()
+    wanted = references.call(
+        "optimizers.updated",
+        optimizer=torch_name,
+        arguments={"lr": LR, **theirs},
+        leaves=jax.tree.leaves(tree(0)),
+        gradients=[jax.tree.leaves(tree(1 + step, scale=0.3)) for step in range(STEPS)],
+    )
     with jax.enable_x64(True):
         actual = jax.tree.leaves(run(build_optimizer(type_, {"lr": LR, **params})))
-    assert_equal(actual, [leaf.detach().numpy() for leaf in leaves])
+    assert_equal(actual, wanted)

@@ -1,0 +1,138 @@
+"""transformers' models: made, saved, run, and compared with those in a folder.
+
+A case is (configuration class without "Config", model class, fields of the configuration).
+"""
+
+import functools
+import json
+from typing import Any
+
+import torch
+import transformers
+
+Case = tuple[str, str, dict[str, Any]]
+Tensors = dict[str, torch.Tensor]
+
+
+def _model(case: Case) -> Any:
+    return _cached_model(json.dumps(case))
+
+
+@functools.cache
+def _cached_model(case: str) -> Any:
+    """With random weights."""
+    configuration, name, fields = json.loads(case)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{configuration}Config")(attn_implementation="eager", **fields)
+    model = getattr(transformers, name)(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias") or parameter.ndim == 1:  # neither zeros nor ones
+            mean = parameter.detach().mean().round()
+            torch.nn.init.normal_(parameter, float(mean), 0.2)
+    return model
+
+
+def save(case: Case, folder: str) -> None:
+    _model(case).save_pretrained(folder)
+
+
+def save_config(configuration: str, fields: dict[str, Any], folder: str) -> None:
+    getattr(transformers, f"{configuration}Config")(**fields).save_pretrained(folder)
+
+
+@torch.no_grad()
+def logits(case: Case, arguments: Tensors) -> torch.Tensor:
+    return _model(case)(**arguments).logits
+
+
+def logits_loss_and_gradients(case: Case, arguments: Tensors, folder: str) -> dict[str, Any]:
+    """Gradients go into a folder, because names in files are not always those in memory."""
+    model = _model(case)
+    model.zero_grad()
+    out = model(**arguments)
+    out.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.save_pretrained(folder, state_dict=gradients)
+    return {"logits": out.logits, "loss": out.loss.item()}
+
+
+@torch.no_grad()
+def greedy_tokens(
+    case: Case, prompts: list[list[int]], count: int, rules: dict[str, float]
+) -> list[list[int]]:
+    """What follows each prompt."""
+    return [
+        _model(case).generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1,
+            pad_token_id=0, **rules,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]  # fmt: skip
+
+
+def key_biases(case: Case) -> list[torch.Tensor]:
+    """Of each layer of a ViT."""
+    return [layer.attention.k_proj.bias for layer in _model(case).vit.layers]
+
+
+@torch.no_grad()
+def differences(case: Case, folder: str, arguments: Tensors) -> list[str]:
+    """What is not bitwise the same in the model that is read from a folder."""
+    model = _model(case)
+    again = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    found = _differing(model.state_dict(), again.state_dict())
+    same = torch.equal(again(**arguments).logits, model(**arguments).logits)
+    return found if same else [*found, "logits"]
+
+
+def _differing(before: Tensors, after: Tensors) -> list[str]:
+    """Names of tensors that are in one of them, or whose dtype or value differs."""
+    found = sorted(before.keys() ^ after.keys())
+    for name in sorted(before.keys() & after.keys()):
+        x, y = before[name], after[name]
+        if x.dtype != y.dtype or not torch.equal(x, y):
+            found.append(name)
+    return found
+
+
+@functools.cache
+def _cached_with_images(fields: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(**json.loads(fields))
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+def save_with_images(fields: dict[str, Any], folder: str) -> None:
+    """A Gemma 3 with a vision tower."""
+    _cached_with_images(json.dumps(fields)).save_pretrained(folder)
+
+
+@torch.no_grad()
+def language_model_of(fields: dict[str, Any], folder: str, tokens: torch.Tensor) -> dict[str, Any]:
+    """Logits of the model of `save_with_images`; its language model against that in a folder."""
+    model = _cached_with_images(json.dumps(fields))
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    return {
+        "class": type(again).__name__,
+        "differences": _differing(
+            model.model.language_model.state_dict(), again.model.state_dict()
+        ),
+        "logits": model(input_ids=tokens).logits,
+    }
+
+
+@torch.no_grad()
+def logits_with(case: Case, weights: Tensors, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a model with these weights."""
+    configuration, name, fields = case
+    model = getattr(transformers, name)(getattr(transformers, f"{configuration}Config")(**fields))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert all("attn.bias" in name or "masked_bias" in name for name in missing)
+    return model.eval()(tokens).logits
+
+
+def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales).float()
