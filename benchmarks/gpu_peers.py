@@ -59,10 +59,10 @@ def configs(device: str) -> dict[str, Any]:
     gpt2 = {"family": "gpt2", "preset": "tiny", "config": sizes | {"max_position_embeddings": 32}}
     llama = {"family": "llama", "preset": "tiny", "config": sizes}
     attention = {"parallel": {"remat": "attention"}}
-    # A rate at which the losses of a few steps depend on all that the optimizer does.
+    # A rate and a decay at which losses of the first steps depend on all that the optimizer does.
     tiny = {
         "bf16": {"enabled": False},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1.0}},
     }
     return {
         "gpt2": gpu_step.case(gpt2, 32, 4, **tiny),
