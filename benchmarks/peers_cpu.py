@@ -26,26 +26,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from peers_jax import plain_jax_step
 from peers_torch import torch_step
-from peers_work import (
-    BATCH,
-    DECAY,
-    EPS,
-    HEADS,
-    LAYERS,
-    RATE,
-    SEQ,
-    VOCAB,
-    WIDTH,
-    Step,
-    batches,
-)
+from peers_work import Step, Work, batches, save_weights
 
+WORK = Work()
 WARM_UP = 4
 COMPARED = 3  # losses of the first steps
-
-
-# -- JAX -------------------------------------------------------------------------------------------
 
 
 def jaxspeed_step(
@@ -57,84 +44,26 @@ def jaxspeed_step(
 
     jaxspeed.simulate(devices)
     sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": SEQ,
+        "hidden_size": WORK.width,
+        "num_hidden_layers": WORK.layers,
+        "num_attention_heads": WORK.heads,
+        "vocab_size": WORK.vocab,
+        "max_position_embeddings": WORK.seq,
         "unroll": unroll,
     }
     built = models.build("gpt2", None, sizes)
     config = {
-        "train_batch_size": BATCH,
+        "train_batch_size": WORK.batch,
         "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}},
+        "optimizer": {"type": "AdamW", "params": {"lr": WORK.rate, "weight_decay": WORK.decay}},
         "zero_optimization": {"stage": stage},
         "parallel": {"batch_parts": parts},
         "run": {"compilation_cache": False},
     }
     engine = jaxspeed.initialize(model=built.factory, loss_fn=built.loss, config=config)
     if not os.path.exists(weights):
-        save_weights(weights, engine.state.params)
-    return lambda tokens: float(engine.train_batch({"tokens": tokens})["loss"])
-
-
-def save_weights(file: str, params: Any) -> None:
-    """jaxspeed's initial weights, from which all others start too."""
-    import numpy as np
-
-    np.savez(file, **{path.replace("/", "."): np.asarray(value) for path, value in params.items()})
-
-
-def plain_jax_step(weights: str) -> Step:
-    """Hand-written JAX and Optax, as a careful user writes them."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    def norm(x: Any, p: Any, name: str) -> Any:
-        x = x - jnp.mean(x, -1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS)
-        return x * p[f"{name}.scale"] + p[f"{name}.bias"]
-
-    def linear(x: Any, p: Any, name: str) -> Any:
-        kernel, bias = p[f"{name}.kernel"], p[f"{name}.bias"]
-        return jnp.tensordot(x, kernel, kernel.ndim - bias.ndim) + bias
-
-    def block(x: Any, p: Any) -> Any:
-        h = norm(x, p, "attn_norm")
-        q, k, v = (linear(h, p, f"attn.{name}_proj") for name in "qkv")
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(attended, p, "attn.o_proj")
-        up = linear(norm(x, p, "mlp_norm"), p, "mlp.up")
-        return x + linear(jax.nn.gelu(up, approximate=True), p, "mlp.down")
-
-    def loss(params: Any, tokens: Any) -> Any:
-        x = params["embed.table"][tokens[:, :-1]] + params["positions.table"]
-        for i in range(LAYERS):
-            inner = {k.removeprefix("blocks."): v[i] for k, v in params.items() if "blocks." in k}
-            x = block(x, inner)
-        logits = norm(x, params, "norm") @ params["embed.table"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    tx = optax.adamw(RATE, weight_decay=DECAY)
-
-    def step(state: Any, tokens: Any) -> Any:
-        params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    params = {path: jnp.asarray(value) for path, value in np.load(weights).items()}
-    state = [(params, tx.init(params))]
-    jitted = jax.jit(step, donate_argnums=0)
-
-    def run(tokens: Any) -> float:
-        state[0], value = jitted(state[0], tokens)
-        return float(value)
-
-    return run
+        save_weights(weights, engine.parameters)
+    return lambda tokens: engine.train_batch({"tokens": tokens})["loss"]
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -148,17 +77,17 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
         "jaxspeed, 1 device, 2 parts": lambda w: jaxspeed_step(w, 1, parts=2),
         "jaxspeed, 1 device, 2 parts, kept": lambda w: jaxspeed_step(w, 1, parts=2),
         "jaxspeed, 1 device, scanned": lambda w: jaxspeed_step(w, 1, unroll=1),
-        "plain JAX and Optax": plain_jax_step,
-        "torch": lambda w: torch_step(w, n),
-        "torch, compiled": lambda w: torch_step(w, n, compiled=True),
+        "plain JAX and Optax": lambda w: plain_jax_step(w, WORK, scanned=False),
+        "torch": lambda w: torch_step(w, WORK, n),
+        "torch, compiled": lambda w: torch_step(w, WORK, n, compiled=True),
     }
     if n == 1:
         return {name: (1, make) for name, make in one.items()}
     several: dict[str, Callable[[str], Step]] = {
-        f"torch DDP, {n} processes": lambda w: torch_step(w, 1, sharding="ddp"),
-        f"torch DDP, {n} processes, compiled": lambda w: torch_step(w, 1, True, "ddp"),
-        f"torch FSDP2, {n} processes": lambda w: torch_step(w, 1, sharding="fsdp2"),
-        f"DeepSpeed ZeRO 1, {n} processes": lambda w: torch_step(w, 1, sharding="deepspeed"),
+        f"torch DDP, {n} processes": lambda w: torch_step(w, WORK, 1, sharding="ddp"),
+        f"torch DDP, {n} processes, compiled": lambda w: torch_step(w, WORK, 1, True, "ddp"),
+        f"torch FSDP2, {n} processes": lambda w: torch_step(w, WORK, 1, sharding="fsdp2"),
+        f"DeepSpeed ZeRO 1, {n} processes": lambda w: torch_step(w, WORK, 1, sharding="deepspeed"),
     }
     one |= {
         f"jaxspeed, {n} devices": lambda w: jaxspeed_step(w, n),
@@ -172,9 +101,9 @@ def competitors(cores: int) -> dict[str, tuple[int, Callable[[str], Step]]]:
 def run_here(make: Callable[[str], Step], weights: str, steps: int) -> None:
     """Print the seconds of each step, and the first losses."""
     step, seconds, losses = make(weights), [], []
-    for tokens, _ in zip(batches(), range(WARM_UP + steps)):
+    for tokens, _ in zip(batches(WORK), range(WARM_UP + steps)):
         start = time.perf_counter()
-        losses.append(step(tokens))
+        losses.append(float(step(tokens)))
         seconds.append(time.perf_counter() - start)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps({"seconds": seconds[WARM_UP:], "losses": losses[:COMPARED]}), flush=True)
@@ -247,7 +176,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        weights = os.path.join(folder, "weights.npz")
+        weights = os.path.join(folder, "weights.safetensors")
         first = argparse.Namespace(cores=arguments.cores, steps=0, peers_memory="default")
         run_apart("jaxspeed, 1 device", 1, weights, first, 0)
         for number in range(arguments.rounds):
@@ -256,7 +185,7 @@ def main() -> None:
                 found = run_apart(name, processes, weights, arguments, port)
                 if found is None:
                     continue
-                rate = BATCH * SEQ / statistics.median(found["seconds"])
+                rate = WORK.batch * WORK.seq / statistics.median(found["seconds"])
                 rates.setdefault(name, []).append(rate)
                 losses[name] = found["losses"]
                 print(f"round {number + 1}: {name}: {rate:.0f}", file=sys.stderr, flush=True)
