@@ -20,6 +20,7 @@ from jaxspeed import models
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.metrics.mfu import language_flops
 from jaxspeed.ops import gpu
+from tests.support.covering import covering
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a script that is run there
@@ -40,7 +41,7 @@ def tiny():
     return gpu_peers.configs("cpu")
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=covering(["gpt2", "llama"], ["llama"]))
 def of_jaxspeed(request, tiny, tmp_path_factory):
     """(work, file of the initial weights, losses)."""
     config = tiny[request.param]
@@ -60,16 +61,11 @@ def test_plain_jax_has_the_losses_of_jaxspeed(of_jaxspeed):
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
 
 
-def test_torch_has_the_losses_of_jaxspeed(of_jaxspeed, tiny):
+def test_torch_has_the_losses_of_jaxspeed(of_jaxspeed, references):
     work, weights, expected = of_jaxspeed
-    made = ROOT / ".venv-references" / "bin" / "python"
-    python = os.environ.get("JAXSPEED_REFERENCES", str(made))
-    if not Path(python).exists():
-        pytest.skip("torch has no venv here: make references")
+    python = str(references.interpreter("torch"))
     arguments = argparse.Namespace(**vars(ARGUMENTS) | {"torch_python": python})
     found = gpu_peers.run_apart("torch", {}, work, weights, arguments, 300)
-    if "is not installed" in found.get("failed", ""):
-        pytest.skip(found["failed"])
     np.testing.assert_allclose(found["losses"], expected, rtol=ROUNDING)
 
 

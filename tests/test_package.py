@@ -122,3 +122,48 @@ def test_importing_leaves_the_users_logging_alone():
     """A handler on the root logger would make their own `logging.basicConfig` do nothing."""
     program = "import logging, jaxspeed; assert not logging.root.handlers, logging.root.handlers"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# {what touches JAX's inner parts, or asks for its version: tests that run on the oldest JAX too}
+INNER = {
+    "checkpoint/process_agreement.py": "checkpoint/test_several_processes.py",
+    "engine/jax_setup.py": "engine/test_starting.py",
+    "jaxpr/evaluate.py": "jaxpr/test_evaluate.py",
+    "jaxpr/inline_calls.py": "jaxpr/test_traverse.py",
+    "launch/environment.py": "launch/test_environment.py",
+    "objective/autocast.py": "objective/test_autocast.py",
+    "offload/known_jax_bugs.py": "offload/test_known_jax_bugs.py",
+    "ops/cudnn.py": "ops/test_gpu_attention.py",
+    "ops/gpu.py": "ops/test_gpu_attention.py",
+    "planner/compile/deviceless_cuda.py": "planner/test_on_platform.py",
+    "run/ending.py": "checkpoint/test_several_processes.py",
+    "run/watchdog.py": "run/test_watchdog.py",
+    "train/staged_init.py": "train/test_staged_init.py",
+}
+
+
+def touches_inner_parts(node: ast.AST) -> bool:
+    """Whether it imports, or names, a module of JAX without promises, or JAX's version."""
+    inner = ("jax._src", "jax.extend")
+    match node:
+        case ast.ImportFrom(module=str(name)) | ast.Constant(value=str(name)):
+            return name.startswith(inner)
+        case ast.Import(names=names):
+            return any(each.name.startswith(inner) for each in names)
+        case ast.Attribute(attr="__version__"):
+            return True
+    return False
+
+
+def test_what_touches_jaxs_inner_parts_is_tested_on_the_oldest_jax():
+    folder = ROOT / "jaxspeed"
+    touching = {
+        str(file.relative_to(folder))
+        for file in folder.rglob("*.py")
+        if any(map(touches_inner_parts, ast.walk(ast.parse(file.read_text()))))
+    }
+    assert touching == {*INNER}
+    makefile = (ROOT / "Makefile").read_text()
+    listed = makefile[makefile.index("OLDEST_TESTS =") : makefile.index("OLDEST_VENV")].split()
+    for test in INNER.values():
+        assert (ROOT / "tests" / test).exists() and test in listed
