@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make the venv of requirements.txt: make_venv.sh FOLDER. What cannot be installed is named, the
-# rest is there, and the exit status is 1.
+# rest is there (nothing without torch), and the exit status is 1.
 set -u
 venv=$1
 listed=$(dirname "$0")/requirements.txt
@@ -19,6 +19,7 @@ if [ -z "$found" ]; then
 fi
 
 "$found" -m venv "$venv" || { echo "NOT MADE: $venv ($found has no venv)"; exit 1; }
+rm -f "$venv"/failed-*.log
 missing=
 while read -r requirement; do
   case $requirement in '' | '#'*) continue ;; esac
@@ -27,6 +28,9 @@ while read -r requirement; do
     >"$venv/pip.log" 2>&1 || {
     cp "$venv/pip.log" "$venv/failed-${requirement%%[!a-z]*}.log"
     missing="$missing ${requirement%%;*},"
+    case $requirement in  # those that depend on torch would bring another build of it
+      torch*) missing="$missing and what builds on it,"; break ;;
+    esac
   }
 done <"$listed"
 if [ -n "$missing" ]; then
