@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "--xla_force_host_platform_device_count"
-EMITTERS = "--xla_cpu_use_fusion_emitters"
 
 # Tests start many processes that import the package: its source is compiled to bytecode once, also
 # where the environment asks for none.
@@ -21,11 +19,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
-# XLA:CPU's fusion emitters take twice the time to compile the same partitioned program. jaxlib 0.12
-# has nothing else, and ends a process that names the flag. Small programs are compiled sooner, by a
-# sixth, when they are not split among threads.
-if EMITTERS not in os.environ["XLA_FLAGS"] and version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] += f" {EMITTERS}=false --xla_cpu_parallel_codegen_split_count=1"
 # Without LLVM's optimizer, which is half of a compile and changes no program's meaning: how XLA
 # partitions it is as ever. The tests of how programs are read switch it on again.
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests/gpu are of programs as they run

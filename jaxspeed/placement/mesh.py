@@ -101,16 +101,11 @@ def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     within = [size // parts for size, parts in zip(shape, across)]
     if math.prod(across) != len(slices) or len(set(slices.values())) > 1:
         raise NotImplementedError(f"they are {len(slices)} slices of {sorted(slices.values())}")
-    try:
-        if len(slices) == 1:
-            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, allow_split_physical_axes=True
-        )
-    except (TypeError, ValueError) as error:
-        # mesh_utils._get_prime_factors(28) is [7] in jax 0.10.2 (not in 0.12): dims of 10, 14 or 28
-        # chips do not split, and the search for a layout ends with None or with a bad reshape.
-        raise NotImplementedError("JAX finds no way to split the dims of the torus") from error
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
 
 
 def _across(shape: Sequence[int], slices: int) -> list[int]:
@@ -154,17 +149,6 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     known = (0, 10) <= jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
     shared = simulated(mesh) and mesh.size > (os.cpu_count() or 1)
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and shared else {}
-
-
-def copy_options(mesh: Mesh) -> dict[str, bool]:
-    """XLA's options for a program that only moves arrays.
-
-    With XLA:CPU's fusion emitters each copy into another layout takes 25 ms to compile: 0.3 s of
-    CPU time for the all-gathers of 11 parameters. Without them it is 0.02 s, and the program runs
-    as fast (jaxlib 0.10.2).
-    """
-    known = simulated(mesh) and jax.__version_info__[:2] == (0, 10)
-    return {"xla_cpu_use_fusion_emitters": False} if known else {}
 
 
 def init_options(sharding: Sharding) -> dict[str, int]:
