@@ -183,7 +183,8 @@ def test_a_training_step_with_weights_of_40000_samples_has_the_right_loss():
     rows = 40_000
     adam = {"type": "Adam", "params": {"lr": 0.1}}
     config = {"train_micro_batch_size_per_gpu": rows, "optimizer": adam}
-    batch = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    size_of_row = np.linspace(0.1, 3, rows)[:, None]  # what is read for a wrong row differs
+    batch = (np.random.default_rng(0).normal(size=(rows, 3)) * size_of_row).astype(np.float32)
     run = jaxspeed.initialize(Weighted, per_sample_weights, config, devices=jax.devices()[:1])
     weight = np.asarray(run.state.params["weight"]).astype(np.float64)
     loss = float(run.train_batch(batch)["loss"])

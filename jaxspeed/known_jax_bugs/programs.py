@@ -70,7 +70,7 @@ def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
 def _error(found: jax.Array, right: np.ndarray) -> float:
     """The largest difference, in terms of the largest right number."""
     found64 = np.asarray(found).astype(np.float64)
-    return float(np.abs(found64 - right).max() / np.abs(right).max())
+    return float(np.max(np.abs(found64 - right)) / np.max(np.abs(right)))
 
 
 def _squares_of_rows(devices: Devices, rows: int = 40_000) -> float:
@@ -80,7 +80,7 @@ def _squares_of_rows(devices: Devices, rows: int = 40_000) -> float:
         jax.device_put(x, devices[0])
     )
     right = ((x.astype(np.float64) @ weight.astype(np.float64).T) ** 2).sum(axis=1)
-    return float((np.abs(np.asarray(found).astype(np.float64) - right) / right).max())
+    return float(np.max(np.abs(np.asarray(found).astype(np.float64) - right) / right))
 
 
 def _gradient_of_a_sharded_table(devices: Devices) -> float:
@@ -115,11 +115,11 @@ def _gradient_of_offloaded_residuals(devices: Devices) -> float:
     weights, x = _numbers(steps, width) + 2, _numbers(width, seed=1)
 
     def step(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-        return checkpoint_name(jnp.sin(x) * weight, "x"), None
+        return checkpoint_name(jnp.sin(x), "sine") * weight, None
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["x"],
+        names_which_can_be_offloaded=["sine"],
         offload_src="device",
         offload_dst="pinned_host",
     )
