@@ -3,7 +3,7 @@
 Every parameter carries its logical axis names in Flax metadata, `logical_axes`, one name per dim:
 `layers, vocab, embed, heads, kv_heads, head_dim, mlp, pos, patch, classes`. Flax's own key for
 this, `out_sharding`, does not work: `nnx.eval_shape` under a mesh takes its values for mesh axes
-(flax 0.12.8 to 0.12.12), and these names are mapped to a mesh by the placement. Parameters have
+(flax 0.12.12), and these names are mapped to a mesh by the placement. Parameters have
 JAX's default float dtype, or the one that they are cast to, and layers compute in it.
 """
 

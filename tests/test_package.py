@@ -130,11 +130,12 @@ INNER = {
     "engine/jax_setup.py": "engine/test_starting.py",
     "jaxpr/evaluate.py": "jaxpr/test_evaluate.py",
     "jaxpr/inline_calls.py": "jaxpr/test_traverse.py",
+    "known_jax_bugs/table.py": "test_known_jax_bugs.py",
     "launch/environment.py": "launch/test_environment.py",
     "objective/autocast.py": "objective/test_autocast.py",
-    "offload/known_jax_bugs.py": "offload/test_known_jax_bugs.py",
     "ops/cudnn.py": "ops/test_gpu_attention.py",
     "ops/gpu.py": "ops/test_gpu_attention.py",
+    "placement/mesh.py": "planner/test_torus.py",
     "planner/compile/deviceless_cuda.py": "planner/test_on_platform.py",
     "run/ending.py": "checkpoint/test_several_processes.py",
     "run/watchdog.py": "run/test_watchdog.py",
@@ -150,7 +151,7 @@ def touches_inner_parts(node: ast.AST) -> bool:
             return name.startswith(inner)
         case ast.Import(names=names):
             return any(each.name.startswith(inner) for each in names)
-        case ast.Attribute(attr="__version__"):
+        case ast.Attribute(attr="__version__" | "__version_info__"):
             return True
     return False
 

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspeed.checkpoint.leaves import Arrays, key_data, saved_arrays, saved_leaves
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.mesh import copy_options
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
 
@@ -50,11 +49,7 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
         for name, leaf in leaves.items()
         if on_host or leaf.key or at[name] != stored[name] or "host" in str(at[name].memory_kind)
     ]
-    copy = jax.jit(
-        copies_of,
-        out_shardings={name: at[name] for name in moved},
-        compiler_options=copy_options(program.mesh),
-    )
+    copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 
     def snapshot(state: TrainState) -> Snapshot:
         arrays = saved_arrays(program, state)

@@ -1,4 +1,4 @@
-"""`jaxspeed report`: versions, devices and their memories, installed extras."""
+"""`jaxspeed report`: versions, devices and their memories, known faults, installed extras."""
 
 import argparse
 import importlib.metadata
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser = command(
         commands,
         "report",
-        "show versions, devices and their memories, and the installed extras",
+        "show versions, devices and their memories, known faults, and the installed extras",
         "jaxspeed report --json",
         config=False,
     )
@@ -59,9 +59,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Versions, devices and extras, as reported by JAX and the installation."""
+    """Versions, devices, faults and extras, as reported by JAX and the installation."""
     import jax
 
+    from jaxspeed.known_jax_bugs.programs import judged
     from jaxspeed.placement.show import bytes_text
 
     devices = jax.devices()
@@ -82,6 +83,7 @@ def machine() -> dict[str, Any]:
         },
         "interconnect": _interconnect(devices),
         "processes": jax.process_count(),
+        "known faults": judged(jax.local_devices()),
         "extras": {
             extra: next((f"{n} {v}" for n in names if (v := _version(n))), None)
             for extra, names in EXTRAS.items()

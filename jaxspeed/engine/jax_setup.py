@@ -32,7 +32,10 @@ def start_devices(word: str | None) -> None:
     jax.config.update("jax_platforms", PLATFORMS[platform])
     try:
         found = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a message, in 0.10.2
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the latter, without a message, in 0.11.2 and 0.12.0.1
         if late_devices(error):
             raise  # the config is right, and the watchdog names the process
         reason = (str(error).strip() or "no such devices").splitlines()[0]

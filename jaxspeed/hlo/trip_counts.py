@@ -1,7 +1,7 @@
 """Trip counts of a compiled program's loops, and the number of runs of each instruction.
 
-XLA's cost analysis counts the body of a loop once, whatever its trip count (seen on CPU and TPU
-with jax 0.10.2 and 0.12.0), so each instruction is multiplied by the loops around it.
+XLA's cost analysis counts the body of a loop once, whatever its trip count (seen on CPU with jax
+0.11.2 and 0.12.0.1, on TPU with 0.12.0), so each instruction is multiplied by the loops around it.
 """
 
 import re

@@ -96,7 +96,7 @@ class NnxModel:
         """(structure, state with shapes in place of arrays, why it was built for real).
 
         Split within the trace: outside of it Flax takes the shapes that a list, a dict or a tuple
-        holds for part of the structure (0.12.8).
+        holds for part of the structure (0.12.12).
         """
         graphs = []
 
@@ -299,7 +299,7 @@ def keep_arrays(module: nnx.Module) -> None:
     """Mark every array of a module as data, and check that all data are arrays of numbers.
 
     Flax detects arrays that modules store without a Variable by their type, and while shapes are
-    traced they have another one (Flax 0.12.8), so that they would end up in the static part.
+    traced they have another one (Flax 0.12.12), so that they would end up in the static part.
     """
     for keys, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):

@@ -34,7 +34,7 @@ from jaxspeed.zero3 import Units, choose_units
 
 log = logging.getLogger("jaxspeed")
 
-# They change the random keys in a loss, but are missing in JAX's cache key (0.10.2 to 0.12.0).
+# They change the random keys in a loss, but are missing in JAX's cache key (0.11.2, 0.12.0.1).
 SETTINGS = ("jax_default_prng_impl", "jax_enable_custom_prng")
 
 

@@ -1,7 +1,7 @@
-"""Offload to host memory: transfers, the streamed update of offloaded state, known JAX bugs."""
+"""Offload to host memory: transfers, the streamed update of offloaded state."""
 
-from jaxspeed.offload.known_jax_bugs import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
+from jaxspeed.offload.pinned_memory import GPU_LIMIT, pinned_limit
 from jaxspeed.offload.streaming import (
     StreamedArray,
     StreamPlan,

@@ -214,8 +214,8 @@ def plain(
     """Attention in XLA operations: scores and softmax in fp32, or fp64 for fp64 operands.
 
     `jax.nn.dot_product_attention` does the same and is used for fp32 and bf16: in fp16 it uses a
-    matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.10.2, 0.12.0),
-    and it has neither soft cap nor sinks.
+    matmul that does not lower on CPU, in fp64 it computes softmax in fp32 (jax 0.11.2,
+    0.12.0.1), and it has neither soft cap nor sinks.
     """
     same = None if segments is None else segments.same()[:, None]  # [batch, 1, seq, kv_seq]
     if q.dtype in (jnp.float32, jnp.bfloat16) and soft_cap is None and sinks is None:

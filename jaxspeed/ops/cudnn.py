@@ -71,7 +71,7 @@ def forward(
     """(attention, log-sum-exp of each query's scores [batch, heads, seq])."""
     form: dict[str, Any] = {"mask": mask, "scale": scale}
     if segments is None:
-        # `return_residual` would round the sums to the dtype of q (jax 0.10.2).
+        # `return_residual` would round the sums to the dtype of q (jax 0.11.2 and 0.12.0.1).
         return saved_sums(functools.partial(_attend, **form), (q, k, v))
     if q.size >= MOST_ELEMENTS:
         return triton.forward(q, k, v, segments, **form)
@@ -220,7 +220,8 @@ def _packed(
 def _repeated(q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     """Keys and values with as many heads as queries.
 
-    jax 0.10.2 multiplies the offsets of keys by the number of query heads, so that with fewer key
-    heads cuDNN reads other documents' keys; fixed in 0.12.0.
+    jax 0.10.2 multiplied the offsets of keys by the number of query heads, so that with fewer key
+    heads cuDNN read other documents' keys. 0.11.2 and 0.12.0.1 multiply by that of key heads; that
+    cuDNN's gradients are right then has not been seen on a GPU.
     """
     return [jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)]

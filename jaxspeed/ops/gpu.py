@@ -48,10 +48,10 @@ def assumed(capability: Capability | None = None) -> Iterator[None]:
     """Context in which attention is traced for a GPU that is absent, with its cuDNN.
 
     JAX checks the installed cuDNN's version and the device's compute capability before it traces
-    cuDNN's attention (`jax._src.cudnn`, jax 0.10.2 to 0.12.0), and asks for the device when it
-    lowers a Triton kernel (`jax._src.pallas.triton.gpu_info`, jax 0.12.0). If the first has
-    changed, another kernel is traced. Without a capability that of an outer context stays, or it is
-    the newest.
+    cuDNN's attention (`jax._src.cudnn`), and asks for the device when it lowers a Triton kernel
+    (`jax._src.pallas.triton.gpu_info`; both in jax 0.11.2 and 0.12.0.1). If the first has changed,
+    another kernel is traced. Without a capability that of an outer context stays, or it is the
+    newest.
     """
     capability = capability or _assumed.get() or NEWEST
     token = _assumed.set(capability)
@@ -77,7 +77,7 @@ def _replace(restored: ExitStack, module: Any, name: str, value: Any) -> None:
 
 
 def _device_info() -> Any:
-    """JAX's module with the device of Triton's kernels; None before jax 0.12."""
+    """JAX's module with the device of Triton's kernels; None if it has changed."""
     try:
         gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
     except ImportError:

@@ -150,7 +150,8 @@ def place(mesh: Mesh, spec: PartitionSpec = REPLICATED) -> Any:
 def one_copy(tree: Any, at: Any) -> Any:
     """Copy replicated arrays to a worker's devices.
 
-    From one shard: `device_put` of an array on a mesh leaves that mesh in its type (jax 0.10.2).
+    From one shard: `device_put` of an array on a mesh leaves that mesh in its type (jax
+    0.11.2 and 0.12.0.1).
     """
     return jax.tree.map(lambda x: jax.device_put(x.addressable_shards[0].data, at), tree)
 

@@ -46,7 +46,7 @@ class Pipeline:
         return schedule(self.name, self.stages, micro_batches, self.chunks)
 
     def gradients(
-        self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any, placed: bool
+        self, sources: Arrays, variables: Arrays, micro: Any, step: Any, scale: Any
     ) -> Sums:
         """Gradients and loss of micro-batches [micro-batches, ...].
 
@@ -56,7 +56,7 @@ class Pipeline:
         count = jax.tree.leaves(micro)[0].shape[0]
         host_ratio = self.objective.recompute.host_ratio
         stage = self._stage(split)
-        training = Training(split, stage, self.recompute == "save", scale, placed, host_ratio)
+        training = Training(split, stage, self.recompute == "save", scale, host_ratio)
         return training.run(self.schedule(count))
 
     def evaluate(self, sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Loss:

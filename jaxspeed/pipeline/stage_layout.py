@@ -259,7 +259,8 @@ class OrderedExchanges:
     ) -> list[jax.Array]:
         """Run `exchange` on each device's shards, manual over all axes.
 
-        With only `pipe` manual, XLA gathers operands that other axes shard (jax 0.10.2).
+        With only `pipe` manual, XLA gathers operands that other axes shard (an all-gather:
+        jax 0.11.2 and 0.12.0.1).
         """
 
         def ordered(never: jax.Array, last: Sequence[jax.Array], arrays: Any) -> list[jax.Array]:

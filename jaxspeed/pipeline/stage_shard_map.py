@@ -60,7 +60,7 @@ def sum_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sum over manual axes.
 
     XLA:CPU aborts where it widens a 16-bit sum by itself in a manual region ("Invalid binary
-    instruction opcode copy", jax 0.10.2 and 0.12.0).
+    instruction opcode copy", jax 0.11.2 and 0.12.0.1).
     """
 
     def widened(x: jax.Array) -> jax.Array:

@@ -65,7 +65,6 @@ class Training:
     stage: Stage
     saves: bool
     scale: Any  # of the loss
-    placed: bool  # gradients are sharded as in the table, not a data rank's partial sums
     host_ratio: float = 0.0  # share of each input saved between ticks that is offloaded
     passes: Any = None  # forward and backward of a chunk
     parts: Any = None  # tree of what is saved: the parts of each array
@@ -108,8 +107,6 @@ class Training:
         layout = self.split.layout
         shape, dtype, spec = layout.accumulator(name)
         zero = jnp.zeros((layout.stages, layout.chunks, *shape), dtype)
-        if not self.placed:
-            return zero
         return constrain(zero, in_context(PartitionSpec(PIPE, None, *spec)), "pipeline.gradients")
 
     def _zero_shared_gradient(self, path: str) -> jax.Array:
@@ -245,9 +242,8 @@ class Training:
         layout, busy = self.split.layout, work.micro >= 0
         grad = on_device(grad)
         grad = pad(grad.astype(total.dtype), total.shape[1:])
-        if self.placed:
-            spec = layout.accumulator(name)[2]
-            grad = constrain(grad, in_context(spec), "pipeline.accumulate")
+        spec = layout.accumulator(name)[2]
+        grad = constrain(grad, in_context(spec), "pipeline.accumulate")
         if layout.padded:
             real = self.stage.first_layer(number, work) + jnp.arange(layout.rows) < layout.layers
             busy = busy & real.reshape(-1, *[1] * (grad.ndim - 1))
@@ -315,10 +311,7 @@ class Training:
     def _place(self, path: str, grad: jax.Array) -> jax.Array:
         row = self.split.table[path]
         assert row.grad is not None
-        grad = on_device(grad).astype(row.grad.dtype)
-        if not self.placed:
-            return grad
-        grad = pad(grad, row.shape(row.grad))
+        grad = pad(on_device(grad).astype(row.grad.dtype), row.shape(row.grad))
         return constrain(grad, self.split.table.sharding(row.grad), "pipeline.outer")
 
 

@@ -101,16 +101,11 @@ def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     within = [size // parts for size, parts in zip(shape, across)]
     if math.prod(across) != len(slices) or len(set(slices.values())) > 1:
         raise NotImplementedError(f"they are {len(slices)} slices of {sorted(slices.values())}")
-    try:
-        if len(slices) == 1:
-            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, allow_split_physical_axes=True
-        )
-    except (TypeError, ValueError) as error:
-        # mesh_utils._get_prime_factors(28) is [7] in jax 0.10.2 (not in 0.12): dims of 10, 14 or 28
-        # chips do not split, and the search for a layout ends with None or with a bad reshape.
-        raise NotImplementedError("JAX finds no way to split the dims of the torus") from error
+    if len(slices) == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
 
 
 def _across(shape: Sequence[int], slices: int) -> list[int]:
@@ -148,30 +143,20 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     """XLA's options for the programs of a mesh.
 
     More simulated devices than cores do without YNNPACK: what it computes is set up when it first
-    runs, for each device anew. In the first step of 24 unrolled blocks on eight devices that took
-    1.7 of 2.1 seconds, and later steps were as fast without it (jaxlib 0.10.2).
+    runs, for each device anew. The first step of 24 unrolled blocks on eight devices takes 1.9
+    seconds of CPU time with it and 1.4 without, and later steps 1.0 with and without (jaxlib
+    0.12.0.1).
     """
-    known = (0, 10) <= jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
+    known = jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
     shared = simulated(mesh) and mesh.size > (os.cpu_count() or 1)
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and shared else {}
-
-
-def copy_options(mesh: Mesh) -> dict[str, bool]:
-    """XLA's options for a program that only moves arrays.
-
-    With XLA:CPU's fusion emitters each copy into another layout takes 25 ms to compile: 0.3 s of
-    CPU time for the all-gathers of 11 parameters. Without them it is 0.02 s, and the program runs
-    as fast (jaxlib 0.10.2).
-    """
-    known = simulated(mesh) and jax.__version_info__[:2] == (0, 10)
-    return {"xla_cpu_use_fusion_emitters": False} if known else {}
 
 
 def init_options(sharding: Sharding) -> dict[str, int]:
     """XLA's options for a program of initialization, with results of this sharding.
 
-    LLVM's level 3, XLA:CPU's default, takes 1.6 times as long for random numbers as level 2, which
-    makes the same ones, bitwise, as fast (jaxlib 0.10.2).
+    LLVM's level 3, XLA:CPU's default, takes 1.3 times as long for random numbers as level 2, which
+    makes the same ones, bitwise, as fast (jaxlib 0.11.2 and 0.12.0.1).
     """
     device: jax.Device = next(iter(sharding.device_set))
     default = not jax.config.read("jax_disable_most_optimizations")

@@ -23,7 +23,7 @@ RELUCTANCE = {
 # The same for the window of a convolution's kernel [*window, in, out]: each device would compute
 # some offsets of a gradient whose samples are replicated. XLA's partitioner fails at that for a
 # strided transposed convolution with a window as wide as the axis ("Slice dim size 1 greater than
-# dynamic slice dimension: 0", jax 0.10.2). It costs as much as doubling the leaf.
+# dynamic slice dimension: 0", jax 0.11.2 and 0.12.0.1). It costs as much as doubling the leaf.
 WINDOW_RELUCTANCE = 1.0
 
 # TPUs store the last two dims of an array in tiles of 8 x 128. Where a shard ends inside a tile, or

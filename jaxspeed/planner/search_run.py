@@ -13,8 +13,8 @@ from jaxspeed.config import Config, load_config, match
 from jaxspeed.config.verdicts import shortened
 from jaxspeed.errors import ConfigError, JaxspeedError, ModelError
 from jaxspeed.hardware.targets import Target
+from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objective.config_model import resolve_model
-from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.parameter_server import build
 from jaxspeed.placement.mesh import AXES, resolve_sizes
 from jaxspeed.placement.rules import LOGICAL_RULES, model_sharding
@@ -200,7 +200,8 @@ def _tensor_degrees(problem: SearchProblem, program: Program) -> tuple[int, ...]
 def _may_offload(target: Target) -> bool:
     """Whether this JAX version offloads correctly on such devices."""
     try:
-        refuse_known_bugs(["a candidate"], target.chip.platform, jax.lib.__version__)
+        platform = target.chip.platform
+        refuse_known_bugs(platform, installed(platform), ["a candidate"])
     except ConfigError:
         return False
     return True

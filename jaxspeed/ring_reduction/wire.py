@@ -46,7 +46,7 @@ class Uncompressed:
 class RoundedToBf16:
     """bf16: the exponent range of fp32, so nothing overflows and no scale is needed.
 
-    Sent as uint16 bits: XLA:CPU widens bf16 in its collectives (jax 0.10.2).
+    Sent as uint16 bits: XLA:CPU widens bf16 in its collectives (jax 0.11.2, 0.12.0.1).
     """
 
     feedback = False

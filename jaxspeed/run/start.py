@@ -22,6 +22,7 @@ from jaxspeed.engine.jax_setup import join_processes, start_devices
 from jaxspeed.errors import CheckpointError, ConfigError
 from jaxspeed.initialization import engine_of
 from jaxspeed.interop.pretrained import data_section
+from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.objective.config_model import family_sizes, hidden_size_of, resolve_model
 from jaxspeed.parameter_server.ray import RayEngine, ray_resources
@@ -63,6 +64,7 @@ class Source:
     @staticmethod
     def start(config: Config) -> None:
         """Join the other processes, compare what they run, and start this one's devices."""
+        refuse_old_jax(installed())
         join_processes(config.run.devices, config.run.watchdog.start)
         watchdog = watchdog_of(config.run.watchdog)
         if watchdog.beats is not None:

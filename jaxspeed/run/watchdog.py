@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-# JAX has no public name for its coordination client (0.10.2 to 0.12).
+# JAX has no public name for its coordination client (0.11.2 and 0.12.0.1).
 from jax._src import distributed
 
 from jaxspeed.config.run_sections import WatchdogSection

@@ -4,7 +4,8 @@ Equations are replaced one by one. New ones have the source info of those that t
 a unit's equations stay together and ZeRO 3 can split the result into segments.
 
 Grouped convolutions run in a shard_map, each device on its samples: XLA partitions their gradient
-wrongly (jax 0.10.2, CPU, with Shardy and without).
+wrongly (jax 0.10.2, CPU, with Shardy and without), or aborts (jax 0.11.2 and 0.12.0.1, CPU: "Check
+failed: ShapeUtil::Compatible").
 """
 
 import functools

@@ -26,8 +26,6 @@ OPTIONS = (
     "jax_disable_most_optimizations",
     "jax_optimization_level",
     "jax_memory_fitting_level",
-    "jax_exec_time_optimization_effort",
-    "jax_memory_fitting_effort",
 )
 # Flags that change no program: jaxspeed dumps the program's text when it compiles for a TPU.
 _IDLE_FLAGS = "--xla_dump_"

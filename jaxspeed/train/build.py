@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
+from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objective import Model, adapt_model
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
@@ -18,7 +19,6 @@ from jaxspeed.objective.traced_loss import Traced
 from jaxspeed.objective.train_state import OptLayout, native_tree
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
-from jaxspeed.offload.known_jax_bugs import refuse_known_bugs
 from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
@@ -60,7 +60,8 @@ def build_program(
     mesh = build_mesh(config.mesh.model_dump(), devices)
     if simulated(mesh):
         merge_summed_dims()
-    refuse_known_bugs(_offload_keys(config), mesh.devices.flat[0].platform, jax.lib.__version__)
+    platform = mesh.devices.flat[0].platform
+    refuse_known_bugs(platform, installed(platform), _offload_keys(config))
     batch = config.batch(data_parallel_size(mesh), mesh.shape["pipe"])
     _check_parts(config.parallel.batch_parts, batch, mesh)
     adapted = adapt_model(

@@ -15,7 +15,6 @@ from jaxspeed.hardware.targets import memory_of_machine
 from jaxspeed.objective.batches import with_extra
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.train_state import Arrays, TrainState, pad, unpad
-from jaxspeed.placement.mesh import copy_options
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
@@ -119,5 +118,4 @@ class GatherOnce:
             return found
 
         places = {path: table.sharding(table[path].source) for path in self._gathered}
-        options = copy_options(program.mesh)
-        return jax.jit(program.in_mesh(gather), out_shardings=places, compiler_options=options)
+        return jax.jit(program.in_mesh(gather), out_shardings=places)

@@ -39,10 +39,6 @@ from jaxspeed.placement.table import PlacementTable
 MICRO_BATCHES = "micro_batches"  # the named scope of the loop in a compiled program
 Reduction = Literal["step", "micro_batch"]
 Micro = Callable[[Arrays, Any, Any, Any], tuple[Sums, Arrays]]
-# Stages would be manual inside each rank's part, with the manual axes `replica`, `data`, `pipe`.
-# XLA aborts where that is not the mesh's order (jaxlib 0.12.0.1: "Manual axes must be sorted by
-# mesh axis index"; 0.10.2 takes them).
-STAGES_INSIDE_RANKS_ABORT = jax.__version_info__ >= (0, 12)
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,11 @@ class Gradients:
             return "micro_batch", "ZeRO stages 2 and 3 shard gradients"
         if any(row.grad and in_host(row.grad) for row in self.table):
             return "micro_batch", "gradients are offloaded to host memory as they are produced"
-        if self.pipeline and STAGES_INSIDE_RANKS_ABORT:
-            return "micro_batch", "this version of XLA aborts on stages inside a rank's part"
+        if self.pipeline:
+            # Manual inside each rank's part, with the manual axes `replica`, `data`, `pipe`. XLA
+            # aborts where that is not the mesh's order ("Manual axes must be sorted by mesh axis
+            # index", jax 0.11.2 and 0.12.0.1).
+            return "micro_batch", "XLA aborts on stages inside a rank's part"
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
@@ -225,7 +224,7 @@ class Gradients:
         """
         if self.pipeline:
             with jax.named_scope(MICRO_BATCHES):
-                sums = self.pipeline.gradients(sources, variables, micro, step, scale, placed)
+                sums = self.pipeline.gradients(sources, variables, micro, step, scale)
             return sums._replace(grads=jax.tree.map(steepest, sums.grads)), variables
 
         def place(path: str, grad: jax.Array) -> jax.Array:

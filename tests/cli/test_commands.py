@@ -185,6 +185,9 @@ def test_report_shows_devices_and_extras():
     assert found["devices"]["count"] == 8
     assert "pinned_host" in found["devices"]["memory kinds"]
     assert {"hf", "tpu", "cuda", "wandb"} <= set(found["extras"])
+    faults = {source.rpartition("/")[2]: told for source, told in found["known faults"].items()}
+    assert [name for name, told in faults.items() if told.startswith("right")] == ["39103", "40101"]
+    assert faults["46231"].startswith("not run: it concerns cuda, gpu")
     shown = jaxspeed("report", "--devices", "cpu:8")
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 120
 

@@ -13,7 +13,6 @@ import pytest
 import jaxspeed
 from jaxspeed.config import Config
 from jaxspeed.train.build import build_program
-from jaxspeed.train.gradients import STAGES_INSIDE_RANKS_ABORT
 from tests.engine import tiny
 from tests.support.covering import covering
 
@@ -92,11 +91,7 @@ ALWAYS = [point for point in POINTS if point[1:] in DEFAULT]
     covering(POINTS, [*ALWAYS, ("pipe", 1, 4, "sum")]),
 )
 def test_the_loss_is_traced_at_most_twice_for_a_step(settings, stage, accumulation, loss):
-    # A pipeline inside each rank's part is traced for its stages and for what is around them, and
-    # before both the global view is asked whether ranks may reduce once a step.
-    inside_ranks = settings == "pipe" and stage < 2 and loss == "sum"
-    most = 3 if inside_ranks and not STAGES_INSIDE_RANKS_ABORT else 2
-    assert calls_of_a_step(settings, stage, accumulation, loss) <= most
+    assert calls_of_a_step(settings, stage, accumulation, loss) <= 2
 
 
 @pytest.mark.parametrize("settings", ["plain", "ring"])

@@ -85,7 +85,7 @@ def compile_lowered(lowered: Any, target: Target) -> Executable:
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         raise JaxspeedError(
             f"compiling for absent GPUs is not supported with jax {jax.__version__} "
-            f"({type(error).__name__}: {error}); it works with 0.10.2 to 0.12"
+            f"({type(error).__name__}: {error}); it works with 0.11.2 to 0.12"
         ) from error
     return Executable(client.compile(module, where, options))
 

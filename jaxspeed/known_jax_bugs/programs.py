@@ -1,0 +1,186 @@
+"""Programs that known bugs of JAX and XLA make wrong or slow, and whether they are right here.
+
+Each is small, and compared with NumPy in fp64.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxspeed.known_jax_bugs.table import KNOWN_BUGS, KnownBug
+
+Devices = Sequence[jax.Device]
+
+_MOST_ERROR = 1e-5  # of fp32 numbers, relative to the largest
+_MOST_SECONDS = 0.05  # 40,000 updates take 0.0003 s, and 0.6 s where each rewrites the array
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that a bug is seen in.
+
+    Attributes:
+      source: the bug's, of the table.
+      devices: how many it needs.
+      shows: what the number of `run` is.
+      run: its error or its seconds on these devices.
+      most: the largest number that is right.
+    """
+
+    source: str
+    devices: int
+    shows: str
+    run: Callable[[Devices], float]
+    most: float = _MOST_ERROR
+
+    @property
+    def bug(self) -> KnownBug:
+        return next(bug for bug in KNOWN_BUGS if bug.source == self.source)
+
+    def judged(self, devices: Devices) -> str:
+        """`right`, `WRONG` with the number, or why it is not run."""
+        here, platforms = devices[0].platform, self.bug.platforms
+        if here not in platforms:
+            return f"not run: it concerns {', '.join(platforms)}, and the devices are {here}"
+        if len(devices) < self.devices:
+            return f"not run: it needs {self.devices} devices, and there are {len(devices)}"
+        found = self.run(devices[: self.devices])
+        verdict = "right" if found <= self.most else "WRONG"
+        concerns = "; jaxspeed has no such axes" if self.bug.affects == "explicit axes" else ""
+        return f"{verdict}: {self.shows} {found:.1e}, of at most {self.most:.0e}{concerns}"
+
+
+def judged(devices: Devices) -> dict[str, str]:
+    """The verdict on each program, by its bug's source."""
+    return {program.source: program.judged(devices) for program in PROGRAMS}
+
+
+def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _error(found: jax.Array, right: np.ndarray) -> float:
+    """The largest difference, in terms of the largest right number."""
+    found64 = np.asarray(found).astype(np.float64)
+    return float(np.max(np.abs(found64 - right)) / np.max(np.abs(right)))
+
+
+def _squares_of_rows(devices: Devices, rows: int = 40_000) -> float:
+    """The largest error of a row's number, relative to that row's."""
+    x, weight = _numbers(rows, 3), _numbers(3, 3, seed=1)
+    found = jax.jit(jax.vmap(lambda row: jnp.sum((weight @ row) ** 2)))(
+        jax.device_put(x, devices[0])
+    )
+    right = ((x.astype(np.float64) @ weight.astype(np.float64).T) ** 2).sum(axis=1)
+    return float(np.max(np.abs(np.asarray(found).astype(np.float64) - right) / right))
+
+
+def _gradient_of_a_sharded_table(devices: Devices) -> float:
+    """Rows and tokens are sharded over `tensor`, tokens and columns over `data`."""
+    P = PartitionSpec
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), (AxisType.Explicit,) * 2)
+    ids = np.random.default_rng(0).integers(0, 5, (4, 4)).astype(np.int32)
+    d_out = _numbers(4, 4, 8)
+    right = np.zeros((16, 8))
+    np.add.at(right, ids, d_out.astype(np.float64))
+
+    def loss(table: jax.Array, ids: jax.Array, d_out: jax.Array) -> jax.Array:
+        gathered = jax.sharding.reshard(table, P("tensor", None, reduced={"data"}))
+        looked_up = gathered.at[ids].get(out_sharding=P("data", "tensor", None))
+        return jnp.sum(looked_up * d_out)
+
+    def placed(x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(
+            placed(np.zeros((16, 8), np.float32), P("tensor", "data")),
+            placed(ids, P("data", "tensor")),
+            placed(d_out, P("data", "tensor", None)),
+        )
+    return _error(found, right)
+
+
+def _gradient_of_offloaded_residuals(devices: Devices) -> float:
+    """The gradient of a scan whose residuals are in host memory."""
+    steps, width = 6, 16
+    weights, x = _numbers(steps, width) + 2, _numbers(width, seed=1)
+
+    def step(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        return checkpoint_name(jnp.sin(x), "sine") * weight, None
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["sine"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(weights: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(jax.checkpoint(step, policy=policy), jnp.asarray(x), weights)[0])
+
+    found = jax.jit(jax.grad(loss))(jax.device_put(weights, devices[0]))
+    states = [x.astype(np.float64)]
+    for weight in weights.astype(np.float64):
+        states.append(np.sin(states[-1]) * weight)
+    right = np.zeros((steps, width))
+    d_x = np.ones(width)
+    for i in reversed(range(steps)):
+        right[i] = d_x * np.sin(states[i])
+        d_x = d_x * weights[i].astype(np.float64) * np.cos(states[i])
+    return _error(found, right)
+
+
+def _small_updates(devices: Devices, count: int = 40_000) -> float:
+    """Seconds of a loop that writes one number of an array after the other."""
+
+    def write(i: jax.Array, x: jax.Array) -> jax.Array:
+        return x.at[i + 1].set(x[i] * 0.5 + 1)
+
+    run = jax.jit(lambda x: lax.fori_loop(0, count - 1, write, x))
+    x = jax.device_put(np.zeros(count, np.float32), devices[0])
+    seconds = []
+    for _ in range(4):  # the first compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(run(x))
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds[1:])
+
+
+def _scatters_of_a_loop(devices: Devices) -> float:
+    """The sum over a loop of an embedding's gradients, each from tokens on two devices."""
+    mesh = Mesh(np.array(devices), ("data",), (AxisType.Auto,))
+    ids = np.random.default_rng(0).integers(0, 12, (2, 8)).astype(np.int32)
+    d_out = _numbers(2, 8, 256)
+    right = np.zeros((96, 256))
+    np.add.at(right, ids, d_out.astype(np.float64))
+
+    def total(ids: jax.Array, d_out: jax.Array) -> jax.Array:
+        def add(so_far: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return so_far + jnp.zeros_like(so_far).at[part[0]].add(part[1]), None
+
+        return lax.scan(add, jnp.zeros((96, 256)), (ids, d_out))[0]
+
+    by_token = NamedSharding(mesh, PartitionSpec(None, "data"))
+    run = jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return _error(run(jax.device_put(ids, by_token), jax.device_put(d_out, by_token)), right)
+
+
+_JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
+_error_of = functools.partial(Program, shows="an error of")
+
+PROGRAMS = (
+    _error_of(f"{_JAX}/issues/39103", 1, run=_squares_of_rows),
+    _error_of(f"{_XLA}/issues/42481", 4, run=_gradient_of_a_sharded_table),
+    _error_of(f"{_XLA}/pull/46231", 1, run=_gradient_of_offloaded_residuals),
+    Program(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
+    _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
+)
