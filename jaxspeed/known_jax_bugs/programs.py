@@ -24,7 +24,7 @@ _MOST_SECONDS = 0.05  # 40,000 updates take 0.0003 s, and 0.6 s where each rewri
 
 
 @dataclass(frozen=True)
-class Program:
+class BugProgram:
     """A program that a bug is seen in.
 
     Attributes:
@@ -175,12 +175,12 @@ def _scatters_of_a_loop(devices: Devices) -> float:
 
 
 _JAX, _XLA = "https://github.com/jax-ml/jax", "https://github.com/openxla/xla"
-_error_of = functools.partial(Program, shows="an error of")
+_error_of = functools.partial(BugProgram, shows="an error of")
 
 PROGRAMS = (
     _error_of(f"{_JAX}/issues/39103", 1, run=_squares_of_rows),
     _error_of(f"{_XLA}/issues/42481", 4, run=_gradient_of_a_sharded_table),
     _error_of(f"{_XLA}/pull/46231", 1, run=_gradient_of_offloaded_residuals),
-    Program(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
+    BugProgram(f"{_JAX}/issues/40101", 1, "seconds", _small_updates, _MOST_SECONDS),
     _error_of(f"{_XLA}/issues/49143", 2, run=_scatters_of_a_loop),
 )
