@@ -88,8 +88,7 @@ def machine() -> dict[str, Any]:
             extra: next((f"{n} {v}" for n in names if (v := _version(n))), None)
             for extra, names in EXTRAS.items()
         },
-        "compilation cache": jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-        or "in the user's cache folder",
+        "compilation cache": jax.config.jax_compilation_cache_dir or "in the user's cache folder",
         "executable": sys.executable,
     }
 

@@ -90,11 +90,11 @@ def simulate(devices: int) -> None:
 def enable_compilation_cache(config: Config) -> None:
     """Turn on JAX's cache as `run.compilation_cache` says; one that is set already is kept."""
     wanted = config.run.compilation_cache
-    if wanted is False or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+    if wanted is False or jax.config.jax_compilation_cache_dir:
         return
     folder = _user_cache() if wanted is True else Path(wanted).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # type: ignore[attr-defined]
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:
         # JAX's default would leave out most programs of evaluation, text and initialization.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

@@ -159,7 +159,7 @@ def _concerns(cluster: Any, environment: Mapping[str, str]) -> bool:
     if cluster.name == "k8s":
         has_client = importlib.util.find_spec("kubernetes") is not None
         return has_client and "JOB_COMPLETION_INDEX" in environment
-    on_cpu = jax.config.jax_platforms == "cpu"  # type: ignore[attr-defined]
+    on_cpu = jax.config.jax_platforms == "cpu"
     return not (on_cpu and cluster.name.endswith("tpu"))
 
 

@@ -217,7 +217,7 @@ class Passes:
         residuals = jaxpr.outvars[self.out_count :]
         from_weights = _depends_only_on(jaxpr, self.weight_vars)
         self.recomputed = [is_var(v) and v in from_weights for v in residuals]
-        index = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
+        index: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars) if i >= count}
         saved = [v for v, again in zip(residuals, self.recomputed, strict=True) if not again]
         self.saved_inputs = [index.get(v) if is_var(v) else None for v in saved]
         self.recompute_jaxpr = slice_of(
