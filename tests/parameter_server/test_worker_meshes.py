@@ -3,45 +3,76 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import jaxspeed
 from tests.parameter_server import serving
 from tests.parameter_server.serving import assert_bitwise_equal, losses, parameters
 
-FAMILY = {
-    "family": "gpt2",
-    "config": {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 63,  # padded over tensor
-        "max_position_embeddings": 16,
-        "dropout": 0.1,
-    },
-}
+WORDS, WIDTH, HIDDEN = 63, 24, 32  # words are padded over tensor
+
+
+def normal(*names):
+    return nnx.with_partitioning(nnx.initializers.normal(0.2), names)
+
+
+class Words(nnx.Module):
+    """An embedding, which is the head too, and one layer."""
+
+    rate = 0.1
+
+    def __init__(self, rngs):
+        table = normal("vocab", "embed")
+        self.embed = nnx.Embed(WORDS, WIDTH, embedding_init=table, rngs=rngs)
+        up, down = normal("embed", "mlp"), normal("mlp", "embed")
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, kernel_init=down, rngs=rngs)
+        self.dropout = nnx.Dropout(self.rate, rngs=rngs)
+
+    def __call__(self, ids):
+        h = self.embed(ids)
+        h = h + self.dropout(self.down(jnp.tanh(self.up(h))))
+        return self.embed.attend(h)
+
+
+class Still(Words):
+    rate = 0.0
+
+
+def cross_entropy(model, batch):
+    ids = batch["tokens"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(ids[:, :-1]), ids[:, 1:])
+    return losses.sum(), jnp.float32(losses.size)
+
+
 BATCH, ACCUMULATION = 8, 2
 
 
-def engine(devices, mesh, servers=0, **more):
+def engine(devices, mesh, servers=0, model=Words, **more):
     own = {"data_reduction": "parameter_server", "servers": servers} if servers else {}
+    parallel = more.pop("parallel", {})
     config = {
-        "model": FAMILY,
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "gradient_clipping": 0.5,
         "run": {"seed": 3},
         "mesh": mesh,
-        "parallel": {**own, **more.pop("parallel", {})},
+        "parallel": {**own, **parallel},
         **more,
     }
-    return jaxspeed.initialize(config=config, devices=jax.devices()[:devices])
+    made = jaxspeed.initialize(model, cross_entropy, config, devices=jax.devices()[:devices])
+    if servers:
+        beside_rule = {name: x for name, x in parallel.items() if name not in serving.RULE}
+        serving.share_programs(made, (devices, mesh, servers, model, beside_rule, more))
+    return made
 
 
 def batch(seed):
     rng = np.random.default_rng(seed)
-    return {"tokens": rng.integers(0, 63, (BATCH, 17)).astype(np.int32)}
+    return {"tokens": rng.integers(0, WORDS, (BATCH, 17)).astype(np.int32)}
 
 
 def train(made, steps, first=0):
@@ -72,8 +103,7 @@ def test_a_worker_of_several_devices_computes_as_one_device(mesh, servers, more)
 
 @pytest.mark.full
 def test_tensor_parallel_workers_train_as_one_device_each():
-    still = {**FAMILY, "config": {**FAMILY["config"], "dropout": 0.0}}
-    ours, theirs = engine(7, {"tensor": 2}, 3, model=still), engine(2, {}, model=still)
+    ours, theirs = engine(7, {"tensor": 2}, 3, model=Still), engine(2, {}, model=Still)
     np.testing.assert_allclose(train(ours, 6), train(theirs, 6), rtol=1e-5)
     wanted = parameters(theirs)
     for path, value in parameters(ours).items():
@@ -83,14 +113,14 @@ def test_tensor_parallel_workers_train_as_one_device_each():
 
 
 def test_a_device_of_a_worker_only_has_its_shards():
-    made = engine(6, {"tensor": 2}, 2)
+    made = engine(7, {"tensor": 2}, 3)
     train(made, 1)
     workers = made._workers
     for worker, mesh in enumerate(made.program.worker_meshes):
-        held = workers._pulled[worker]["blocks/mlp/up/kernel"]
+        held = workers._pulled[worker]["up/kernel"]
         for device in mesh.devices.flat:
             here = [s.data.size for x in held for s in x.addressable_shards if s.device == device]
-            assert sum(here) == made.parameters["blocks/mlp/up/kernel"].size // 2
+            assert sum(here) == made.parameters["up/kernel"].size // 2
     # Of each gradient, too, a device sends what it computed: in all, every gradient once.
     push = made.program.serving.push.bytes
     assert push <= made.traffic.up[0] < 1.01 * push
@@ -106,7 +136,7 @@ def test_replicas_of_a_worker_push_once():
 
 
 def test_asynchronous_workers_of_several_devices_share_the_parts():
-    made = engine(6, {"tensor": 2}, 2, parallel={"max_staleness": 2, "worker_pace": [1.0, 3.0]})
+    made = engine(7, {"tensor": 2}, 3, parallel={"max_staleness": 2, "worker_pace": [1.0, 3.0]})
     told = train(made, 4)
     made.wait()
     assert int(made.state.step) == 8 == sum(made.staleness.values())
