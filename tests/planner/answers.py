@@ -1,6 +1,7 @@
 """Jobs for the processes of a search."""
 
 import os
+import signal
 import time
 
 
@@ -13,6 +14,8 @@ class Doubling:
         def answer(question):
             if question == "die":
                 os._exit(3)
+            if question == "be killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             if question == "wait":
                 time.sleep(600)
             if question == "no":

@@ -1,7 +1,6 @@
 """What the process that compiles is given to do; it imports them by name."""
 
 import os
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from jaxspeed.config import Config
 from jaxspeed.errors import PlacementError
 from jaxspeed.objective.config_model import resolve_model
 from jaxspeed.train.build import build_program
+from tests.system import stacks
 
 MLP: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -41,9 +41,14 @@ def small(devices: Any, changes: Any = ()) -> Any:
 
 
 def huge(devices: Any) -> Any:
-    """400 GB of embedding, and nothing else worth the name."""
-    sizes = {**MLP["model"]["config"], "vocab_size": 8 * 10**8}
-    return small(devices, [("model", {"family": "gpt2", "config": sizes})])
+    """400 GB of a table, and nothing else worth the name."""
+    program = build_program(
+        stacks.config_of(0, mixed=False, optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
+        lambda rngs: stacks.LookedUp(8 * 10**8, 128, rngs),
+        stacks.mean_square,
+        devices=devices,
+    )
+    return program, {"ids": jax.ShapeDtypeStruct((1, SEQUENCE), jnp.int32)}
 
 
 def refused(devices: Any) -> Any:
@@ -53,10 +58,6 @@ def refused(devices: Any) -> Any:
 def dies(devices: Any) -> Any:
     print("its last words", flush=True)
     os._exit(3)
-
-
-def killed(devices: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def forever(devices: Any, told: str | None = None) -> Any:

@@ -76,19 +76,17 @@ def test_a_step_that_does_not_fit_has_an_outcome_with_its_needs():
     assert outcome.refused.needed > 400 * 10**9
 
 
-def test_an_error_in_the_child_process_is_raised_here():
-    with pytest.raises(PlacementError, match="no place for 2"):
-        compile_for(CPU, jobs.refused)
-
-
-def test_a_process_that_ends_is_reported_with_its_last_output():
-    with pytest.raises(RunError, match=r"cpu:2: the compile failed \(exit code 3\):\nits last"):
-        compile_for(CPU, jobs.dies)
-
-
-def test_a_killed_process_is_reported_as_killed():
-    with pytest.raises(RunError, match="probably because this machine ran out of memory"):
-        compile_for(CPU, jobs.killed)
+def test_an_error_in_the_child_process_is_raised_here_and_its_end_is_reported():
+    """One process for both. One that is killed: test_workers.py."""
+    with StepCompiler(CPU) as compiler:
+        compiler.submit(jobs.refused)
+        with pytest.raises(PlacementError, match="no place for 2"):
+            compiler.outcome()
+        compiler.submit(jobs.dies)
+        with pytest.raises(
+            RunError, match=r"cpu:2: the compile failed \(exit code 3\):\nits last words"
+        ):
+            compiler.outcome()
 
 
 def test_patience_ends_it():

@@ -54,6 +54,12 @@ def test_a_process_that_ends_is_reported():
         workers.submit("die").result(60)
 
 
+def test_one_that_is_killed_is_reported_as_killed():
+    said = "probably because this machine ran out of memory"
+    with started(1) as workers, pytest.raises(RunError, match=said):
+        workers.submit("be killed").result(60)
+
+
 @pytest.mark.full  # below, with their parent, some are at work
 def test_one_that_works_is_ended_too():
     with started(1) as workers:

@@ -20,7 +20,7 @@ GRAD_BYTES = 4 * MATRIX // DEVICES  # and of its gradient
 
 
 # Of so many layers, and of twice as many.
-FEW = covering([8, 16], [8])
+FEW = covering([4, 8, 16], [4])
 
 
 def deep(form: str, few: int) -> Any:
