@@ -173,9 +173,10 @@ def _environment(target: Target, folder: str) -> dict[str, str]:
     if target.chip.platform == "tpu":
         # Do not search for a TPU, and let several processes load the compiler.
         own |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        # Dump the step's text once: no pass has an empty name.
+        # Dump the step's text once: no pass has an empty name. jaxlib 0.12 would write `%loop#1` in
+        # place of a get-tuple-element, which `as_text` has as an instruction.
         own["XLA_FLAGS"] = (
-            f"--xla_dump_to={folder}/{PRINTED} --xla_dump_hlo_as_text "
+            f"--xla_dump_to={folder}/{PRINTED} --xla_dump_hlo_as_text --xla_dump_compact_gte=false "
             "--xla_dump_hlo_module_re=jit_step.* --xla_dump_hlo_pass_re=^$"
         )
     if target.chip.platform == "cuda":
