@@ -11,10 +11,10 @@ PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 def engine(stage, offloaded, **more):
-    where = {"device": "cpu" if offloaded else "none"}
-    built = states.engine(stage=stage, **more)
-    zero = {**built.program.config.given["zero_optimization"], "offload_optimizer": where}
-    return states.engine(stage=stage, zero_optimization=zero, **more) if offloaded else built
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if offloaded:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return states.engine(zero_optimization=zero, **more)
 
 
 def kinds(tree):

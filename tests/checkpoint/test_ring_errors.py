@@ -25,16 +25,20 @@ def loaded(folder, **settings):
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_packed_rings_go_on_to_the_bit(tmp_path, stage):
-    first = engine(stage, parallel=PACKED)
-    steps(first, 0, 2)
-    first.save_checkpoint(tmp_path)
-    first.wait()
-    second = loaded(tmp_path, stage=stage, parallel=PACKED)
-    assert len(errors_of(first)) > 1
-    assert any(x.any() for x in errors_of(first).values())
-    assert_same(errors_of(second), errors_of(first))
-    assert steps(first, 2, 3) == steps(second, 2, 3)
-    assert_same(held(second), held(first))
+    run = engine(stage, parallel=PACKED)
+    steps(run, 0, 2)
+    run.save_checkpoint(tmp_path)
+    run.wait()
+    saved = errors_of(run)
+    assert len(saved) > 1
+    assert any(x.any() for x in saved.values())
+    losses, last = steps(run, 2, 3), held(run)
+    run.reset()
+    assert not any(x.any() for x in errors_of(run).values())
+    run.load_checkpoint(tmp_path)
+    assert_same(errors_of(run), saved)
+    assert steps(run, 2, 3) == losses
+    assert_same(held(run), last)
 
 
 @pytest.mark.parametrize(

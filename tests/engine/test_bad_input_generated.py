@@ -15,6 +15,7 @@ from jaxspeed import JaxspeedError
 from jaxspeed.placement.mesh import AXES, build_mesh
 from tests.engine import tiny
 from tests.engine.tiny import FEATURES, HIDDEN, Linen, Listed, squared_error
+from tests.support.covering import examples
 
 
 def outcome(call):
@@ -183,7 +184,7 @@ def test_any_model_is_traced_or_refused(model, loss_fn, stage, example):
     outcome(lowered)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(12, 40))
 @given(
     rows=st.sampled_from([1, 3, FEATURES, HIDDEN]),
     columns=st.sampled_from([1, 3, FEATURES]),

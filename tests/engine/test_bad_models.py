@@ -1,5 +1,7 @@
 """A bad model, loss, optimizer or mesh gives one error of our own that says what would do."""
 
+from itertools import product
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import jaxspeed
 from jaxspeed import ConfigError, JaxspeedError, ModelError, PlacementError
 from tests.engine import tiny
 from tests.engine.tiny import Linen, Listed, apply_pair, init_pair, squared_error
+from tests.support.covering import covering
 
 
 class NoParameters(nnx.Module):
@@ -120,8 +123,10 @@ BAD_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("case", BAD_LOSSES)
+BY_TURNS = [(case, 3 * (i % 2)) for i, case in enumerate(BAD_LOSSES)]
+
+
+@pytest.mark.parametrize(("case", "stage"), covering(product(BAD_LOSSES, [0, 3]), BY_TURNS))
 def test_the_error_of_a_bad_loss_lists_what_it_may_return(case, stage):
     loss_fn, message = BAD_LOSSES[case]
     program = jaxspeed.train.build_program(
@@ -308,7 +313,7 @@ def test_what_a_module_may_not_keep_is_named_with_its_place(case):
 def test_a_parameter_may_be_a_python_number():
     class Scaled(Listed):
         def __init__(self, rngs):
-            super().__init__(rngs)
+            super().__init__(rngs, layers=1)
             self.scale = nnx.Param(2.0)
 
         def __call__(self, x):

@@ -147,6 +147,7 @@ def test_an_estimate_that_fails_stops_nothing(limited, caplog, monkeypatch):
         raise KeyError("an operation that nobody knows")
 
     monkeypatch.setattr(memory_precheck, "memory_of", failing)
-    engine = jaxspeed.initialize(config=CONFIG)
+    batch = {"x": np.ones((4096, 64), np.float32)}
+    engine = of_own(example_batch=batch)
     assert any("could not be estimated" in each for each in warnings(caplog))
-    assert engine.train_batch({"tokens": np.zeros((16, 65), np.int32)})["loss"] > 0
+    assert engine.train_batch(batch)["loss"] > 0

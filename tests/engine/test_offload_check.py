@@ -27,7 +27,7 @@ from jaxspeed.planner.memory import read_step
 from jaxspeed.planner.time.host_transfers import _TransferCounter
 from jaxspeed.train.build import build_program
 from jaxspeed.zero3.residual_policy import ResidualPolicy
-from tests.engine.tiny import Listed, apply_pair, batch, init_pair, squared_error
+from tests.engine.tiny import apply_pair, batch, init_pair, squared_error
 from tests.support.covering import covering
 
 LAYERS, EMBED, SEQ, MICRO = 4, 32, 16, 2
@@ -61,7 +61,7 @@ def program_of(config, devices=4):
     )
 
 
-@pytest.mark.parametrize("recompute", covering(["stage", "layers", "save"], ["stage", "save"]))
+@pytest.mark.parametrize("recompute", covering(["stage", "layers", "save"], ["save"]))
 def test_stages_offload_what_the_config_sets(recompute):
     config = {
         "mesh": {"pipe": 2, "data": 2},
@@ -158,7 +158,7 @@ def moved(config, devices=4):
 
 @pytest.mark.parametrize(
     ("accumulation", "stage"),
-    covering(itertools.product([1, 3], [0, 1, 3]), [(1, 0), (3, 1), (3, 3)]),
+    covering(itertools.product([1, 3], [0, 1, 3]), [(1, 0), (3, 3)]),
 )
 def test_masters_and_moments_cross_once_a_step_whatever_the_accumulation(stage, accumulation):
     config = {"gradient_accumulation_steps": accumulation}
@@ -327,7 +327,7 @@ def trained(config, monkeypatch=None):
     plain = {"train_micro_batch_size_per_gpu": 4}
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     engine = jaxspeed.initialize(
-        Listed, squared_error, plain | adam | config, devices=jax.devices()[:1]
+        PAIR, squared_error, plain | adam | config, devices=jax.devices()[:1]
     )
     return engine, batch(4)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,9 @@ def test_a_config_that_names_a_model_is_enough():
 def test_a_language_model_reads_tokens():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
     model = {"family": "gpt2", "preset": "tiny", "config": sizes}
-    engine = jaxspeed.initialize(config=tiny.config(model=model))
+    engine = jaxspeed.initialize(config=tiny.config(model=model))  # test_honoured_keys.py trains
     tokens = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
-    metrics = engine.train_batch({"tokens": tokens})
+    metrics = engine.eval_batch({"tokens": tokens})
     assert float(metrics["weight"]) == 64  # each token but the first of a row is predicted
     assert float(metrics["loss"]) == pytest.approx(np.log(32), rel=0.1)
 
@@ -170,22 +171,41 @@ def test_the_compiled_step_is_reported_without_running_it():
     assert report.compile_seconds is None or report.compile_seconds > 0
 
 
-def test_only_devices_that_share_cores_do_without_a_library_of_kernels():
-    """The tests' own compiler options leave the library out: only a process without them has it."""
+class Child(NamedTuple):
+    devices: str  # how many JAX has
+    kernels: list[str]  # whether a step has the library's, on one core and on two
+    cached: set[str]  # the files in the user's cache folder
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """A process without the tests' compiler options and cache, that simulates two devices."""
+    caches = tmp_path_factory.mktemp("caches")
     out = python(
         "import os, jax, jaxspeed, numpy as np\n"
         "from flax import nnx\n"
         "jaxspeed.simulate(2)\n"
+        "print(len(jax.devices()))\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
         "config = {'train_batch_size': 8, 'optimizer': {'type': 'SGD', 'params': {'lr': 0.1}}}\n"
         "for cores in (1, 2):\n"
         "    os.cpu_count = lambda: cores\n"
         "    engine = jaxspeed.initialize(lambda rngs: nnx.Linear(64, 64, rngs=rngs),\n"
         "        lambda model, batch: (model(batch['x'])**2).mean(), config)\n"
-        "    batch = engine.program.abstract_batch({'x': np.ones((8, 64), np.float32)})\n"
-        "    step = engine.step.lower(engine.program.state, batch)\n"
+        "    batch = {'x': np.ones((8, 64), np.float32)}\n"
+        "    shapes = engine.program.abstract_batch(batch)\n"
+        "    step = engine.step.lower(engine.program.state, shapes)\n"
         "    print('ynn_fusion' in step.compile().as_text())\n"
+        "engine.train_batch(batch)\n",
+        XDG_CACHE_HOME=str(caches),
     )
-    assert out.split() == ["False", "True"]
+    devices, *kernels = out.split()
+    return Child(devices, kernels, {f.name for f in (caches / "jaxspeed" / "xla").iterdir()})
+
+
+def test_only_devices_that_share_cores_do_without_a_library_of_kernels(child):
+    """The tests' own compiler options leave the library out: only a process without them has it."""
+    assert child.kernels == ["False", "True"]
 
 
 # -- the compilation cache ----------------------------------------------------------------------
@@ -237,23 +257,15 @@ def python(code, **environment):
     return child.stdout
 
 
-def test_programs_land_in_the_cache_of_a_run_that_asks_for_nothing(tmp_path):
-    python(
-        "import jax, jaxspeed\n"
-        "from tests.engine import tiny\n"
-        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
-        "tiny.engine(tiny.PAIR).train_batch(tiny.batch(1))",
-        XDG_CACHE_HOME=str(tmp_path),
-    )
-    assert any("step" in file.name for file in (tmp_path / "jaxspeed" / "xla").iterdir())
+def test_programs_land_in_the_cache_of_a_run_that_asks_for_nothing(child):
+    assert any("step" in name for name in child.cached)
 
 
 # -- simulated devices --------------------------------------------------------------------------
 
 
-def test_simulate_gives_the_devices_before_jax_has_started():
-    out = python("import jaxspeed, jax; jaxspeed.simulate(6); print(len(jax.devices()))")
-    assert out.strip() == "6"
+def test_simulate_gives_the_devices_before_jax_has_started(child):
+    assert child.devices == "2"
 
 
 @pytest.mark.full  # so it is after the start of these tests' own

@@ -1,7 +1,6 @@
 """Generation in plain Flax on one device: a loop that computes all logits again for each token."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -13,14 +12,13 @@ WIDTH = 96
 def greedy(engine, family, prompts, count, context=None):
     """The most likely tokens after each prompt, one prompt at a time."""
     section = engine.config.model
-    module = models.build(family, section.preset, section.config).factory(nnx.Rngs(0))
+    factory = models.build(family, section.preset, section.config).factory
+    graph, state = nnx.split(nnx.eval_shape(lambda: factory(nnx.Rngs(0))))
     values = {path: np.asarray(x) for path, x in engine.parameters.items()}
-    for keys, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+    for keys, variable in nnx.to_flat_state(state):
         path = "/".join(map(str, keys))
-        param.set_value(jnp.asarray(values[path], engine.placements[path].read.dtype))
-    graph, state = nnx.split(module)
-    device = jax.devices()[0]
-    state = jax.device_put(state, device)
+        variable.set_value(values[path].astype(engine.placements[path].read.dtype))
+    state = jax.device_put(state, jax.devices()[0])
 
     @jax.jit
     def logits(state, tokens):

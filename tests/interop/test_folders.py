@@ -32,7 +32,7 @@ SHARDED = {
 def engine(model, **more):
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
         **more,
     }
     if isinstance(model, Path):
@@ -292,8 +292,6 @@ def test_a_process_maps_only_the_pages_of_its_shards(tmp_path):
     code = f"""
 import re
 import numpy as np
-from jaxspeed.interop.hf_folder import PretrainedFolder
-from jaxspeed.interop.pretrained import data_section
 from jaxspeed.interop.safetensors import TensorFile
 file = TensorFile.open(__import__("pathlib").Path({str(tmp_path / "big.safetensors")!r}))
 part = np.array(file.array("b")[1000:2000])

@@ -56,7 +56,8 @@ def plain_losses(name):
 # -- models that bf16 breaks -----------------------------------------------------------------------
 
 
-DEFAULT = ("a decoder's cache", "strict operations", "stage 1, accumulation", "stage 3")
+# That of a decoder's cache trains with the settings.
+DEFAULT = ("strict operations", "stage 1, accumulation", "stage 3")
 
 
 def some(names):
