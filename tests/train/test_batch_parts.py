@@ -72,11 +72,16 @@ def plain(first):
         return (errors * batch["w"]).sum() / batch["w"].sum()
 
     tx = optax.sgd(0.3, momentum=0.9)
-    params, state, losses = first, tx.init(first), []
-    for batch in batches():
+    params, state, losses = first, jax.jit(tx.init)(first), []
+
+    @jax.jit
+    def step(params, state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, value
+
+    for batch in batches():
+        params, state, value = step(params, state, batch)
         losses.append(float(value))
     return losses, params
 

@@ -118,6 +118,7 @@ def test_tensor_parallel_training_is_training_on_one_device(name, tensor, stage,
     assert max(leaf_differences(case, ours, reference).values()) <= 1e-5
 
 
+@pytest.mark.full  # test_parity_memory.py has a point of GPT-2 with dropout over tensor
 def test_dropout_draws_the_same_numbers_whatever_is_cut():
     case = family("gpt2", language, zero=("k_proj/bias",), dropout=0.1, **TEXT)
     mesh = {"data": 2, "tensor": 4}

@@ -56,11 +56,14 @@ def test_filters_train_what_they_train_in_plain_flax(trainable, plain):
     if frozen(plain):  # documented: frozen parts normalise by their running statistics
         module.norm.set_attributes(use_running_average=True)
     optimizer = nnx.Optimizer(module, SGD, wrt=plain)
-    losses = []
-    for batch in batches():
+
+    @nnx.jit
+    def step(module, optimizer, batch):
         value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, plain))(module, batch)
-        losses.append(float(value))
         optimizer.update(module, grads)
+        return value
+
+    losses = [float(step(module, optimizer, batch)) for batch in batches()]
     setting = Setting(3, 1, 1)
     ours = train_jaxspeed(Adapted, loss, batches(), SGD, setting, trainable=trainable)
     np.testing.assert_allclose(ours.losses, losses, rtol=1e-5)

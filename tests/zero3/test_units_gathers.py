@@ -204,7 +204,7 @@ def test_gradients_equal_plain_jax(name):
         sharded = Sharded(loss, params, x)
         assert str(sharded.units) == units
         value, grads = jax.jit(sharded.gradients)(sharded.leaves, x)
-        plain_value, plain = jax.value_and_grad(loss)(params, x)
+        plain_value, plain = jax.jit(jax.value_and_grad(loss))(params, x)
         assert abs(value - plain_value) < 1e-13 * plain_value
         for a, b in zip(jax.tree.leaves(plain), grads, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(a).max())
@@ -237,7 +237,9 @@ def saved_full_weights(loss: Any, params: Any) -> int:
     """Number of residuals of a weight's shape that are not sharded."""
     sharded = Sharded(loss, params, inputs())
     leaves = [jax.device_put(leaf, storage_of(leaf).sharding) for leaf in sharded.leaves]
-    _, pullback = jax.vjp(lambda leaves: sharded.loss(leaves, sharded.x), leaves)
+    _, pullback = jax.jit(lambda leaves, x: jax.vjp(lambda p: sharded.loss(p, x), leaves))(
+        leaves, sharded.x
+    )
     shapes = {leaf.shape for leaf in leaves}
     saved = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", None) in shapes]
     assert len(saved) >= len(leaves)  # the shards themselves
