@@ -51,26 +51,50 @@ def config(tmp_path_factory):
     return small.write(folder, run={"steps": STEPS, "checkpoint_every": 3}, bf16={"enabled": False})
 
 
-@pytest.fixture(scope="module")
-def one_process(config):
+def in_one_process(config, folder):
     given = json.loads(config.read_text())
-    folder = config.parent / "one"
-    train(given | {"run": given["run"] | {"output": str(folder)}})
-    return folder
+    train(given | {"run": given["run"] | {"output": str(folder)}}).folder.close()
+    return losses(folder)
 
 
-def test_two_processes_train_as_one(config, one_process):
-    two = config.parent / "two"
-    done = launched(config, output=two)
-    assert "8 devices simulated on this CPU, 2 processes" in done.stdout
-    assert losses(two) == pytest.approx(losses(one_process), abs=1e-6)
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """A run of four steps without a held-out part: of its three programs one is compiled less."""
+    changes = {"run": {"steps": 4, "checkpoint_every": 4}, "data": {"held_out": 0.0}}
+    return small.write(tmp_path_factory.mktemp("few"), bf16={"enabled": False}, **changes)
+
+
+@pytest.fixture(scope="module")
+def two(few):
+    """(its folder, what was printed) of that run in two processes."""
+    folder = few.parent / "two"
+    return folder, launched(few, output=folder).stdout
+
+
+def test_two_processes_train_as_one(few, two):
+    folder, printed = two
+    assert "8 devices simulated on this CPU, 2 processes" in printed
+    assert len(losses(folder)) == 4
+    assert losses(folder) == pytest.approx(in_one_process(few, few.parent / "one"), abs=1e-6)
+
+
+def test_processes_sample_the_run_that_they_trained(few, two):
+    launch = small.command("launch", "--processes", "2", "--devices-per-process", "4")
+    words = ("sample", few, "--tokens", "2", "--set", f"run.output={two[0]}")
+    done = subprocess.run(
+        [*launch, "--", *map(str, words)], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.full
-def test_four_processes_train_as_one(config, one_process):
-    four = config.parent / "four"
-    launched(config, output=four, processes=4, devices=2)
-    assert losses(four) == pytest.approx(losses(one_process), abs=1e-6)
+def test_processes_train_as_one_for_many_steps(config):
+    one = in_one_process(config, config.parent / "one")
+    assert len(one) == STEPS
+    for processes, devices in ((2, 4), (4, 2)):
+        folder = config.parent / f"of-{processes}"
+        launched(config, output=folder, processes=processes, devices=devices)
+        assert losses(folder) == pytest.approx(one, abs=1e-6)
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """A run that takes seconds: what its tests start, stop and continue."""
 
+import functools
 import json
 import os
 import subprocess
@@ -71,10 +72,9 @@ def kept(config: Path, folder: Path, tag: str | None = None) -> dict[str, np.nda
     """Every array of a run's checkpoint, by its path in the state."""
     import jax
 
-    source = source_of({**json.loads(config.read_text())})
-    engine = source.engine()
+    source, program = _source_and_program(config.read_text())
     source.folder.checkpoints = folder / "checkpoints"
-    state = checkpointer_of(source).restore(engine.program, tag=tag).state
+    state = checkpointer_of(source).restore(program, tag=tag).state
 
     def array(x: Any) -> np.ndarray:
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -83,6 +83,13 @@ def kept(config: Path, folder: Path, tag: str | None = None) -> dict[str, np.nda
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): array(x) for path, x in leaves}
+
+
+@functools.cache
+def _source_and_program(config: str) -> Any:
+    """Of the runs that a test compares there is one config."""
+    source = source_of(json.loads(config))
+    return source, source.engine().program
 
 
 def assert_bitwise_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:

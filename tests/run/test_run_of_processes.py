@@ -1,5 +1,5 @@
 """The whole command in several processes: trained, killed, continued, evaluated, sampled, exported,
-and on other numbers of devices."""
+and on other numbers of devices. (By default tests/launch/test_real_runs.py trains and samples.)"""
 
 import json
 import random
@@ -47,14 +47,6 @@ def kept(config, run):
     path = config.with_name("of-eight.json")
     path.write_text(json.dumps(given))
     return small.kept(path, run)
-
-
-def test_processes_sample_the_run_that_they_trained(tmp_path):
-    config, run = written(tmp_path, steps=1, checkpoint_every=1), tmp_path / "run"
-    for words in (("train", config, "--output", run), ("sample", config, "--tokens", "2")):
-        more = ("--set", f"run.output={run}") if words[0] == "sample" else ()
-        group, codes = ran(tmp_path, 2, *words, *more)
-        assert codes == [0, 0], group.said(1)
 
 
 @pytest.mark.full

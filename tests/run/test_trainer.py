@@ -87,13 +87,13 @@ def test_a_loss_that_stays_infinite_ends_the_run_with_the_diagnosis(tmp_path):
     def broken(model, batch):
         return jnp.sum(model(batch["tokens"][:, :-1])) * jnp.inf, jnp.ones(())
 
-    given = config(tmp_path, run={"max_skipped": 3})
+    data = {"seq_len": 16, "held_out": 0.0}
+    given = config(tmp_path, run={"max_skipped": 3}, data=data, zero_optimization={"stage": 0}) | {
+        "gradient_accumulation_steps": 1
+    }
     source = source_of(given)
-    built = families.build("gpt2", None, given["model"]["config"])
-    del given["model"]
-    trainer = open_run(
-        source_of(given | {"data": given["data"] | {"seq_len": 16}}, built.factory, broken)
-    )
+    built = families.build("gpt2", None, given.pop("model")["config"] | {"dropout": 0.0})
+    trainer = open_run(source_of(given, built.factory, broken))
     assert source.folder.path == trainer.folder.path
     with pytest.raises(jaxspeed.RunError, match="3 steps in a row") as caught:
         trainer.run()

@@ -11,7 +11,9 @@ from jaxspeed.train.program import Program
 from tests.system import stacks
 from tests.system.measured import compile_step, measure, without
 
-LAYERS, EMBED, SEQ, MICRO = 2, 512, 256, 2
+# No kernel takes 192 tokens: compiling splash attention takes most of a minute. What it exchanges
+# over tensor is in test_shared_vocabulary.py.
+LAYERS, EMBED, SEQ, MICRO = 2, 512, 192, 2
 HEADS, VOCABULARY, MLP = 8, 2048, 2048
 ACTIVATION = MICRO * SEQ * EMBED  # elements of one between the blocks, on each data rank
 SIZES: dict[str, Any] = {
@@ -21,7 +23,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": MLP,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": VOCABULARY, "max_position_embeddings": SEQ},
+    "gpt2": {"vocab_size": VOCABULARY, "max_position_embeddings": 256},
     "llama": {"vocab_size": VOCABULARY, "num_key_value_heads": HEADS},
     "vit": {"image_size": 64, "patch_size": 4, "num_classes": 16},
 }
@@ -35,6 +37,7 @@ def block_program(
     layers: int = LAYERS,
     sizes: dict[str, Any] | None = None,
     micro: int = MICRO,
+    seq: int = SEQ,
     **parallel: Any,
 ) -> tuple[Program, Any]:
     """A family's program in bf16, tensor x data, `micro` samples a data rank."""
@@ -52,7 +55,7 @@ def block_program(
             "images": jax.ShapeDtypeStruct((samples, size, size, 3), jnp.float32),
             "labels": jax.ShapeDtypeStruct((samples,), jnp.int32),
         }
-    return program, {"tokens": jax.ShapeDtypeStruct((samples, SEQ + 1), jnp.int32)}
+    return program, {"tokens": jax.ShapeDtypeStruct((samples, seq + 1), jnp.int32)}
 
 
 CUT = {"sequence_parallel_activations": True, "tensor_overlap": "none"}
@@ -104,7 +107,7 @@ def dropped(devices: list[jax.Device]) -> dict[str, Any]:
     return found
 
 
-HELD_MICRO = 16
+HELD_MICRO, HELD_SEQ = 16, 256
 HELD_WEIGHTS = 2 * (4 * EMBED * EMBED + 2 * EMBED * MLP)  # bf16 bytes of one layer's gradients
 
 
@@ -113,7 +116,13 @@ def held(devices: list[jax.Device]) -> dict[str, Any]:
 
     def temp(layers: int, tensor: int, **parallel: Any) -> int:
         program, batch = block_program(
-            devices[: 2 * tensor], "gpt2", tensor, layers=layers, micro=HELD_MICRO, **parallel
+            devices[: 2 * tensor],
+            "gpt2",
+            tensor,
+            layers=layers,
+            micro=HELD_MICRO,
+            seq=HELD_SEQ,
+            **parallel,
         )
         memory = compile_step(program, batch).memory_analysis()
         assert memory is not None

@@ -29,9 +29,10 @@ from jaxspeed.models import build
 
 import jaxspeed
 from jaxspeed.hlo import loop_carry_shapes
+from tests.support.covering import covering
 from tests.system import stacks
 
-LAYERS, WIDTH = 3, 64
+LAYERS, WIDTH = 2, 64
 PSI = LAYERS * WIDTH * WIDTH + WIDTH
 ACCUMULATION = 2
 ITEMSIZE = {"f32": 4, "bf16": 2, "f16": 2}
@@ -163,7 +164,7 @@ def test_bytes_of_every_role_equal_the_formula_in_the_full_product(case):
     check(case)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", covering(STAGES, [1, 3]))
 def test_a_step_leaves_every_array_where_it_was(stage):
     case = Case(stage, {"data": 8}, "mixed")
     engine = engine_of(case)
@@ -177,7 +178,7 @@ def stored(case: Case) -> dict[str, Fraction]:
     return {role: psi for role, psi in formulas(case).items() if role != "grad"}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", covering([1, 2, 3], [2, 3]))
 def test_padding_is_all_that_the_formula_leaves_out(stage):
     """Matrices of 60 x 60 on 8 devices: ceil(60 / 8) = 8 rows each, and 8 of the shift's 60."""
     case = Case(stage, {"data": 8}, "fp32")
