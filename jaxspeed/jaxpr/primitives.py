@@ -9,13 +9,16 @@ INLINED = ("jit", "pjit", "closed_call", "core_call")
 CHECKPOINTS = ("checkpoint", "remat2")
 # Custom derivatives: an equation inserted into one pass would be missing in the other.
 CUSTOM_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE)
+CUSTOM_BATCHING = ("custom_vmap_call",)  # a Mosaic GPU kernel is in one
+CALLS = (*INLINED, *CHECKPOINTS, *CUSTOM_DERIVATIVE, *CUSTOM_BATCHING)
 LOOPS = ("scan", "while")
 CONTROL = (*LOOPS, "cond")
 
 # -- computation -----------------------------------------------------------------------------------
 
-KERNELS = ("pallas_call", "tpu_custom_call")
+# Of Pallas; Mosaic GPU's are of the second name.
+PALLAS = ("pallas_call", "mpmd_map")
+KERNELS = (*PALLAS, "tpu_custom_call")
 CUDNN_ATTENTION = "dot_product_attention"  # prefix of the names of its passes
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 RAGGED_PRODUCTS = frozenset({"ragged_dot", "ragged_dot_general"})
@@ -74,7 +77,7 @@ OPAQUE_TO_DIMS = frozenset(
     {
         "fft", "cholesky", "triangular_solve", "eigh", "lu", "qr", "svd", "schur", "hessenberg",
         "tridiagonal", "tridiagonal_solve", "householder_product", "custom_linear_solve",
-        "shard_map", "pallas_call", "pure_callback", "io_callback", "ffi_call",
+        "shard_map", *PALLAS, "pure_callback", "io_callback", "ffi_call",
         "custom_partitioning", "all_gather", "all_to_all", "ppermute",
     }
 )  # fmt: skip

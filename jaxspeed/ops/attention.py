@@ -6,6 +6,7 @@
 |---|---|---|
 | TPU | splash attention (`jax.experimental.pallas`) | fp32, bf16; sequences that 128 divides |
 | CUDA | cuDNN, if installed | bf16, fp16; no soft cap; few segments, from Hopper on |
+| Hopper, else | `mosaic_gpu` (`jax.experimental.pallas`) | as `triton`: bf16, fp16, no wide heads |
 | CUDA, else | `triton` (`jax.experimental.pallas`) | 128 queries and keys or more; from Ampere on |
 | CPU | `row_blocks`, in XLA operations | fp32; where another platform has a kernel |
 | any | `plain`, which materializes the scores | everything |
@@ -39,17 +40,23 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxspeed.errors import ModelError
-from jaxspeed.ops import cudnn, row_blocks, splash, triton
+from jaxspeed.ops import cudnn, gpu_flash, mosaic_gpu, row_blocks, splash, triton
 from jaxspeed.ops.free_axes import tensor_parts
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.per_device import over_batch_and_heads
 from jaxspeed.ops.two_passes import NAME, Attend, in_two_passes, with_sinks
 
-KERNELS = {"splash": splash, "cudnn": cudnn, "triton": triton, "row_blocks": row_blocks}
+KERNELS = {
+    "splash": splash,
+    "cudnn": cudnn,
+    "mosaic_gpu": mosaic_gpu,
+    "triton": triton,
+    "row_blocks": row_blocks,
+}
 # The dtype of fp32 operands under automatic mixed precision: a kernel, which has to be chosen when
 # the loss is traced, cannot be cast later.
 _autocast: ContextVar[Any] = ContextVar("autocast", default=None)
-Implementation = Literal["plain", "splash", "cudnn", "triton", "row_blocks"]
+Implementation = Literal["plain", "splash", "cudnn", "mosaic_gpu", "triton", "row_blocks"]
 
 
 @contextlib.contextmanager
@@ -136,8 +143,8 @@ def attention(
         fast["tpu"] = splash
     if soft_cap is None and cudnn.supports(q, k, v, segments, mask):
         fast["cuda"] = cudnn
-    elif triton.supports(q, k):
-        fast["cuda"] = triton
+    elif gpu_flash.supports(q, k):
+        fast["cuda"] = gpu_flash.kernel(q, k)
     if fast and jax.typeof(q).manual_axis_type.varying:
         # The kernels do not track which axes their results vary over: gradients would be wrong.
         warnings.warn(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspeed.ops import gpu, triton
+from jaxspeed.ops import gpu, gpu_flash
 from jaxspeed.ops.mask import Mask, Segments, not_estimated
 from jaxspeed.ops.two_passes import gradients_from, saved_sums
 
@@ -37,9 +37,10 @@ def supports(
         return False
     if mask.window is not None and not mask.causal:
         return False  # cuDNN's window looks back only
-    # Documents of queries are those of keys, and what cuDNN does not take is for `triton`.
+    # Documents of queries are those of keys, and what cuDNN does not take is for
+    # `gpu_flash`.
     if segments is not None and not (
-        q.shape[1] == k.shape[1] and q.shape[3] <= PACKED_HEAD_DIM and triton.supports(q, k)
+        q.shape[1] == k.shape[1] and q.shape[3] <= PACKED_HEAD_DIM and gpu_flash.supports(q, k)
     ):
         return False
     try:
@@ -74,7 +75,7 @@ def forward(
         # `return_residual` would round the sums to the dtype of q (jax 0.11.2 and 0.12.0.1).
         return saved_sums(functools.partial(_attend, **form), (q, k, v))
     if q.size >= MOST_ELEMENTS:
-        return triton.forward(q, k, v, segments, **form)
+        return gpu_flash.kernel(q, k).forward(q, k, v, segments, **form)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
@@ -82,7 +83,7 @@ def forward(
         out, sums = saved_sums(attend, (q, *_repeated(q, k, v)))
         return out, documents.by_token(sums)
 
-    other = not_estimated(functools.partial(triton.forward, **form))
+    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).forward, **form))
     return lax.cond(documents.fit, packed, other, q, k, v, segments)
 
 
@@ -104,7 +105,7 @@ def backward(
         attend = functools.partial(_attend, **form)
         return gradients_from(attend, (q, k, v), (out, sums), d_out)
     if q.size >= MOST_ELEMENTS:
-        return triton.backward(q, k, v, segments, out, sums, d_out, **form)
+        return gpu_flash.kernel(q, k).backward(q, k, v, segments, out, sums, d_out, **form)
     documents = PackedDocuments.of(segments)
 
     def packed(q: Any, k: Any, v: Any, segments: Any, out: Any, sums: Any, d_out: Any) -> Any:
@@ -114,7 +115,7 @@ def backward(
         grouped = (x.reshape(*k.shape[:3], -1, k.shape[3]) for x in d_kv)
         return d_q, *(jnp.sum(x, axis=3, dtype=jnp.float32).astype(k.dtype) for x in grouped)
 
-    other = not_estimated(functools.partial(triton.backward, **form))
+    other = not_estimated(functools.partial(gpu_flash.kernel(q, k).backward, **form))
     return lax.cond(documents.fit, packed, other, q, k, v, segments, out, sums, d_out)
 
 

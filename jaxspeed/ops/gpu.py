@@ -27,12 +27,36 @@ def is_meant() -> bool:
     return _assumed.get() is not None or jax.default_backend() == "gpu"
 
 
+def has_major(number: int) -> bool:
+    """Whether the GPU is of this generation; an unknown GPU is not."""
+    known = _known()
+    return known is not None and known[0] == number
+
+
 def is_at_least(needed: Capability) -> bool:
     """Whether the GPU has this compute capability; an unknown GPU does."""
+    known = _known()
+    return known is None or known >= needed
+
+
+def _known() -> Capability | None:
     known = _assumed.get()
     if known is None and jax.default_backend() == "gpu":
         known = _number(jax.local_devices()[0].compute_capability)
-    return known is None or known >= needed
+    return known
+
+
+def miscompiles_masks() -> bool:
+    """Whether the installed CUDA's ptxas miscompiles masks of Mosaic GPU's kernels.
+
+    JAX's own attention of this kind refuses causal masks with 12.8.0 to 12.9.0 (jax 0.11.2,
+    0.12.0). An absent CUDA is assumed to be newer.
+    """
+    try:
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return False
+    return cuda_versions is not None and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091
 
 
 def cudnn_version() -> int:
@@ -50,8 +74,8 @@ def assumed(capability: Capability | None = None) -> Iterator[None]:
     JAX checks the installed cuDNN's version and the device's compute capability before it traces
     cuDNN's attention (`jax._src.cudnn`), and asks for the device when it lowers a Triton kernel
     (`jax._src.pallas.triton.gpu_info`; both in jax 0.11.2 and 0.12.0.1). If the first has changed,
-    another kernel is traced. Without a capability that of an outer context stays, or it is the
-    newest.
+    another kernel is traced. Mosaic GPU's kernels it lowers for Hopper where there is no GPU.
+    Without a capability that of an outer context stays, or it is the newest.
     """
     capability = capability or _assumed.get() or NEWEST
     token = _assumed.set(capability)

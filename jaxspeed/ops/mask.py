@@ -78,6 +78,17 @@ def computed_blocks(scopes: str) -> int | None:
     return int(found[-1]) if found else None
 
 
+def computes_flops(count: int) -> Any:
+    """Scope for tracing a kernel that Mosaic GPU compiles: its own products do not show theirs."""
+    return jax.named_scope(f"computes_{count}_flops")
+
+
+def computed_flops(scopes: str) -> int | None:
+    """The count of `computes_flops` in the scope names around a kernel."""
+    found = re.findall(r"computes_(\d+)_flops", scopes)
+    return int(found[-1]) if found else None
+
+
 NOT_ESTIMATED = "not_estimated_branch"
 
 

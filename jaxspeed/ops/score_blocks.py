@@ -119,6 +119,18 @@ class ScoreBlocks:
             parts.append(q_ids == k_ids)
         return jnp.where(functools.reduce(jnp.logical_and, parts), x, hidden) if parts else x
 
+    def hides(self, rows: BlockPlaces, columns: BlockPlaces) -> Any:
+        """Whether a query of one block does not see a key of another, whatever their segments."""
+        parts = []
+        if self.mask.causal:
+            parts.append(columns.last > rows.start)
+        if self.mask.window is not None:
+            furthest = jnp.maximum(rows.last - columns.start, columns.last - rows.start)
+            parts.append(furthest >= self.mask.window)
+        if self.kv_seq % self.block_k:
+            parts.append(columns.last >= self.kv_seq)
+        return functools.reduce(jnp.logical_or, parts, False)
+
     def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
         """The range of blocks of keys that a block of queries sees."""
         low, high = _window(rows, self.mask.window, self.kv_seq)

@@ -8,6 +8,7 @@ one block of keys, and loops over the blocks of the other side that mask and seg
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,18 @@ def supports(q: jax.Array, k: jax.Array) -> bool:
     # those have none for incomplete blocks, so these are offered only where a GPU is meant.
     if any(length % SHORTEST for length in lengths) and not gpu.is_meant():
         return False
-    return q.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and gpu.is_at_least(AMPERE)
+    supported = q.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and gpu.is_at_least(AMPERE)
+    return supported and _has_backend()
+
+
+@functools.cache
+def _has_backend() -> bool:
+    """Whether JAX still has Pallas' backend for Triton, which is deprecated since 0.11."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return True
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "scale", "soft_cap", "interpret"))

@@ -1,4 +1,4 @@
-"""GPUs' kernels: Triton's in interpret mode, and what cuDNN is given for packed documents."""
+"""GPUs' kernels: the own ones interpreted, and what cuDNN is given for packed documents."""
 
 import functools
 import itertools
@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspeed.ops import attention, cudnn, gpu, triton
+from jaxspeed.ops import attention, cudnn, gpu, mosaic_gpu, triton
 from jaxspeed.ops.mask import Mask, Segments
 from jaxspeed.ops.score_blocks import ScoreBlocks
 from jaxspeed.ops.two_passes import in_two_passes, with_sinks
 from tests.ops.attention_reference import attention_and_gradients, seen
 from tests.support.covering import covering
 
-HOPPER, AMPERE = (9, 0), (8, 0)
+BLACKWELL, HOPPER, AMPERE = (10, 0), (9, 0), (8, 0)
 
 
 def random_arrays(batch, seq, kv_seq, heads, kv_heads, head_dim, dtype):
@@ -28,16 +28,19 @@ def random_arrays(batch, seq, kv_seq, heads, kv_heads, head_dim, dtype):
     return [jax.random.normal(k, shapes[i], dtype) for k, i in zip(keys, (0, 1, 1, 0))]
 
 
-def errors(*, seq, heads, kv_heads, head_dim, causal, window, segments, **more):
+def errors(kernel=triton, *, seq, heads, kv_heads, head_dim, causal, window, segments, **more):
     """Of the result and the gradients of q, k, v (and sinks), relative to the formula's largest."""
     kv_seq, dtype = more.get("kv_seq", seq), more.get("dtype", "float32")
-    args = random_arrays(2, seq, kv_seq, heads, kv_heads, head_dim, dtype)
+    batch = more.get("batch", 2)
+    args = random_arrays(batch, seq, kv_seq, heads, kv_heads, head_dim, dtype)
     sinks = [jnp.linspace(-1.0, 3.0, heads)] if more.get("sinks") else []
     soft_cap = more.get("soft_cap")
+    segments = None if segments is None else segments[:batch]
     dense = seen(seq, kv_seq, causal=causal, window=window, segments=segments)
-    wanted = attention_and_gradients(*args, dense, 0.3, soft_cap, *sinks)
-    form = {"mask": Mask(causal, window), "scale": 0.3, "soft_cap": soft_cap, "interpret": True}
-    passes = (functools.partial(p, **form) for p in (triton.forward, triton.backward))
+    scale = more.get("scale", 0.3)
+    wanted = attention_and_gradients(*args, dense, scale, soft_cap, *sinks)
+    form = {"mask": Mask(causal, window), "scale": scale, "soft_cap": soft_cap, "interpret": True}
+    passes = (functools.partial(p, **form) for p in (kernel.forward, kernel.backward))
     attend = in_two_passes(*with_sinks(*passes))
     ids = None if segments is None else Segments(jnp.asarray(segments), jnp.asarray(segments))
     *qkv, d_out = args
@@ -104,6 +107,51 @@ def test_triton_equals_the_formula_for_any_shape(
     segments = None if ids is None else runs(seq, ids)
     more = {"window": window, "segments": segments, "soft_cap": soft_cap}
     assert max(errors(**form, **more, causal=causal)) < 1e-5
+
+
+MOSAIC_FORMS = {
+    name: FORMS[name] | {"heads": 2, "kv_heads": 1, "batch": 1 + (name == "documents")}
+    for name in FORMS
+    if name != "head_dim that is no power of 2"
+} | {
+    "documents, heads of 72, not grouped": PACKED
+    | {"heads": 1, "kv_heads": 1, "head_dim": 72, "scale": 0.1, "batch": 1},
+    "both ways, full blocks": LONG
+    | {"seq": 384, "heads": 1, "kv_heads": 1, "head_dim": 64, "causal": False, "segments": None}
+    | {"scale": 0.1, "batch": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "name", covering(list(MOSAIC_FORMS), ["documents with a window, soft cap and sinks"])
+)
+def test_mosaic_gpu_equals_the_formula(name):
+    assert max(errors(mosaic_gpu, **MOSAIC_FORMS[name])) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 4 * 2.0**-9), ("float16", 4 * 2.0**-11)])
+def test_mosaic_gpu_in_narrow_types(dtype, bound):
+    form = MOSAIC_FORMS["documents with a window, soft cap and sinks"] | {"sinks": False}
+    assert max(errors(mosaic_gpu, **form, dtype=dtype)) < bound
+
+
+@given(
+    st.booleans(),
+    st.none() | st.integers(1, 90),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from([(16, 32), (32, 16)]),
+)
+def test_only_blocks_in_which_every_key_is_seen_have_no_mask(causal, window, seq, kv_seq, sides):
+    mask = Mask(causal, window)
+    blocks = ScoreBlocks(mask, 1.0, None, seq, kv_seq, *sides)
+    wide = [n * side for n, side in zip((blocks.blocks_q, blocks.blocks_k), sides)]
+    shown = np.array(mask.dense(*wide)) & (np.arange(wide[1]) < kv_seq)
+    tiles = shown.reshape(blocks.blocks_q, sides[0], blocks.blocks_k, sides[1])
+    rows = blocks.rows_of(np.arange(blocks.blocks_q)[:, None])
+    hides = blocks.hides(rows, blocks.columns_of(np.arange(blocks.blocks_k)))
+    assert (~tiles.all((1, 3)) == np.asarray(hides)).all()
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 300), st.integers(0, 2**31))
@@ -189,9 +237,9 @@ def test_documents_are_the_runs_of_ids(given_rows, seq, same_keys):
     assert (np.asarray(found.by_token(jnp.asarray(packed))) == sums).all()
 
 
-def lowered(capability, head_dim=64, **options):
+def lowered(capability, head_dim=64, dtype="bfloat16", **options):
     """The gradients of a packed attention, for a GPU that is not here."""
-    q, k = (jax.ShapeDtypeStruct((2, 256, h, head_dim), jnp.bfloat16) for h in (4, 2))
+    q, k = (jax.ShapeDtypeStruct((2, 256, h, head_dim), dtype) for h in (4, 2))
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def gradients(q, k, v, ids):
@@ -238,18 +286,34 @@ def test_cudnn_is_given_documents_by_offsets(causal, window):
 @pytest.mark.parametrize(
     ("capability", "options", "calls"),
     [
-        (HOPPER, {}, ("cudnn", "triton")),
-        (HOPPER, {"soft_cap": 5.0}, ("triton",)),
+        (HOPPER, {}, ("cudnn", "mosaic_gpu")),
+        pytest.param(HOPPER, {"soft_cap": 5.0}, ("mosaic_gpu",), marks=pytest.mark.full),
+        pytest.param(
+            *(HOPPER, {"causal": False, "window": 9, "head_dim": 128}, ("mosaic_gpu",)),
+            marks=pytest.mark.full,
+        ),
         (HOPPER, {"head_dim": 256}, ("triton",)),
-        (HOPPER, {"causal": False, "window": 9}, ("triton",)),
+        (HOPPER, {"dtype": "float32"}, ("triton",)),
+        (BLACKWELL, {"soft_cap": 5.0}, ("triton",)),
         (AMPERE, {}, ("triton",)),
         ((7, 0), {}, ()),
     ],
 )
 def test_packed_documents_have_the_kernels_of_the_gpu(capability, options, calls):
     text = lowered(capability, **options)
-    marks = {"cudnn": "__cudnn$fmha", "triton": "__gpu$xla.gpu.triton"}
+    marks = {
+        "cudnn": "__cudnn$fmha",
+        "mosaic_gpu": "mosaic_gpu_v2",
+        "triton": "__gpu$xla.gpu.triton",
+    }
     assert tuple(name for name, mark in marks.items() if mark in text) == calls
+
+
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_a_jax_without_a_backend_for_triton_materializes_the_scores(capability, monkeypatch):
+    monkeypatch.setattr(triton, "_has_backend", lambda: False)
+    text = lowered(capability, head_dim=256)
+    assert "custom_call @__" not in text and "tensor<2x2x2x256x256xf32>" in text
 
 
 def test_more_elements_than_32_bits_count_go_to_triton():

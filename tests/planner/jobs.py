@@ -40,6 +40,15 @@ def small(devices: Any, changes: Any = ()) -> Any:
     return program, {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
 
 
+def packed(devices: Any) -> Any:
+    """Documents that share sequences of 256 tokens, in bf16: two heads of 64."""
+    sizes = {**MLP["model"]["config"], "num_attention_heads": 2, "max_position_embeddings": 256}
+    changes = {"model": {"family": "gpt2", "config": sizes}, "bf16": {"enabled": True}}
+    program, batch = small(devices, changes.items())
+    rows = jax.ShapeDtypeStruct((batch["tokens"].shape[0], 257), jnp.int32)
+    return program, {"tokens": rows, "segment_ids": rows}
+
+
 def huge(devices: Any) -> Any:
     """400 GB of a table, and nothing else worth the name."""
     program = build_program(

@@ -242,6 +242,14 @@ def test_a_gpu_that_is_not_here_is_compiled_for(chip):
     assert {"all-gather", "reduce-scatter"} <= {one.kind for one in outcome.report.collectives}
 
 
+@pytest.mark.full
+@pytest.mark.skipif(not HAS_CUDA, reason="needs jax[cuda13] (3.4 GB) to compile for a GPU")
+def test_the_kernels_for_packed_documents_are_compiled_for_a_hopper_that_is_not_here():
+    """With ptxas, so that layouts, products and shared memory are those of its instructions."""
+    target = target_of("h100:1")
+    assert compile_for(target, jobs.packed).fits(target)
+
+
 def test_an_answer_is_plain_data():
     refused = out_of_memory(next(iter(SAID)))
     figures = Outcome(None, refused, 2.0).figures(target_of("v5e:1x1"))

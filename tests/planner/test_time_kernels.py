@@ -100,6 +100,27 @@ def test_triton_counts_the_blocks_that_are_computed(causal, window):
     assert sorted(_kernel(op, MESH) for op in found) == sorted(wanted)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mosaic_gpu_counts_the_blocks_that_are_computed(head_dim):
+    seq, other = 2048, 64
+    q = jax.ShapeDtypeStruct((BATCH, seq, HEADS, head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((BATCH, seq, HEADS // 2, head_dim), jnp.bfloat16)
+
+    def loss(q, k, v):
+        return attention(q, k, v, soft_cap=5.0, window=300).astype(jnp.float32).sum()
+
+    found = kernels("cuda", jax.grad(loss, (0, 1, 2)), q, k, k, capability=(9, 0))
+    dense = np.array(Mask(True, 300).dense(seq, seq))
+    # Forward: scores and result. Backward: three products for dq, four for dk and dv.
+    wanted = [
+        products
+        * (2 * BATCH * HEADS * head_dim * rows * columns)
+        * dense.reshape(seq // rows, rows, seq // columns, columns).any((1, 3)).sum()
+        for products, rows, columns in ((2, 128, 128), (3, 128, other), (4, other, 128))
+    ]
+    assert sorted(_kernel(op, MESH) for op in found) == sorted(wanted)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents_count_as_one_document_by_cudnn(causal):
     """The kernel for documents that cuDNN cannot take is not part of the estimate."""

@@ -11,7 +11,7 @@
 
 from collections.abc import Iterable
 
-from jaxspeed.jaxpr.primitives import JOINS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
+from jaxspeed.jaxpr.primitives import JOINS, PALLAS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.planner.memory.liveness import LiveArray
 from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
 
@@ -19,7 +19,7 @@ GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
 COPIES = "copies of state"
 KINDS = (GRADIENTS, SAVED, WORKING, LOGITS, WEIGHTS, OFFLOAD, COPIES)
-_ENDS = {*PRODUCTS, "pallas_call", "gather"}
+_ENDS = {*PRODUCTS, *PALLAS, "gather"}
 
 
 class Kinds:

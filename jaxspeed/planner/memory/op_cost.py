@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jaxspeed.hardware.known_chips import Chip
 from jaxspeed.jaxpr.flops import count_products, kernel_flops, product_flops
-from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PRODUCTS
-from jaxspeed.ops.mask import Mask, computed_blocks
+from jaxspeed.jaxpr.primitives import CUDNN_ATTENTION, PALLAS, PRODUCTS
+from jaxspeed.ops.mask import Mask, computed_blocks, computed_flops
 from jaxspeed.planner.memory.materialization import OUT, VIEWS, ScopeAnalysis
 from jaxspeed.planner.memory.tiles import Sizes
 from jaxspeed.planner.memory.trace_ir import Op, Scope, Value
 
-KERNELS = ("pallas_call", CUDNN_ATTENTION)
+KERNELS = (*PALLAS, CUDNN_ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,8 @@ def _kernel(op: Op, mesh: Mapping[str, int]) -> float:
         return kernel_flops(
             op.params, count_products, grid if blocks is None else (*grid[:-2], blocks)
         )
+    if op.name in PALLAS:
+        return computed_flops(op.scopes) or 0.0
     query = op.ins[0]
     if query is None:
         return 0.0

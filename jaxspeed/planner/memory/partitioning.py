@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxspeed.jaxpr.dim_relations import DimRelations, pairwise, relations, same_place
-from jaxspeed.jaxpr.primitives import CONSTRAINT
+from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards
 from jaxspeed.planner.memory.trace_ir import (
@@ -93,7 +93,7 @@ def ties_of(op: Op) -> Iterator[Tie]:
     if op.bodies:
         yield from _of_bodies(op)
         return
-    if op.name == "pallas_call":  # a kernel may mix along any dim
+    if op.name in PALLAS:  # a kernel may mix along any dim
         return
     known = relations_of(op)
     for out, factors in zip(op.outs, known.results, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS
+from jaxspeed.jaxpr.primitives import CALLS, CONSTRAINT, CONTROL, LOOPS, PALLAS
 from jaxspeed.jaxpr.traverse import bodies, called, consts_and_carry, is_var, open_jaxpr
 from jaxspeed.ops.mask import NOT_ESTIMATED
 
@@ -176,7 +176,7 @@ class _Converter:
             backward=self.backward or _is_backward(eqn),
             rematerialized=self.rematerialized,
         )
-        if name == "pallas_call":
+        if name in PALLAS:
             op.scopes = f"{self.scopes}{eqn.source_info.name_stack}"
         for body in bodies(eqn) if name in CONTROL else ():
             op.bodies.append(self.scope(body.jaxpr))

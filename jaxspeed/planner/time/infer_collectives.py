@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxspeed.communication import Communication, dtype_text
-from jaxspeed.jaxpr.primitives import CONSTRAINT, REDUCTIONS, RESHAPES, SCATTERS
+from jaxspeed.jaxpr.primitives import CONSTRAINT, PALLAS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.planner.memory.classify import Kinds
@@ -94,7 +94,7 @@ class _Inference:
                 self._loop(op)
             elif op.name in _EXPLICIT:
                 self._explicit(op)
-            elif op.name == "pallas_call":  # in a region that is manual over all sharded axes
+            elif op.name in PALLAS:  # in a region that is manual over all sharded axes
                 continue
             elif op.name in (CONSTRAINT, PLACED, "device_put"):
                 for v, out in zip(op.ins, op.outs, strict=True):
