@@ -129,7 +129,7 @@ class ScoreBlocks:
             parts.append(furthest >= self.mask.window)
         if self.kv_seq % self.block_k:
             parts.append(columns.last >= self.kv_seq)
-        return functools.reduce(jnp.logical_or, parts, False)
+        return functools.reduce(jnp.logical_or, parts) if parts else False
 
     def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
         """The range of blocks of keys that a block of queries sees."""

@@ -58,7 +58,7 @@ POINTS = {
     "gpipe": (5, 4, {"pipeline_schedule": "gpipe"}),
     "gpipe, kept": (4, 2, {"pipeline_schedule": "gpipe", "pipeline_recompute": "save"}),
     "interleaved": (4, 2, {"pipeline_schedule": "interleaved"}),
-    "interleaved, padded": (9, 4, {"pipeline_schedule": "interleaved"}),
+    "interleaved, padded": (5, 2, {"pipeline_schedule": "interleaved"}),
 }
 
 
@@ -74,8 +74,9 @@ def on_one_device(name):
     return plain(case_of(layers), MICRO, "sgd", steps=STEPS, ranks=8 // pipe)
 
 
-def differs(name):
-    difference = leaf_differences(case_of(POINTS[name][0]), trained(name), on_one_device(name))
+def differs(name, ours=None):
+    ours = trained(name) if ours is None else ours
+    difference = leaf_differences(case_of(POINTS[name][0]), ours, on_one_device(name))
     return not max(difference.values()) <= 1e-3  # true of NaN too
 
 
@@ -93,8 +94,8 @@ ALWAYS = ("interleaved, padded",)
     "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in POINTS]
 )
 def test_what_nothing_was_written_to_changes_no_bit(name, monkeypatch):
-    assert not differs(name)
     clean = trained(name)
+    assert not differs(name, clean)
     poison(monkeypatch)
     poisoned = trained(name)
     assert clean.losses == poisoned.losses and clean.norms == poisoned.norms

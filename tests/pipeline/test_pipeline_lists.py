@@ -189,6 +189,35 @@ class PricedFromZero(Net):
         return self.head(x), price
 
 
+class ReadingBlock(nnx.Module):
+    """Reads a table that is not its own and constants that are, and passes a price."""
+
+    def __init__(self, rngs, scale):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.scale = scale
+
+    def __call__(self, x, price, table, share):
+        scale = np.full(WIDTH, self.scale, np.float32)
+        h = jax.jit(lambda h: jnp.tanh(h * scale))(self.up(x) + table[None, 0])
+        y = x + h * jnp.tanh(x @ table)
+        return y, price + share * jnp.mean((y - x) ** 2)
+
+
+class Reading(Net):
+    """What blocks may have in addition, all at once."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.blocks = nnx.List([ReadingBlock(rngs, 1.0 + i / 4) for i in range(LAYERS)])
+        self.table = nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        x, price = self.first(x @ self.table[...]), 0.0
+        for i, block in enumerate(self.blocks):
+            x, price = block(x, price, self.table[...], 0.05 * (i + 1))
+        return self.head(x) @ self.table[...], price
+
+
 def penalized_error(model, batch):
     y, penalty = model(batch["x"])
     error = jnp.mean((y - batch["y"]) ** 2, axis=-1) + penalty
@@ -408,6 +437,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "packed gpt2": (packed_family("gpt2", dropout=0.1), {}),
     "packed llama": (packed_family("llama", num_key_value_heads=1, intermediate_size=24), {}),
     "constants of its own": (regression(OwnConstants, squared_error), {}),
+    "a table, a price and constants": (regression(Reading, priced_error), {}),
 }
 POINTS = [(2, 3), (4, 0), (2, 0), (4, 3)]  # (pipe, stage)
 # All that these have, others have too.
@@ -417,7 +447,10 @@ IN_FULL = {
     "recomputed calls",
     "recomputed class",
     "a table that all read",
+    "a table that all and the head read",
     "a price that travels",
+    "a price from zero",
+    "constants of its own",
     "penalties that travel",
     "the other of two lists",
     "linen that drops",

@@ -269,12 +269,17 @@ def test_ten_steps_equal_the_model_by_hand(case, accumulation):
 LANGUAGE = CASES["tied embedding and head, dropout"]
 
 
-def test_a_batch_is_a_pair_a_list_or_a_mapping():
+@pytest.fixture(scope="module")
+def language():
+    return engine_of(LANGUAGE)
+
+
+def test_a_batch_is_a_pair_a_list_or_a_mapping(language):
     inputs, labels = LANGUAGE.sample(np.random.default_rng(0))
-    losses = [
-        float(engine_of(LANGUAGE).train_batch(batch)["loss"])
-        for batch in ((inputs, labels), [inputs, labels], {"inputs": inputs, "labels": labels})
-    ]
+    losses = []
+    for batch in ((inputs, labels), [inputs, labels], {"inputs": inputs, "labels": labels}):
+        language.reset()
+        losses.append(float(language.train_batch(batch)["loss"]))
     assert losses == [losses[0]] * 3
 
 
@@ -288,7 +293,6 @@ def test_eight_devices_agree_with_one(stage):
     )
     batch = LANGUAGE.sample(np.random.default_rng(0))
     assert engine.check(batch).ok
-    assert np.isfinite(float(engine.eval_batch(batch)["loss"]))
 
 
 def test_a_list_is_initialised_straight_into_shards():
@@ -314,7 +318,7 @@ def test_a_loss_function_of_initialize_takes_any_batch():
         optimizer=optax.sgd(0.1),
     )
     batch = {"tokens": np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1))}
-    assert float(engine.train_batch(batch)["loss"]) > 0
+    assert float(engine.eval_batch(batch)["loss"]) > 0
 
 
 # -- what is equal, and what is not ---------------------------------------------------------------
@@ -482,8 +486,7 @@ def test_a_loss_given_twice_or_not_at_all_is_refused():
 
 
 @pytest.mark.parametrize("keys", [("x", "labels"), ("inputs", "labels", "mask"), ("inputs",)])
-def test_a_batch_of_other_keys_is_refused(keys):
-    engine = engine_of(LANGUAGE)
+def test_a_batch_of_other_keys_is_refused(keys, language):
     inputs, _ = LANGUAGE.sample(np.random.default_rng(0))
     with pytest.raises(jaxspeed.BatchError, match=r"is \(inputs, labels\), or"):
-        engine.train_batch(dict.fromkeys(keys, inputs))
+        language.train_batch(dict.fromkeys(keys, inputs))

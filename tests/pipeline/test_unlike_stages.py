@@ -7,6 +7,7 @@ into the branches, which wait for stages that are in another branch (the last te
 simulated devices such a program hangs). So the data axes are manual around the branches.
 """
 
+import functools
 import re
 
 import jax
@@ -27,6 +28,7 @@ from jaxspeed.placement.specs import spec_axes
 from jaxspeed.placement.stacks import UnlikeStages
 from jaxspeed.train import build_program
 from jaxspeed.train.tensor_names import traced_example
+from tests.support.covering import covering
 
 WIDTH, VOCAB, SAMPLES = 8, 16, 8
 RNG = np.random.default_rng(0)
@@ -186,12 +188,13 @@ def engine(name, pipe, data=1, **config):
     ), batch
 
 
-def plain(name, steps):
+@functools.cache
+def plain(name, steps=3):
     """Losses, and the parameters after them."""
     model, loss, batch = CASES[name]
     graph, params, rest = nnx.split(model(nnx.Rngs(0)), nnx.Param, ...)
     tx = optax.sgd(0.05, momentum=0.9)
-    state, losses = tx.init(params), []
+    state, losses = jax.jit(tx.init)(params), []
 
     @jax.jit
     def step(params, state):
@@ -223,14 +226,30 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def run_of():
+    """The run of a setting at its beginning, and its batch."""
+    made = functools.cache(lambda name: setting_engine(*SETTINGS[name]))
+
+    def at_its_beginning(name):
+        run, batch = made(name)
+        run.reset()
+        return run, batch
+
+    return at_its_beginning
+
+
+def setting_engine(case, pipe, data, config):
+    return engine(case, pipe, data, **config)
+
+
 @pytest.mark.parametrize(
     "name",
     [n if i < 2 else pytest.param(n, marks=pytest.mark.full) for i, n in enumerate(SETTINGS)],
 )
-def test_unlike_stages_train_as_plain_optax(name):
-    case, pipe, data, config = SETTINGS[name]
-    run, batch = engine(case, pipe, data, **config)
-    losses, params = plain(case, 3)
+def test_unlike_stages_train_as_plain_optax(name, run_of):
+    run, batch = run_of(name)
+    losses, params = plain(SETTINGS[name][0])
     evaluated = float(run.eval_batch(batch)["loss"])
     np.testing.assert_allclose(evaluated, losses[0], rtol=1e-5)
     got = [float(run.train_batch(batch)["loss"]) for _ in range(3)]
@@ -275,8 +294,12 @@ def test_skip_connections_are_sent_through_the_stages_between():
     assert buffer.size == max(sum(map(np.prod, shapes)) for shapes in sent)
 
 
-def test_no_branch_of_a_compiled_step_communicates():
-    run, batch = engine("UNet", 2, 2)
+@pytest.mark.parametrize(
+    "name",
+    covering(["encoder-decoder, data, stage 1", "UNet, data"], ["encoder-decoder, data, stage 1"]),
+)
+def test_no_branch_of_a_compiled_step_communicates(name, run_of):
+    run, batch = run_of(name)
     program = run.program
     given = program.abstract_batch(batch)
     text = program.step.lower(program.state, given).compile().as_text()
@@ -286,14 +309,14 @@ def test_no_branch_of_a_compiled_step_communicates():
         assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", body)
 
 
-def test_a_checkpoint_of_unlike_stages_continues_without_stages(tmp_path):
-    run, batch = engine("UNet", 2)
+def test_a_checkpoint_of_unlike_stages_continues_without_stages(tmp_path, run_of):
+    run, batch = run_of("UNet, three stages")
     run.train_batch(batch)
     run.save_checkpoint(tmp_path)
     run.wait()
     other, _ = engine("UNet", 1)
     other.load_checkpoint(tmp_path)
-    losses, _ = plain("UNet", 2)
+    losses, _ = plain("UNet")
     np.testing.assert_allclose(float(other.train_batch(batch)["loss"]), losses[1], rtol=1e-5)
 
 

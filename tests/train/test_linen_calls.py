@@ -1,5 +1,7 @@
 """Linen modules as losses call them: several calls, methods, streams, collections, flags."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -81,14 +83,16 @@ def train_plain(module, loss_fn, setting):
     params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
     opt, losses = SGD.init(params), []
     step = nn.apply(lambda m, b: loss_fn(m, b, True), module, mutable=["batch_stats"])
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def micro_batch(params, state, part):
+        return step({"params": params, **state}, part)
+
     for batch in batches():
         sums, seen = jax.tree.map(jnp.zeros_like, params), []
         for part in setting.micro_batches(batch):
-
-            def loss_of(params, part=part, state=state):
-                return step({"params": params, **state}, part)
-
-            (loss, state), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            (loss, state), grads = micro_batch(params, state, part)
             seen.append(float(loss))
             sums = jax.tree.map(lambda s, g: s + g / setting.accumulation, sums, grads)
         losses.append(float(np.mean(seen)))
@@ -200,10 +204,11 @@ def test_streams_collections_and_intermediates_as_with_apply(loss_fn):
         loss = jnp.mean(out**2) + changed["losses"]["square"][0] + jnp.mean(hidden**2)
         return loss, changed["batch_stats"]
 
+    micro_batch = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
     for batch in batches():
         sums, seen = jax.tree.map(jnp.zeros_like, params), []
         for part in setting.micro_batches(batch):
-            (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, part)
+            (loss, stats), grads = micro_batch(params, stats, part)
             seen.append(float(loss))
             sums = jax.tree.map(lambda s, g: s + g / 4, sums, grads)
         losses.append(float(np.mean(seen)))

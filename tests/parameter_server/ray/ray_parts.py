@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxspeed.config import load_config
 from jaxspeed.objective.train_state import TrainState
@@ -12,23 +15,23 @@ from jaxspeed.parameter_server.ray.ray_engine import program_of
 from jaxspeed.parameter_server.ray.server_state import variables_of
 
 CONFIG: dict[str, Any] = {
-    "model": {
-        "family": "llama",
-        "config": {
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "vocab_size": 64,
-            "max_position_embeddings": 16,
-        },
-    },
     "mesh": {"data": 2},
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+}
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "config": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+    },
 }
 DROPPING: dict[str, Any] = {
     "family": "gpt2",
@@ -42,6 +45,32 @@ DROPPING: dict[str, Any] = {
     },
 }
 SERVED = {"data_reduction": "parameter_server", "servers": 2}
+
+
+def small_language() -> tuple[Any, Any]:
+    """A model of four leaves and its loss. Closures, so that they travel by value."""
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        table, up, down = jax.random.split(key, 3)
+        mlp = {
+            "up": jax.random.normal(up, (16, 32)) / 4,
+            "down": jax.random.normal(down, (32, 16)) / 6,
+        }
+        embed = jax.random.normal(table, (64, 16)) / 4
+        return {"embed": embed, "mlp": mlp, "norm": {"scale": jnp.ones(16)}}
+
+    def apply(params: dict[str, Any], ids: jax.Array) -> jax.Array:
+        h = params["embed"][ids]
+        h = h + jnp.tanh(h @ params["mlp"]["up"]) @ params["mlp"]["down"]
+        return (h * params["norm"]["scale"]) @ params["embed"].T
+
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        ids, mask = batch["tokens"], batch["mask"][:, 1:]
+        logits = model(ids[:, :-1]).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
+        return (losses * mask).sum(), mask.sum().astype(jnp.float32)
+
+    return (init, apply), loss
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -70,6 +99,8 @@ class Parts:
 
     def __init__(self, given: dict[str, Any], **passed: Any) -> None:
         loaded = load_config(given)
+        if "model" not in given:
+            passed["model"], passed["loss_fn"] = small_language()
         self.program, build = program_of(loaded, BuildArguments(**passed))
         self.layout = build.layout
         self.servers = [ServerActor() for _ in range(self.layout.servers)]

@@ -7,7 +7,7 @@ import pytest
 from jaxspeed.errors import StateLostError
 from jaxspeed.parameter_server import ray as actors
 from jaxspeed.parameter_server.ray.cluster import ray_module
-from tests.parameter_server.ray.ray_parts import batches, config
+from tests.parameter_server.ray.ray_parts import LLAMA, batches, config
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
@@ -28,7 +28,7 @@ def machines():
 def wide():
     """Parameters of which pieces travel by the object stores: more than 100 kB."""
     given = config()
-    sizes = given["model"]["config"] | {"hidden_size": 128, "intermediate_size": 512}
+    sizes = LLAMA["config"] | {"hidden_size": 128, "intermediate_size": 512}
     return given | {"model": {"family": "llama", "config": sizes}}
 
 

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -20,12 +21,14 @@ from jaxspeed.parameter_server import ray as actors
 from jaxspeed.parameter_server.ray import cluster as clusters
 from jaxspeed.parameter_server.ray import pools
 from jaxspeed.parameter_server.schedules import Task
-from tests.parameter_server.ray.ray_parts import batches, config, plain
+from tests.parameter_server.ray import ray_parts
+from tests.parameter_server.ray.ray_parts import LLAMA, batches
 from tests.support.covering import covering
 
 pytestmark = pytest.mark.ray
 
 STORE = 200 * 2**20  # bytes
+config, plain = (partial(of, model=LLAMA) for of in (ray_parts.config, ray_parts.plain))
 WRONG, DEADLY = 5, 6  # lengths of sequences at which the loss raises, or ends its process
 
 

@@ -7,15 +7,32 @@ import optax
 import pytest
 
 import jaxspeed
+from jaxspeed.config import load_config
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.parameter_server.ray import server_state
+from jaxspeed.parameter_server.ray.build import BuildArguments
+from jaxspeed.parameter_server.ray.ray_engine import program_of
 from jaxspeed.parameter_server.ray.server_state import ServerLayout
-from tests.parameter_server.ray.ray_parts import DROPPING, Parts, batches, config, plain
+from tests.parameter_server.ray.ray_parts import (
+    DROPPING,
+    LLAMA,
+    Parts,
+    batches,
+    config,
+    plain,
+    small_language,
+)
 
 
 def reference(**changes):
-    return jaxspeed.initialize(config=plain(**changes), devices=jax.devices()[:2])
+    return jaxspeed.initialize(*small_language(), plain(**changes), devices=jax.devices()[:2])
+
+
+def program_and_layout(**changes):
+    model, loss = small_language()
+    program, build = program_of(load_config(config(**changes)), BuildArguments(model, loss))
+    return program, build.layout
 
 
 def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
@@ -33,7 +50,7 @@ def assert_trains_as(engine, parts, given_batches, rtol=1e-5, atol=1e-5):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        # test_on_ray.py has it, with the processes.
+        # test_on_ray.py has it for SGD, with the processes, and below are Adam and Lamb.
         pytest.param(
             {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}, marks=pytest.mark.full
         ),
@@ -49,9 +66,9 @@ def test_ten_steps_are_those_of_data_parallelism(optimizer):
 
 
 def test_an_optimizer_that_reads_full_matrices_gets_them_unpartitioned():
-    parts = Parts(config(optimizer={"type": "Muon", "params": {"lr": 0.01}}))
-    matrices = [row.path for row in parts.program.table if "mlp/" in row.path]
-    assert matrices and all(len(parts.layout.splits[path].pieces) == 1 for path in matrices)
+    program, layout = program_and_layout(optimizer={"type": "Muon", "params": {"lr": 0.01}})
+    matrices = [row.path for row in program.table if "mlp/" in row.path]
+    assert matrices and all(len(layout.splits[path].pieces) == 1 for path in matrices)
 
 
 def test_servers_hold_equal_bytes():
@@ -62,14 +79,22 @@ def test_servers_hold_equal_bytes():
     assert sum(held) < 1.01 * whole
 
 
-def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits():
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    changes = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1, "optimizer": sgd}
-    parts = Parts(config(**changes))
-    published = parts.published[0]
+BF16 = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}, "ema_decay": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def in_bf16():
+    return Parts(config(**BF16))
+
+
+def test_mixed_precision_keeps_masters_on_servers_and_sends_16_bits(in_bf16):
+    published = in_bf16.published[0]
     assert {x.dtype for x in published.params.values()} == {jnp.dtype(jnp.bfloat16)}
-    assert all(x.dtype == jnp.float32 for x in parts.states[0].master.values())
-    assert_trains_as(reference(**changes), parts, batches(3), rtol=2e-2, atol=1e-3)
+    assert all(x.dtype == jnp.float32 for x in in_bf16.states[0].master.values())
+    assert_trains_as(reference(**BF16), in_bf16, batches(3), rtol=2e-2, atol=1e-3)
 
 
 def test_a_non_finite_step_is_skipped_by_all_servers_or_by_none():
@@ -102,6 +127,7 @@ FREE = {"bf16": {"enabled": True, "check_grad_overflow": False}, "gradient_clipp
 
 def test_an_update_in_buckets_equals_the_update_at_once(monkeypatch):
     sums = {"gradient_allreduce_op": "sum", "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
+    sums["model"] = LLAMA
     ours = Parts(config(**FREE, **sums))
     assert len(ours.layout.buckets) >= 3
     monkeypatch.setattr(server_state, "bucket_paths", lambda program: ())
@@ -141,9 +167,8 @@ def test_random_numbers_are_those_of_the_parameter_server_of_one_controller():
     assert_trains_as(engine, parts, batches(3))
 
 
-def test_split_state_and_join_state_round_trip_bitwise():
-    changes = {"optimizer": {**config()["optimizer"], "ema_decay": 0.9}, "bf16": {"enabled": True}}
-    parts = Parts(config(**changes))
+def test_split_state_and_join_state_round_trip_bitwise(in_bf16):
+    parts = in_bf16
     parts.step(batches(1)[0])
     again, _ = parts.layout.split_state(parts.program, parts.state())
     for server, theirs in zip(parts.servers, again, strict=True):
@@ -165,7 +190,7 @@ def test_an_optimizer_that_mixes_parameters_trains_as_on_one_device():
     theirs = {name: x for name, x in plain().items() if name != "optimizer"}
     parts = Parts(given, optimizer=MIXING)
     assert parts.layout.mixed
-    engine = jaxspeed.initialize(config=theirs, optimizer=MIXING, devices=jax.devices()[:2])
+    engine = jaxspeed.initialize(*small_language(), theirs, MIXING, devices=jax.devices()[:2])
     assert_trains_as(engine, parts, batches(5))
     first, second = (server.get_state() for server in parts.servers)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)
@@ -174,6 +199,6 @@ def test_an_optimizer_that_mixes_parameters_trains_as_on_one_device():
 
 
 def test_servers_without_parameters_are_refused():
-    parts = Parts(config())
+    program, _ = program_and_layout()
     with pytest.raises(ConfigError, match="would own nothing"):
-        ServerLayout.of(parts.program, 100_000, synchronous=True)
+        ServerLayout.of(program, 100_000, synchronous=True)
