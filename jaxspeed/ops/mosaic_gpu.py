@@ -471,7 +471,7 @@ def _visible(
         return block.start + plgpu.broadcasted_iota(jnp.int32, x.shape, dim, layout=layout)
 
     def visible() -> jax.Array:
-        ids = None, None
+        ids: tuple[Any, Any] = None, None
         if q_ids is not None and k_ids is not None:
             ids = _along(q_ids, x, q_dim), _along(k_ids, x, 1 - q_dim)
         return blocks.visible(x, hidden, places(rows, q_dim), places(columns, 1 - q_dim), *ids)
@@ -573,7 +573,8 @@ def _shared(shape: Sequence[int], dtype: Any) -> Any:
     if len(shape) < 3:
         return plgpu.SMEM(tuple(shape), dtype)
     width = 128 // jnp.dtype(dtype).itemsize
-    tiles = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+    of: Any = plgpu  # to mypy these two classes are abstract (jax 0.12.0)
+    tiles = of.TilingTransform((8, width)), of.SwizzleTransform(128)
     return plgpu.SMEM(tuple(shape), dtype, transforms=tiles)
 
 
