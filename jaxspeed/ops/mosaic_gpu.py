@@ -573,9 +573,8 @@ def _shared(shape: Sequence[int], dtype: Any) -> Any:
     if len(shape) < 3:
         return plgpu.SMEM(tuple(shape), dtype)
     width = 128 // jnp.dtype(dtype).itemsize
-    tiling: Any = plgpu.TilingTransform  # abstract, as its types have it
-    swizzle: Any = plgpu.SwizzleTransform
-    tiles = tiling((8, width)), swizzle(128)
+    of: Any = plgpu  # to mypy these two classes are abstract (jax 0.12.0)
+    tiles = of.TilingTransform((8, width)), of.SwizzleTransform(128)
     return plgpu.SMEM(tuple(shape), dtype, transforms=tiles)
 
 

@@ -121,15 +121,15 @@ class ScoreBlocks:
 
     def hides(self, rows: BlockPlaces, columns: BlockPlaces) -> Any:
         """Whether a query of one block does not see a key of another, whatever their segments."""
-        parts = []
+        hides: Any = False
         if self.mask.causal:
-            parts.append(columns.last > rows.start)
+            hides = columns.last > rows.start
         if self.mask.window is not None:
             furthest = jnp.maximum(rows.last - columns.start, columns.last - rows.start)
-            parts.append(furthest >= self.mask.window)
+            hides |= furthest >= self.mask.window
         if self.kv_seq % self.block_k:
-            parts.append(columns.last >= self.kv_seq)
-        return functools.reduce(jnp.logical_or, parts) if parts else False
+            hides |= columns.last >= self.kv_seq
+        return hides
 
     def keys_of(self, rows: BlockPlaces, seen: Any, i: Any) -> tuple[Any, Any]:
         """The range of blocks of keys that a block of queries sees."""
