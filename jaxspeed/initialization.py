@@ -13,7 +13,6 @@ import jax
 import optax
 
 from jaxspeed.config import Config, load_config
-from jaxspeed.known_jax_bugs import installed, refuse_old_jax
 
 if TYPE_CHECKING:
     from jaxspeed.config import AutoValues
@@ -70,6 +69,8 @@ def initialize(
       ConfigError, PlacementError, ModelError: lists every problem, and what would work.
       RunError: there are other processes, which were not joined before JAX started.
     """
+    from jaxspeed.known_jax_bugs import installed, refuse_old_jax
+
     refuse_old_jax(installed())
     from jaxspeed.launch.environment import start_processes
     from jaxspeed.metrics import require_monitors
