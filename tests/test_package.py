@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import runpy
 import shutil
 import subprocess
 import sys
@@ -88,6 +89,12 @@ def test_the_wheel_holds_every_module_and_what_modules_read(wheel):
     files = {"py.typed", "hardware/chips.yaml", "planner/page.html"}
     assert {f"jaxspeed/{file}" for file in files} <= names
     assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_an_old_python_is_told_what_is_needed(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.12 or newer.*make install"):
+        runpy.run_path(str(ROOT / "setup.py"))
 
 
 def test_models_import_from_the_wheel(wheel, tmp_path):
