@@ -1,5 +1,7 @@
 """Components of the memory estimate of a step."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,14 @@ POINTS = {point.name: point for point in points()}
 LAYERS, WIDTH = GPT2["num_hidden_layers"], GPT2["hidden_size"]
 
 
+@functools.cache
 def build(name):
     return POINTS[name].program(jax.devices())
+
+
+@functools.cache
+def of_tpu(name):
+    return memory_of(*build(name), "tpu")
 
 
 def by_name(memory, **which):
@@ -27,13 +35,13 @@ def by_name(memory, **which):
     }
 
 
-def elements(program):
+def elements(name):
+    program, _ = build(name)
     return sum(x.size for x in jax.tree.leaves(program.state.master or program.state.params))
 
 
 def test_components_add_up_and_print():
-    program, batch = build("gpt2: host optimizer")
-    memory = memory_of(program, batch, "tpu")
+    memory = of_tpu("gpt2: host optimizer")
     of_device = [c.bytes for c in memory.components if not c.host]
     assert sum(of_device) == memory.device == memory.state + memory.temporary
     assert sum(c.bytes for c in memory.components if c.host) == memory.host
@@ -42,30 +50,28 @@ def test_components_add_up_and_print():
 
 
 def test_offloaded_masters_and_moments_are_in_host_memory():
-    program, batch = build("gpt2: host optimizer")
-    waiting = by_name(memory_of(program, batch, "tpu"), host=True, lasting=True)
-    each = elements(program) // 4  # sharded over 4 data ranks, under stage 1
+    waiting = by_name(of_tpu("gpt2: host optimizer"), host=True, lasting=True)
+    each = elements("gpt2: host optimizer") // 4  # sharded over 4 data ranks, under stage 1
     assert waiting["masters"] == pytest.approx(4 * each, rel=0.01)
     assert waiting["optimizer"] == pytest.approx(8 * each, rel=0.01)
 
 
 def test_full_recompute_saves_the_inputs_of_the_blocks():
-    program, batch = build("gpt2: full")
-    saved = by_name(memory_of(program, batch, "tpu"))["saved activations"]
+    saved = by_name(of_tpu("gpt2: full"))["saved activations"]
     inputs = LAYERS * 8 * 960 * WIDTH * 2
     assert inputs <= saved < 1.2 * inputs
 
 
 def test_accumulated_gradients_are_fp32_and_replicated_under_stage_0():
-    program, batch = build("mixer: 4 micro-batches")
-    gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
-    assert gradients == pytest.approx(4 * elements(program), rel=0.02)
+    name = "mixer: 4 micro-batches"
+    gradients = by_name(of_tpu(name))["gradients"]
+    assert gradients == pytest.approx(4 * elements(name), rel=0.02)
 
 
 def test_stage_2_shards_the_gradients():
-    program, batch = build("mixer: 4 micro-batches, stage 3, full")
-    gradients = by_name(memory_of(program, batch, "tpu"))["gradients"]
-    assert gradients == pytest.approx(4 * elements(program) / 4, rel=0.05)
+    name = "mixer: 4 micro-batches, stage 3, full"
+    gradients = by_name(of_tpu(name))["gradients"]
+    assert gradients == pytest.approx(4 * elements(name) / 4, rel=0.05)
 
 
 def test_the_platform_decides_whether_scores_are_held():

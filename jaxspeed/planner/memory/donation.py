@@ -18,23 +18,6 @@ _VIEWS_AND_CASTS = {*VIEWS, *PAIRWISE, *CASTS, "reduce_precision"}
 class DonatedScope(OrderedScope):
     """A scope with the results that are written into its arguments, and copies of these."""
 
-    def copies(self) -> dict[Value, int]:
-        """Arguments that XLA:TPU copies when the step begins, with their last reader.
-
-        It copies an argument whose buffer receives a gathered value, if an operation reads it
-        (seen in buffer assignments of libtpu 0.0.52).
-        """
-        found: dict[Value, int] = {}
-        if self.depth or self.sizes.library:
-            return found
-        for out, place in zip(self.scope.outs, self.donated, strict=False):
-            if out is None or place is None or place in self.producers or place.host:
-                continue
-            by = self.readers.get(place, set()) - {OUT}
-            if by and self.sizes.of(out) < self.sizes.of(place):
-                found[place] = max(by)
-        return found
-
     def rounded(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """Copies in 16 bits of fp32 arrays of which loops multiply the slices, on a TPU.
 

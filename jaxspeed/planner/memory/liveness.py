@@ -160,8 +160,6 @@ class _Liveness(DonatedScope):
             first = 0 if self._is_fetched_early(value) else times[self.producers[value]]
             last = max(last + late.get(value, 0), self._sent_by(value, times))
             found.append(Lifetime(first, last, value, self.sizes.of(value)))
-        copies = self.copies().items()
-        found += [Lifetime(0, times[i], value, self.sizes.of(value)) for value, i in copies]
         found += self._zeros(times)
         found += self.rounded(times)
         found += self.transposed(times)
