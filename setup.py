@@ -1,6 +1,6 @@
-"""All of the package is declared in pyproject.toml; an old Python is told apart here.
+"""All of the package is declared in pyproject.toml; an old Python is refused here.
 
-pip reads `requires-python` along with the dependencies, and of both names the missing JAX.
+pip 23 resolves the dependencies as well, and then reports only that there is no such JAX.
 """
 
 import sys
