@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import jax
 import pytest
@@ -26,15 +27,17 @@ pytestmark = pytest.mark.fast
 
 
 class Store:
-    """The key-value store of JAX's coordination service, without waiting."""
+    """The key-value store of JAX's coordination service."""
 
     def __init__(self):
-        self.values = {}
+        self.values, self._is_new = {}, threading.Condition()
 
     def key_value_set(self, key, value, allow_overwrite=False):
         if key in self.values and not allow_overwrite:
             raise jax.errors.JaxRuntimeError("ALREADY_EXISTS: config key")
-        self.values[key] = value
+        with self._is_new:
+            self.values[key] = value
+            self._is_new.notify_all()
 
     def key_value_try_get(self, key):
         if key not in self.values:
@@ -42,12 +45,14 @@ class Store:
         return self.values[key]
 
     def key_value_dir_get(self, prefix):
-        return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
+        with self._is_new:
+            return [(k, v) for k, v in self.values.items() if k.startswith(prefix)]
 
     def blocking_key_value_get(self, key, milliseconds):
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-        return self.values[key]
+        with self._is_new:
+            if not self._is_new.wait_for(lambda: key in self.values, milliseconds / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+            return self.values[key]
 
 
 def configured(**given):
@@ -77,8 +82,8 @@ class Run:
             self.dogs[rank].check(self.now)
             self.dogs[rank].exchange()
 
-    def notice(self):
-        return Heartbeats(self.store, 0, len(self.dogs)).next_notice(0)
+    def notice(self, seconds=0):
+        return Heartbeats(self.store, 0, len(self.dogs)).next_notice(seconds)
 
 
 def test_a_time_out_is_learnt_and_never_below_its_floor():
@@ -284,9 +289,7 @@ def test_all_processes_stop_at_the_same_call_whichever_is_ahead():
     for dog in run.dogs:
         dog._listeners["stop"](stop)
         dog._listeners["stop"](stop)  # a scheduler sends it to every process
-    notice = None
-    while notice is None:  # process 0 decides in a thread
-        notice = run.notice()
+    notice = run.notice(60)  # process 0 decides in a thread
     assert notice == {"kind": "stop at", "call": 8}
     for dog in run.dogs:
         dog._listeners["stop at"](notice)
