@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxspeed.jaxpr.primitives import LOOPS, PRODUCTS, SCATTERS
 from jaxspeed.jaxpr.traverse import consts_and_carry
 from jaxspeed.planner.memory.donation import DonatedScope
-from jaxspeed.planner.memory.heap import Interval, heap_bytes, tpu_heap_bytes
+from jaxspeed.planner.memory.heap import Interval, heap_bytes
 from jaxspeed.planner.memory.materialization import MATERIALIZED, MOVES, OUT, scattered
 from jaxspeed.planner.memory.on_chip import NO_USE, ChipUse, joint, place_on_chip
 from jaxspeed.planner.memory.op_order import Lifetime
@@ -61,8 +61,7 @@ def peaks(scope: Scope, sizes: Sizes, donated: Sequence[Value | None] = ()) -> t
     `donated[i]` is the input into whose buffer output i is written.
     """
     device, host = _Liveness(scope, sizes, donated, 0, {}).peaks(0)
-    heap = tpu_heap_bytes(device.buffers) if sizes.tiled else heap_bytes(device.buffers)
-    for size in (heap - device.bytes, device.chip.tables):
+    for size in (heap_bytes(device.buffers) - device.bytes, device.chip.tables):
         if size > 0:
             arrays = (*device.arrays, _unknown(size))
             device = replace(device, bytes=device.bytes + size, arrays=arrays)
@@ -278,9 +277,11 @@ class _Liveness(DonatedScope):
     def _zeros(self, times: Sequence[int]) -> Iterator[Lifetime]:
         """What loops write slice by slice, before they run.
 
-        XLA:GPU initializes all these buffers when the program begins.
+        Up to jax 0.11, XLA:GPU initializes all these buffers when the program begins.
         """
-        for i, op in enumerate(self.scope.ops if self.sizes.library and not self.depth else ()):
+        if not self.sizes.library or self.depth or jax.__version_info__ >= (0, 12):
+            return
+        for i, op in enumerate(self.scope.ops):
             if op.name == "scan" and times[i]:
                 _, carry = consts_and_carry(op)
                 for out in op.outs[carry:]:
