@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
 HELPS = [
     *((command,) for command in COMMANDS),
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
-    ("data", "tokenize"),
+    *(("data", verb) for verb in ("tokenize", "verify")),
 ]
 
 
