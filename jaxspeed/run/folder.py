@@ -42,6 +42,7 @@ class RunFolder:
         if not isinstance(store, LocalStore) or realpath(store.root) != realpath(self.path):
             kept = Claim("run.checkpoints", store)
         self._claims = [output, kept]
+        kept.watch()  # while `output` waits, where both were in use on a host that has died
         try:
             output.take()
             begun = output.holds(whose)

@@ -1,5 +1,7 @@
 """Who may use the folder of a run and that of its checkpoints: one process, of one run."""
 
+from types import SimpleNamespace
+
 import pytest
 from etils import epath
 
@@ -96,9 +98,14 @@ def test_a_folder_in_use_on_another_host_is_refused_unless_that_host_has_died(
     output = tmp_path / ("a" if which == 0 else "b")
     with pytest.raises(jaxspeed.ConfigError, match="in use by another run, on "):
         opened(output, checkpoints=tmp_path / "c")
-    for each in there._claims:
-        each._closed.set()  # it dies without closing the folder
+    for each in there._claims:  # it dies without closing the folder
+        each._closed.set()
+        each._toucher.join()
+    clock = [0.0]
+    own = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda x: clock.append(clock.pop() + x))
+    monkeypatch.setattr(claim, "time", own)
     here = opened(output, checkpoints=tmp_path / "c")
+    assert 3 <= clock[0] / claim.TOUCH_SECONDS < 4  # not for each of the two
     here.close()
     assert (output / ".lock").read_text() == (tmp_path / "c" / ".lock").read_text() == ""
 
