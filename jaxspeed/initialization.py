@@ -55,7 +55,8 @@ def initialize(
       example_extra: with an example batch, the arrays (or their shapes) that are passed as
         `train_batch(batch, extra=...)`, if the loss has a parameter `extra`.
       trainable: the parameters to train: path patterns, a function of the path, or a
-        Variable type such as `nnx.LoRAParam`; all by default.
+        Variable type such as `nnx.LoRAParam`; all by default. Of a shared Variable a pattern may
+        cover any path.
       init_with: `init_with(model, batch)` with the calls that create a Linen module's parameters;
         by default those of the loss.
       executable: a file of `jaxspeed plan --keep`, from which the step starts without compilation

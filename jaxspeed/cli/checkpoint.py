@@ -146,7 +146,7 @@ def _show(given: argparse.Namespace) -> int:
 
 def _hf_form(given: argparse.Namespace) -> "HFForm":
     """The form of the model that the run was of, or that a config names."""
-    from jaxspeed.run.folder import WHOSE
+    from jaxspeed.run.claim import WHOSE
 
     run = Path(given.folder)
     run = run.parent if run.name == "checkpoints" else run

@@ -178,7 +178,7 @@ def _part(
                 f"data: {each.name} has ids up to {each.largest:,}, but the model's vocabulary has "
                 f"{limits.vocab_size:,}"
             )
-    return documents_part(opened, _packing(data, limits), data.held_out)
+    return documents_part(opened, _packing(data, limits), data.held_out, limits.vocab_size)
 
 
 def _packing(data: Data, limits: ModelLimits) -> Packing:

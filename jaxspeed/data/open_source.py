@@ -71,7 +71,8 @@ def _token_paths(given: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
-        is_store = (path / token_store.HEADER).exists() or not any(path.glob("*.npy"))
+        names = (token_store.HEADER, token_store.OFFSETS)
+        is_store = any((path / n).exists() for n in names) or not any(path.glob("*.npy"))
         found += [path] if path.is_dir() and is_store else files.find_files([name], (".npy",))
     return found
 
@@ -107,16 +108,23 @@ def _user_iterable(path: str, source: SourceSection) -> Opened:
 
 
 def documents_part(
-    documents: Sequence[token_store.Documents], packing: Packing, held_out: float
+    documents: Sequence[token_store.Documents],
+    packing: Packing,
+    held_out: float,
+    vocab_size: int | None,
 ) -> OpenSource:
-    """Pack documents into windows, split into training and held-out."""
+    """Pack documents into windows, split into training and held-out.
+
+    `vocab_size` is the model's; by default ids up to the largest of each source are read.
+    """
     train, held, counts = [], [], np.zeros(0, np.int64)
     for each in documents:
         spans, out = hold_out_documents(each.offsets, held_out) if held_out else (_all(each), None)
-        stream = Stream(each.tokens, spans)
+        known = vocab_size or each.largest + 1, each.name
+        stream = Stream(each.tokens, spans, *known)
         train.append(_windows(stream, packing, pad_last=False))
         if out is not None:
-            held.append(_windows(Stream(each.tokens, out), packing, pad_last=True))
+            held.append(_windows(Stream(each.tokens, out, *known), packing, pad_last=True))
         counts = add_counts(counts, stream.counts())
     number = sum(len(each.offsets) - 1 for each in documents)
     tokens = sum(int(each.offsets[-1]) for each in documents)

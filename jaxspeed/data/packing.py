@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxspeed.errors import DataError
+
 # Enough for token frequencies, and fast: of more tokens, evenly spaced blocks are counted.
 COUNTED = 1 << 26
 BLOCK = 1 << 20
@@ -21,10 +23,19 @@ class Spans:
 
 
 class Stream:
-    """Concatenation of the spans, with a position for each token."""
+    """Concatenation of the spans, with a position for each token.
 
-    def __init__(self, tokens: np.ndarray, spans: Spans) -> None:
+    Args:
+      vocab_size: ids beyond are refused as they are read: files may change or decay after they were
+        opened, and lookups with such ids give wrong numbers without an error.
+      name: of the tokens, in errors.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, spans: Spans, vocab_size: int | None = None, name: str = "tokens"
+    ) -> None:
         self.tokens = tokens
+        self._vocab_size, self._name = vocab_size, name
         self.edges = _edges(spans.lengths)  # int64 [spans + 1], positions
         # Spans that are adjacent in the array are read at once.
         ends = spans.starts + spans.lengths
@@ -37,15 +48,33 @@ class Stream:
         return int(self.edges[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens at positions [start, stop)."""
+        """The tokens at positions [start, stop).
+
+        Raises:
+          DataError: an id is not one of the vocabulary.
+        """
         run = int(np.searchsorted(self._run_edges, start, "right")) - 1
         parts = []
         while start < stop:
             end = min(stop, int(self._run_edges[run + 1]))
             at = int(self._run_starts[run]) + start - int(self._run_edges[run])
-            parts.append(self.tokens[at : at + end - start])
+            parts.append(self._checked(at, self.tokens[at : at + end - start]))
             start, run = end, run + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _checked(self, at: int, ids: np.ndarray) -> np.ndarray:
+        if self._vocab_size is not None and ids.size:
+            worst = int(ids.max())
+            if worst < self._vocab_size and ids.dtype.kind == "i":
+                worst = min(worst, int(ids.min()))
+            if not 0 <= worst < self._vocab_size:
+                at += int(np.argmax(ids == worst))
+                raise DataError(
+                    f"data: {self._name}: token {at:,} is {worst:,}, but ids go from 0 to "
+                    f"{self._vocab_size - 1:,}: the file is damaged, or was changed since it was "
+                    "opened"
+                )
+        return ids
 
     def segments(self, start: int, stop: int) -> np.ndarray:
         """int32 [stop - start]: 1 for the first document within [start, stop), then 2, ..."""

@@ -1,7 +1,15 @@
-"""Tokenized documents: one array of ids with document offsets, in memory or memory-mapped files."""
+"""Tokenized documents: one array of ids with document offsets, in memory or memory-mapped files.
 
+Sizes, dtypes and offsets of a folder are checked whenever it is opened. Its digest, which takes a
+pass over all tokens, is checked when the folder is opened first, which a file in it records, and
+again once a file has changed.
+"""
+
+import contextlib
 import hashlib
 import json
+import logging
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +21,12 @@ import numpy as np
 from jaxspeed.data.tokenizer import Tokenizer, load_tokenizer
 from jaxspeed.errors import DataError
 
+log = logging.getLogger("jaxspeed")
 FORMAT = 1
 HEADER, TOKENS, OFFSETS, TOKENIZER = "header.json", "tokens.npy", "offsets.npy", "tokenizer.json"
+VERIFIED = ".verified.json"
+_BLOCK = 1 << 24  # tokens that are hashed at once
+_LONG = 1 << 30  # bytes that take so long to read that it is logged
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,13 @@ class _Digest:
         return self._hash.hexdigest()
 
 
+def _digest_of(tokens: np.ndarray, offsets: np.ndarray) -> str:
+    digest = _Digest(tokens.dtype)
+    for start in range(0, tokens.size, _BLOCK):
+        digest.add(tokens[start : start + _BLOCK])
+    return digest.end(offsets)
+
+
 # -- files --------------------------------------------------------------------------------------
 
 
@@ -92,7 +111,7 @@ def write(out: Path, name: str, documents: Iterable[np.ndarray], tokenizer: Toke
         raise DataError(f"data tokenize: {str(out)!r} cannot be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return read(out)
+    return _read_folder(out)
 
 
 def _write_files(
@@ -123,6 +142,7 @@ def _write_files(
         "tokenizer": tokenizer.name,
         "documents": len(offsets) - 1,
         "tokens": ends[-1],
+        "dtype": dtype.str,
         "largest": largest,
         "digest": digest.end(offsets),
     }
@@ -136,7 +156,25 @@ def _npy_header(file: Any, dtype: np.dtype, length: int) -> None:
 
 def read(path: Path) -> Documents:
     """Read a folder that `write` made, or a .npy file of ids: [tokens] or [documents, tokens]."""
-    return _read_npy(path) if path.is_file() else _read_folder(path)
+    if path.is_file():
+        return _read_npy(path)
+    documents = _read_folder(path)
+    if not _is_verified(path, documents):
+        _check_digest(path, documents)
+    return documents
+
+
+def verify(path: Path) -> Documents:
+    """Read a folder or a .npy file, and compare every token with the folder's digest.
+
+    Raises:
+      DataError: it is damaged.
+    """
+    if path.is_file():
+        return _read_npy(path)
+    documents = _read_folder(path)
+    _check_digest(path, documents)
+    return documents
 
 
 def _read_folder(folder: Path) -> Documents:
@@ -155,17 +193,82 @@ def _read_folder(folder: Path) -> Documents:
         tokens = np.load(folder / TOKENS, mmap_mode="r")
         offsets = np.load(folder / OFFSETS, mmap_mode="r")
         tokenizer = load_tokenizer((folder / TOKENIZER).read_bytes(), str(folder / TOKENIZER))
-    except (OSError, ValueError, KeyError) as error:
+        name, digest = f"{header['name']}, tokenized", str(header["digest"])
+        largest = int(header["largest"])
+        problem = _problem(folder, header, tokens, offsets)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"data: {str(folder)!r} is damaged: {error}") from None
+        problem = str(error)
+    if problem:
+        raise DataError(f"data: {str(folder)!r} is damaged: {problem}")
+    return Documents(name, tokens, offsets, digest, largest, tokenizer)
+
+
+def _problem(folder: Path, header: Any, tokens: np.ndarray, offsets: np.ndarray) -> str:
+    """What the arrays' sizes, dtypes and offsets have of what `write` does not write, or ""."""
+    if tokens.ndim != 1 or tokens.dtype.kind != "u":
+        return f"{TOKENS} holds {tokens.dtype}{list(tokens.shape)}, not unsigned ids [tokens]"
+    if tokens.dtype.str != header.get("dtype", tokens.dtype.str):
+        return f"{TOKENS} holds {tokens.dtype.str}, but its header lists {header['dtype']}"
+    if offsets.ndim != 1 or offsets.dtype != np.int64:
+        return f"{OFFSETS} holds {offsets.dtype}{list(offsets.shape)}, not int64 [documents + 1]"
+    for file, array in ((TOKENS, tokens), (OFFSETS, offsets)):
+        size = (folder / file).stat().st_size
+        if isinstance(array, np.memmap) and size != array.offset + array.nbytes:
+            return f"{file} has {size:,} bytes, not {array.offset + array.nbytes:,}"
     if len(tokens) != header["tokens"] or len(offsets) != header["documents"] + 1:
-        raise DataError(
-            f"data: {str(folder)!r} is damaged: {len(tokens)} tokens in {len(offsets) - 1} "
-            f"documents, but its header lists {header['tokens']} in {header['documents']}"
+        return (
+            f"{len(tokens)} tokens in {len(offsets) - 1} documents, but its header lists "
+            f"{header['tokens']} in {header['documents']}"
         )
-    name = f"{header['name']}, tokenized"
-    return Documents(name, tokens, offsets, header["digest"], header["largest"], tokenizer)
+    if offsets[0] != 0 or offsets[-1] != len(tokens):
+        return f"{OFFSETS} goes from {offsets[0]} to {offsets[-1]}, not from 0 to {len(tokens)}"
+    if (empty := np.flatnonzero(np.diff(offsets) <= 0)).size:
+        at = int(empty[0])
+        return f"{OFFSETS} does not rise from {offsets[at]} to {offsets[at + 1]}, document {at}"
+    return ""
+
+
+def _check_digest(folder: Path, documents: Documents) -> None:
+    """Compare the tokens with the digest, and record that they agree."""
+    before = _stamp(folder, documents)
+    if documents.tokens.nbytes >= _LONG:
+        log.info("%s: comparing all tokens with the digest, which is done once", folder)
+    if _digest_of(documents.tokens, documents.offsets) != documents.digest:
+        raise DataError(
+            f"data: {str(folder)!r} is damaged: its tokens or offsets are not those that were "
+            "written (the digest in its header differs); tokenize the text again"
+        )
+    temporary = folder / f"{VERIFIED}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(before))
+        temporary.replace(folder / VERIFIED)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if documents.tokens.nbytes >= _LONG:
+            log.info(
+                "%s cannot be written (%s), so that its digest is checked at each start; `jaxspeed "
+                "data verify`, where it can be, records that it is intact",
+                folder,
+                error.strerror,
+            )
+
+
+def _is_verified(folder: Path, documents: Documents) -> bool:
+    try:
+        recorded = json.loads((folder / VERIFIED).read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(recorded == _stamp(folder, documents))
+
+
+def _stamp(folder: Path, documents: Documents) -> dict[str, Any]:
+    """What changes with the folder's files: digest, sizes and times of modification."""
+    found = {name: (folder / name).stat() for name in (TOKENS, OFFSETS)}
+    files = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+    return {"digest": documents.digest, **files}
 
 
 def _read_npy(file: Path) -> Documents:
@@ -182,7 +285,5 @@ def _read_npy(file: Path) -> Documents:
         raise DataError(f"data: {str(file)!r} holds negative ids")
     tokens = array.reshape(-1)
     offsets = np.arange(0, array.size + 1, array.shape[-1], dtype=np.int64)
-    digest = _Digest(array.dtype)
-    for start in range(0, tokens.size, 1 << 24):
-        digest.add(tokens[start : start + (1 << 24)])
-    return Documents(str(file), tokens, offsets, digest.end(offsets), int(array.max()), None)
+    digest = _digest_of(tokens, offsets)
+    return Documents(str(file), tokens, offsets, digest, int(array.max()), None)

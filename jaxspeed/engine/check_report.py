@@ -208,11 +208,14 @@ def _faults(
 def _frozen_by_user(program: Program, path: str) -> bool:
     """Whether `trainable` or an optimizer group freezes a parameter."""
     optimizer, trainable = program.config.optimizer, read_trainable(program.source.trainable)
-    if optimizer and any(g.frozen and match(g.pattern, path) for g in optimizer.groups):
+    row = program.table.rows.get(path)
+    paths = row.leaf.paths if row else (path,)
+    groups = [g.pattern for g in optimizer.groups if g.frozen] if optimizer else []
+    if any(match(pattern, p) for pattern in groups for p in paths):
         return True
     if trainable.by_leaf:  # only the table has the variables' types
-        return path in program.table.rows
-    return not trainable(path, None)
+        return row is not None
+    return not trainable(paths, None)
 
 
 def _wide(x: Any) -> np.ndarray:

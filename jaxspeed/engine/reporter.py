@@ -1,14 +1,15 @@
-"""Training log and hooks: loss lines, skipped steps, clipping, step times, memory, batch shapes.
+"""Training log and hooks: losses, skipped steps, clipping, step times, memory, batch shapes.
 
 The log does not wait for devices unless `wall_clock_breakdown` is set: a step's metrics are logged
 once they have arrived, which may be some steps later.
 """
 
 import logging
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +28,11 @@ Hook = Callable[[int, dict[str, float]], Any]
 
 
 class Reporter:
-    """Logs every `steps_per_print` steps and every skipped step; calls hooks."""
+    """Logs every `steps_per_print` steps and every skipped step; calls hooks.
+
+    Of the steps that were taken although their loss is not finite, the first is logged. The others
+    are counted, for hooks, for the lines of `steps_per_print`, and for `flush`.
+    """
 
     def __init__(self, program: Program, step: int = 0) -> None:
         self._config = program.config
@@ -37,6 +42,7 @@ class Reporter:
         self._step = step
         self._hooks: list[tuple[Hook, int]] = []
         self._clips_by_default = clips_by_default(program)
+        self._nonfinite_losses = self._logged_losses = 0
 
     @property
     def step(self) -> int:
@@ -67,11 +73,21 @@ class Reporter:
             self._say(*self._waiting.popleft())
 
     def flush(self) -> None:
-        """Log the pending steps; this waits for the devices."""
+        """Log the pending steps, and the number of losses that are not finite, if it has grown.
+
+        This waits for the devices.
+        """
         while self._waiting:
             self._say(*self._waiting.popleft())
+        if self._nonfinite_losses > max(self._logged_losses, 1):
+            self._logged_losses = self._nonfinite_losses
+            log.warning(
+                "%d steps so far were taken although their loss is not finite",
+                self._nonfinite_losses,
+            )
 
     def _say(self, step: int, metrics: Metrics) -> None:
+        self._say_nonfinite_loss(step, metrics)
         if bool(metrics["skipped"]):
             log.warning(
                 "step %d skipped: its gradients are not finite (%d skipped so far, loss scale %g); "
@@ -94,11 +110,29 @@ class Reporter:
             )
         for hook, often in self._hooks:
             if step % often == 0:
-                hook(step, {name: float(value) for name, value in metrics.items()})
+                numbers = {name: float(value) for name, value in metrics.items()}
+                hook(step, {**numbers, "nonfinite_losses": float(self._nonfinite_losses)})
         every = self._config.steps_per_print
         if every and step % every == 0:
             shown = ", ".join(f"{k} {float(metrics[k]):.6g}" for k in SHOWN if k in metrics)
+            if count := self._nonfinite_losses:
+                shown += f", {count} losses not finite"
             log.info("step %d: %s%s%s", step, shown, self._times(), self._memory())
+
+    def _say_nonfinite_loss(self, step: int, metrics: Metrics) -> None:
+        if not took_nonfinite_loss(metrics):
+            return
+        self._nonfinite_losses += 1
+        if self._nonfinite_losses == 1:
+            finite = math.isfinite(float(metrics["grad_norm"]))
+            log.warning(
+                "step %d: the loss is %g, but the step was taken, since %s; "
+                "engine.diagnose(batch) names the cause. Later ones are not logged: the metric "
+                "nonfinite_losses counts them",
+                step,
+                float(metrics["loss"]),
+                "its gradients are finite" if finite else "bf16.check_grad_overflow is off",
+            )
 
     def _times(self) -> str:
         if not self._config.wall_clock_breakdown:
@@ -120,6 +154,11 @@ class Reporter:
             return f", {bytes_text(live)} of live arrays on {self._device}"
         peak = bytes_text(stats.get("peak_bytes_in_use", 0))
         return f", {bytes_text(stats['bytes_in_use'])} in use, peak {peak}"
+
+
+def took_nonfinite_loss(metrics: Mapping[str, Any]) -> bool:
+    """Whether the step was taken although its loss is not finite."""
+    return not metrics["skipped"] and not math.isfinite(float(metrics["loss"]))
 
 
 def _is_ready(x: Any) -> bool:

@@ -13,6 +13,7 @@ NAMES: dict[str, str] = {
     "loss_scale": "loss scale of fp16 training (1 in other precisions)",
     "skipped": "whether the step was skipped because of a non-finite gradient",
     "skipped_steps": "number of skipped steps so far",
+    "nonfinite_losses": "number of steps so far that were taken although their loss is not finite",
     "version": "number of parameter server updates so far, equal to the state's step",
     "virtual_seconds": "simulated seconds on a parameter server's clock since the run was opened",
     "accepted": "asynchronous workers: pushes applied since the previous record",

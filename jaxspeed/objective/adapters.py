@@ -32,8 +32,9 @@ def adapt_model(
     """Adapt an nnx factory, a Linen module or a pair (init, apply), or one that is pretrained.
 
     Args:
-      trainable: which parameters are trained: None for all, path patterns, a function of the path,
-        a Variable type (`nnx.LoRAParam`), which need not be a Param, or another filter of nnx.
+      trainable: which parameters are trained: None for all, path patterns, a function of the path
+        (one of a shared Variable's paths is enough), a Variable type (`nnx.LoRAParam`), which need
+        not be a Param, or another filter of nnx.
       frozen: path patterns of parameters that are not trained, even if `trainable` covers them.
       full_precision: path patterns of parameters that are never cast to a 16-bit dtype.
       state_collections: state carried from step to step besides parameters: names of Linen
@@ -56,13 +57,16 @@ def adapt_model(
         return adapted
     wanted = read_trainable(trainable)
 
-    def chosen(path: str, leaf: Any) -> bool:
-        return wanted.chosen(path, leaf) and not any(match(p, path) for p in frozen)
+    def covered(patterns: Sequence[str], paths: Sequence[str]) -> bool:
+        return any(match(pattern, path) for pattern in patterns for path in paths)
+
+    def chosen(paths: Sequence[str], leaf: Any) -> bool:
+        return wanted.chosen(paths, leaf) and not covered(frozen, paths)
 
     is_trained = replace(wanted, chosen=chosen)
 
-    def is_full(path: str) -> bool:
-        return any(match(p, path) for p in full_precision)
+    def is_full(paths: Sequence[str]) -> bool:
+        return covered(full_precision, paths)
 
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(

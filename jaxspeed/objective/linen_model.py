@@ -59,7 +59,7 @@ class LinenModel:
         loss_fn: Callable[[Any, Any], Any],
         example_batch: Any,
         trainable: Selection,
-        full_precision: Callable[[str], bool],
+        full_precision: Callable[[Sequence[str]], bool],
         state_collections: Sequence[str] | None = None,
         init_with: Callable[[Any, Any], Any] | None = None,
     ) -> None:
@@ -83,8 +83,8 @@ class LinenModel:
                 tuple(leaf.shape),
                 leaf.dtype,
                 names.get(path, ()),
-                trainable(path, leaf),
-                full_precision(path),
+                trainable((path,), leaf),
+                full_precision((path,)),
             )
             for path, leaf in params.items()
             if is_inexact(leaf)

@@ -26,6 +26,7 @@ OWN_METRICS = (  # metrics of the step, which those of a loss must not hide
     "loss_scale",
     "skipped",
     "skipped_steps",
+    "nonfinite_losses",
     "version",  # these and the next are a parameter server's
     "virtual_seconds",
     "accepted",

@@ -37,11 +37,15 @@ from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import Leaf
 
 # Where Flax versions and models keep the logical names of a parameter's dims.
+_MOST_PATHS = 1000  # of a Variable: modules that refer to each other have endlessly many
 NAME_KEYS = ("logical_axes", "out_sharding", "sharding_names", "sharding")
 
 
 class NnxModel:
-    """An nnx module as a Model; a shared Variable has one path, the first at which it is found."""
+    """An nnx module as a Model.
+
+    A shared Variable is stored at the first path at which it is found; patterns know the others.
+    """
 
     weights: Weights | None = None
 
@@ -49,7 +53,7 @@ class NnxModel:
         self,
         factory: Callable[[nnx.Rngs], nnx.Module],
         trainable: Selection,
-        full_precision: Callable[[str], bool],
+        full_precision: Callable[[Sequence[str]], bool],
         state_collections: Sequence[str] | None = None,
         seeded: bool = False,
     ) -> None:
@@ -60,14 +64,16 @@ class NnxModel:
         module = nnx.merge(self._graph, state, copy=True)
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
+        paths = _all_paths(module, [keys for keys, _ in flat])
         self.leaves = tuple(
             Leaf(
                 path,
                 tuple(value_of(v).shape),  # v.shape and v.dtype may be metadata of the model's own
                 value_of(v).dtype,
                 dim_names(v),
-                trainable(path, v),
-                full_precision(path) or bool(v.get_metadata().get("full_precision")),
+                trainable(paths[path], v),
+                full_precision(paths[path]) or bool(v.get_metadata().get("full_precision")),
+                paths[path][1:],
             )
             for path, (_, v) in self._kinds.items()
             if is_inexact(value_of(v)) and (isinstance(v, nnx.Param) or trainable.adds(path, v))
@@ -288,6 +294,30 @@ def _drop_sown(module: nnx.Module) -> None:
 
 def _path(keys: tuple[Any, ...]) -> str:
     return "/".join(map(str, keys))
+
+
+def _all_paths(module: nnx.Module, leaves: Sequence[tuple[Any, ...]]) -> dict[str, tuple[str, ...]]:
+    """All paths of each leaf by its first: it, or a module that it is in, may be there again."""
+    again: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for first, *others in nnx.find_duplicates(module):
+        at = tuple(map(str, first))
+        also = [tuple(map(str, other)) for other in others]
+        # A module's reference to one that holds it gives no path: it could be followed for ever.
+        again[at] = [other for other in also if other[: len(at)] != at]
+
+    def paths_of(leaf: tuple[str, ...]) -> tuple[str, ...]:
+        found = {leaf: None}
+        reached = [leaf]
+        for path in reached:  # grows
+            for end in range(len(path) + 1):
+                for other in again.get(path[:end], ()):
+                    there = (*other, *path[end:])
+                    if there not in found and len(found) < _MOST_PATHS:
+                        found[there] = None
+                        reached.append(there)
+        return _path(leaf), *sorted(_path(path) for path in found if path != leaf)
+
+    return {_path(keys): paths_of(tuple(map(str, keys))) for keys in leaves}
 
 
 def value_of(leaf: Any) -> Any:

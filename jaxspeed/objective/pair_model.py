@@ -8,7 +8,7 @@ with `jaxspeed.unit`.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ class PairModel:
         apply: Callable[..., Any],
         example_batch: Any,
         trainable: Selection,
-        full_precision: Callable[[str], bool],
+        full_precision: Callable[[Sequence[str]], bool],
     ) -> None:
         self._init, self._apply, self._example = init, apply, None
         needed = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty]
@@ -61,7 +61,7 @@ class PairModel:
         if len(flat) != len(jax.tree.leaves(abstract)):
             raise ModelError('init returned two leaves with one path; a name may not contain "/"')
         self.leaves = tuple(
-            Leaf(path, tuple(x.shape), x.dtype, (), trainable(path, x), full_precision(path))
+            Leaf(path, tuple(x.shape), x.dtype, (), trainable((path,), x), full_precision((path,)))
             for path, x in flat.items()
             if is_inexact(x)
         )

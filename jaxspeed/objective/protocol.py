@@ -124,7 +124,8 @@ def frozen_part(leaves: Sequence[Leaf]) -> Callable[[str], bool]:
         return lambda path: False
 
     def is_frozen(path: str) -> bool:
-        inside = [leaf for leaf in leaves if leaf.path.startswith(f"{path}/" if path else "")]
+        below = f"{path}/" if path else ""
+        inside = [leaf for leaf in leaves if any(p.startswith(below) for p in leaf.paths)]
         if inside or not path:
             return not any(leaf.trainable for leaf in inside)
         return is_frozen(path.rpartition("/")[0])

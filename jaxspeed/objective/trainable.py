@@ -19,19 +19,23 @@ log = logging.getLogger("jaxspeed")
 
 @dataclass(frozen=True)
 class Selection:
-    """`__call__(path, leaf as the model has it)`: whether it is trained."""
+    """`__call__(paths, leaf as the model has it)`: whether it is trained.
 
-    chosen: Callable[[str, Any], bool]
+    A Variable that a model has at several paths is trained if a pattern or a function chooses one
+    of them. A filter of nnx gets the first, under which Flax lists it.
+    """
+
+    chosen: Callable[[Sequence[str], Any], bool]
     patterns: tuple[str, ...] = ()  # each has to cover a parameter
     types: tuple[type, ...] = ()  # of Variables that the filter names
     by_leaf: bool = False  # whether it depends on more than the path
 
-    def __call__(self, path: str, leaf: Any) -> bool:
-        return self.chosen(path, leaf)
+    def __call__(self, paths: Sequence[str], leaf: Any) -> bool:
+        return self.chosen(paths, leaf)
 
     def adds(self, path: str, leaf: Any) -> bool:
         """Whether a Variable that is no Param is trained: the filter names its type."""
-        return isinstance(leaf, self.types) and self.chosen(path, leaf)
+        return isinstance(leaf, self.types) and self.chosen((path,), leaf)
 
     def check(self, paths: Sequence[str]) -> None:
         """Name the patterns that cover no parameter; ModelError if none of them does."""
@@ -50,18 +54,19 @@ class Selection:
 def read_trainable(wanted: Any) -> Selection:
     """Parse `trainable`; None and `...` are all parameters."""
     if wanted is None or wanted is ... or wanted is True:
-        return Selection(lambda path, leaf: True)
+        return Selection(lambda paths, leaf: True)
     if isinstance(wanted, str):
-        return Selection(lambda path, leaf: match(wanted, path), (wanted,))
+        return Selection(lambda paths, leaf: any(match(wanted, p) for p in paths), (wanted,))
     if isinstance(wanted, type):
         return _of_filter(filterlib.OfType(wanted))
     if callable(wanted):
-        two = _required(wanted) == 2
-        return _of_filter(wanted) if two else Selection(lambda path, leaf: bool(wanted(path)))
+        if _required(wanted) == 2:
+            return _of_filter(wanted)
+        return Selection(lambda paths, leaf: any(wanted(path) for path in paths))
     if isinstance(wanted, Sequence) and all(_is_one(part) for part in wanted):
         parts = [read_trainable(part) for part in wanted]
         return Selection(
-            lambda path, leaf: any(part(path, leaf) for part in parts),
+            lambda paths, leaf: any(part(paths, leaf) for part in parts),
             tuple(pattern for part in parts for pattern in part.patterns),
             tuple(kind for part in parts for kind in part.types),
             any(part.by_leaf for part in parts),
@@ -79,8 +84,8 @@ def _is_one(part: Any) -> bool:
 def _of_filter(predicate: Callable[[Any, Any], bool]) -> Selection:
     """The selection by a filter of nnx, which gets the path as a tuple."""
 
-    def chosen(path: str, leaf: Any) -> bool:
-        keys = tuple(int(part) if part.isdigit() else part for part in path.split("/"))
+    def chosen(paths: Sequence[str], leaf: Any) -> bool:
+        keys = tuple(int(part) if part.isdigit() else part for part in paths[0].split("/"))
         return bool(predicate(keys, leaf))
 
     return Selection(chosen, types=tuple(_named_types(predicate)), by_leaf=True)

@@ -29,6 +29,11 @@ class Leaf:
     names: tuple[str | None, ...] = ()  # logical names of its dims, where the model has them
     trainable: bool = True
     full_precision: bool = False  # never cast to a 16-bit compute dtype
+    shared: tuple[str, ...] = ()  # its other paths, of a Variable that the model has several times
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.shared)
 
     @property
     def stacked(self) -> int:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspeed.placement import show
+from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
     HOST,
@@ -218,7 +219,9 @@ def _row(
     stored = zero.stored_shape if stage else base.stored_shape
     sizes = enumerate(zip(leaf.shape, stored, strict=True))
     notes += [f"dim {dim} padded {a} -> {b}" for dim, (a, b) in sizes if a != b]
-    note = ", ".join(filter(None, notes))
+    frozen = "" if leaf.trainable or any(notes) else "frozen"
+    also = f"also {listed(leaf.shared)}" if leaf.shared else ""
+    note = ", ".join(filter(None, [*notes, frozen, also]))
 
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):  # there is no 16-bit complex dtype
         precision = AS_MADE
@@ -233,7 +236,7 @@ def _row(
     read = Placement(model.spec, memories.read, jnp.dtype(compute))
     param: Placement | None = at(3, compute, memories.param)
     if not leaf.trainable:
-        return Row(leaf, shapes, read, param, None, None, None, note or "frozen")
+        return Row(leaf, shapes, read, param, None, None, None, note)
     master = at(1, leaf.dtype, memories.optimizer) if mixed else None
     if mixed and stage == 3 and memories.optimizer == memories.param == memories.read:
         param = None  # layers read the master

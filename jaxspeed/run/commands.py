@@ -85,7 +85,7 @@ def _restored(source: Source, tag: str | None) -> tuple[Engine, Corpus, int, str
         log.warning(
             "the data differ from those of the run in %s: samples held out here may have been "
             "trained on there",
-            source.folder.path,
+            checkpointer.folder,
         )
     with source.watchdog.section("restore"):
         found, reached = restore(engine, checkpointer, tag)

@@ -118,7 +118,8 @@ def source_of(
     kind.start(loaded)
     if name is None:
         name = config if isinstance(config, str | Path) else "run"
-    folder = RunFolder(loaded.run.output or Path("runs") / Path(name).stem)
+    output = loaded.run.output or Path("runs") / Path(name).stem
+    folder = RunFolder(output, loaded.run.checkpoints)
     reads = limits_of(None if model is not None else family_sizes(loaded))
     return kind(loaded, folder, reads, model, loss_fn, optimizer)
 
@@ -184,7 +185,7 @@ def _begin(engine: Engine, checkpointer: Checkpointer, init_from: str | None) ->
 
 def _warm_start(engine: Engine, folder: str) -> None:
     """Initialize the weights from another run; values that cannot be used are logged."""
-    inside = RunFolder(folder).checkpoints
+    inside = Path(folder) / "checkpoints"
     there = Checkpointer(inside if inside.is_dir() else folder)
     if there.is_empty():
         raise ConfigError(f"run.init_from: {folder} holds no checkpoint")
@@ -203,8 +204,7 @@ def _with_opening(reached: Reached, took: float) -> dict[str, float]:
 
 def checkpointer_of(source: Source) -> Checkpointer:
     run = source.config.run
-    folder = run.checkpoints or source.folder.checkpoints
-    return Checkpointer(folder, keep=run.keep, keep_every=run.keep_every)
+    return Checkpointer(source.folder.checkpoints, keep=run.keep, keep_every=run.keep_every)
 
 
 def restore(

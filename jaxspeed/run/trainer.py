@@ -16,6 +16,7 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.config import Config
 from jaxspeed.data import Corpus, Feeder, placer
 from jaxspeed.engine import Engine
+from jaxspeed.engine.reporter import took_nonfinite_loss
 from jaxspeed.errors import CheckpointError, DivergedError, StateLostError
 from jaxspeed.launch.variables import report_progress
 from jaxspeed.run.evaluation import compile_evaluation, evaluate
@@ -42,6 +43,7 @@ class Reached:
     eval_loss: float | None = None
     eval_step: int | None = None  # of eval_loss
     seconds: dict[str, float] = field(default_factory=dict)  # of wall time, by phase
+    nonfinite_losses: int = 0  # of steps that were taken nevertheless
 
 
 class Pending(NamedTuple):
@@ -196,6 +198,8 @@ class Trainer:
         paces = self.recorder.arrived(count, self._tokens_a_step)
         for (step, _, tokens), metrics, pace in zip(steps, values, paces, strict=True):
             numbers = {name: float(x) for name, x in metrics.items()}
+            self.reached.nonfinite_losses += took_nonfinite_loss(numbers)
+            numbers["nonfinite_losses"] = self.reached.nonfinite_losses
             self.recorder.record(step, numbers, tokens, pace)
             self.reached.train_loss = numbers["loss"]
             bad = bool(numbers["skipped"]) or not math.isfinite(numbers["loss"])

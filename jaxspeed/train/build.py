@@ -74,7 +74,7 @@ def build_program(
         state_collections=config.parallel.state_collections,
         init_with=init_with,
     )
-    read_trainable(trainable).check([leaf.path for leaf in adapted.leaves])
+    read_trainable(trainable).check([path for leaf in adapted.leaves for path in leaf.paths])
     _check_patterns(config, adapted)
     leaves, proposal = with_tensor_names(config, mesh, adapted, loss_fn, example_batch)
     example = functools.partial(traced_example, adapted, loss_fn, example_batch, mesh)
@@ -172,7 +172,7 @@ def _check_patterns(config: Config, model: Model) -> None:
             if model.leaves
             else "the model has no floating parameters"
         )
-    paths = [leaf.path for leaf in model.leaves]
+    paths = [path for leaf in model.leaves for path in leaf.paths]
     check_patterns("parallel.full_precision", config.parallel.full_precision, paths)
     groups = config.optimizer.groups if config.optimizer else []
     check_patterns("optimizer.groups", [group.pattern for group in groups], paths)

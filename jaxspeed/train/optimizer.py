@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxspeed.config import Config
+from jaxspeed.config import Config, match
 from jaxspeed.config.schema import Fp16
 from jaxspeed.errors import ConfigError
 from jaxspeed.objective.precision import precision_of
@@ -66,6 +66,10 @@ def optimizer_of(
             'optimizer: missing; name one, as {"type": "AdamW", "params": {"lr": 1e-3}}, or pass '
             "initialize(optimizer=<an Optax transformation>)"
         )
+
+    def covers(pattern: str, path: str) -> bool:
+        return any(match(pattern, p) for p in (leaves[path].paths if path in leaves else (path,)))
+
     scheduler = config.scheduler
     schedule = build_schedule(scheduler.type, scheduler.params) if scheduler else LRSchedule()
     transform = build_optimizer(
@@ -74,6 +78,7 @@ def optimizer_of(
         schedule,
         groups=section.groups,
         exclude_norms_and_biases=section.exclude_norms_and_biases,
+        match=covers,
         stacked=lambda path: leaves[path].stacked if path in leaves else 0,
         inputs=lambda path: leaves[path].matrix_inputs if path in leaves else None,
         moment_dtype=precision_of(config).opt,

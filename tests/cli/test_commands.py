@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
 HELPS = [
     *((command,) for command in COMMANDS),
     *(("checkpoint", verb) for verb in ("list", "show", "verify", "export")),
-    ("data", "tokenize"),
+    *(("data", verb) for verb in ("tokenize", "verify")),
 ]
 
 
@@ -165,7 +165,10 @@ def test_a_run_is_exported_for_hugging_face_and_continued_from_there(trained, tm
     assert again.returncode == 0, again.stderr
     alone = folder / "checkpoints"
     shutil.copytree(alone, tmp_path / "alone")
-    refused = jaxspeed("checkpoint", "export", tmp_path / "alone", tmp_path / "x", "--format", "hf")
+    words = ["checkpoint", "export", tmp_path / "alone", tmp_path / "x", "--format", "hf"]
+    assert jaxspeed(*words).returncode == 0  # checkpoints name the model of their run
+    (tmp_path / "alone" / "run.json").unlink()
+    refused = jaxspeed(*words)
     assert refused.returncode != 0 and "name the model with --config" in refused.stderr
 
 

@@ -80,6 +80,21 @@ def test_the_weights_begin_at_the_seed_or_where_another_run_ended(tmp_path):
     second.close()
 
 
+def test_runs_that_share_a_checkpoint_folder_are_one_run_or_refused(tmp_path):
+    shared = {"checkpoints": str(tmp_path / "shared"), "steps": 2, "seed": 5}
+    first = trained(tmp_path / "a", **shared)
+    saved = [(info.tag, info.time) for info in first.checkpointer.list()]
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.checkpoints: .* another run") as caught:
+        trained(tmp_path / "b", **shared | {"seed": 6, "checkpoint_every": 1})
+    assert "seed: 5 there, 6 here" in str(caught.value)
+    assert [(info.tag, info.time) for info in first.checkpointer.list()] == saved
+    third = open_run(source_of(config(tmp_path / "c", **shared), PAIR, squared_error))
+    assert third.reached.step == 2
+    with pytest.raises(jaxspeed.ConfigError, match=r"run\.checkpoints: .* in use by another run"):
+        open_run(source_of(config(tmp_path / "d", **shared), PAIR, squared_error))
+    third.close()
+
+
 def test_a_run_ends_after_so_many_skipped_steps(tmp_path):
     def broken(model, batch):
         return jnp.sum(model(batch["x"])) * jnp.inf, jnp.ones(())

@@ -16,7 +16,7 @@ from jaxspeed import models as families
 from jaxspeed.errors import ModelError
 from jaxspeed.generation.generate import TextPiece
 from jaxspeed.metrics import NAMES, read_records
-from jaxspeed.run import FinalSample, folder, open_run, show_ending, source_of, train
+from jaxspeed.run import FinalSample, open_run, show_ending, source_of, train
 from jaxspeed.train import staged_init
 from tests.run import small
 
@@ -114,24 +114,6 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with pytest.raises(jaxspeed.ConfigError, match="in use by another run"):
         open_run(source_of(given))
     first.folder.close()
-
-
-def test_a_folder_in_use_on_another_host_is_refused_unless_that_host_has_died(
-    tmp_path, monkeypatch
-):
-    """Also where the file system has no locks between hosts: the owner touches a file."""
-    monkeypatch.setattr(folder, "TOUCH_SECONDS", 0.2)
-    there = folder.RunFolder(tmp_path)
-    there.open({}, {})
-    monkeypatch.setattr(folder.fcntl, "flock", lambda *_: None)
-    here = folder.RunFolder(tmp_path)
-    monkeypatch.setattr(folder.socket, "gethostname", lambda: "another")
-    with pytest.raises(jaxspeed.ConfigError, match="in use by another run, on "):
-        here.open({}, {})
-    there._closed.set()  # it dies without closing the folder
-    here.open({}, {})
-    here.close()
-    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path):

@@ -1,0 +1,202 @@
+"""A run's claim to a folder or bucket: a lock, and run.json, which identifies the run."""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from etils import epath
+
+from jaxspeed.checkpoint.stores import LocalStore, ObjectStore
+from jaxspeed.config.verdicts import shortened
+from jaxspeed.errors import ConfigError, JaxspeedError
+
+log = logging.getLogger("jaxspeed")
+WHOSE, LOCK = "run.json", ".lock"
+TOUCH_SECONDS = 10.0
+SETTLE_SECONDS = 1.0  # a bucket's lock is read back so long after it was written
+PART = ".part"
+
+
+class Claim:
+    """The lock and the identity of the run in one folder; `key` names the folder in errors.
+
+    A lock of the system is released when its process ends in any way. Buckets and some shared file
+    systems have none between hosts, so the owner also touches the lock file, which others watch for
+    a while before they take it.
+    """
+
+    def __init__(self, key: str, store: LocalStore | ObjectStore) -> None:
+        self._key, self.folder = key, store.root
+        self._in_bucket = isinstance(store, ObjectStore)
+        self._file: IO[str] | None = None
+        self._owner = ""  # what the lock file says while this claim has it
+        self._watched: tuple[Any, float] | None = None  # what `_touched` was, and when
+        self._closed = threading.Event()
+        self._toucher: threading.Thread | None = None  # runs while this claim has the lock
+
+    def watch(self) -> None:
+        """Begin to see whether another host touches the lock, so that `take` waits less for it."""
+        with contextlib.suppress(Exception):
+            self._watched = self._touched(), time.monotonic()
+
+    def take(self) -> None:
+        """Lock the folder, which is created if need be; a second call does nothing.
+
+        Raises:
+          ConfigError: it cannot be written, or another run uses it.
+        """
+        if self._toucher is not None:
+            return
+        with self._errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not self._in_bucket:
+                self._file = open(self.folder / LOCK, "a+")  # noqa: SIM115  (held until release)
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._refuse("")
+                except OSError:  # a file system without locks
+                    pass
+            if owner := self._owner_elsewhere():
+                self._refuse(f", on {owner}")
+            host = socket.gethostname()
+            self._owner = f"{host} {uuid.uuid4().hex}" if self._in_bucket else host
+            self._lock.write_text(self._owner)
+            if self._in_bucket:  # two that saw it free: the one that wrote last has it
+                time.sleep(SETTLE_SECONDS)
+                if (now := self._lock.read_text()) != self._owner:
+                    self._refuse(f", on {now.split()[0]}")
+        self._closed.clear()
+        self._toucher = threading.Thread(target=self._touch, name="jaxspeed-lock", daemon=True)
+        self._toucher.start()
+
+    def identity(self) -> dict[str, Any] | None:
+        """What run.json says; None if there is none."""
+        with self._errors():
+            file = self.folder / WHOSE
+            try:
+                return dict(json.loads(file.read_text())) if file.exists() else None
+            except (ValueError, TypeError):
+                what = f"{self._key}: {file} cannot be read as JSON; remove it"
+                raise ConfigError(what) from None
+
+    def holds(self, whose: Mapping[str, Any]) -> bool:
+        """Whether the folder holds this run: False if it holds none.
+
+        Raises:
+          ConfigError: it holds another run; names what differs.
+        """
+        before, now = self.identity(), json.loads(json.dumps(dict(whose), default=str))
+        if before is None:
+            return False
+
+        def shown(of: Mapping[str, Any], key: str) -> str:
+            return shortened(json.dumps(of.get(key)))
+
+        differences = [
+            f"  {key}: {shown(before, key)} there, {shown(now, key)} here"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
+        if before.get("data") != now.get("data"):
+            differences.append(
+                "  (data: a digest of the data; source stdlib changes with Python's version)"
+            )
+        if differences:
+            raise ConfigError(
+                f"{self._key}: {self.folder} holds another run, which differs in\n"
+                + "\n".join(differences)
+                + "\nChoose another folder, or remove this one."
+            )
+        return True
+
+    def identify(self, whose: Mapping[str, Any]) -> None:
+        """Write run.json, unless it is there."""
+        if not self.holds(whose):
+            self.write(WHOSE, f"{json.dumps(whose, indent=1, default=str)}\n".encode())
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file, which appears when it is complete."""
+        with self._errors():
+            if self._in_bucket:
+                (self.folder / name).write_bytes(data)
+                return
+            temporary = Path(self.folder / (name + PART))
+            try:
+                temporary.write_bytes(data)
+                os.replace(temporary, self.folder / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                raise
+
+    def release(self) -> None:
+        if self._toucher is not None:
+            self._closed.set()
+            self._toucher.join()
+            with contextlib.suppress(Exception):
+                self._lock.write_text("")  # nobody has to wait for it
+            self._toucher = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def _lock(self) -> epath.Path:
+        return self.folder / LOCK
+
+    def _refuse(self, where: str) -> None:
+        raise ConfigError(
+            f"{self._key}: {self.folder} is in use by another run{where}; wait for it, or close it"
+        )
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Any other error is one of the folder; libraries of buckets have their own classes."""
+        try:
+            yield
+        except JaxspeedError:
+            raise
+        except Exception as error:
+            what = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{self._key}: {self.folder} cannot be written: {what}") from None
+
+    # -- owners on other hosts --------------------------------------------------------------------
+
+    def _touch(self) -> None:
+        for count in itertools.count():
+            if self._closed.wait(TOUCH_SECONDS):
+                return
+            with contextlib.suppress(Exception):
+                if self._in_bucket:
+                    self._lock.write_text(f"{self._owner} {count}")
+                else:
+                    os.utime(self._lock)
+
+    def _touched(self) -> Any:
+        """What changes with each touch."""
+        return self._lock.read_text() if self._in_bucket else os.stat(self._lock).st_mtime_ns
+
+    def _owner_elsewhere(self) -> str | None:
+        """The other host that has the lock, if it touches the file; an owner that died does not."""
+        text = self._lock.read_text() if self._lock.exists() else ""
+        host = (text.split() or [""])[0]
+        if not host or (host == socket.gethostname() and not self._in_bucket):
+            return None  # of this host the system's lock knows
+        log.info("%s was in use on %s; waiting to see whether it still is", self.folder, host)
+        before, since = self._watched or (self._touched(), time.monotonic())
+        while self._touched() == before:
+            if time.monotonic() > since + 3 * TOUCH_SECONDS:
+                return None
+            time.sleep(TOUCH_SECONDS / 20)
+        return host
