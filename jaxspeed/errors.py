@@ -1,6 +1,15 @@
 """Exception classes, one for every error that jaxspeed raises on purpose, and exit codes."""
 
 import enum
+import sysconfig
+from pathlib import Path
+
+# Frames of a traceback in here are not the user's.
+LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
+    str(Path(__file__).parent),
+    "<",
+)
 
 
 class JaxspeedError(Exception):

@@ -198,6 +198,19 @@ def _squeeze(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -
     return DimRelations((dims,), (tuple(d for d in dims if d not in params["dimensions"]),))
 
 
+def _stack(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
+    dims = tuple(range(len(operands[0])))
+    axis = params["axis"]
+    return DimRelations((dims,) * len(operands), ((*dims[:axis], None, *dims[axis:]),))
+
+
+def _unstack(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
+    dims = tuple(range(len(operands[0])))
+    axis = params["axis"]
+    rest = (*dims[:axis], *dims[axis + 1 :])
+    return DimRelations(((*dims[:axis], None, *dims[axis + 1 :]),), (rest,) * len(results))
+
+
 def _broadcast(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> DimRelations:
     out: list[Factor | None] = [None] * len(results[0])
     for dim, (size, place) in enumerate(zip(operands[0], params["broadcast_dimensions"])):
@@ -342,6 +355,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(PAIRWISE, _pairwise),
     "transpose": _transpose,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     **dict.fromkeys(REDUCTIONS, _reduce),

@@ -19,6 +19,7 @@ from jaxspeed.config.remat import NO_RECOMPUTE, Recompute
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.objective.autocast import Autocast
+from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
@@ -202,9 +203,19 @@ class Objective:
         `rest` are the arguments after the parameters: (variables, batch, step, micro); only their
         shapes are used. For shapes that were traced before, this is the same program.
         """
-        variables, batch, _, _ = jax.tree.map(_shape, rest)
-        batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+        variables, batch = self._shapes(rest)
         return self.traces.of(variables, batch, train)
+
+    def _shapes(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Shapes of (variables, batch), as the loss reads them."""
+        variables, batch, _, _ = jax.tree.map(_shape, rest)
+        return variables, jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
+
+    def by_parts(self, rest: tuple[Any, ...], train: bool) -> ByParts:
+        """Whether the loss of a micro-batch of these shapes is the sum of its parts'."""
+        variables, batch = self._shapes(rest)
+        ranks = data_parallel_size(self.table.mesh)
+        return self.traces.by_parts(variables, batch, train, ranks)
 
     def samples(self, batch: Any) -> int | None:
         """Number of samples of a batch, if it divides over the data ranks.

@@ -22,6 +22,7 @@ from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import forwarded, is_var, runs
 from jaxspeed.objective.autocast import Autocast, asks_for_full_precision, with_autocast
 from jaxspeed.objective.batches import EXTRA, call_loss
+from jaxspeed.objective.by_parts import ByParts, by_parts
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
 from jaxspeed.objective.protocol import Model
@@ -53,18 +54,6 @@ class Traced:
     @cached_property
     def units(self) -> Units:
         return choose_units(self.closed.jaxpr, self.parameters, self.unit_patterns, match)
-
-    @property
-    def not_by_parts(self) -> str | None:
-        """Why the loss of a batch may not be the sum of those of its parts."""
-        if self.own_axes.collective:
-            names = ", ".join(self.own_axes.collective)
-            return f"the loss reduces over {names}: the entire micro-batch"
-        if not self.is_sum:
-            return "the loss is not a (sum, weight), so it may mix samples"
-        if self.written:
-            return "the training pass changes the model's statistics"
-        return None
 
     @property
     def draws_random_numbers(self) -> bool:
@@ -118,6 +107,7 @@ class LossTraces:
         self._autocast, self._cast_to = autocast, cast_to
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._programs: WeakKeyDictionary[Any, Traced] = WeakKeyDictionary()
+        self._by_parts: WeakKeyDictionary[Any, ByParts] = WeakKeyDictionary()
 
     def of(self, variables: Any, batch: Any, train: bool) -> Traced:
         """Trace for variables and a batch of these shapes, in this context."""
@@ -141,6 +131,17 @@ class LossTraces:
         if closed not in self._programs:
             self._programs[closed] = self._program(closed, shape, variables, batch)
         return self._programs[closed]
+
+    def by_parts(self, variables: Any, batch: Any, train: bool, ranks: int) -> ByParts:
+        """Whether the loss of a batch of these shapes is the sum of its parts'."""
+        program = self.of(variables, batch, train).closed
+        if program not in self._by_parts:
+
+            def trace(batch: Any) -> Traced:
+                return self.of(variables, batch, train)
+
+            self._by_parts[program] = by_parts(trace, batch, ranks)
+        return self._by_parts[program]
 
     def _works_in_fp32(self, function: Callable[..., Any], given: Any) -> bool:
         """Whether a loss that fails with 16-bit parameters and inputs can be traced in fp32."""

@@ -6,7 +6,6 @@ of a ModelError that states which function was called, with what, and the line t
 
 import contextlib
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,15 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxspeed.errors import JaxspeedError, ModelError
+from jaxspeed.errors import LIBRARIES, JaxspeedError, ModelError
 from jaxspeed.objective.batch_checks import shapes_text
-
-# Frames in here are not the user's.
-LIBRARIES = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
-    str(Path(__file__).parents[1]),
-    "<",
-)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class WorkerStep:
         def gradients(
             pulled: Pulled, variables: Arrays, part: Any, step: Any, scale: Any, first: Any
         ) -> Sums:
-            refuse_statistics(self.program, variables, part)
+            refuse_mixed_samples(self.program, variables, part)
             sources = self.join(pulled)
             sums = self.program.gradients.of_part(sources, variables, part, step, scale, first)
             return sums._replace(grads={path: pieces(path, x) for path, x in sums.grads.items()})
@@ -168,8 +168,8 @@ def host_parts(batch: Any, workers: int) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*map(parts, leaves), strict=True)]
 
 
-def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
-    """ModelError where the training pass changes statistics, which would stay on the worker."""
+def refuse_mixed_samples(program: Program, variables: Arrays, part: Any) -> None:
+    """ModelError where a worker's part of the batch is not enough for what the loss computes."""
     count = program.batch.accumulation
     few = jax.tree.map(lambda x: x[: x.shape[0] // count] if x.shape else x, part)
     rest = (variables, few, jnp.asarray(0), jnp.asarray(0))
@@ -179,6 +179,8 @@ def refuse_statistics(program: Program, variables: Arrays, part: Any) -> None:
             "that the model keeps (of a batch norm, say), and workers push gradients alone. "
             'Write "xla", or use a norm without running statistics'
         )
+    found = program.objective.by_parts(rest, train=True)
+    found.refuse_mixed('parallel.data_reduction "parameter_server"', "each worker", 'use "xla"')
 
 
 def wire_of(config: Config) -> Any:

@@ -62,7 +62,7 @@ class Pipeline:
     def evaluate(self, sources: Arrays, variables: Arrays, batch: Any, step: Any) -> Loss:
         """The loss of a batch in evaluation mode, in as many micro-batches as fill the stages.
 
-        A loss that is no sum over samples, or that draws random numbers, runs as one micro-batch.
+        A loss or metric that mixes samples, or that draws random numbers, runs as one micro-batch.
         """
         sources = self.layout.by_stage(sources, step)
 
@@ -73,7 +73,7 @@ class Pipeline:
 
         count, full = 1, split(1, 1)
         ranks = data_parallel_size(self.objective.table.mesh)
-        if full.samples and full.program.is_sum and not full.program.draws_random_numbers:
+        if full.samples and full.program.is_sum and full.is_sum_of_parts:
             share = full.samples // ranks
             count = max(n for n in range(1, 4 * self.stages + 1) if share % n == 0)
         parts = full if count == 1 else split(count, ranks)

@@ -97,13 +97,20 @@ class UnlikeStage(Stage):
         free = free_axes()
         axes = tuple(axis for axis in DATA_AXES if free.get(axis, 1) > 1)
         ranks = math.prod(free[axis] for axis in axes)
-        split = self._of_rank(ranks)
+        count = parts.messages.lead
+        split = self._of_samples(count // ranks)
+        # One sample alone may be traced otherwise.
+        other = count // ranks if count > ranks else 2 * count
 
         def local(*args: Any) -> Values:
             _, own = split.traced()
             _, alike = self.split.traced() if ranks > 1 else (None, own)
             assert isinstance(own, UnlikeParts) and isinstance(alike, UnlikeParts)
-            own = own.of_samples(parts, alike, ranks)
+            if ranks > 1:
+                _, twin = self._of_samples(other).traced()
+                assert isinstance(alike, UnlikeParts) and isinstance(twin, UnlikeParts)
+                alike.refuse_other_computation(twin, (count, other))
+            own = own.of_samples(parts, ranks)
             stages = range(self.split.stages)
             branches = [of_branch(self._branch(own, stage)) for stage in stages]
             found = lax.switch(args[at], branches, *args)
@@ -146,14 +153,17 @@ class UnlikeStage(Stage):
 
         return run
 
-    def _of_rank(self, ranks: int) -> SplitStep:
-        """The split loss of a data rank's samples."""
+    def _of_samples(self, count: int) -> SplitStep:
+        """The split loss of micro-batches of so many samples."""
+        lead = self._parts.messages.lead
 
-        def share(x: Any) -> jax.ShapeDtypeStruct:  # [micro-batches, samples, ...]
-            shape = (x.shape[0], x.shape[1] // ranks, *x.shape[2:]) if x.ndim > 1 else x.shape
+        def sized(x: Any) -> jax.ShapeDtypeStruct:  # [micro-batches, samples, ...]
+            shape = (
+                (x.shape[0], x.shape[1] * count // lead, *x.shape[2:]) if x.ndim > 1 else x.shape
+            )
             return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        return replace(self.split, micro=jax.tree.map(share, self.split.micro))
+        return replace(self.split, micro=jax.tree.map(sized, self.split.micro))
 
 
 @dataclass(frozen=True)

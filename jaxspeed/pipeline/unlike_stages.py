@@ -21,23 +21,14 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.inline_calls import renamed, with_calls_inlined
-from jaxspeed.jaxpr.primitives import LOOPS, RESHAPES, SCATTERS
+from jaxspeed.jaxpr.primitives import RESHAPES
+from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
+from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
 from jaxspeed.jaxpr.slicing import read_by, slice_of, sub_jaxpr
-from jaxspeed.jaxpr.traverse import (
-    bodies,
-    consts_and_carry,
-    is_var,
-    open_jaxpr,
-    transparent_bodies,
-)
+from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.pipeline.partition_stages import uses_of_parameters
+from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.stacks import UnlikeStages
-from jaxspeed.tensor_parallel.dim_propagation import (
-    CallFrame,
-    PropagatedDims,
-    propagate_dims,
-    relations_of,
-)
 
 _ALONE = (
     "Stages of unlike blocks ({}) are computed by each data rank of its own samples alone; set "
@@ -132,33 +123,55 @@ class UnlikeParts:
         outs = as_function(jaxpr)(*(given[v] for v in jaxpr.invars))
         return self.messages.pack(stage, outs)
 
-    def of_samples(self, every: "UnlikeParts", alike: "UnlikeParts", ranks: int) -> "UnlikeParts":
+    def of_samples(self, every: "UnlikeParts", ranks: int) -> "UnlikeParts":
         """These parts, of a data rank's samples, with messages that are shards of `every`'s.
 
-        With one sample a loss may be traced otherwise, as without a dim of size 1, and code may
-        read the number of samples (`x / x.shape[0]`).
+        With one sample a loss may be traced otherwise, as without a dim of size 1.
 
         Args:
           every: the parts of all samples in the global view.
-          alike: the parts of all samples, traced where these are.
           ranks: the number of data ranks.
 
         Raises:
-          ModelError: the messages or the numbers in the program do not correspond.
+          ModelError: the messages do not correspond.
         """
         rooms = {str(x.dtype): x.shape[1] for x in every.messages.shapes}
         messages = replace(self.messages, lead=every.messages.lead // ranks, least=rooms)
         found = {str(x.dtype): x.shape[1] for x in messages.shapes}
         last = [[v.aval.shape[1:] for v in m.sent[-1]] for m in (messages, every.messages)]
-        same = all(
-            _numbers(a) == _numbers(b) for a, b in zip(self.branches, alike.branches, strict=True)
-        )
-        if found != rooms or (ranks > 1 and (last[0] != last[1] or not same)):
-            raise ModelError(
-                f"mesh.pipe: the loss computes something else of {messages.lead} samples than of "
-                f"{every.messages.lead}; raise train_micro_batch_size_per_gpu"
-            )
+        if found != rooms or (ranks > 1 and last[0] != last[1]):
+            raise _differs(messages.lead, every.messages.lead)
         return replace(self, messages=messages)
+
+    def refuse_other_computation(self, twin: "UnlikeParts", counts: tuple[int, int]) -> None:
+        """Refuse stages that compute with the number of samples, as `x / x.shape[0]`.
+
+        Args:
+          twin: the parts of another number of samples, traced where these are.
+          counts: the numbers of samples of these parts and of the twin's.
+
+        Raises:
+          ModelError: a stage computes something else for another number.
+        """
+        for stage in range(len(self.branches)):
+            try:
+                sent = self._sent(stage, twin, counts)
+            except UnlikeTracesError:
+                raise _differs(*reversed(counts)) from None
+            if any(x.kind is not SampleKind.SAMPLES or x.degree for x in sent):
+                raise _differs(*reversed(counts))
+
+    def _sent(self, stage: int, twin: "UnlikeParts", counts: tuple[int, int]) -> list[SampleValue]:
+        """What a stage sends, to the samples of the batch."""
+        jaxpr = self.branches[stage]
+        before = self.messages.sent[stage - 1] if stage else []
+        given = [
+            samples()
+            if v in {*self.batch, *before} and v.aval.shape[:1] == (counts[0],)
+            else free(v.aval.ndim)
+            for v in jaxpr.invars
+        ]
+        return Analysis(counts, frozenset(DATA_AXES)).run(jaxpr, twin.branches[stage], given)
 
     def refuse_mixed_samples(self) -> None:
         """Refuse stages that a data rank cannot compute of its samples alone.
@@ -166,36 +179,20 @@ class UnlikeParts:
         Raises:
           ModelError: an operation mixes samples, or draws or numbers them.
         """
-        samples, paths = self.messages.lead, {v: path for path, v in self.weights.items()}
-        for stage, jaxpr in enumerate(self.branches):
-            before = set(self.messages.sent[stage - 1]) if stage else set()
-            lead = [
-                v
-                for v in jaxpr.invars
-                if v in {*self.batch, *before} and v.aval.shape[:1] == (samples,)
-            ]
-            own = {paths[v]: v for v in jaxpr.invars if v in paths}
-            found = propagate_dims(jaxpr, own, lead)
-            for v in self.messages.sent[stage]:
-                first = (*found.top.of(v), None)[0]
-                if first is None or not found.is_sample(first):
+        lead = self.messages.lead
+        for stage in range(len(self.branches)):
+            of_stage = _ALONE.format(self._blocks(stage))
+            sent = self.messages.sent[stage]
+            for v, x in zip(sent, self._sent(stage, self, (lead, lead)), strict=True):
+                if x.kind is SampleKind.MIXED:
+                    raise ModelError(f"mesh.pipe: {x.why}. {of_stage}")
+                if x.kind is not SampleKind.SAMPLES or x.dim != 0:
                     raise ModelError(
                         f"mesh.pipe: a {v.aval.str_short()} that later stages read has no first "
-                        f"dim of samples. {_ALONE.format(self._blocks(stage))}"
+                        f"dim of samples. {of_stage}"
                     )
-            for v in jaxpr.invars:
-                if v not in lead and any(map(found.is_sample, found.top.of(v))):
-                    raise ModelError(
-                        f"mesh.pipe: a constant or a parameter {v.aval.str_short()} has a value "
-                        f"for each sample. {_ALONE.format(self._blocks(stage))}"
-                    )
-            for frame in found.frames():
-                for number, eqn in enumerate(frame.jaxpr.eqns):
-                    if _mixes_samples(found, frame, number, eqn):
-                        raise ModelError(
-                            f"mesh.pipe: a {eqn.primitive.name} mixes, draws or numbers samples. "
-                            + _ALONE.format(self._blocks(stage))
-                        )
+                if x.draws:
+                    raise ModelError(f"mesh.pipe: a stage draws numbers for samples. {of_stage}")
 
     def _blocks(self, stage: int) -> str:
         read = set(self.branches[stage].invars)
@@ -203,61 +200,11 @@ class UnlikeParts:
         return ", ".join(dict.fromkeys(p.rpartition("/")[0] or p for p in paths[:3])) + ", ..."
 
 
-def _numbers(jaxpr: Any) -> list[Any]:
-    """The numbers in a program, which may be computed from its shapes."""
-    found: list[Any] = []
-    for eqn in jaxpr.eqns:
-        found += [str(v.val) for v in eqn.invars if not is_var(v) and v.aval.ndim == 0]
-        found += [eqn.params[key] for key in ("y", "exponent") if key in eqn.params]
-        for body in bodies(eqn):
-            found += _numbers(body.jaxpr)
-    return found
-
-
-def _mixes_samples(found: PropagatedDims, frame: CallFrame, number: int, eqn: Any) -> bool:
-    """Whether an element of a result depends on other samples, or on a sample's number."""
-    name = eqn.primitive.name
-    given, made = [[frame.of(v) for v in vs] for vs in (eqn.invars, eqn.outvars)]
-    if name in LOOPS:
-        return _loops_over_samples(found, eqn, given)
-    if transparent_bodies(eqn):
-        return False
-    ended = [given[i][dim] for i, dim in frame.ended.get(number, ())]
-    began = [made[i][dim] for i, dim in frame.began.get(number, ())]
-    if any(map(found.is_sample, [*ended, *(began if name != "broadcast_in_dim" else [])])):
-        return True
-    # Two dims of samples are of one class, but only those of one factor have the same index.
-    relations = relations_of(eqn)
-    if relations is None:
-        return any(found.is_sample(node) for nodes in (*given, *made) for node in nodes)
-    factors = {
-        factor
-        for nodes, of_dims in zip(
-            (*given, *made), (*relations.operands, *relations.results), strict=True
-        )
-        for node, factor in zip(nodes, of_dims, strict=True)
-        if found.is_sample(node)
-    }
-    if name in SCATTERS and factors:
-        numbers = eqn.params["dimension_numbers"]
-        written = (*numbers.scatter_dims_to_operand_dims, *numbers.inserted_window_dims)
-        return any(found.is_sample(given[0][dim]) for dim in written)
-    return len(factors) > 1
-
-
-def _loops_over_samples(found: PropagatedDims, eqn: Any, given: Sequence[Any]) -> bool:
-    """Whether a loop carries values from sample to sample, or samples decide on its end."""
-    params = eqn.params
-    if eqn.primitive.name == "while":
-        condition, _ = open_jaxpr(params["cond_jaxpr"])
-        consts, skipped = params["cond_nconsts"], params["body_nconsts"]
-        operands = [*given[:consts], *given[consts + skipped :]]
-        read = read_by(condition)
-        pairs = zip(condition.invars, operands, strict=True)
-        return any(v in read and any(map(found.is_sample, nodes)) for v, nodes in pairs)
-    consts, carry = consts_and_carry(eqn)
-    sliced = [nodes[0] for nodes in given[consts + carry :]]
-    return carry > 0 and any(map(found.is_sample, sliced))
+def _differs(count: int, whole: int) -> ModelError:
+    return ModelError(
+        f"mesh.pipe: the loss computes something else of {count} samples than of {whole}; raise "
+        "train_micro_batch_size_per_gpu"
+    )
 
 
 def split_unlike(

@@ -133,12 +133,21 @@ class Gradients:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
-        if self.wanted_reduction != "auto" and not program.own_axes.collective:
-            return self.wanted_reduction, "parallel.gradient_reduction sets it"
-        if why := program.not_by_parts:
-            return "micro_batch", why
+        if self.wanted_reduction == "micro_batch":
+            return "micro_batch", "parallel.gradient_reduction sets it"
+        if self.wanted_reduction == "step" and not program.own_axes.collective:
+            found = self.objective.by_parts(rest, train=True)
+            where = 'parallel.gradient_reduction "step"'
+            found.refuse_mixed(where, "each data rank", 'use "auto"')
+            return "step", "parallel.gradient_reduction sets it"
+        if not program.is_sum:
+            return "micro_batch", "the loss is not a (sum, weight)"
+        if program.written:
+            return "micro_batch", "the training pass changes the model's statistics"
         if program.draws_random_numbers:
             return "micro_batch", "the training pass draws random numbers"
+        if why := self.objective.by_parts(rest, train=True).not_once:
+            return "micro_batch", why
         return "step", "the loss is a weighted sum over samples"
 
     def _micro(
@@ -189,11 +198,21 @@ class Gradients:
         for number in range(self.parts):
             part = jax.tree.map(lambda x, at=number: x[at], parts)
             rest = (state, part, jnp.asarray(step), jnp.asarray(0))
-            if why := self.objective.trace(rest, train=True).not_by_parts:
-                raise ModelError(f"parallel.batch_parts {self.parts}: {why}; remove it")
+            self._refuse_dependent_parts(rest)
             of_all = micro * self.parts + number  # random numbers derive from it
             losses.append(self.objective(sources, state, part, step, of_all, True)[0])
         return functools.reduce(lambda seen, new: accumulate(seen, new)[0], losses), {}
+
+    def _refuse_dependent_parts(self, rest: tuple[Any, ...]) -> None:
+        where = f"parallel.batch_parts {self.parts}"
+        program = self.objective.trace(rest, train=True)
+        if not program.is_sum:
+            raise ModelError(f"{where}: the loss is not a (sum, weight); remove it")
+        if program.written:
+            raise ModelError(
+                f"{where}: the training pass changes the model's statistics; remove it"
+            )
+        self.objective.by_parts(rest, train=True).refuse_mixed(where, "each part", "remove it")
 
     def _padded_in_host(self, path: str, grad: jax.Array) -> jax.Array:
         """A gradient, in the shape of its shards in host memory where it was offloaded.

@@ -36,11 +36,11 @@ class RingGradients(Gradients):
         scale: Any,
         ring_errors: Any = (),
     ) -> tuple[Sums, Arrays]:
-        self._refuse_statistics(variables, batch, step)
+        self._refuse_mixed_samples(variables, batch, step)
         errors = dict(ring_errors)
         return self._by_rings(sources, variables, batch, step, scale, errors), variables
 
-    def _refuse_statistics(self, variables: Arrays, batch: Any, step: Any) -> None:
+    def _refuse_mixed_samples(self, variables: Arrays, batch: Any, step: Any) -> None:
         part = micro_batch_shapes(batch, self.accumulation)
         rest = (variables, part, jnp.asarray(step), jnp.asarray(0))
         program = self.objective.trace(rest, train=True)
@@ -56,6 +56,8 @@ class RingGradients(Gradients):
                 "(the statistics of a BatchNorm, say), and each rank sees only its own samples; a "
                 'normalisation without running statistics works, or "xla"'
             )
+        found = self.objective.by_parts(rest, train=True)
+        found.refuse_mixed('parallel.data_reduction "ring"', "each rank", 'use "xla"')
 
     def _by_rings(
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, scale: Any, errors: Arrays

@@ -121,6 +121,18 @@ def split(draw: Draw) -> Case:
     return Case(lambda x: lax.split(x, sizes, axis=dim), [x])
 
 
+def stacked(draw: Draw) -> Case:
+    x = array(draw, *shapes(draw))
+    dim = draw(st.integers(0, x.ndim))
+    return Case(lambda x, y: jnp.stack([x, y], dim), [x, x + 1])
+
+
+def unstacked(draw: Draw) -> Case:
+    x = array(draw, *shapes(draw))
+    dim = one_dim(draw, x)
+    return Case(lambda x: jnp.unstack(x, axis=dim), [x])
+
+
 def joined(draw: Draw) -> Case:
     x = array(draw, *shapes(draw))
     dim = one_dim(draw, x)
@@ -351,6 +363,8 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "dynamic_update_slice": updated,
     "split": split,
     "concatenate": joined,
+    "stack": stacked,
+    "unstack": unstacked,
     "pad": padded,
     "reduce_sum": reduced(lax.reduce_sum),
     "reduce_prod": reduced(lax.reduce_prod),

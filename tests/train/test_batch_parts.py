@@ -110,8 +110,8 @@ def test_parts_draw_their_own_numbers():
     """The mean over both parts of a number that the second counts as negative."""
 
     def drawn(model, batch):
-        number = model.dropout(jnp.exp2(jnp.arange(16.0))).sum() * batch["sign"][0]
-        return model(batch["x"]).sum(), 1.0, {"number": number}
+        number = model.dropout(jnp.exp2(jnp.arange(16.0))).sum() * batch["sign"].mean()
+        return model(batch["x"]).sum(), float(len(batch["x"])), {"number": number}
 
     batch = next(batches()) | {"sign": np.repeat(np.float32([1, -1]), SAMPLES // 2)}
     assert float(engine(2, drawn, dropout=0.5).train_batch(batch)["number"]) != 0

@@ -409,7 +409,10 @@ def test_the_model_is_the_one_that_is_named():
     ids=["train", "accumulation"],
 )
 def test_a_step_has_the_micro_batches_that_are_asked_for(sections):
-    """Two samples on each of 8 ranks, four times: the loss sees those of one rank or of all."""
+    """Two samples on each of 8 ranks, four times: the loss sees those of one rank or of all.
+
+    Or twice as many, to read what depends on their number.
+    """
     rows = set()
 
     def seen(model, batch):
@@ -420,4 +423,4 @@ def test_a_step_has_the_micro_batches_that_are_asked_for(sections):
     assert made.batch.train == 64
     loops = [eqn for eqn in traced(made) if eqn.primitive.name == "scan"]
     assert 4 in {eqn.params["length"] for eqn in loops}
-    assert rows - {1, 8} and rows <= {1, 8, 2, 16}
+    assert rows - {1, 8} and rows <= {1, 8, 2, 16, 32}

@@ -1,0 +1,509 @@
+"""Sample independence: a proof that what a program computes of a batch is the sum of its parts'.
+
+A forward analysis on the factors of `dim_relations`, which gives each value a kind
+(`sample_values`). An operation without a rule mixes samples.
+
+A program may compute with the number of samples n, which its trace has as a number (`jnp.mean`
+divides by 32.0). So the traces of two batches are read side by side: a number that differs between
+them is c n^degree, or else it mixes.
+
+What is independent of the batch and varies along samples (`jnp.arange(n)`) mixes where it meets
+them. A draw does not: each part of a batch draws its own numbers, which is noted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxspeed.jaxpr.primitives import (
+    CALLS,
+    COLLECTIVES,
+    KERNELS,
+    PAIRWISE,
+    RANDOM,
+    RESHAPES,
+    SCATTERS,
+)
+from jaxspeed.jaxpr.sample_rules import (
+    ADDITIONS,
+    ADDS_INTO,
+    KEYS,
+    SAME,
+    SUMS,
+    axes_of,
+    degree_of,
+    free_results,
+    is_linear,
+    numbered,
+    place,
+    relations_of,
+    shape_of,
+    with_columns,
+)
+from jaxspeed.jaxpr.sample_values import (
+    NONE,
+    SampleKind,
+    SampleValue,
+    either,
+    free,
+    mixed,
+    samples,
+    slice_of,
+    stack_of,
+    union,
+    unnamed,
+)
+from jaxspeed.jaxpr.traverse import Body, bodies, consts_and_carry, is_var, open_jaxpr
+
+
+class UnlikeTracesError(Exception):
+    """The traces of two numbers of samples do not correspond."""
+
+
+@dataclass
+class Analysis:
+    """The traces of batches of `counts` samples; `over` are the mesh axes that shard samples."""
+
+    counts: tuple[int, int]
+    over: frozenset[str]
+    _roots: dict[Any, int] = field(default_factory=dict)
+
+    def run(self, one: Jaxpr, two: Jaxpr, given: Sequence[SampleValue]) -> list[SampleValue]:
+        """The results of two corresponding programs.
+
+        Args:
+          given: for each variable of `one`, constants first.
+
+        Raises:
+          UnlikeTracesError: they do not correspond.
+        """
+        known: dict[Any, SampleValue] = {}
+        twins = dict(zip((*two.constvars, *two.invars), (*one.constvars, *one.invars), strict=True))
+        for v, value in zip(twins.values(), given, strict=True):
+            known[v] = value if value.root is not None else replace(value, root=object())
+        if len(one.eqns) != len(two.eqns):
+            raise UnlikeTracesError
+
+        def read(ones: Iterable[Any], others: Iterable[Any]) -> list[SampleValue]:
+            values = []
+            for v, twin in zip(ones, others, strict=True):
+                if is_var(v) != is_var(twin) or (is_var(v) and twins[twin] is not v):
+                    raise UnlikeTracesError
+                values.append(known[v] if is_var(v) else self.constant(v.val, twin.val))
+            return values
+
+        for eqn, twin in zip(one.eqns, two.eqns, strict=True):
+            if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+                raise UnlikeTracesError
+            operands = read(eqn.invars, twin.invars)
+            found = self._equation(eqn, twin, operands)
+            twins |= dict(zip(twin.outvars, eqn.outvars, strict=True))
+            for i, (v, value) in enumerate(zip(eqn.outvars, found, strict=True)):
+                if not self._has_a_size(value, v, twin.outvars[i]):
+                    value = mixed(f"a {v.aval.str_short()} grows with the samples{place(eqn)}")
+                if value.root is None:
+                    value = replace(value, root=self._root(eqn, operands, i))
+                known[v] = value
+        return read(one.outvars, two.outvars)
+
+    def constant(self, one: Any, two: Any) -> SampleValue:
+        """A constant of the programs, or a number."""
+        is_key = jax.dtypes.issubdtype(getattr(one, "dtype", None) or float, jax.dtypes.extended)
+        is_here = not isinstance(one, jax.core.Tracer) and getattr(
+            one, "is_fully_addressable", True
+        )
+        if is_key or not is_here:
+            return free(np.ndim(one))
+        first, second = (np.asarray(x) for x in (one, two))
+        if first.dtype.kind not in "biufc":  # bfloat16
+            first, second = first.astype(np.float32), second.astype(np.float32)
+        lines = (
+            first == first.take([0], axis=d) if first.size else True for d in range(first.ndim)
+        )
+        varies = frozenset(d for d, same in enumerate(lines) if not np.all(same))
+        is_equal = first.shape == second.shape and np.array_equal(
+            first, second, equal_nan=first.dtype.kind in "fc"
+        )
+        if is_equal:
+            number = (str(first.dtype), first.item()) if first.ndim == 0 else None
+            return SampleValue(SampleKind.FREE, varies=varies, zero=not first.any(), root=number)
+        if varies and first.shape != second.shape:
+            return SampleValue(SampleKind.FREE, varies=varies)
+        ratio = self.counts[1] / self.counts[0]
+        here, there = (x.reshape(-1)[:1].astype(np.float64) for x in (first, second))
+        for degree in (0, 1, -1, 2, -2):
+            if not varies and np.allclose(there, here * ratio**degree, rtol=1e-6, atol=0):
+                return SampleValue(SampleKind.FREE, degree=degree, zero=not first.any())
+        return mixed(f"computes with the number {here}, another one for other numbers of samples")
+
+    def _root(self, eqn: JaxprEqn, operands: Sequence[SampleValue], number: int) -> Any:
+        """Equal for equal operations on equal operands."""
+        if eqn.primitive.name in RANDOM or bodies(eqn):
+            return object()
+        key = (eqn.primitive.name, number, tuple(x.root for x in operands), str(eqn.params))
+        return self._roots.setdefault(key, len(self._roots))
+
+    def _has_a_size(self, x: SampleValue, v: Any, twin: Any) -> bool:
+        """Whether only a dim of samples has another size for another number of them."""
+        if x.kind in (SampleKind.FREE, SampleKind.MIXED) or not hasattr(v.aval, "shape"):
+            return True
+        sizes = zip(shape_of(v), shape_of(twin), strict=True)
+        return all(a == b for d, (a, b) in enumerate(sizes) if d != x.dim)
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def _equation(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: list[SampleValue]
+    ) -> list[SampleValue]:
+        name = eqn.primitive.name
+        if name == "select_n" and operands[0].zero:
+            return [operands[1]]
+        if name in _PROGRAMS or name in CALLS:
+            return _PROGRAMS.get(name, Analysis._call)(self, eqn, twin, operands)
+        if name in ("concatenate", "stack") and (found := with_columns(eqn, operands)):
+            return [found]
+        if name in ("gather", *SCATTERS) and operands[1].columns:
+            table, refers = operands[0], numbered(eqn)
+            if table.kind is SampleKind.SAMPLES and table.dim in refers:
+                return [self._by_columns(eqn, operands, refers.index(table.dim))]
+        if first := next((x for x in operands if x.kind is SampleKind.MIXED), None):
+            return [first] * len(eqn.outvars)
+        if name == "stop_gradient" or name in PAIRWISE:
+            return list(operands)
+        if name in KEYS or name in RANDOM:
+            return self._drawn(eqn, operands)
+        kinds = {x.kind for x in operands} - {SampleKind.FREE}
+        if {SampleKind.SAMPLES, SampleKind.SUM} <= kinds and name != ADDS_INTO:
+            return self._mixed(eqn)
+        degree = degree_of(eqn, twin, operands)
+        if degree is None:
+            return self._mixed(eqn, "computes with the number of samples")
+        if all(x.kind is SampleKind.FREE for x in operands):
+            return free_results(eqn, operands, degree)
+        if name in COLLECTIVES and self.over.intersection(axes_of(eqn)):
+            return self._mixed(eqn, "reduces over samples of all ranks")
+        if all(x.kind in (SampleKind.FREE, SampleKind.SAMPLES) for x in operands):
+            return self._of_samples(eqn, operands, degree)
+        return self._of_sums(eqn, operands, degree)
+
+    def _mixed(self, eqn: JaxprEqn, what: str = "mixes samples") -> list[SampleValue]:
+        return [mixed(f"a {eqn.primitive.name} {what}{place(eqn)}")] * len(eqn.outvars)
+
+    def _of_samples(
+        self, eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int
+    ) -> list[SampleValue]:
+        """The results of an operation on samples and on what is independent of the batch."""
+        name, draws = eqn.primitive.name, any(x.draws for x in operands)
+        if all(x.kind is SampleKind.FREE or x.dim is None for x in operands):  # of one sample
+            draws = draws or any(x.drawn for x in operands)
+            return [SampleValue(SampleKind.SAMPLES, None, degree, draws=draws)] * len(eqn.outvars)
+        found = relations_of(eqn)
+        if found is None:
+            return self._mixed(eqn)
+        of_samples = {
+            factors[x.dim] if x.dim is not None else None
+            for x, factors in zip(operands, found.operands, strict=True)
+            if x.kind is SampleKind.SAMPLES
+        }
+        if len(of_samples) > 1 or None in of_samples or of_samples & found.mixed:
+            return self._mixed(eqn)
+        (factor,) = of_samples
+        for x, factors in zip(operands, found.operands, strict=True):
+            along = {dim for dim, f in enumerate(factors) if f == factor}
+            if x.varies & along:
+                return self._mixed(eqn, "numbers samples, or has a value for each of them")
+            draws = draws or bool(x.drawn & along)
+        target = operands[0]
+        if name in SCATTERS and target.kind is SampleKind.SAMPLES and target.dim in numbered(eqn):
+            return self._mixed(eqn, "writes to a sample by its number")
+        results = []
+        for v, factors in zip(eqn.outvars, found.results, strict=True):
+            dims = [dim for dim, f in enumerate(factors) if f == factor]
+            if name in RESHAPES and dims and shape_of(v)[dims[0]] % self.counts[0]:
+                return self._mixed(eqn)
+            if len(dims) == 1:
+                results.append(SampleValue(SampleKind.SAMPLES, dims[0], degree, draws=draws))
+            elif not dims and (name in SUMS or (name == ADDS_INTO and target.zero)):
+                results.append(SampleValue(SampleKind.SUM, None, degree, draws=draws))
+            else:
+                return self._mixed(eqn)
+        return results
+
+    def _of_sums(
+        self, eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int
+    ) -> list[SampleValue]:
+        """The results of an operation that reads a sum over samples, which has to be linear."""
+        name, draws = eqn.primitive.name, any(x.draws for x in operands)
+        sums = [x for x in operands if x.kind not in (SampleKind.FREE, SampleKind.SAMPLES)]
+        kinds, first, last = {x.kind for x in sums}, operands[0], operands[-1]
+        kept = [replace(sums[0], degree=degree, draws=draws, root=None)] * len(eqn.outvars)
+        refused = self._mixed(eqn, "is not linear in a sum over samples")
+        if kinds == {SampleKind.TOTAL}:
+            others = [x for x in operands if x.kind is not SampleKind.TOTAL]
+            adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
+            chosen = name == "select_n" and len(others) == 1 and first in others
+            alike = len({x.carry for x in sums}) == 1
+            own = adds and len(sums) == 1 and all(x.dim is None for x in others)
+            return kept if own or (alike and chosen) or name in SAME else refused
+        if any(x.kind is SampleKind.SAMPLES for x in operands):
+            if (
+                name == ADDS_INTO
+                and [x.kind for x in operands].count(SampleKind.SUM) == 1
+                and first in sums
+            ):
+                added = self._of_samples(
+                    eqn, [replace(first, kind=SampleKind.FREE, zero=True), *operands[1:]], degree
+                )
+                return added if added[0].kind in (SampleKind.SUM, SampleKind.MIXED) else refused
+            return refused
+        if kinds == {SampleKind.SUM} and is_linear(name, operands):
+            return [replace(x, root=first.root if name in SAME else None) for x in kept]
+        roots = {x.root for x in sums if x.kind is not SampleKind.SUM or name == "select_n"}
+        bounds = name == "max" or (name in ("gt", "ne") and first in sums and last.zero)
+        if kinds == {SampleKind.SUM} and len(sums) == 1 and bounds:
+            return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=sums[0].root)]
+        if (
+            name == "div"
+            and first.kind is SampleKind.SUM
+            and last.kind in (SampleKind.SUM, SampleKind.GUARD)
+        ):
+            same = first.degree == last.degree
+            return [SampleValue(SampleKind.MEAN, draws=draws, root=last.root)] if same else refused
+        if name == "select_n" and first.kind is SampleKind.GUARD and len(roots) == 1:
+            cases = {x.kind for x in operands[1:] if x.kind is not SampleKind.FREE}
+            zeros = all(x.zero for x in operands[1:] if x.kind is SampleKind.FREE)
+            if cases == {SampleKind.MEAN} and zeros:
+                return [SampleValue(SampleKind.MEAN, draws=draws, root=first.root)]
+            if cases == {SampleKind.SUM}:
+                return [SampleValue(SampleKind.GUARD, None, degree, draws=draws, root=first.root)]
+        if kinds == {SampleKind.GUARD} and name in SAME:
+            return [first]
+        if kinds == {SampleKind.MEAN} and len(roots) == 1 and degree == 0:
+            scaled = len(sums) == 1 and (name == "mul" or (name == "div" and first in sums))
+            if scaled or name in ADDITIONS | SAME | {"neg"}:
+                return [replace(sums[0], draws=draws)]
+        return refused
+
+    def _drawn(self, eqn: JaxprEqn, operands: Sequence[SampleValue]) -> list[SampleValue]:
+        """Random keys and numbers: the leading dims are those of the operands."""
+        name = eqn.primitive.name
+        lead = max((len(shape_of(v)) for v in eqn.invars), default=0) - (name == "random_wrap")
+        differs = union(x.varies | x.drawn for x in operands)
+        results = []
+        for v in eqn.outvars:
+            dims = frozenset(range(len(shape_of(v))))
+            own = NONE if name in KEYS - {"random_split"} else dims - frozenset(range(lead))
+            if all(x.kind is SampleKind.FREE for x in operands):
+                results.append(SampleValue(SampleKind.FREE, drawn=(differs & dims) | own))
+                continue
+            of = {(x.kind, x.dim) for x in operands if x.kind is not SampleKind.FREE}
+            kind, dim = next(iter(of))
+            if (
+                len(of) > 1
+                or kind is not SampleKind.SAMPLES
+                or dim in differs
+                or (dim or 0) >= max(lead, 1)
+            ):
+                return self._mixed(eqn)
+            results.append(SampleValue(SampleKind.SAMPLES, dim))
+        return results
+
+    def _by_columns(self, eqn: JaxprEqn, operands: Sequence[SampleValue], own: int) -> SampleValue:
+        """A lookup or an update by (the sample's number, ...), as x[jnp.arange(n), labels].
+
+        Args:
+          own: which column has the numbers of samples.
+        """
+        table, is_lookup = operands[0], eqn.primitive.name == "gather"
+        (out,) = self._mixed(eqn)
+        assert table.dim is not None
+        columns = list(operands[1].columns)
+        along = columns.pop(own).index
+        if along is None or shape_of(eqn.invars[1])[along] != shape_of(eqn.invars[0])[table.dim]:
+            return out
+        found = relations_of(eqn)
+        assert found is not None
+        factor = found.operands[1][along]
+        others = [*columns, *operands[2:]]
+        dims = [along] * len(columns)
+        if not is_lookup:
+            dims += [d for d, f in enumerate(found.operands[2]) if f == factor]
+        for x, dim in zip(others, dims, strict=True):
+            is_own = x.kind is SampleKind.SAMPLES and x.dim == dim
+            if not is_own and (x.kind is not SampleKind.FREE or dim in x.varies):
+                return out
+        draws = any(x.draws or (x.kind is SampleKind.FREE and x.drawn) for x in (table, *others))
+        results = [d for d, f in enumerate(found.results[0]) if f == factor]
+        if not is_lookup:
+            return SampleValue(SampleKind.SAMPLES, table.dim, table.degree, draws=draws)
+        if eqn.params["slice_sizes"][table.dim] != 1 or len(results) != 1:
+            return out
+        return SampleValue(SampleKind.SAMPLES, results[0], table.degree, draws=draws)
+
+    # -- programs within ---------------------------------------------------------------------------
+
+    def _inner(self, body: Body, twin: Body, given: Sequence[SampleValue]) -> list[SampleValue]:
+        consts = map(self.constant, body.consts, twin.consts)
+        return self.run(body.jaxpr, twin.jaxpr, [*consts, *given])
+
+    def _call(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        found, there = bodies(eqn), bodies(twin)
+        if len(found) != 1 or len(there) != 1:
+            return self._opaque(eqn, twin, operands)
+        return self._inner(found[0], there[0], operands)
+
+    def _shard_map(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        """A region in which each device has a part of the samples, perhaps."""
+        (body,), (other,) = bodies(eqn), bodies(twin)
+        shares = {
+            shape_of(v)[x.dim] // shape_of(inner)[x.dim]
+            for x, v, inner in zip(operands, eqn.invars, body.jaxpr.invars, strict=True)
+            if x.kind is SampleKind.SAMPLES and x.dim is not None
+        }
+        share = max(shares, default=1)
+        if any(count % share for count in self.counts) or len(shares) > 1:
+            return self._opaque(eqn, twin, operands)
+        inside = replace(self, counts=(self.counts[0] // share, self.counts[1] // share))
+        results = inside._inner(body, other, operands)
+        alone = (
+            (SampleKind.FREE, SampleKind.SAMPLES, SampleKind.MIXED)
+            if share > 1
+            else tuple(SampleKind)
+        )
+        return [x if x.kind in alone else self._mixed(eqn)[0] for x in results]
+
+    def _opaque(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        if first := next((x for x in operands if x.kind is SampleKind.MIXED), None):
+            return [first] * len(eqn.outvars)
+        shapes = ([shape_of(v) for v in (*e.invars, *e.outvars)] for e in (eqn, twin))
+        if all(x.kind is SampleKind.FREE for x in operands) and len({*map(tuple, shapes)}) == 1:
+            return [free(len(shape_of(v))) for v in eqn.outvars]
+        return self._mixed(eqn)
+
+    def _kernel(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        return self._opaque(eqn, twin, operands)
+
+    def _cond(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        index, *given = operands
+        pairs = list(zip(bodies(eqn), bodies(twin), strict=True))
+        platforms = eqn.params.get("branches_platforms") or ()
+        if None in platforms:  # kernels of platforms compute what the default does
+            pairs = [pairs[platforms.index(None)]]
+        first, *rest = (self._inner(body, other, given) for body, other in pairs)
+        for each in rest:
+            first = list(map(either, first, each))
+        if index.is_of_one_sample:
+            one = replace(samples(None), draws=index.draws)
+            return [x if x.kind is SampleKind.TOTAL else either(x, one) for x in first]
+        if index.kind is SampleKind.MIXED:
+            return [index] * len(eqn.outvars)
+        return first if index.kind is SampleKind.FREE else self._mixed(eqn)
+
+    def _while(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        skipped, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        (body,), (other,) = bodies(eqn), bodies(twin)
+        ends, ends_there = (open_jaxpr(e.params["cond_jaxpr"]) for e in (eqn, twin))
+        read, fixed = operands[:skipped], operands[skipped : skipped + consts]
+        carry = list(map(unnamed, operands[skipped + consts :]))
+        while True:
+            values = map(self.constant, ends[1], ends_there[1])
+            (goes_on,) = self.run(ends[0], ends_there[0], [*values, *read, *carry])
+            if goes_on.kind is not SampleKind.FREE and not goes_on.is_of_one_sample:
+                return [
+                    goes_on if goes_on.kind is SampleKind.MIXED else x for x in self._mixed(eqn)
+                ]
+            after = list(map(either, carry, self._inner(body, other, [*fixed, *carry])))
+            if goes_on.is_of_one_sample:
+                after = [
+                    x if x.kind is SampleKind.TOTAL else either(x, samples(None)) for x in after
+                ]
+            if after == carry:
+                return carry
+            carry = after
+
+    def _scan(
+        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
+    ) -> list[SampleValue]:
+        num_consts, num_carry = consts_and_carry(eqn)
+        (body,), (other,) = bodies(eqn), bodies(twin)
+        fixed, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        xs = operands[num_consts + num_carry :]
+        of_samples = any(x.kind is SampleKind.SAMPLES and x.dim == 0 for x in xs)
+        if not of_samples and eqn.params["length"] != twin.params["length"]:
+            return self._mixed(eqn, "has a trip for each sample, but no slice of it")
+        crossed = mixed(f"a scan carries values from sample to sample{place(eqn)}")
+
+        def sliced(x: SampleValue) -> SampleValue:
+            """A slice of what is scanned along samples."""
+            if x.kind is SampleKind.SAMPLES and x.dim == 0:
+                return replace(unnamed(x), dim=None)
+            if x.kind is SampleKind.FREE and 0 not in x.varies:
+                drawn = SampleValue(SampleKind.SAMPLES, None, x.degree, draws=True)
+                return drawn if 0 in x.drawn else slice_of(x)
+            return crossed
+
+        def begun(number: int, x: SampleValue) -> SampleValue:
+            if x.zero or x.kind is SampleKind.SUM:
+                return SampleValue(SampleKind.TOTAL, None, x.degree, draws=x.draws, carry=number)
+            return unnamed(x) if x.kind is SampleKind.FREE else crossed
+
+        slices = [sliced(x) if of_samples else slice_of(x) for x in xs]
+        carry = [begun(i, x) if of_samples else unnamed(x) for i, x in enumerate(carry)]
+        if of_samples:
+            fixed = [
+                crossed if x.kind in (SampleKind.SAMPLES, SampleKind.TOTAL) else x for x in fixed
+            ]
+        while True:
+            found = self._inner(body, other, [*fixed, *carry, *slices])
+            after = []
+            for i, (old, new) in enumerate(zip(carry, found, strict=False)):
+                is_total = old.kind is new.kind is SampleKind.TOTAL and new.carry == old.carry
+                if not of_samples or is_total:
+                    after.append(either(old, new))
+                else:
+                    is_same = body.jaxpr.outvars[i] is body.carried[i]
+                    after.append(old if is_same else crossed)
+            if after == carry:
+                break
+            carry = after
+        stacked = found[num_carry:]
+        if not of_samples:
+            return [*carry, *map(stack_of, stacked)]
+        ends = [
+            replace(x, kind=SampleKind.SUM, carry=0) if x.kind is SampleKind.TOTAL else x
+            for x in carry
+        ]
+        of_each = [
+            replace(unnamed(x), dim=0)
+            if x.is_of_one_sample
+            else replace(stack_of(x), varies=stack_of(x).varies - {0})
+            if x.kind is SampleKind.FREE
+            else crossed
+            for x in stacked
+        ]
+        return [*ends, *of_each]
+
+
+_PROGRAMS = {
+    "shard_map": Analysis._shard_map,
+    "cond": Analysis._cond,
+    "while": Analysis._while,
+    "scan": Analysis._scan,
+    **dict.fromkeys(KERNELS, Analysis._kernel),
+}

@@ -1,0 +1,256 @@
+"""Rules of operations for `sample_independence`: their dims, degrees, and what is independent.
+
+Dim relations are those of `dim_relations`, for what is element-wise by name, and for operations on
+the last dims of each operand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from jaxspeed.errors import LIBRARIES
+from jaxspeed.jaxpr.dim_relations import DimRelations, relations, reshape_groups, same_place
+from jaxspeed.jaxpr.primitives import (
+    CONSTRAINT,
+    ELEMENTWISE,
+    JOINS,
+    RESHAPES,
+    SCATTERS,
+    SLICES,
+)
+from jaxspeed.jaxpr.sample_values import NONE, SampleKind, SampleValue, mixed
+
+# The same elements, in another dtype or place.
+SAME = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision", "name", CONSTRAINT})
+SAME |= {"reshard"}
+ADDITIONS = frozenset({"add", "add_any", "sub"})
+PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+MOVES = frozenset({"transpose", "broadcast_in_dim", "rev", "stack", "unstack"})
+MOVES |= {"gather", *SCATTERS, *SLICES, *JOINS, *RESHAPES}
+# f(c x, c y) = c f(x, y) for c > 0, or does not depend on c.
+HOMOGENEOUS = SAME | ADDITIONS | COMPARISONS | MOVES
+HOMOGENEOUS |= {"neg", "abs", "max", "min", "select_n", "clamp", "real", "imag", "sign", "sort"}
+HOMOGENEOUS |= {"reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "reduce_window_sum"}
+# Linear in all operands together, besides those that `_is_linear` decides.
+LINEAR = SAME | {"neg", "real", "imag", "reduce_sum", "cumsum", "transpose", "broadcast_in_dim"}
+LINEAR |= {"rev", "slice", "split", "unstack", "psum", "psum2", "psum_invariant", *RESHAPES}
+SUMS = frozenset({"reduce_sum", "dot_general"})
+ADDS_INTO = "scatter-add"
+# Of the random keys; the leading dims are those of keys and seeds.
+KEYS = frozenset({"random_split", "random_fold_in", "random_seed", "random_wrap", "random_unwrap"})
+KEYS |= {"random_clone"}
+MORE_ELEMENTWISE = frozenset(
+    """bessel_i0e bessel_i1e bitcast_convert_type clz complex conj igamma igammac lgamma
+    population_count real imag regularized_incomplete_beta shift_left shift_right_arithmetic
+    shift_right_logical zeta erfc polygamma""".split()  # noqa: SIM905
+)
+# Of the matrices in the last two dims, for each index of the others.
+OF_MATRICES = frozenset({"cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"})
+
+
+def place(eqn: JaxprEqn) -> str:
+    """The line of the user's that made an equation, if it is known."""
+    lines = source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines()
+    own = [line for line in lines if ":" in line and not line.startswith(LIBRARIES)]
+    if not own:
+        return ""
+    file, line, *_ = own[-1].rpartition("/")[2].split(":")  # innermost last
+    return f" ({file}, line {line.partition(' ')[0]})"
+
+
+def shape_of(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def relations_of(eqn: JaxprEqn) -> DimRelations | None:
+    name = eqn.primitive.name
+    given, made = (list(map(shape_of, vs)) for vs in (eqn.invars, eqn.outvars))
+    is_elementwise = name in ELEMENTWISE | MORE_ELEMENTWISE | SAME
+    if is_elementwise and {len(x) for x in (*given, *made)} <= {0, len(made[0])}:
+        return same_place(given, made)
+    if name.startswith(("psum", "pmax", "pmin", "pbroadcast", "pvary")):
+        return same_place(given, made)
+    if name in OF_MATRICES or name == "fft":
+        lead = len(given[0]) - (2 if name in OF_MATRICES else len(eqn.params["fft_lengths"]))
+
+        def of(shape: Sequence[int]) -> tuple[int | None, ...]:
+            return (*range(lead), *[None] * (len(shape) - lead))
+
+        return DimRelations(tuple(map(of, given)), tuple(map(of, made)))
+    return relations(name, eqn.params, given, made)
+
+
+def numbered(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The dims to which each column of indices refers, of a lookup's or a scatter's operand."""
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "gather":
+        return tuple(numbers.start_index_map)
+    return tuple(numbers.scatter_dims_to_operand_dims)
+
+
+def degree_of(eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]) -> int | None:
+    """The results' power of the number of samples; None if it is no power."""
+    name, params = eqn.primitive.name, eqn.params
+    if any(params.get(key) != twin.params.get(key) for key in ("y", "exponent")):
+        return None
+    degree = 0
+    for x, here, there in zip(operands, eqn.invars, twin.invars, strict=True):
+        grows = [d for d, n in enumerate(shape_of(here)) if n != shape_of(there)[d]]
+        if (
+            x.kind is SampleKind.FREE
+            and grows
+            and name not in ELEMENTWISE | MORE_ELEMENTWISE | MOVES | SAME
+        ):
+            # Sums over as many equal elements as there are samples.
+            if name != "reduce_sum" or not {*grows} <= {*params["axes"]} - x.varies - x.drawn:
+                if all(y.kind is SampleKind.FREE for y in operands):
+                    return None
+                continue
+            degree += len(grows)
+    degrees = [x.degree for x in operands if not x.zero]
+    if not any(degrees):
+        return degree
+    if name in PRODUCTS:
+        return sum(degrees)
+    if name == "div":
+        return operands[0].degree - operands[1].degree
+    if name in ("square", "integer_pow"):
+        return degrees[0] * params.get("y", 2)
+    if name == "convert_element_type" and not jnp.issubdtype(params["new_dtype"], jnp.inexact):
+        return None
+    if name == "select_n":
+        degrees = [x.degree for x in operands[1:] if not x.zero]
+    if len({*degrees}) > 1 or name not in HOMOGENEOUS | {"reduce_sum"}:
+        return None
+    return 0 if name in COMPARISONS or name == "sign" else degree + degrees[0]
+
+
+def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
+    """Whether an operation is linear in the sums among its operands."""
+    is_sum = [x.kind is SampleKind.SUM for x in operands]
+    whole = [x.kind is SampleKind.SUM or x.zero for x in operands]
+    if name in ADDITIONS or name in ("concatenate", "stack", "pad"):
+        return all(whole)
+    if name == "dynamic_update_slice":
+        return all(whole[:2]) and not any(is_sum[2:])
+    if name == "select_n":
+        return not is_sum[0] and all(whole[1:])
+    if name == ADDS_INTO:
+        return whole[0] and whole[2] and not is_sum[1]
+    if name in PRODUCTS:
+        return sum(is_sum) == 1
+    if name in ("div", "gather", "dynamic_slice"):
+        return is_sum[0] and not any(is_sum[1:])
+    return name in LINEAR
+
+
+# -- values that are independent of the batch ------------------------------------------------------
+
+
+def free_results(eqn: JaxprEqn, operands: Sequence[SampleValue], degree: int) -> list[SampleValue]:
+    name = eqn.primitive.name
+    if name == "iota":
+        dim = eqn.params["dimension"]
+        return [SampleValue(SampleKind.FREE, varies=frozenset({dim}), index=dim)]
+    if name == "lt" and operands[0].index is not None and operands[1].zero:
+        return [SampleValue(SampleKind.FREE, zero=True)]  # an index is not negative
+    if name in ADDITIONS | JOINS | {"stack"}:
+        zero = all(x.zero for x in operands)
+    elif name == "mul":
+        zero = any(x.zero for x in operands)
+    else:
+        is_kept = name in SAME | RESHAPES | {"broadcast_in_dim", "transpose", "neg", "reduce_sum"}
+        zero = is_kept and operands[0].zero
+    found = relations_of(eqn)
+    results = []
+    for number, v in enumerate(eqn.outvars):
+        if found is None:
+            every = frozenset(range(len(shape_of(v))))
+            draws_alone = any(x.drawn for x in operands) and not any(x.varies for x in operands)
+            varies, drawn, index = (NONE, every, None) if draws_alone else (every, NONE, None)
+        else:
+            varies = _along(eqn, found, [x.varies for x in operands], number)
+            drawn = _along(eqn, found, [x.drawn for x in operands], number) - varies
+            index = _index(name, found, operands[0])
+        root = operands[0].root if name in SAME else None
+        results.append(
+            SampleValue(SampleKind.FREE, None, degree, varies, drawn, False, zero, index, (), root)
+        )
+    return results
+
+
+def _along(
+    eqn: JaxprEqn, found: DimRelations, given: Sequence[frozenset[int]], number: int
+) -> frozenset[int]:
+    """The dims along which a result varies, where the operands vary along these."""
+    name, factors = eqn.primitive.name, found.results[number]
+    if name == "reshape":  # each dim varies with those of which it is made
+        groups = reshape_groups(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+        return frozenset(d for olds, news in groups if given[0] & {*olds} for d in news)
+    every = frozenset(range(len(factors)))
+    varying = {
+        f
+        for dims, of_dims in zip(given, found.operands, strict=True)
+        for dim, f in enumerate(of_dims)
+        if dim in dims
+    }
+    made = {f for of_dims in found.results for f in of_dims}
+    summed = name in SUMS | {"reduce_max", "reduce_min", "squeeze"}
+    is_set = name in SCATTERS or name == "dynamic_update_slice"
+    if is_set or (varying - made and not summed):
+        return every
+    # Equal elements stay so, but where they are accumulated along a dim or transformed.
+    is_transformed = name in OF_MATRICES or name == "fft"
+    unrelated = is_transformed or (varying and name not in ("broadcast_in_dim", "unstack"))
+    return _joined_dim(eqn) | {
+        dim
+        for dim, f in enumerate(factors)
+        if f in varying or f in found.mixed or (f is None and unrelated)
+    }
+
+
+def _joined_dim(eqn: JaxprEqn) -> frozenset[int]:
+    """The dim along which unequal arrays are joined."""
+    if eqn.primitive.name == "pad":
+        config = eqn.params["padding_config"]
+        return frozenset(dim for dim, each in enumerate(config) if any(each))
+    if eqn.primitive.name in ("stack", "concatenate"):
+        return frozenset({_axis_of(eqn)})
+    return NONE
+
+
+def _axis_of(eqn: JaxprEqn) -> int:
+    params = eqn.params
+    return int(params["dimension"] if "dimension" in params else params["axis"])
+
+
+def _index(name: str, found: DimRelations, x: SampleValue) -> int | None:
+    """The dim along which an element of the result is its own index, as in the operand."""
+    if x.index is None or name not in {"broadcast_in_dim", "convert_element_type", *RESHAPES}:
+        return None
+    factor = found.operands[0][x.index]
+    dims = [dim for dim, f in enumerate(found.results[0]) if f == factor and f is not None]
+    return dims[0] if len(dims) == 1 else None
+
+
+def with_columns(eqn: JaxprEqn, operands: Sequence[SampleValue]) -> SampleValue | None:
+    """Joined indices, of which some are numbers of samples; None if they are not."""
+    shape = shape_of(eqn.outvars[0])
+    if _axis_of(eqn) != len(shape) - 1 or shape[-1] != len(operands):
+        return None
+    if all(x.index is None for x in operands):
+        return None
+    if all(x.kind is SampleKind.FREE for x in operands):
+        (whole,) = free_results(eqn, operands, 0)
+        return replace(whole, columns=tuple(operands))
+    return replace(mixed(f"indices number samples{place(eqn)}"), columns=tuple(operands))

@@ -1,0 +1,134 @@
+"""Whether the loss of a batch is the sum of the losses of its parts, as its traces prove.
+
+A micro-batch is the union of the i-th slices of all data ranks' parts. Ranks, rings, workers of a
+parameter server and stages of a pipeline compute the (sum, weight) of their own samples, which are
+added. That is right if the sum of the whole is the sum of the parts'.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxspeed.errors import ModelError
+from jaxspeed.jaxpr.sample_independence import Analysis, UnlikeTracesError
+from jaxspeed.jaxpr.sample_values import SampleKind, SampleValue, free, samples
+from jaxspeed.placement.mesh import DATA_AXES
+
+log = logging.getLogger("jaxspeed")
+
+
+@dataclass(frozen=True)
+class ByParts:
+    """Why the loss, or a metric, is not the sum of those of the parts.
+
+    Attributes:
+      mixes: why the loss is not that sum; None if it is.
+      mixing_metrics: by name, why a metric is not the average of the parts', by their weights.
+      draws: whether numbers are drawn for each sample, of which each part draws its own.
+    """
+
+    mixes: str | None = None
+    mixing_metrics: Mapping[str, str] = field(default_factory=dict)
+    draws: bool = False
+
+    @property
+    def not_once(self) -> str | None:
+        """Why the parts of a rank may not be added once a step, instead of each micro-batch's."""
+        metrics = (f"the metric {name} {why}" for name, why in self.mixing_metrics.items())
+        return self.mixes or next(metrics, None)
+
+    def refuse_mixed(self, where: str, who: str, instead: str) -> None:
+        """Raise a ModelError if the loss mixes samples, and name the metrics that do.
+
+        Args:
+          where: the setting by which each of `who` computes the loss of its own samples.
+          instead: what would do.
+        """
+        if self.mixes:
+            raise ModelError(
+                f"{where}: {self.mixes}, and {who} has only its own samples; {instead}"
+            )
+        for name, why in self.mixing_metrics.items():
+            log.warning(
+                "%s: the metric %s %s; it is an average over what %s computes of its own samples",
+                where, name, why, who,
+            )  # fmt: skip
+
+
+def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
+    """Compare the traces of two numbers of samples.
+
+    Args:
+      trace: the `Traced` loss of a batch.
+      ranks: the number of data ranks that share a batch.
+    """
+    sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+    if not sizes or 0 in sizes:
+        return ByParts("the batch has no samples")
+    given = math.gcd(*sizes)
+    # A loss of a single sample of each rank may be traced otherwise, as without its dim of samples.
+    count = given * max(1, -(-2 * ranks // given))
+    counts = (count, 2 * count)
+
+    def sized(new: int) -> Any:
+        def shape(x: Any) -> Any:
+            lead = (x.shape[0] // given * new,) if x.shape else ()
+            return jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
+
+        return jax.tree.map(shape, batch)
+
+    try:
+        one, two = (trace(sized(n)) for n in counts)
+    except ModelError as error:
+        return ByParts(f"the loss cannot be traced for {counts[1]} samples ({error})")
+    if one.own_axes.collective:
+        names = ", ".join(one.own_axes.collective)
+        return ByParts(f"the loss reduces over {names}: the entire micro-batch")
+    analysis = Analysis(counts, frozenset(DATA_AXES))
+    jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
+    known = map(analysis.constant, one.closed.consts, two.closed.consts)
+    inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
+    try:
+        found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
+    except UnlikeTracesError:
+        return ByParts(f"the loss computes something else of {counts[1]} samples than of {count}")
+    loss, _ = jax.tree.unflatten(one.out_tree, found)
+    metrics = {name: why for name, x in loss.metrics.items() if (why := _average(x, loss.weight))}
+    draws = any(x.draws for x in (loss.total, loss.weight))
+    return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
+
+
+def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:
+    """Why total / weight of a batch is not the sum of the parts' totals over that of weights."""
+    for name, x in (("sum", total), ("weight", weight)):
+        if x.kind is SampleKind.MIXED:
+            return f"the loss's {name} mixes samples ({x.why})"
+        if x.kind not in (SampleKind.FREE, SampleKind.SUM):
+            return (
+                f"the loss's {name} is no sum over samples, but one that is divided by another or "
+                "bounded (return (sum, weight), which is divided at the end of the step)"
+            )
+    if total.extent == weight.extent or total.zero:
+        return None
+    return (
+        "the loss's sum and weight do not grow alike with the number of samples (return the mean "
+        "alone, or the sum and what to divide it by)"
+    )
+
+
+def _average(metric: SampleValue, weight: SampleValue) -> str | None:
+    """Why a metric of a batch is not the average of its parts', weighted like the loss."""
+    if metric.kind is SampleKind.MIXED:
+        return f"mixes samples ({metric.why})"
+    if metric.kind is SampleKind.MEAN and metric.root != weight.root:
+        return "is divided by something else than the loss's weight"
+    of_equal_parts = metric.kind is SampleKind.SUM and weight.kind is SampleKind.FREE
+    if metric.kind is SampleKind.MEAN or metric.zero:
+        return None
+    if (metric.kind is SampleKind.FREE or of_equal_parts) and metric.extent == 0:
+        return None
+    return "is not divided by the loss's weight"

@@ -1,0 +1,304 @@
+"""What is proved of random losses holds in float64, and each form of mixing is found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jaxspeed.objective.by_parts import by_parts
+from jaxspeed.objective.loss import parse_loss
+from jaxspeed.objective.own_axes import OwnAxes
+from jaxspeed.objective.traced_loss import Traced
+from tests.support import covering
+
+# Traces are of so many samples and of twice as many, as halves and whole of the batches are.
+SAMPLES, SEQ, WIDTH, CLASSES = 4, 3, 4, 5
+W = np.random.default_rng(0).normal(size=(WIDTH, WIDTH))
+KEY = jax.random.key(0)
+ORDER = np.arange(64.0)
+
+
+def cross_entropy(x, y):
+    logits = x @ jnp.eye(WIDTH, CLASSES, dtype=x.dtype)
+    target = jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(logits, -1) - target
+
+
+# (x [samples, seq, width], y [samples, seq]) -> x. Each sample alone:
+APART = {
+    "tanh": lambda x, y: jnp.tanh(x),
+    "product": lambda x, y: x @ W,
+    "softmax": lambda x, y: jax.nn.softmax(x, -1),
+    "centred": lambda x, y: x - x.mean((1, 2), keepdims=True),
+    "cumulative": lambda x, y: jnp.cumsum(x, 1),
+    "sorted": lambda x, y: jnp.sort(x, 1)[:, ::-1],
+    "positions": lambda x, y: x + jnp.arange(SEQ)[:, None],
+    "merged": lambda x, y: jnp.sin(x.reshape(-1, WIDTH)).reshape(x.shape),
+    "transposed": lambda x, y: (x.transpose(1, 2, 0) * 2.0).transpose(2, 0, 1),
+    "attention": lambda x, y: jnp.where(
+        jnp.tril(jnp.ones((SEQ, SEQ), bool)), x @ x.swapaxes(1, 2), -9.0
+    ) @ x,
+    "vmap": lambda x, y: jax.vmap(lambda x: x / (1.0 + jnp.abs(x).max()))(x),
+    "map": lambda x, y: lax.map(jnp.sin, x),
+    "scan over positions": lambda x, y: lax.scan(
+        lambda c, t: (jnp.tanh(c + t), c), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1)
+    )[1].swapaxes(0, 1),
+    "remat": lambda x, y: jax.checkpoint(jnp.cos)(x),
+    "numbered": lambda x, y: x * x[jnp.arange(len(x)), 0, y[:, 0] % WIDTH][:, None, None],
+    "one-hot": lambda x, y: x + jax.nn.one_hot(y, WIDTH),
+    "lookup": lambda x, y: x + jnp.asarray(W)[y % WIDTH],
+    "joined": lambda x, y: jnp.concatenate([x, x], 1)[:, SEQ:],
+    "stacked": lambda x, y: jnp.stack([x, -x]).max(0),
+    "solved": lambda x, y: jnp.linalg.cholesky(
+        jnp.einsum("bsd,bse->bde", x, x) + jnp.eye(WIDTH)
+    )[:, :SEQ],
+    "convolution": lambda x, y: lax.conv_general_dilated(
+        x, jnp.asarray(W)[None] + jnp.zeros((3, 1, 1)), (1,), "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    ),
+    "branch": lambda x, y: jax.vmap(lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x))(x),
+    "loop": lambda x, y: lax.fori_loop(0, 3, lambda i, x: jnp.sin(x + i), x),
+}  # fmt: skip
+# An element depends on other samples, on their number, or on its own.
+MIXING = {
+    "in-batch negatives": lambda x, y: x + jax.nn.softmax(x[:, 0] @ x[:, 0].T)[:, :1, None],
+    "roll": lambda x, y: x * jnp.roll(x, 1, 0),
+    "flip": lambda x, y: x * jnp.flip(x, 0),
+    "cumsum": lambda x, y: x * jnp.cumsum(x, 0),
+    "sort": lambda x, y: x * jnp.sort(x, 0),
+    "median": lambda x, y: x - jnp.median(x, 0),
+    "segment_sum": lambda x, y: x * jax.ops.segment_sum(x, y[:, 0], CLASSES)[y[:, 0]],
+    "logsumexp": lambda x, y: x - jax.nn.logsumexp(x, 0),
+    "arange": lambda x, y: x * jnp.arange(len(x))[:, None, None],
+    "counted": lambda x, y: x * jnp.cumsum(jnp.ones(len(x)))[:, None, None],
+    "marked": lambda x, y: x * jnp.zeros(len(x)).at[0].set(1.0)[:, None, None],
+    "padded": lambda x, y: x * jnp.pad(jnp.ones(len(x) - 1), (1, 0))[:, None, None],
+    "number": lambda x, y: x * (len(x) - 1),
+    "constant": lambda x, y: x * ORDER[: len(x), None, None],
+    "convolution": lambda x, y: x + lax.conv_general_dilated(
+        x.swapaxes(0, 1), jnp.asarray(W)[None] + jnp.zeros((3, 1, 1)), (1,), "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    ).swapaxes(0, 1),
+    "normalized": lambda x, y: (x - x.mean(0)) / (x.std(0) + 0.1),
+    "mean": lambda x, y: x - x.mean(),
+    "first": lambda x, y: x * x[:1],
+    "set": lambda x, y: x.at[0].set(0.0),
+    "halves": lambda x, y: jax.nn.softmax(x.reshape(2, -1), -1).reshape(x.shape),
+    "count": lambda x, y: x / len(x),
+    "running": lambda x, y: lax.scan(lambda c, x: (c + x, c), jnp.zeros_like(x[0]), x)[1],
+    "twice": lambda x, y: x + lax.scan(
+        lambda c, x: ((c[0] + x, c[1] + c[0]), None), (0 * x[0], 0 * x[0]), x
+    )[0][1],
+    "decayed": lambda x, y: x + lax.scan(
+        lambda c, x: (0.9 * c + x, None), jnp.zeros_like(x[0]), x
+    )[0],
+    "permuted": lambda x, y: x * x[jax.random.permutation(KEY, len(x))],
+    "largest": lambda x, y: x / jnp.abs(x).max(),
+    "until all": lambda x, y: lax.while_loop(lambda x: x.max() > 0.5, lambda x: x / 2, x),
+    "others' positions": lambda x, y: x + jnp.tile(jnp.arange(len(x)), SEQ).reshape(x.shape[:2])[
+        ..., None
+    ],
+    "branch": lambda x, y: x / 2 if len(x) > SAMPLES else x,
+}  # fmt: skip
+# (x, y, mask of positions [samples, seq]) -> what a loss function returns. Sums:
+SUMS = {
+    "tokens": lambda x, y, m: (cross_entropy(x, y).sum(), jnp.float32(y.size)),
+    "ones": lambda x, y, m: (cross_entropy(x, y).sum(), jnp.ones(len(y)).sum()),
+    "mask": lambda x, y, m: ((cross_entropy(x, y) * m).sum(), m.sum()),
+    "mean": lambda x, y, m: cross_entropy(x, y).mean(),
+    "flat": lambda x, y, m: (
+        (cross_entropy(x.reshape(-1, WIDTH), y.reshape(-1)) * m.reshape(-1)).sum(), m.sum()
+    ),
+    "stack": lambda x, y, m: tuple(jnp.stack([cross_entropy(x, y) * m, m]).sum((1, 2))),
+    "scan": lambda x, y, m: (
+        lax.scan(lambda c, xs: (c + cross_entropy(*xs).sum(), None), x.sum() * 0, (x, y))[0]
+        if False else
+        lax.scan(
+            lambda c, xs: (c + cross_entropy(*xs).sum(), None), jnp.zeros((), x.dtype), (x, y)
+        )[0],
+        float(len(x)),
+    ),
+    "penalty of each": lambda x, y, m: (
+        cross_entropy(x, y).sum() + m.sum() * (W**2).sum(), m.sum()
+    ),
+    "segments": lambda x, y, m: (
+        jax.ops.segment_sum(cross_entropy(x, y).sum(1), y[:, 0], CLASSES).sum(), m.sum()
+    ),
+    "accuracy": lambda x, y, m: (
+        (cross_entropy(x, y) * m).sum(), m.sum(),
+        {"accuracy": 100 * ((x.argmax(-1) == y) * m).sum() / m.sum()},
+    ),
+    "guarded": lambda x, y, m: (
+        (cross_entropy(x, y) * m).sum(), m.sum(),
+        {"a": (x[..., 0] * m).sum() / jnp.maximum(m.sum(), 1e-9),
+         "b": 1 - jnp.where(m.sum() > 0, (x[..., 0] * m).sum() / m.sum(), 0.0)},
+    ),
+    "mean metric": lambda x, y, m: (cross_entropy(x, y).sum(), float(y.size), {"a": x.mean()}),
+}  # fmt: skip
+# Other numbers than those of the parts:
+NO_SUMS = {
+    "masked mean": lambda x, y, m: (cross_entropy(x, y) * m).sum() / m.sum(),
+    "bounded weight": lambda x, y, m: ((cross_entropy(x, y) * m).sum(), jnp.maximum(m.sum(), 2.0)),
+    "penalty": lambda x, y, m: (cross_entropy(x, y).sum() + (W**2).sum(), m.sum()),
+    "sum over one": lambda x, y, m: (cross_entropy(x, y).sum(), 1.0),
+    "root": lambda x, y, m: (jnp.sqrt(jnp.square(x).sum()), m.sum()),
+    "largest": lambda x, y, m: (x.max(), m.sum()),
+    "last": lambda x, y, m: (
+        lax.scan(lambda c, x: (x.sum(), None), jnp.zeros((), x.dtype), x)[0],
+        m.sum(),
+    ),
+}
+NO_AVERAGES = {
+    "sum": lambda x, y, m: (x.sum(), m.sum(), {"a": x.sum()}),
+    "mean": lambda x, y, m: (x.sum(), m.sum(), {"a": x.mean()}),
+    "largest": lambda x, y, m: (x.sum(), m.sum(), {"a": x.max()}),
+    "another mask": lambda x, y, m: (
+        x.sum(),
+        m.sum(),
+        {"a": (x[..., 0] * m).sum() / (1 - m).sum()},
+    ),
+    "perplexity": lambda x, y, m: (
+        x.sum(),
+        m.sum(),
+        {"a": jnp.exp((x[..., 0] * m).sum() / m.sum())},
+    ),
+}
+
+
+def batch(seed, empty):
+    """Twice SAMPLES; a half whose mask is empty, or not."""
+    rng, count = np.random.default_rng(seed), 2 * SAMPLES
+    mask = rng.integers(0, 2, (count, SEQ)).astype(float)
+    mask[-1, -1] = 1
+    if empty:
+        mask[:SAMPLES] = 0
+    x = rng.normal(size=(count, SEQ, WIDTH))
+    return {"x": x, "y": rng.integers(0, CLASSES, (count, SEQ)), "m": mask}
+
+
+def verdict(function):
+    """What is proved of a function of a batch."""
+
+    def trace(shapes):
+        def loss(batch):
+            return parse_loss(function(batch["x"], batch["y"], batch["m"]))[0], {}
+
+        closed, (found, _) = jax.make_jaxpr(loss, return_shape=True)(shapes)
+        tree = jax.tree.structure((found, {}))
+        return Traced(closed, (), closed.jaxpr.invars, tree, (), True, OwnAxes((), ()))
+
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((SAMPLES, *x.shape[1:]), x.dtype), batch(0, False)
+    )
+    return by_parts(trace, shapes, 1)
+
+
+def average(losses):
+    """(sum over weight, metrics) of the parts' losses."""
+    weight = sum(loss.weight for loss in losses)
+    names = losses[0].metrics
+    metrics = {n: sum(x.metrics[n] * x.weight for x in losses if x.weight) / weight for n in names}
+    return sum(loss.total for loss in losses) / weight, metrics
+
+
+def differs(function, given):
+    """(whether the loss of a batch is another one than that of its halves, which metrics are)."""
+    with jax.enable_x64(True):
+
+        def loss(rows):
+            part = {name: jnp.asarray(x[rows]) for name, x in given.items()}
+            return parse_loss(function(part["x"], part["y"], part["m"]))[0]
+
+        whole, metrics = average([loss(slice(None))])
+        parts, of_parts = average([loss(slice(SAMPLES)), loss(slice(SAMPLES, None))])
+
+        def unlike(a, b):
+            return not np.allclose(a, b, rtol=1e-6, atol=1e-9)
+
+        return unlike(whole, parts), {n for n in metrics if unlike(metrics[n], of_parts[n])}
+
+
+@st.composite
+def losses(draw):
+    names = draw(st.lists(st.sampled_from([*APART, *MIXING]), max_size=3))
+    steps = [draw(st.sampled_from([d[n] for d in (APART, MIXING) if n in d])) for n in names]
+    end = draw(st.sampled_from([*SUMS.values(), *NO_SUMS.values(), *NO_AVERAGES.values()]))
+
+    def function(x, y, m):
+        for step in steps:
+            x = step(x, y)
+        return end(x, y, m)
+
+    is_apart = all(step in APART.values() for step in steps)
+    return function, is_apart, end
+
+
+@settings(max_examples=300 if covering.is_full else 100, deadline=None)
+@given(losses(), st.integers(0, 9), st.booleans())
+def test_what_is_proved_equals_the_sum_of_the_parts(made, seed, empty):
+    function, is_apart, end = made
+    found = verdict(function)
+    unlike, metrics = differs(function, batch(seed, empty))
+    assert found.mixes or not unlike
+    assert found.mixes or metrics <= found.mixing_metrics.keys()
+    if is_apart and end in SUMS.values():
+        assert found.not_once is None
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_sample_alone_is_proved(name):
+    assert verdict(lambda x, y, m: SUMS["mask"](APART[name](x, y), y, m)).not_once is None
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_each_form_of_mixing_is_found(name):
+    def function(x, y, m):
+        return SUMS["mask"](MIXING[name](x, y), y, m)
+
+    assert verdict(function).mixes
+    assert any(differs(function, batch(seed, False))[0] for seed in range(5))
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_is_no_sum_is_found(name):
+    assert verdict(NO_SUMS[name]).mixes
+    assert differs(NO_SUMS[name], batch(0, True))[0]
+
+
+@pytest.mark.parametrize("name", NO_AVERAGES)
+def test_a_metric_that_is_no_average_is_found(name):
+    found = verdict(NO_AVERAGES[name])
+    assert found.mixes is None and found.mixing_metrics.keys() == {"a"}
+    assert any(differs(NO_AVERAGES[name], batch(seed, False))[1] for seed in range(5))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "along_samples"),
+    [
+        (lambda x: jax.random.bernoulli(KEY, 0.5, x.shape), True),
+        (lambda x: jax.random.bernoulli(KEY, 0.5, x.shape[1:]), False),
+        (lambda x: jax.random.normal(KEY, (len(x), 1, 1)), True),
+        (lambda x: jax.vmap(lambda k: jax.random.normal(k, x.shape[1:]))(
+            jax.random.split(KEY, len(x))), True),
+        (lambda x: jax.random.normal(jax.random.PRNGKey(3), x.shape), True),
+    ],
+)  # fmt: skip
+def test_draws_along_samples_are_noted(drawn, along_samples):
+    found = verdict(lambda x, y, m: ((x * drawn(x)).sum(), m.sum()))
+    assert found.mixes is None
+    assert found.draws is along_samples
+
+
+def test_a_reason_names_the_operation_and_its_line():
+    def function(x, y, m):
+        x = x * x[:1]
+        return x.sum(), m.sum()
+
+    line = function.__code__.co_firstlineno + 1
+    place = rf"test_sample_independence.py, line {line}"
+    assert (
+        verdict(function).mixes == f"the loss's sum mixes samples (a slice mixes samples ({place}))"
+    )
