@@ -1,6 +1,7 @@
 """Adapter of an `nnx.Module` factory to the Model protocol."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -58,6 +59,7 @@ class NnxModel:
         self._caches: frozenset[str] = frozenset()
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
+        self._trains = _has_own(module, "train") and not self._left_in_evaluation(type(module))
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
         self.leaves = tuple(
@@ -109,6 +111,31 @@ class NnxModel:
             shapes, reason = shapes_of(state)
         return graphs[-1], shapes, reason
 
+    def _left_in_evaluation(self, kind: type[nnx.Module]) -> bool:
+        """Whether the factory calls the model's `eval`, and no `train` after it."""
+        called: dict[int, str] = {}
+        found: list[bool] = []
+
+        def noted(name: str) -> Callable[..., Any]:
+            own = getattr(kind, name)
+
+            def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+                result = own(module, *args, **kwargs)
+                called[id(module)] = name
+                return result
+
+            return call
+
+        def state() -> nnx.State:
+            module = self._build(0)
+            found.append(called.get(id(module)) == "eval")
+            return nnx.split(module)[1]
+
+        patched = (mock.patch.object(kind, name, noted(name)) for name in ("eval", "train"))
+        with next(patched), next(patched), nnx.use_eager_sharding(False):
+            shapes_of(state)
+        return found[-1]
+
     def _build(self, seed: jax.Array | int) -> nnx.Module:
         with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
             module = self._factory(nnx.Rngs(jax.random.key(seed)))
@@ -133,6 +160,11 @@ class NnxModel:
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
     ) -> nnx.Module:
         module = self.module({**params, **self._reseeded(variables, step, micro)})
+        if not train and _has_own(module, "eval"):
+            module.eval()  # decides alone, as in a loop of one's own
+            return module
+        if train and self._trains:
+            module.train()
         for path, part, mode in _modes(module):
             for name, value in mode.items():
                 if not train:
@@ -219,7 +251,7 @@ class NnxModel:
             f"{path or 'the model'} ({name})"
             for path, mode in self._modes
             for name, value in mode.items()
-            if value == EVALUATION[name] and path not in frozen
+            if value == EVALUATION[name] and path not in frozen and not self._trains
         ]
         found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
@@ -249,6 +281,19 @@ def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]
             mode = {name: getattr(node, name) for name in EVALUATION if hasattr(node, name)}
             if mode:
                 yield _path(keys), node, mode
+
+
+def _has_own(module: nnx.Module, mode: str) -> bool:
+    """Whether a module's class has an `eval` or `train` of its own, to be called without arguments.
+
+    Those of the modules inside are called by it or not at all: Flax's only set attributes.
+    """
+    own = getattr(type(module), mode)
+    if own is getattr(nnx.Module, mode) or not inspect.isfunction(own):
+        return False
+    _, *rest = inspect.signature(own).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in variadic for p in rest)
 
 
 def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
