@@ -55,9 +55,10 @@ class Setting(NamedTuple):
 # Two of them have each setting. `make test` runs one for each test: of what nnx and Linen share,
 # nnx is run at the first and Linen at the second.
 SHARDED, REPLICATED = (3, 4, 1), (0, 1, 2)
+STAGE_1 = (1, 4, 1)
 
 
-def settings(default: tuple[int, int, int]) -> Any:
+def settings(default: tuple[int, int, int], *more: tuple[int, int, int]) -> Any:
     """All settings as parameters of a test; those that are not the default are marked `full`."""
     return pytest.mark.parametrize(
         "setting",
@@ -67,7 +68,7 @@ def settings(default: tuple[int, int, int]) -> Any:
                 id="stage{}-x{}-tensor{}".format(*s),
                 marks=() if s == default else pytest.mark.full,
             )
-            for s in ((0, 4, 1), SHARDED, REPLICATED, (3, 4, 2))
+            for s in ((0, 4, 1), SHARDED, REPLICATED, (3, 4, 2), *more)
         ],
     )
 
@@ -148,7 +149,7 @@ def train_linen(
     **kwargs: Any,
 ) -> Ended:
     """`loss_fn(out, what was sown and carried, batch)`; `kwargs` are the module's in training."""
-    variables = dict(module.init(jax.random.key(SEED), batches[0]["x"][:1]))
+    variables = dict(module.init(jax.random.key(SEED), batches[0]["x"]))
     params = flatten_dict(variables["params"], sep="/")
     state = {name: variables[name] for name in carried if name in variables}
     fixed = {path: x for path, x in params.items() if frozen(path)}
