@@ -167,7 +167,7 @@ class LinenModel:
         def created(key: jax.Array) -> Any:
             made = called(False, {FALLBACK: key}, {})
             if self._creates_in_training:
-                before = jax.tree.structure(made)
+                before: Any = jax.tree.structure(made)
                 made = called(True, streams, made)
                 self._creates_in_training = jax.tree.structure(made) != before
             return made if collections is not None else meta.unbox(made)
