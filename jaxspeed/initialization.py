@@ -48,10 +48,10 @@ def initialize(
       config: a path to JSON or YAML, a dict, or a Config.
       optimizer: any Optax transformation, instead of the config's.
       devices: the devices to use; by default all.
-      example_batch: a batch (or its shapes), of any number of samples, from which a Linen module
-        initializes its parameters. With it (or where the config names the model and
-        `data.seq_len`) the memory of a step is estimated before anything is allocated, with a
-        warning where the devices have less.
+      example_batch: a batch, of any number of samples, from which a Linen module initializes its
+        parameters; its shapes are enough unless these depend on its values. With it (or where the
+        config names the model and `data.seq_len`) the memory of a step is estimated before
+        anything is allocated, with a warning where the devices have less.
       example_extra: with an example batch, the arrays (or their shapes) that are passed as
         `train_batch(batch, extra=...)`, if the loss has a parameter `extra`.
       trainable: the parameters to train: path patterns, a function of the path, or a

@@ -163,7 +163,7 @@ def _values(bound: Any) -> Arrays:
     if isinstance(bound, nnx.Module):
         flat = nnx.to_flat_state(nnx.state(bound))
         return {
-            "/".join(map(str, keys)): x.get_value() if isinstance(x, nnx.Variable) else x
+            "/".join(map(str, keys)): x.get_raw_value() if isinstance(x, nnx.Variable) else x
             for keys, x in flat
         }
     if not _is_linen(bound):

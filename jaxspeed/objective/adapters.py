@@ -76,7 +76,7 @@ def adapt_model(
         if example_batch is None:
             raise ModelError(
                 "a Linen module initializes its parameters from a batch: pass "
-                "initialize(..., example_batch=...); only its shapes are used"
+                "initialize(..., example_batch=...)"
             )
         return LinenModel(
             model, loss_fn, example_batch, is_trained, is_full, state_collections, init_with

@@ -10,6 +10,7 @@ from jaxspeed.config import Batch
 from jaxspeed.errors import BatchError
 
 Arrays = np.ndarray | np.generic | jax.Array
+RAW_KEYS = ((2,), (4,))  # shapes of the uint32 form of a key: of threefry, of rbg
 
 
 def check_arrays(batch: Any, *, name: str = "batch", abstract: bool = False) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def check_train_batch(arrays: dict[str, Any], batch: Batch, ranks: int) -> None:
             raise BatchError(
                 f"{place} has {x.shape[0]} samples, but train_batch_size is {batch.train} = "
                 f"{batch.micro} per rank x {batch.accumulation} micro-batches x {ranks} data ranks"
+                f"{_advice({place: x})}"
             )
 
 
@@ -53,7 +55,9 @@ def check_shared_evenly(arrays: dict[str, Any], ranks: int) -> None:
     sizes = {place: x.shape[0] for place, x in arrays.items() if x.shape}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"{place} {n}" for place, n in sizes.items())
-        raise BatchError(f"the arrays of a batch differ in their number of samples: {shown}")
+        raise BatchError(
+            f"the arrays of a batch differ in their number of samples: {shown}{_advice(arrays)}"
+        )
     n = next(iter(sizes.values()), ranks)
     if n % ranks or n == 0:
         near = dict.fromkeys(max(k, 1) * ranks for k in (n // ranks, -(-n // ranks)))
@@ -61,6 +65,15 @@ def check_shared_evenly(arrays: dict[str, Any], ranks: int) -> None:
             f"the batch has {n} samples, which {ranks} data ranks cannot share evenly; "
             f"{' or '.join(map(str, near))} would do"
         )
+
+
+def _advice(arrays: dict[str, Any]) -> str:
+    """What to do about an array that may be meant as a random key."""
+    raw = [place for place, x in arrays.items() if x.dtype == np.uint32 and x.shape in RAW_KEYS]
+    return "".join(
+        f"; if {place} is a random key, pass it typed: jax.random.wrap_key_data({place})"
+        for place in raw[:1]
+    )
 
 
 def shapes_text(batch: Any) -> str:

@@ -1,7 +1,7 @@
 """What a loss is called with beside its model: the batch, random keys, and extra arrays.
 
 A batch is divided into micro-batches along the first dim of its arrays. Scalars are for every
-micro-batch, and so are random keys, of which each micro-batch gets its own.
+micro-batch, and so are random keys (arrays of a key dtype), of which each micro-batch gets its own.
 """
 
 import inspect
@@ -34,14 +34,6 @@ class WithExtra:
     extra: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RawKey:
-    """A random key that the loss reads as uint32, typed on its way there."""
-
-    key: jax.Array
-
-
 # -- before the step -------------------------------------------------------------------------------
 
 
@@ -50,23 +42,12 @@ def read_batch(
 ) -> tuple[Any, dict[str, Any]]:
     """Check a batch, and return (the batch as a step takes it, its arrays by path).
 
-    Python numbers become arrays, raw random keys typed ones. `abstract` lets shapes stand for
-    arrays.
+    Python numbers become arrays. `abstract` lets shapes stand for arrays.
     """
     if isinstance(batch, WithExtra):
         batch, extra = batch.samples, batch.extra
     batch = _with_arrays(batch, name)
     arrays = check_arrays(batch, name=name, abstract=abstract)
-    if any(map(_may_be_raw_key, arrays.values())):
-        sizes = {x.shape[0] for x in arrays.values() if x.shape and not _may_be_raw_key(x)}
-
-        def typed(x: Any) -> Any:
-            if not _may_be_raw_key(x) or x.shape[0] in sizes or isinstance(x, jax.ShapeDtypeStruct):
-                return x
-            return RawKey(jax.random.wrap_key_data(jnp.asarray(x)))
-
-        batch = jax.tree.map(typed, batch)
-        arrays = check_arrays(batch, name=name, abstract=abstract)
     if extra is None:
         return batch, arrays
     extra = _with_arrays(extra, EXTRA_ARGUMENT)
@@ -96,13 +77,6 @@ def _stands_alone(keys: tuple[Any, ...], x: Any, mixed: set[Any]) -> bool:
     if not isinstance(x, Number) or isinstance(x, np.generic) or not keys:
         return False
     return not isinstance(keys[-1], jax.tree_util.SequenceKey) or keys[:-1] in mixed
-
-
-def _may_be_raw_key(x: Any) -> bool:
-    if x.dtype != jnp.uint32 or len(x.shape) != 1:
-        return False  # before the shape of a key is asked for, which takes a millisecond
-    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    return x.shape == raw.shape and x.dtype == raw.dtype
 
 
 def example_shapes(batch: Any) -> Any:
@@ -148,9 +122,7 @@ def call_loss(
     train: bool,
 ) -> Any:
     """Call the user's loss for micro-batch `micro`, with what its parameters ask for."""
-    batch = jax.tree.map(
-        lambda x: _of_micro_batch(x, micro), batch, is_leaf=lambda x: isinstance(x, RawKey)
-    )
+    batch = jax.tree.map(lambda x: batch_key(x, micro) if is_key(x) and not x.shape else x, batch)
     given: dict[str, Any] = {}
     for name in _own_arguments(loss_fn):
         if name in MODE_ARGUMENTS:
@@ -168,12 +140,6 @@ def call_loss(
     if EXTRA in variables and EXTRA_ARGUMENT not in given:
         raise ModelError("loss_fn has no parameter extra to take the extra arrays of the batch")
     return loss_fn(model, batch, **given)
-
-
-def _of_micro_batch(x: Any, micro: Any) -> Any:
-    if isinstance(x, RawKey):
-        return jax.random.key_data(batch_key(x.key, micro))
-    return batch_key(x, micro) if is_key(x) and not x.shape else x
 
 
 def _own_arguments(loss_fn: Callable[..., Any]) -> list[str]:

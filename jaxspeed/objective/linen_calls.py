@@ -56,6 +56,7 @@ class BoundLinen(_Methods):
     ) -> None:
         self.module, self.variables, self.training = module, variables, training
         self._rngs, self._is_frozen = rngs, is_frozen
+        self.seen = Seen(set(), set())
         # All but parameters; in evaluation what calls sow, and state that shares its collection.
         self._mutable = mutable
 
@@ -70,8 +71,7 @@ class BoundLinen(_Methods):
     ) -> Any:
         """`Module.apply` with the mode and the random streams of this micro-batch."""
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
-        frozen = _frozen_statistics(self._is_frozen)
-        with frozen if self.training else contextlib.nullcontext():
+        with _frozen_statistics(self._is_frozen) if self.training else _in_evaluation():
             given = {**self._rngs, **_streams(rngs)}
             return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
 
@@ -80,15 +80,15 @@ class CreatingLinen(_Methods):
     """Stand-in for the module during initialization: its calls create the variables.
 
     Each creates all that it reads, from the same key: as one call of all of them would, since
-    values depend on the key and the path.
+    values depend on the key and the path. What is in `created` already stays as it is.
     """
 
-    training = False
-
-    def __init__(self, module: nn.Module, key: jax.Array) -> None:
-        self.module, self._key = module, key
-        self.created: Any = {}
-        self.variables: Any = {"params": {}}  # as the loss may look at them
+    def __init__(
+        self, module: nn.Module, rngs: Mapping[str, jax.Array], created: Any, training: bool
+    ) -> None:
+        self.module, self._rngs, self.training = module, rngs, training
+        self.created = created
+        self.variables: Any = {"params": {}, **meta.unbox(created)}  # as the loss may look at them
 
     def __call__(
         self,
@@ -98,8 +98,8 @@ class CreatingLinen(_Methods):
         mutable: Any = False,
         **kwargs: Any,
     ) -> Any:
-        kwargs = {**_mode(self.module, method, False), **kwargs}
-        given = {**_streams(rngs), FALLBACK: self._key}
+        kwargs = {**_mode(self.module, method, self.training), **kwargs}
+        given = {**self._rngs, **_streams(rngs), FALLBACK: self._rngs[FALLBACK]}
         out, created = self.module.init_with_output(
             given, *args, method=method, mutable=True, **kwargs
         )
@@ -154,12 +154,28 @@ def _mode_fields(module: nn.Module) -> dict[str, bool]:
 
 
 def in_evaluation(module: nn.Module) -> nn.Module:
-    """The module with its own fields that hold a mode set for evaluation."""
+    """The module with its own fields that hold a mode set for evaluation, as a loss reads them."""
     modes: dict[str, Any] = _mode_fields(module)
     return module.clone(**modes) if modes else module
 
 
-class _Seen(NamedTuple):
+@contextlib.contextmanager
+def _in_evaluation() -> Iterator[None]:
+    """Context in which the same fields of every module that is called are set for evaluation.
+
+    Before `setup`, and also of modules that are made in a call.
+    """
+
+    def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        for name, on in _mode_fields(context.module).items():
+            object.__setattr__(context.module, name, on)
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(call):
+        yield
+
+
+class Seen(NamedTuple):
     """What modules did in their calls."""
 
     sown: set[tuple[str, ...]]  # (collection, ...) paths
@@ -167,9 +183,8 @@ class _Seen(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_calls() -> Iterator[_Seen]:
-    """Context in which what modules sow and ask for is added to the yielded sets."""
-    seen = _Seen(set(), set())
+def recorded_calls(seen: Seen) -> Iterator[None]:
+    """Context in which what modules sow and ask for is added to `seen`."""
     sow, has_rng = nn.Module.sow, nn.Module.has_rng
 
     def recorded_sow(self: Any, col: str, name: str, *args: Any, **kwargs: Any) -> bool:
@@ -185,7 +200,7 @@ def recorded_calls() -> Iterator[_Seen]:
         mock.patch.object(nn.Module, "sow", recorded_sow),
         mock.patch.object(nn.Module, "has_rng", recorded_has_rng),
     ):
-        yield seen
+        yield
 
 
 @contextlib.contextmanager
@@ -214,8 +229,8 @@ def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_scopes() -> Iterator[None]:
-    """Context in which each module call is traced in a scope of its class and path."""
+def traced_calls(seen: Seen) -> Iterator[None]:
+    """Context of `recorded_calls` in which each call is traced in a scope of its class and path."""
 
     def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
@@ -223,5 +238,5 @@ def naming_scopes() -> Iterator[None]:
         with scope(type(context.module).__name__, "/".join(context.module.path)):
             return next_fun(*args, **kwargs)
 
-    with nn.intercept_methods(name):
+    with recorded_calls(seen), nn.intercept_methods(name):
         yield

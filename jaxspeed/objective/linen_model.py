@@ -1,7 +1,7 @@
 """Adapter of a Flax Linen module to the Model protocol.
 
 Its variables are found by tracing the loss, or `init_with`, on an example batch, where the calls of
-the module create them.
+the module create them: in evaluation mode, and then in training mode, which may create more.
 """
 
 import contextlib
@@ -17,15 +17,17 @@ from flax.core import freeze, meta
 from flax.core.scope import DenyList
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import call_loss, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.batches import call_loss, with_extra, zeros_of
 from jaxspeed.objective.caching import decode_argument, in_decoding, shapes
+from jaxspeed.objective.example_batch import ExampleBatch
 from jaxspeed.objective.linen_calls import (
     BoundLinen,
     CreatingLinen,
+    Seen,
     in_evaluation,
     is_leaked,
-    naming_scopes,
     recorded_calls,
+    traced_calls,
 )
 from jaxspeed.objective.own_axes import with_own_axes
 from jaxspeed.objective.pretrained_model import Weights
@@ -39,7 +41,7 @@ from jaxspeed.objective.protocol import (
     is_inexact,
     nested,
 )
-from jaxspeed.objective.rng import FALLBACK, linen_rngs, micro_batch_key
+from jaxspeed.objective.rng import FALLBACK, LINEN_STREAMS, linen_rngs, micro_batch_key
 from jaxspeed.objective.trainable import Selection
 from jaxspeed.objective.user_code import foreign
 from jaxspeed.placement.paths import flat_with_paths, path_of
@@ -65,14 +67,13 @@ class LinenModel:
     ) -> None:
         self._module, self._init_with = module, init_with or loss_fn
         self._init_name = "init_with" if init_with else "loss_fn"
-        self._example = example_shapes(example_batch)
+        self._example = ExampleBatch(example_batch)
         self._state_collections = state_collections
-        with recorded_calls() as seen:
-            boxed = jax.eval_shape(self._create, jax.random.key(0))
-        self._sown, self._streams = frozenset(seen.sown), sorted(seen.streams)
-        check_collections(state_collections, (name for name in boxed if name != "params"))
+        self._seen = Seen(set(), set())
+        boxed, collections = self._traced()
+        check_collections(state_collections, (name for name in collections if name != "params"))
         names = _boxed_names(boxed)
-        tree = self._without_fresh(meta.unbox(boxed))
+        tree = meta.unbox(boxed)
         self._refuse_growing(tree)
         self._tree, found = jax.tree.structure(tree), _flat(tree)
         self._paths = list(found)
@@ -95,6 +96,15 @@ class LinenModel:
         rest = {path: leaf for path, leaf in found.items() if path not in own}
         self.variables = {**rest, SEED: jax.ShapeDtypeStruct((), key.dtype)}
 
+    def _traced(self) -> tuple[Any, set[str]]:
+        """(shapes of the variables, with their metadata; names of all collections)."""
+        collections: set[str] = set()
+        while True:  # a stream that the module asks for may create more
+            known, self._creates_in_training = set(self._seen.streams), True
+            boxed = self._example.trace(lambda key, batch: self._create(key, batch, collections))
+            if self._seen.streams <= {*known, *LINEN_STREAMS}:
+                return boxed, collections
+
     def _without_fresh(self, variables: Any) -> Any:
         """Remove values that each call sows anew, unless the config lists them as state."""
         said = self._state_collections or ()
@@ -106,7 +116,7 @@ class LinenModel:
             return {
                 name: x
                 for name, x in inside.items()
-                if (*place, name) not in self._sown and not (isinstance(x, dict) and not x)
+                if (*place, name) not in self._seen.sown and not (isinstance(x, dict) and not x)
             }
 
         collections = {
@@ -115,7 +125,7 @@ class LinenModel:
         return {name: x for name, x in collections.items() if jax.tree.leaves(x)}
 
     def _refuse_growing(self, variables: Any) -> None:
-        for place in sorted(self._sown):
+        for place in sorted(self._seen.sown):
             value = functools.reduce(lambda tree, name: (tree or {}).get(name), place, variables)
             if isinstance(value, tuple):
                 raise ModelError(
@@ -130,29 +140,43 @@ class LinenModel:
             return path != SEED
         return path.split("/")[0] in self._state_collections
 
-    def _create(self, key: jax.Array, boxed: bool = True) -> Any:
-        def created(key: jax.Array) -> Any:
-            bound = CreatingLinen(self._module, key)
-            given, batch = with_extra({SEED: key}, zeros_of(self._example))
-            with foreign(f"{self._init_name}(model, example_batch)", self._example):
-                call_loss(self._init_with, bound, batch, given, 0, 0, train=False)
+    def _create(self, key: jax.Array, batch: Any, collections: set[str] | None = None) -> Any:
+        """The variables, in their boxes if `collections` is given, to which all names are added."""
+        given, batch = with_extra({SEED: key}, batch)
+        streams = {**linen_rngs(key, sorted(self._seen.streams)), FALLBACK: key}
+
+        def called(train: bool, rngs: Mapping[str, jax.Array], created: Any) -> Any:
+            bound = CreatingLinen(self._module, rngs, created, train)
+            call = f"{self._init_name}(model, example_batch)"
+            with recorded_calls(self._seen), foreign(call, self._example.shapes):
+                call_loss(self._init_with, bound, batch, given, 0, 0, train=train)
             if not bound.created:
                 raise ModelError("loss_fn never called the model: model(...) makes its parameters")
-            if any(is_leaked(x, key) for x in jax.tree.leaves(bound.created)):
+            if collections is not None:
+                collections.update(bound.created)
+            made = self._without_fresh(bound.created)
+            if any(is_leaked(x, key) for x in jax.tree.leaves(made)):
                 raise ModelError(
                     f"{self._init_name} makes the model's first call inside a function that is "
                     "traced by itself (jax.checkpoint, jax.jit, jax.lax.scan), where parameters "
                     "cannot be created; pass initialize(..., init_with=lambda model, batch: "
                     "model(...))"
                 )
-            return bound.created if boxed else meta.unbox(bound.created)
+            return made
+
+        def created(key: jax.Array) -> Any:
+            made = called(False, {FALLBACK: key}, {})
+            if self._creates_in_training:
+                before: Any = jax.tree.structure(made)
+                made = called(True, streams, made)
+                self._creates_in_training = jax.tree.structure(made) != before
+            return made if collections is not None else meta.unbox(made)
 
         return with_own_axes(created)(key)[0]
 
     def init(self, seed: jax.Array | int) -> tuple[Arrays, Arrays]:
         key = jax.random.key(seed)
-        made = self._without_fresh(self._create(key, boxed=False))
-        values = _flat(made) | {SEED: key}
+        values = _flat(self._create(key, self._example.arrays())) | {SEED: key}
         own = [leaf.path for leaf in self.leaves]
         return {p: values[p] for p in own}, {p: values[p] for p in self.variables}
 
@@ -161,20 +185,33 @@ class LinenModel:
     ) -> BoundLinen:
         values = {**params, **variables}
         tree = jax.tree.unflatten(self._tree, [values[path] for path in self._paths])
-        rngs = linen_rngs(micro_batch_key(variables[SEED], step, micro), self._streams)
+        rngs = linen_rngs(micro_batch_key(variables[SEED], step, micro), sorted(self._seen.streams))
         if not train:
             # Every stream falls back to this one. Others are absent, so that a model whose dropout
             # is on where it has its stream (`self.has_rng("dropout")`) evaluates without it.
             rngs = {FALLBACK: rngs[FALLBACK]}
-        sown = {place[0] for place in self._sown}
+        sown = {place[0] for place in self._seen.sown}
         constant = {"params"} if train else {*tree} - sown - self._caches
         module = self._module if train else in_evaluation(self._module)
         return BoundLinen(module, tree, rngs, train, self._frozen, DenyList(tuple(constant)))
 
     def mutated(self, bound: BoundLinen, params: Arrays) -> Arrays:
         after = _flat(bound.variables)
+        self._refuse_new(after, bound.seen.sown)
         state = [path for path in self.variables if self._is_state(path)]
         return {path: after[path] for path in state if path in after}
+
+    def _refuse_new(self, after: Arrays, sown: set[tuple[str, ...]]) -> None:
+        """Raise ModelError for state that a step creates: each step would create it anew."""
+        fresh = tuple("/".join(place) for place in {*sown, *self._seen.sown})
+        for path in after:
+            known = path in self.variables or path in self._paths or not self._is_state(path)
+            if not known and not any(path == x or path.startswith(f"{x}/") for x in fresh):
+                raise ModelError(
+                    f"the loss creates the variable {path} in each training step, as "
+                    f"{self._init_name} does not: its value would be lost; let "
+                    "initialize(..., init_with=lambda model, batch: ...) make that call too"
+                )
 
     def cached(self, rows: int, length: int, params: Arrays, dtype: Any) -> CachedModel | None:
         module = in_decoding(self._module)
@@ -206,7 +243,7 @@ class LinenModel:
         return {path: flat[path] for path in self.variables if path in flat}
 
     def naming(self, bound: BoundLinen) -> contextlib.AbstractContextManager[None]:
-        return naming_scopes()
+        return traced_calls(bound.seen)
 
     def protect(self, bound: BoundLinen) -> None:
         bound.variables = freeze(bound.variables)

@@ -1,19 +1,22 @@
 """Adapter of an `nnx.Module` factory to the Model protocol."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.variablelib import VariableTypeCache
+from flax.nnx.variablelib import VariableTypeCache, is_array_ref
 
 from jaxspeed.errors import ModelError
 from jaxspeed.jaxpr.module_scopes import tagged
 from jaxspeed.objective.caching import create_caches
+from jaxspeed.objective.held_arrays import HeldArrays
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
@@ -62,6 +65,8 @@ class NnxModel:
         self._caches: frozenset[str] = frozenset()
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
+        self._held_by: WeakKeyDictionary[nnx.Module, list[Any]] = WeakKeyDictionary()
+        self._trains = _has_own(module, "train") and not self._left_in_evaluation(type(module))
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
         paths = _all_paths(module, [keys for keys, _ in flat])
@@ -115,6 +120,31 @@ class NnxModel:
             shapes, reason = shapes_of(state)
         return graphs[-1], shapes, reason
 
+    def _left_in_evaluation(self, kind: type[nnx.Module]) -> bool:
+        """Whether the factory calls the model's `eval`, and no `train` after it."""
+        called: dict[int, str] = {}
+        found: list[bool] = []
+
+        def noted(name: str) -> Callable[..., Any]:
+            own = getattr(kind, name)
+
+            def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+                result = own(module, *args, **kwargs)
+                called[id(module)] = name
+                return result
+
+            return call
+
+        def state() -> nnx.State:
+            module = self._build(0)
+            found.append(called.get(id(module)) == "eval")
+            return nnx.split(module)[1]
+
+        patched = (mock.patch.object(kind, name, noted(name)) for name in ("eval", "train"))
+        with next(patched), next(patched), nnx.use_eager_sharding(False):
+            shapes_of(state)
+        return found[-1]
+
     def _build(self, seed: jax.Array | int) -> nnx.Module:
         with _quick_streams(), foreign("the model factory, called as factory(rngs),"):
             module = self._factory(nnx.Rngs(jax.random.key(seed)))
@@ -139,6 +169,11 @@ class NnxModel:
         self, params: Arrays, variables: Arrays, *, train: bool, step: Any, micro: Any
     ) -> nnx.Module:
         module = self.module({**params, **self._reseeded(variables, step, micro)})
+        if not train and _has_own(module, "eval"):
+            module.eval()  # decides alone, as in a loop of one's own
+            return module
+        if train and self._trains:
+            module.train()
         for path, part, mode in _modes(module):
             for name, value in mode.items():
                 if not train:
@@ -156,7 +191,12 @@ class NnxModel:
                 (keys, v.replace(values[path]) if isinstance(v, nnx.Variable) else values[path])
                 for path, (keys, v) in self._kinds.items()
             ]
-            return nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+            module: nnx.Module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+        for path, node, name, held in list(_held(module)):
+            object_now = held.copied()
+            setattr(node, name, nnx.static(object_now))
+            self._held_by.setdefault(module, []).append((path, object_now, held))
+        return module
 
     def _reseeded(self, variables: Arrays, step: Any, micro: Any) -> Arrays:
         def fresh(path: str, value: Any) -> Any:
@@ -169,6 +209,14 @@ class NnxModel:
 
     def mutated(self, bound: nnx.Module, params: Arrays) -> Arrays:
         """Collect changed state; random streams and intermediate values are per micro-batch."""
+        for path, object_now, held in self._held_by.get(bound, ()):
+            changed = held.changed(object_now)
+            if changed:
+                raise ModelError(
+                    f"the loss changes {path}.{changed}, an array in a plain "
+                    f"{type(object_now).__name__} of the model, where Flax does not see it: store "
+                    "an nnx.Variable there, in a class that is an nnx.Module"
+                )
         after = {_path(keys): v for keys, v in nnx.to_flat_state(nnx.split(bound)[1])}
         kinds = {path: self._kinds[path][1] for path in self.variables if path != SEED}
         state = [path for path, v in kinds.items() if _is_state(v, self._state_collections)]
@@ -225,7 +273,7 @@ class NnxModel:
             f"{path or 'the model'} ({name})"
             for path, mode in self._modes
             for name, value in mode.items()
-            if value == EVALUATION[name] and path not in frozen
+            if value == EVALUATION[name] and path not in frozen and not self._trains
         ]
         found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
@@ -255,6 +303,19 @@ def _modes(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, dict[str, Any]
             mode = {name: getattr(node, name) for name in EVALUATION if hasattr(node, name)}
             if mode:
                 yield _path(keys), node, mode
+
+
+def _has_own(module: nnx.Module, mode: str) -> bool:
+    """Whether a module's class has an `eval` or `train` of its own, to be called without arguments.
+
+    Those of the modules inside are called by it or not at all: Flax's only set attributes.
+    """
+    own = getattr(type(module), mode)
+    if own is getattr(nnx.Module, mode) or not inspect.isfunction(own):
+        return False
+    _, *rest = inspect.signature(own).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in variadic for p in rest)
 
 
 def _is_state(variable: Any, collections: Sequence[str] | None) -> bool:
@@ -288,7 +349,7 @@ def _drop_sown(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
             for name, value in list(vars(node).items()):
-                if isinstance(value, nnx.Intermediate) and isinstance(value.get_value(), tuple):
+                if isinstance(value, nnx.Intermediate) and isinstance(value_of(value), tuple):
                     delattr(node, name)
 
 
@@ -321,8 +382,11 @@ def _all_paths(module: nnx.Module, leaves: Sequence[tuple[Any, ...]]) -> dict[st
 
 
 def value_of(leaf: Any) -> Any:
-    """Value of a Variable, or an array that a module stores without one."""
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    """Stored value of a Variable, without its hooks, or an array that a module stores itself."""
+    if not isinstance(leaf, nnx.Variable):
+        return leaf
+    value = leaf.get_raw_value()
+    return value[...] if is_array_ref(value) else value
 
 
 def keep_arrays(module: nnx.Module) -> None:
@@ -333,17 +397,30 @@ def keep_arrays(module: nnx.Module) -> None:
     """
     for keys, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):
-            value = node.get_value()
+            value = value_of(node)
             if isinstance(value, (bool, int, float)):
-                node.set_value(jnp.asarray(value))
+                node.set_raw_value(jnp.asarray(value))
             else:
                 _check_array(_path(keys), value)
         elif isinstance(node, nnx.Module):
             for name, value in list(vars(node).items()):
-                if isinstance(value, (jax.core.Tracer, list, tuple, dict)) and _traced(value):
+                if not isinstance(value, (nnx.Pytree, nnx.Variable)) and _traced(value):
                     setattr(node, name, nnx.data(value))
                 elif isinstance(value, np.ndarray):
                     _check_array(_path((*keys, name)), value)
+                elif not any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+                    held = HeldArrays.of(value)
+                    if held is not None:
+                        setattr(node, name, nnx.data(held))
+
+
+def _held(module: nnx.Module) -> Iterator[tuple[str, nnx.Module, str, HeldArrays]]:
+    """Yield (path, module, attribute, its arrays) of the plain objects that hold arrays."""
+    for keys, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Module):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, HeldArrays):
+                    yield _path((*keys, name)), node, name, value
 
 
 def _traced(tree: Any) -> bool:

@@ -33,7 +33,7 @@ from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
-from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, run_segmented
+from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, Units, run_segmented
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,10 @@ class Objective:
             return EvalContext(program.units)
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
-        found = tuple(unit_jaxprs(jaxpr, activations, program.units))
+        units = self._units(program)
+        found = tuple(unit_jaxprs(jaxpr, activations, units))
         residuals = resolve_policy(recompute, found, *self._shared_by())
-        return EvalContext(program.units, residuals=residuals, activations=frozenset(activations))
+        return EvalContext(units, residuals=residuals, activations=frozenset(activations))
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
@@ -138,8 +139,18 @@ class Objective:
         batch = jax.tree.map(lambda x: jax.eval_shape(self.cast, x), batch)
         first = jnp.asarray(0)
         program = self.trace((variables, batch, first, first), train=True)
-        found = tuple(unit_jaxprs(self._with_boundaries(program), program.batch, program.units))
+        jaxpr = self._with_boundaries(program)
+        found = tuple(unit_jaxprs(jaxpr, program.batch, self._units(program)))
         return residual_report(self.recompute, found, *self._shared_by())
+
+    def _units(self, program: Traced) -> Units:
+        """Units of a loss; to recompute a model in which nothing repeats, the model itself.
+
+        Not to save residuals in host memory: those of one unit are the batch.
+        """
+        on_host = self.recompute.on_host or self.recompute.offload
+        alone = self.recompute and not on_host and not program.units.serials
+        return program.outermost if alone else program.units
 
     def _shared_by(self) -> tuple[int, str]:
         """(number of shards of activations over data ranks, device kind)."""
@@ -159,7 +170,7 @@ class Objective:
             {row.path: row.read.spec for row in self.table},
             self.table.mesh,
             self.style,
-            program.units.of if in_units else lambda eqn: None,
+            self._units(program).of if in_units else lambda eqn: None,
         )
 
     def _as_stored(self, written: Arrays) -> Arrays:

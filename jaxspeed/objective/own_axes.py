@@ -14,6 +14,7 @@ from threading import RLock
 from typing import Any
 from unittest import mock
 
+import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding
 
@@ -83,7 +84,11 @@ def _over_one(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _own_constraints_dropped() -> Iterator[set[str]]:
-    """Context in which constraints on other meshes do nothing; yields what they asked for."""
+    """Context in which constraints on other meshes do nothing; yields what they asked for.
+
+    Names of a parameter's dims constrain nothing either, whose axes this mesh may have: `unbox` is
+    also called for an array that is not reshaped yet (DenseGeneral, flax 0.12.12).
+    """
     original = jax.lax.with_sharding_constraint
     dropped: set[str] = set()
 
@@ -102,5 +107,13 @@ def _own_constraints_dropped() -> Iterator[set[str]]:
         dropped.add(str(own[0].spec if own else shardings))
         return x
 
-    with _lock, mock.patch.object(jax.lax, "with_sharding_constraint", constrained):
+    def unboxed(box: Any, apply_constraint: bool = True) -> Any:
+        return box.value
+
+    with (
+        _lock,
+        mock.patch.object(jax.lax, "with_sharding_constraint", constrained),
+        mock.patch.object(nn.Partitioned, "unbox", unboxed),
+        mock.patch.object(nn.LogicallyPartitioned, "unbox", unboxed),
+    ):
         yield dropped

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jaxspeed.errors import ModelError
-from jaxspeed.objective.batches import RNG_ARGUMENTS, example_shapes, with_extra, zeros_of
+from jaxspeed.objective.batches import RNG_ARGUMENTS, with_extra
+from jaxspeed.objective.example_batch import ExampleBatch
 from jaxspeed.objective.init_for_real import init_values, note_of, shapes_of
 from jaxspeed.objective.pretrained_model import Weights
 from jaxspeed.objective.protocol import (
@@ -45,16 +46,18 @@ class PairModel:
         trainable: Selection,
         full_precision: Callable[[Sequence[str]], bool],
     ) -> None:
-        self._init, self._apply, self._example = init, apply, None
+        self._init, self._apply = init, apply
+        self._example: ExampleBatch | None = None
         needed = [p for p in inspect.signature(init).parameters.values() if p.default is p.empty]
         if len(needed) > 1:
             if example_batch is None:
-                raise ModelError(
-                    "init takes a batch: pass initialize(..., example_batch=...); only its "
-                    "shapes are used"
-                )
-            self._example = example_shapes(example_batch)
+                raise ModelError("init takes a batch: pass initialize(..., example_batch=...)")
+            self._example = ExampleBatch(example_batch)
         abstract, self.needs_values = shapes_of(self._create, jax.random.key(0))
+        if self._example and self.needs_values:
+            self._example.keep_all()
+        elif self._example:
+            self._example.trace(self._created)
         self._tree = jax.tree.structure(abstract)
         flat = flat_with_paths(abstract)
         self._paths = list(flat)
@@ -71,9 +74,12 @@ class PairModel:
         self._parameters = inspect.signature(apply).parameters
 
     def _create(self, key: jax.Array) -> Any:
-        _, zeros = with_extra({}, zeros_of(self._example))
-        with foreign("init(key)" if self._example is None else "init(key, batch)", self._example):
-            made = self._init(key) if self._example is None else self._init(key, zeros)
+        return self._created(key, self._example.arrays() if self._example else None)
+
+    def _created(self, key: jax.Array, batch: Any) -> Any:
+        call = "init(key, batch)" if self._example else "init(key)"
+        with foreign(call, self._example.shapes if self._example else None):
+            made = self._init(key, with_extra({}, batch)[1]) if self._example else self._init(key)
         bad = {path: x for path, x in flat_with_paths(made).items() if not is_array(x)}
         if bad:
             path, value = next(iter(bad.items()))

@@ -87,7 +87,7 @@ def stacked_run(
     for _, node in nnx.iter_graph(stack):
         if isinstance(node, nnx.Variable):
             names = dim_names(node) or (LAYERS,)
-            rank = node.get_value().ndim
+            rank = value_of(node).ndim
             node.set_metadata(logical_axes=(*names, *(None,) * (rank - len(names))))
     return stack
 

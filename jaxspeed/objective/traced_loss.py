@@ -31,7 +31,7 @@ from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
-from jaxspeed.zero3 import Units, choose_units
+from jaxspeed.zero3 import Units, choose_units, outermost_calls
 
 log = logging.getLogger("jaxspeed")
 
@@ -54,6 +54,11 @@ class Traced:
     @cached_property
     def units(self) -> Units:
         return choose_units(self.closed.jaxpr, self.parameters, self.unit_patterns, match)
+
+    @cached_property
+    def outermost(self) -> Units:
+        """The units of a model in which nothing repeats: the calls of the loss."""
+        return outermost_calls(self.closed.jaxpr, self.parameters)
 
     @property
     def draws_random_numbers(self) -> bool:

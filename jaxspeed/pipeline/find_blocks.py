@@ -107,8 +107,8 @@ def find_blocks(
     variables = dict(zip(paths, program.parameters, strict=True))
     scanned = scanned_stacks(program.closed, {v: path for path, v in variables.items()})
     stacks = largest_first([*scanned, *named], leaves)
-    if len(stacks) < 2:
-        return stacks[0] if stacks else None
+    if not stacks:
+        return None
     reasons = []
     for stack in stacks:
         members = {name: [variables[p] for p in own] for name, own in stack.leaves.items()}
@@ -118,6 +118,8 @@ def find_blocks(
             reasons.append(f"{stack}: {str(error).removeprefix('mesh.pipe: ')}")
         else:
             return stack
+    if len(stacks) == 1:
+        raise ModelError("mesh.pipe: " + reasons[0].removeprefix(f"{stacks[0]}: "))
     raise ModelError(
         "mesh.pipe: the loss cannot be split into stages at any of the model's repeated blocks. "
         + "; ".join(reasons[:SHOWN])

@@ -1,7 +1,7 @@
 """Repeated blocks in a list, each with separate parameters: one body found by merging them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,7 @@ def unrolled_blocks(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> RepeatedB
 
     `stack` has for each parameter of a block the variables of all layers.
     """
-    members = _members(jaxpr, stack)
+    members = _with_what_follows(jaxpr, _members(jaxpr, stack))
     inside = {id(e) for m in members for e in m.eqns}
     others = [e for e in jaxpr.eqns if id(e) not in inside]
     body, reads = _merged_body(jaxpr, members, next(iter(stack)))
@@ -168,6 +168,48 @@ def _members(jaxpr: Any, stack: Mapping[str, Sequence[Any]]) -> list[_Member]:
 
 def _member(eqns: list[Any]) -> _Member:
     return _Member(eqns, free_variables(eqns), [v for e in eqns for v in e.outvars])
+
+
+def _with_what_follows(jaxpr: Any, members: list[_Member]) -> list[_Member]:
+    """Each block with the computation between it and the next: `x = tanh(layer(x))`.
+
+    The last block takes the same computation. Where it is followed by another one, or where a block
+    would then read a later one's output, the blocks stay as they are.
+    """
+    inside = {id(e) for m in members for e in m.eqns}
+    others = [e for e in jaxpr.eqns if id(e) not in inside]
+    between = [_path_of(others, member.outputs, after.reads) for member, after in pairwise(members)]
+    if not any(between):
+        return members
+    after_all = _path_of(others, members[-1].outputs, read_by(jaxpr))
+    between.append(after_all[: len(between[0])])
+    names = [[e.primitive.name for e in eqns] for eqns in between]
+    if any(each != names[0] for each in names):
+        return members
+    found = [_member([*m.eqns, *eqns]) for m, eqns in zip(members, between, strict=True)]
+    later: set[Any] = set()
+    for member in reversed(found):
+        if later & set(member.reads):
+            return members
+        later.update(member.outputs)
+    return found
+
+
+def _path_of(eqns: Sequence[Any], outputs: Iterable[Any], reads: Iterable[Any]) -> list[Any]:
+    """The equations that depend on `outputs` and on which `reads` depend."""
+    known = set(outputs)
+    dependent = []
+    for eqn in eqns:
+        if any(is_var(v) and v in known for v in eqn.invars):
+            dependent.append(eqn)
+            known.update(eqn.outvars)
+    needed = {v for v in reads if is_var(v)}
+    found = []
+    for eqn in reversed(dependent):
+        if needed & set(eqn.outvars):
+            found.append(eqn)
+            needed |= {v for v in eqn.invars if is_var(v)}
+    return found[::-1]
 
 
 def _carried_outputs(members: Sequence[_Member]) -> list[int]:

@@ -1,5 +1,7 @@
 """Resolution of the config's remat keys and a traced program to a residual policy."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ from jaxspeed.remat.budget import Choice, RematCosts, UnitResiduals, cheapest
 from jaxspeed.remat.host_share import LARGEST_ERROR, fetched, offloaded
 from jaxspeed.remat.unit_jaxprs import UnitJaxpr
 from jaxspeed.zero3.residual_policy import ResidualPolicy
+
+log = logging.getLogger("jaxspeed")
 
 ATTENTION = "attention"  # the name of the output of `jaxspeed.ops.attention`
 _KEY = "parallel.remat"
@@ -41,8 +45,9 @@ def resolve_policy(
         return None
     if not units:
         raise ConfigError(
-            f"{_KEY}: this model has no repeated units whose activations could be recomputed; "
-            "name them in parallel.units, or use jax.checkpoint in the model"
+            f"{_KEY}: this model has no module calls whose activations could be recomputed, or no "
+            "repeated ones to save in host memory; name them in parallel.units, mark functions "
+            "with jaxspeed.unit, or use jax.checkpoint in the model"
         )
     if config.budget is not None:
         costs = remat_costs(units, num_shards, device_kind)
@@ -116,19 +121,32 @@ def units_together(config: Recompute, units: Sequence[UnitJaxpr]) -> int:
     if config.every is None and config.count is None:
         return 1
     layers = units[0].times if len(units) == 1 else len(units)
-    if config.every is not None:
-        every, what = config.every, f"{_KEY}.every_n: {config.every}"
-    else:
+    divisors = [n for n in range(1, layers + 1) if layers % n == 0]
+    if config.every is None:
         assert config.count is not None
-        what = f"activation_checkpointing.number_checkpoints: {config.count}"
-        every = layers // config.count if config.count and layers % config.count == 0 else 0
-    if not every or layers % every:
-        divisors = [n for n in range(1, layers + 1) if layers % n == 0]
+        wanted = config.count
+        count = min(divisors, key=lambda n: (abs(n - wanted), -n))
+        _note_count(wanted, count, layers)
+        return layers // count
+    if layers % config.every:
         raise ConfigError(
-            f"{what} does not divide the {layers} consecutive units of this model; "
-            f"{', '.join(map(str, divisors))} do"
+            f"{_KEY}.every_n: {config.every} does not divide the {layers} consecutive units of "
+            f"this model; {', '.join(map(str, divisors))} do"
         )
-    return every
+    return config.every
+
+
+@functools.cache
+def _note_count(wanted: int, taken: int, layers: int) -> None:
+    """Warn once; the loss is traced several times."""
+    if taken != wanted:
+        log.warning(
+            "activation_checkpointing.number_checkpoints is %d, which does not divide the %d "
+            "consecutive units of this model: %d are used, the nearest number that does",
+            wanted,
+            layers,
+            taken,
+        )
 
 
 def _moves(partition: bool, host_ratio: float) -> tuple[Move | None, Move | None]:

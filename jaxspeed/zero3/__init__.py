@@ -6,7 +6,7 @@ Each segment all-gathers its parameters in forward and backward and reduce-scatt
 (`segment_vjp`, `sharded_param`, `param_views`), and saves what the `residual_policy` selects.
 """
 
-from jaxspeed.zero3.find_units import Units, choose_units
+from jaxspeed.zero3.find_units import Units, choose_units, outermost_calls
 from jaxspeed.zero3.segmented_eval import run_segmented
 from jaxspeed.zero3.segments import EvalContext
 from jaxspeed.zero3.sharded_param import GatherScatter, ShardedParam
@@ -17,5 +17,6 @@ __all__ = [
     "ShardedParam",
     "Units",
     "choose_units",
+    "outermost_calls",
     "run_segmented",
 ]

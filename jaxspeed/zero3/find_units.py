@@ -70,6 +70,11 @@ def choose_units(
     return _units(taken)
 
 
+def outermost_calls(jaxpr: Any, parameters: Iterable[Any]) -> Units:
+    """The calls of a program that are in no other call, such as that of the model, as units."""
+    return _units([[s for s in traced_calls(jaxpr, parameters) if s.bytes and not s.chain]])
+
+
 def traced_calls(jaxpr: Any, parameters: Iterable[Any]) -> list[TracedCall]:
     """Every tagged call of a program.
 

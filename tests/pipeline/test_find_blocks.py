@@ -16,6 +16,7 @@ from jaxspeed.errors import ModelError, PlacementError
 from jaxspeed.placement.stacks import UnlikeStages
 from jaxspeed.train import build_program
 from jaxspeed.train.tensor_names import traced_example
+from tests.train import flax_loop
 
 WIDTH = 16
 RNG = np.random.default_rng(0)
@@ -250,3 +251,28 @@ def test_where_no_stack_can_be_split_the_reason_names_each():
     assert "conv*" in str(error.value) and "norm*" in str(error.value)
     assert "reads no output of block 0" in str(error.value)
     assert isinstance(stack_of(Unlike), UnlikeStages)
+
+
+class OpenEnded(nnx.Module):
+    """The last of the equal layers is not followed by the activation."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(5)])
+
+    def __call__(self, x):
+        for layer in self.layers[:-1]:
+            x = jnp.tanh(layer(x))
+        return self.layers[-1](x)[:, 0]
+
+
+def test_equal_layers_at_which_the_loss_does_not_split_are_unlike_stages():
+    def as_sum(model, batch):
+        error = (model(batch["x"]) - batch["y"]) ** 2
+        return error.sum(), error.size
+
+    setting = flax_loop.Setting(0, 4, 4)  # as on two data ranks
+    batches, optimizer = flax_loop.batches(), flax_loop.SGD
+    plain = flax_loop.train_nnx(OpenEnded, flax_loop.loss, batches, optimizer, setting)
+    mesh = {"pipe": 4, "data": 2}
+    ours = flax_loop.train_jaxspeed(OpenEnded, as_sum, batches, optimizer, setting, mesh=mesh)
+    flax_loop.assert_alike(ours, plain)

@@ -66,6 +66,19 @@ class Net(nnx.Module):
         return self.head(self.through_blocks(self.first(x)))
 
 
+class Stacked(Net):
+    """Plain linear layers, with what follows each outside of them."""
+
+    @staticmethod
+    def block(rngs):
+        return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def through_blocks(self, x):
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return x
+
+
 class Dropping(Net):
     block = functools.partial(Block, rate=0.1)
 
@@ -264,9 +277,20 @@ class LinenNet(nn.Module):
         return nn.Dense(WIDTH, name="head")(x)
 
 
+class StackedLinen(nn.Module):
+    """Plain dense layers, with an activation outside of them."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(WIDTH, name="first")(x)
+        for i in range(LAYERS):
+            x = jnp.tanh(nn.Dense(WIDTH, name=f"block_{i}")(x))
+        return nn.Dense(WIDTH, name="head")(x)
+
+
 def linen(rate, loss, block=LinenBlock):
     example = vectors(np.random.default_rng(0), 4)
-    net = LinenNet(rate, block)
+    net = LinenNet(rate, block) if block else StackedLinen()
     plain = lambda: reference.LinenReference(net, example["x"])  # noqa: E731
     return Case(net, loss, vectors, plain, example=example)
 
@@ -411,6 +435,8 @@ def packed_family(name, **more):
 ENCODER: dict[str, Any] = {"units": ["encoder/*"]}
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "a list": (regression(Net, squared_error), {}),
+    "activations between": (regression(Stacked, squared_error), {}),
+    "activations between, linen": (linen(0.0, squared_error, None), {}),
     "a list that drops": (regression(Dropping, weighted_error), {}),
     "recomputed calls": (regression(Recomputed, weighted_error), {}),
     "recomputed class": (regression(RecomputedClass, weighted_error), {}),
@@ -443,6 +469,7 @@ POINTS = [(2, 3), (4, 0), (2, 0), (4, 3)]  # (pipe, stage)
 # All that these have, others have too.
 IN_FULL = {
     "a list",
+    "activations between, linen",
     "a list that drops",
     "recomputed calls",
     "recomputed class",

@@ -201,6 +201,31 @@ def test_blocks_that_follow_each_other_are_found():
     np.testing.assert_allclose(y, list_by_hand(2 * X), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda y, x: jnp.sin(y),
+        lambda y, x: x + 0.5 * y,
+        lambda y, x: jax.nn.relu(jax.nn.standardize(y)),
+    ],
+    ids=["an activation", "a residual", "several calls"],
+)
+def test_computation_between_blocks_belongs_to_the_block_before_it(step):
+    def loss(layers, x):
+        x = 2 * x
+        for p in layers:
+            x = step(block(p, x), x)
+        return jnp.sum(x**2)
+
+    found = blocks_of_list(loss, X)
+    own = [{"w": W, "b": B}[r.name] for r in found.per_layer]
+    (y,) = applied(found, [2 * X], per_layer=own)
+    x = 2 * X
+    for w, b in zip(W, B, strict=True):
+        x = step(jnp.tanh(x @ w + b), x)
+    np.testing.assert_allclose(y, x, rtol=1e-5)
+
+
 def test_blocks_inside_a_jit_are_found():
     found = blocks_of_list(jax.jit(list_loss), X)
     own = [{"w": W, "b": B}[r.name] for r in found.per_layer]
@@ -292,9 +317,9 @@ def last_is_short(layers, x):
 
 
 def between(layers, x):
-    for p in layers:
+    for p in layers[:-1]:
         x = jnp.sin(block(p, x))
-    return jnp.sum(x)
+    return jnp.sum(block(layers[-1], x))
 
 
 def every_output(layers, x):

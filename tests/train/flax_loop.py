@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import jaxspeed
@@ -55,9 +56,10 @@ class Setting(NamedTuple):
 # Two of them have each setting. `make test` runs one for each test: of what nnx and Linen share,
 # nnx is run at the first and Linen at the second.
 SHARDED, REPLICATED = (3, 4, 1), (0, 1, 2)
+STAGE_1 = (1, 4, 1)
 
 
-def settings(default: tuple[int, int, int]) -> Any:
+def settings(default: tuple[int, int, int], *more: tuple[int, int, int]) -> Any:
     """All settings as parameters of a test; those that are not the default are marked `full`."""
     return pytest.mark.parametrize(
         "setting",
@@ -67,7 +69,7 @@ def settings(default: tuple[int, int, int]) -> Any:
                 id="stage{}-x{}-tensor{}".format(*s),
                 marks=() if s == default else pytest.mark.full,
             )
-            for s in ((0, 4, 1), SHARDED, REPLICATED, (3, 4, 2))
+            for s in ((0, 4, 1), SHARDED, REPLICATED, (3, 4, 2), *more)
         ],
     )
 
@@ -94,7 +96,7 @@ def train_nnx(
     def flat(kind: Any) -> dict[str, Any]:
         pairs = nnx.to_flat_state(nnx.state(module, kind))
         return {
-            "/".join(map(str, keys)): v.get_value() if isinstance(v, nnx.Variable) else v
+            "/".join(map(str, keys)): v.get_raw_value() if isinstance(v, nnx.Variable) else v
             for keys, v in pairs
         }
 
@@ -111,7 +113,10 @@ def train_nnx(
             nnx.pop(module, nnx.Intermediate)
             seen.append(float(loss))
             for keys, g in nnx.to_flat_state(grads):
-                path, g = "/".join(map(str, keys)), np.conj(g.get_value()) / setting.accumulation
+                path, g = (
+                    "/".join(map(str, keys)),
+                    np.conj(g.get_raw_value()) / setting.accumulation,
+                )
                 sums[path] = sums.get(path, 0) + g
         losses.append(float(np.mean(seen)))
         old = trained()
@@ -119,7 +124,7 @@ def train_nnx(
         for keys, _ in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             path = "/".join(map(str, keys))
             if path in new:
-                _at(module, keys).set_value(new[path])
+                _at(module, keys).set_raw_value(new[path])
     every = flat(nnx.Not(nnx.RngState))
     return Ended(losses, {path: np.array(x) for path, x in every.items()})
 
@@ -148,7 +153,7 @@ def train_linen(
     **kwargs: Any,
 ) -> Ended:
     """`loss_fn(out, what was sown and carried, batch)`; `kwargs` are the module's in training."""
-    variables = dict(module.init(jax.random.key(SEED), batches[0]["x"][:1]))
+    variables = dict(meta.unbox(module.init(jax.random.key(SEED), batches[0]["x"])))
     params = flatten_dict(variables["params"], sep="/")
     state = {name: variables[name] for name in carried if name in variables}
     fixed = {path: x for path, x in params.items() if frozen(path)}

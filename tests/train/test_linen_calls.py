@@ -10,9 +10,18 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+import jaxspeed
 from jaxspeed import ModelError
 from tests.engine import tiny
-from tests.train.flax_loop import SEED, Setting, train_jaxspeed
+from tests.train.flax_loop import (
+    REPLICATED,
+    SEED,
+    STAGE_1,
+    Setting,
+    settings,
+    train_jaxspeed,
+    train_linen,
+)
 
 WIDTH = 8
 SGD = optax.sgd(0.05, momentum=0.9)
@@ -258,3 +267,72 @@ def test_a_mode_that_is_a_field_is_off_in_evaluation():
     wanted = jnp.mean((out - tiny.batch()["y"]) ** 2)
     np.testing.assert_allclose(engine.eval_batch(tiny.batch())["loss"], wanted, rtol=1e-5)
     np.testing.assert_allclose(engine.module(tiny.batch()["x"]), out, rtol=1e-5, atol=1e-6)
+
+
+class Noisy(nn.Module):
+    """A layer whose mode is a field of its own, read in `setup`."""
+
+    is_training: bool = True
+
+    def setup(self):
+        self.noise = 1.0 if self.is_training else 0.0
+
+    def __call__(self, x):
+        return x + self.noise
+
+
+class Nested(nn.Module):
+    """Modes that are fields of modules inside: given, in a list, made in a call."""
+
+    noisy: nn.Module
+    norms: tuple[nn.Module, ...]
+    training: bool | None = None  # no mode, but what a call sets
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.noisy(nn.Dense(WIDTH, name="up")(x))
+        for norm in self.norms:
+            x = norm(x)
+        x = nn.Sequential([nn.Dense(WIDTH), Noisy()])(x)
+        return nn.Dense(1)(nn.remat(Noisy)()(jnp.tanh(x)))[:, 0]
+
+
+def nested(is_training):
+    form = {"momentum": 0.5, "use_running_average": not is_training}
+    return Nested(Noisy(is_training), (nn.BatchNorm(**form), nn.BatchNorm(**form)))
+
+
+class Quiet(Noisy):
+    """What `Noisy` is in evaluation, for the plain loop."""
+
+    is_training: bool = False
+
+
+@settings(REPLICATED, STAGE_1)
+def test_modes_of_nested_modules_are_off_in_evaluation(setting, monkeypatch):
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"][:, 0]) ** 2)
+
+    engine = jaxspeed.initialize(
+        nested(True), loss, setting.config(32), SGD, example_batch=batches()[0]
+    )
+    plain = train_linen(
+        nested(True),
+        lambda out, after, batch: jnp.mean((out - batch["y"][:, 0]) ** 2),
+        batches(),
+        SGD,
+        setting,
+    )
+    losses = [float(engine.train_batch(batch)["loss"]) for batch in batches()]
+    np.testing.assert_allclose(losses, plain.losses, rtol=1e-5)
+
+    batch = batches()[0]
+    evaluated = engine.eval_batch(batch)["loss"]
+    shown = engine.module(batch["x"])
+    assert engine.train_batch(batch)["loss"] < 2 * losses[-1]  # in training as before
+    monkeypatch.setitem(globals(), "Noisy", Quiet)
+    values = unflatten_dict(plain.values, sep="/")
+    stats = values.pop("batch_stats")
+    out = nested(False).apply({"params": values, "batch_stats": stats}, batch["x"])
+    np.testing.assert_allclose(shown, out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(evaluated, loss(lambda x: out, batch), rtol=1e-4)

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 import jaxspeed
-from jaxspeed import ModelError
+from jaxspeed import BatchError, ModelError
 from jaxspeed.objective.rng import LOSS, batch_key
 from tests.engine import tiny
+from tests.support.covering import covering
 from tests.train.flax_loop import (
     SEED,
     SHARDED,
@@ -91,11 +92,9 @@ def test_a_loss_draws_from_its_key_of_each_micro_batch(setting):
     assert_alike(ours, plain)
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
 @settings(SHARDED)
-def test_a_key_in_the_batch_differs_by_micro_batch(setting, raw):
-    make = jax.random.PRNGKey if raw else jax.random.key
-    batches = [{**samples(i), "rng": make(i)} for i in range(3)]
+def test_a_key_in_the_batch_differs_by_micro_batch(setting):
+    batches = [{**samples(i), "rng": jax.random.key(i)} for i in range(3)]
     ours = train_jaxspeed(Net, of_batch, batches, SGD, setting)
 
     def keys(step):
@@ -105,16 +104,11 @@ def test_a_key_in_the_batch_differs_by_micro_batch(setting, raw):
 
 
 @pytest.mark.parametrize(
-    ("model", "key"),
-    [
-        pytest.param(LinenNet(), jax.random.key(1), id="linen-typed"),
-        pytest.param(Net, jax.random.PRNGKey(1), id="nnx-raw"),
-        pytest.param(LinenNet(), jax.random.PRNGKey(1), id="linen-raw", marks=pytest.mark.full),
-        pytest.param(Net, jax.random.key(1), id="nnx-typed", marks=pytest.mark.full),
-        pytest.param(Net, np.uint32([0, 1]), id="nnx-numpy", marks=pytest.mark.full),
-    ],
+    "model",
+    [pytest.param(LinenNet(), id="linen"), pytest.param(Net, id="nnx", marks=pytest.mark.full)],
 )
-def test_a_key_in_the_batch_works_with_every_method(model, key):
+def test_a_key_in_the_batch_works_with_every_method(model):
+    key = jax.random.key(1)
     batch = {**tiny.batch(), "rng": key}
 
     def loss(model, batch):
@@ -126,8 +120,7 @@ def test_a_key_in_the_batch_works_with_every_method(model, key):
     engine.train_batch(batch)
     first, again = (float(engine.eval_batch(batch)["loss"]) for _ in range(2))
     other = {**batch, "rng": jax.random.split(jax.random.key(9))[0]}
-    if key.dtype == other["rng"].dtype:
-        assert float(engine.eval_batch(other)["loss"]) != first
+    assert float(engine.eval_batch(other)["loss"]) != first
     assert first == again
     assert engine.check(batch).ok
     assert engine.compiled(batch).collectives
@@ -145,13 +138,67 @@ def test_a_key_of_each_sample_is_divided_like_the_samples():
     assert engine.check(batch).ok
 
 
-def test_two_samples_of_uint32_are_no_raw_key():
-    def loss(model, batch):
-        return jnp.mean((model(batch["x"]) - batch["ids"][:, None].astype(jnp.float32)) ** 2)
+class Growth(nnx.Module):
+    """The mean of what it gets, times a parameter."""
 
-    batch = {"x": samples()["x"][:2], "ids": np.uint32([3, 4])}
-    engine = tiny.engine(Net, loss, devices=jax.devices()[:1], train_micro_batch_size_per_gpu=2)
-    assert np.isfinite(float(engine.train_batch(batch)["loss"]))
+    def __init__(self, rngs):
+        self.factor = nnx.Param(jnp.ones((2,)))
+
+    def __call__(self, x):
+        return (x[:, None] * self.factor[...]).mean(1)
+
+
+class LinenGrowth(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return (x[:, None] * self.param("factor", nn.initializers.ones, (2,))).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "accumulation", "tensor"),
+    covering(
+        [
+            (model, *setting)
+            for model in ("nnx", "linen")
+            for setting in ((0, 2, 1), (1, 1, 1), (3, 1, 1), (3, 2, 2))
+        ],
+        [("nnx", 0, 2, 1), ("linen", 3, 1, 1)],
+    ),
+)
+def test_two_numbers_of_uint32_are_no_key(model, stage, accumulation, tensor):
+    def loss(model, batch):
+        return model(batch["heights"].astype(jnp.float32)).mean() / 1000
+
+    ranks = 2 // accumulation
+    engine = tiny.engine(
+        {"nnx": Growth, "linen": LinenGrowth()}[model],
+        loss,
+        stage=stage,
+        devices=jax.devices()[: ranks * tensor],
+        example_batch={"heights": np.uint32([0, 0])},
+        gradient_accumulation_steps=accumulation,
+        mesh={"tensor": tensor},
+    )
+    factor, tracked = np.ones(2), optax.sgd(0.05)
+    state = tracked.init(factor)
+    for heights in (np.uint32([170, 182]), np.uint32([150, 171])):
+        seen = engine.train_batch({"heights": heights})["loss"]
+        np.testing.assert_allclose(seen, heights.mean() * factor.mean() / 1000, rtol=1e-5)
+        updates, state = tracked.update(np.full(2, heights.mean() / 2000), state)
+        factor = optax.apply_updates(factor, updates)
+    np.testing.assert_allclose(engine.parameters["factor"], factor, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Net, LinenNet()], ids=["nnx", "linen"])
+def test_a_raw_key_is_refused_with_advice(model):
+    raw = {**tiny.batch(), "rng": jax.random.PRNGKey(0)}
+    typed = {**raw, "rng": jax.random.wrap_key_data(raw["rng"])}
+    engine = tiny.engine(model, of_batch, example_batch=typed)
+    advice = r"jax.random.wrap_key_data\(batch\['rng'\]\)"
+    for call in (engine.train_batch, engine.eval_batch, engine.check):
+        with pytest.raises(BatchError, match=advice):
+            call(raw)
+    assert np.isfinite(float(engine.train_batch(typed)["loss"]))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.engine import tiny
 from tests.train.flax_loop import (
     REPLICATED,
     SHARDED,
+    STAGE_1,
     Setting,
     assert_alike,
     settings,
@@ -240,3 +241,38 @@ def test_a_mesh_that_the_process_has_set_is_not_that_of_the_step(sections):
     plain = tiny.Listed(nnx.Rngs(jax.random.key(engine.config.run.seed)))
     total, weight = tiny.squared_error(plain, batch)
     np.testing.assert_allclose(found, total / weight, rtol=1e-5)
+
+
+class Boxed(nn.Module):
+    """Names of a parameter's dims that equal this mesh's axes, one for each dim after a reshape."""
+
+    @nn.compact
+    def __call__(self, x):
+        named = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", "tensor", None))
+        x = nn.DenseGeneral((4, 2), kernel_init=named)(x)
+        return nn.DenseGeneral(1, axis=(-2, -1))(jnp.tanh(x))[:, 0]
+
+
+class BoxedNnx(nnx.Module):
+    def __init__(self, rngs, names=("data", "tensor", None)):
+        named = nnx.initializers.lecun_normal()
+        named = nnx.with_partitioning(named, names) if names else named
+        self.up = nnx.LinearGeneral(WIDTH, (4, 2), kernel_init=named, rngs=rngs)
+        self.down = nnx.LinearGeneral((4, 2), 1, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))[:, 0]
+
+
+@settings(REPLICATED, STAGE_1)
+def test_dims_that_are_named_by_axes_of_this_mesh(setting):
+    plain = train_linen(
+        Boxed(), lambda out, after, batch: squared(out, batch), batches(), SGD, setting
+    )
+    assert_alike(train_jaxspeed(Boxed(), plain_loss, batches(), SGD, setting), plain)
+
+
+@settings(SHARDED, STAGE_1)
+def test_dims_of_nnx_that_are_named_by_axes_of_this_mesh(setting):
+    plain = train_nnx(lambda rngs: BoxedNnx(rngs, None), plain_loss, batches(), SGD, setting)
+    assert_alike(train_jaxspeed(BoxedNnx, plain_loss, batches(), SGD, setting), plain)

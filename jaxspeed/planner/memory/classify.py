@@ -13,7 +13,16 @@ from collections.abc import Iterable
 
 from jaxspeed.jaxpr.primitives import JOINS, PALLAS, PRODUCTS, REDUCTIONS, SCATTERS, SLICES
 from jaxspeed.planner.memory.liveness import LiveArray
-from jaxspeed.planner.memory.trace_ir import PAIRWISE, Op, Scope, Value, all_ops, flows, reach
+from jaxspeed.planner.memory.trace_ir import (
+    LEAVE,
+    PAIRWISE,
+    Op,
+    Scope,
+    Value,
+    all_ops,
+    flows,
+    reach,
+)
 
 GRADIENTS, LOGITS, WEIGHTS = "gradients", "logits", "gathered weights"
 SAVED, WORKING, OFFLOAD = "saved activations", "working set", "offload buffers"
@@ -41,9 +50,13 @@ class Kinds:
             (out for op in all_ops(scope) for out in op.outs if self._is_logits(op, tables)),
             ((v, out) for op, v, out in steps if _passes(op) or out.size >= v.size),
         )
+        stacked = reach(
+            (out for op in all_ops(scope) if op.name == LEAVE for out in op.outs),
+            ((v, made) for op, v, made in steps if _passes(op) or v.size == made.size),
+        )
         self.gradients = reach(
             (v for v in scope.outs[:state] if v is not None),
-            ((made, v) for op, v, made in steps if _passes(op) or v in _sources(op, made)),
+            ((made, v) for op, v, made in steps if _passes(op) or v in _sources(op, made, stacked)),
         )
 
     def _is_logits(self, op: Op, tables: set[Value]) -> bool:
@@ -76,14 +89,19 @@ def _copies(op: Op) -> bool:
     return _passes(op) or (op.name not in (*_ENDS, *REDUCTIONS) and len(op.values) == 1)
 
 
-def _sources(op: Op, out: Value) -> list[Value]:
-    """The operands whose sum or part is the result; none of matmuls, kernels and reductions."""
+def _sources(op: Op, out: Value, stacked: set[Value]) -> list[Value]:
+    """The operands whose sum or part is the result; none of matmuls, kernels and reductions.
+
+    Except for sums over ranks, whose results a region has stacked: a sum over samples looks alike.
+    """
     if op.name in _ENDS:
         return []
     if op.name in SCATTERS:
         return [op.ins[0]] if op.ins[0] is not None else []
-    if op.name in REDUCTIONS:  # only over ranks, whose shards a region has stacked
-        return [v for v in op.values if v.spec and len(v.spec) == len(out.spec) + 1 and v.spec[0]]
+    if op.name in REDUCTIONS:
+        return [
+            v for v in op.values if v in stacked and len(v.spec) == len(out.spec) + 1 and v.spec[0]
+        ]
     if op.name in (*SLICES, *JOINS):
         return [v for v in op.values if v.shape]
     return [v for v in op.values if v.size == out.size]
