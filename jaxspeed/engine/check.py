@@ -1,10 +1,12 @@
 """`engine.check`: compare the sharded step with the same step on one device and with plain Flax."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,13 @@ from jaxspeed.engine.check_report import (
     norm,
 )
 from jaxspeed.engine.oom_help import device_limit
-from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients
+from jaxspeed.engine.plain_flax import PlainGradients, plain_gradients, plain_init, plain_loss
 from jaxspeed.errors import ConfigError, ModelError, OutOfMemoryError
 from jaxspeed.jaxpr.traverse import bodies
 from jaxspeed.objective.accumulate import Sums, micro_batch_shapes, micro_batches
-from jaxspeed.objective.batches import EXTRA, WithExtra, with_extra
+from jaxspeed.objective.batches import EXTRA, WithExtra, read_batch, with_extra, zeros_of
 from jaxspeed.objective.config_model import resolve_model
+from jaxspeed.objective.pretrained_model import Pretrained
 from jaxspeed.objective.rng import is_key
 from jaxspeed.objective.train_state import (
     Arrays,
@@ -50,10 +53,16 @@ def check(
     batch: Any,
     reduced_by: Callable[[Program], Reduced],
     *,
+    as_given: Any = None,
     layers: int | None = None,
     model: Any = None,
 ) -> CheckReport:
-    """Run one step on all devices, on one, and by plain Flax, from the same state (not donated)."""
+    """Run one step on all devices, on one, and by plain Flax, from the same state (not donated).
+
+    Args:
+      batch: as the program takes it.
+      as_given: the arrays as they were passed, which plain Flax reads.
+    """
     if layers is not None or model is not None:
         program = _smaller(program, layers, model)
         state = program.init(program.config.run.seed)
@@ -63,17 +72,22 @@ def check(
     placed = jax.device_put(batch, program.batch_shardings(batch))
     state, ours = _at_a_scale_without_overflow(program, probe, state, placed)
     single = _moved(state, program, plain)
-    order = _as_one_rank(program, batch)
-    order = jax.device_put(order, plain.batch_shardings(order))
+    order, given = (
+        jax.device_put(x, plain.batch_shardings(x))
+        for x in (
+            _as_one_rank(program, each) for each in (batch, batch if as_given is None else as_given)
+        )
+    )
     with plain.set_mesh():
         theirs = _probe(plain, reduced_by_one(plain))(single, order)
         flax_step = _by_flax(plain)
         lower = _lowest_dtype(plain, order)
-        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, order)))
+        ours, theirs, by_flax = jax.device_get((ours, theirs, flax_step(single, given)))
         nudge = _nudged(plain, lower)
         # One at a time: each is as large as the gradients.
-        moves = [moves_from(by_flax, flax_step(*nudge(single, order, i))) for i in range(NUDGES)]
-    return compare_steps(program, lower, ours, theirs, by_flax, moves)
+        moves = [moves_from(by_flax, flax_step(*nudge(single, given, i))) for i in range(NUDGES)]
+        others = [*_evaluated(program, plain, state, single, placed, given), *_initialized(plain)]
+    return compare_steps(program, lower, ours, theirs, by_flax, moves, others)
 
 
 def _as_one_rank(program: Program, batch: Any) -> Any:
@@ -144,6 +158,7 @@ def _by_flax(program: Program) -> Any:
         micro = micro_batches(batch, program.batch.accumulation, 1)
         found = plain_gradients(
             program.model,
+            _user_model(program),
             program.objective.loss_fn,
             params,
             variables,
@@ -156,7 +171,80 @@ def _by_flax(program: Program) -> Any:
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         return found._replace(values=values)
 
-    return jax.jit(program.in_mesh(gradients))
+    return _compiled(program, gradients)
+
+
+def _user_model(program: Program) -> Any:
+    """What `initialize` was given: a factory, a module or a pair."""
+    model = program.source.model
+    return model.model if isinstance(model, Pretrained) else model
+
+
+def _compiled(program: Program, function: Callable[..., Any]) -> Any:
+    """A function of plain Flax, compiled with other kernels than the step on CPUs."""
+    cpu = program.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu else {}
+    return jax.jit(program.in_mesh(function), compiler_options=options)
+
+
+def _evaluated(
+    program: Program,
+    plain: Program,
+    state: TrainState,
+    single: TrainState,
+    placed: Any,
+    given: Any,
+) -> Iterator[tuple[str, Any, Any]]:
+    """(what, by the engine, by plain Flax) of evaluation, if it computes otherwise than a step."""
+
+    def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
+        params = {
+            r.path: unpad(updated_values(state, r), r.leaf.shape).astype(r.read.dtype)
+            for r in plain.table
+        }
+        variables, batch = with_extra(state.variables, batch)
+        batch = jax.tree.map(plain.objective.cast, batch)
+        args = (plain.model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)
+        return plain_loss(*args, state.step, plain.objective.autocast, train=train)
+
+    traced = [
+        str(jax.make_jaxpr(plain.in_mesh(functools.partial(loss, train=train)))(single, given))
+        for train in (False, True)
+    ]
+    if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, given):
+        ours, theirs = (
+            program.evaluate(state, placed)["loss"],
+            _compiled(plain, loss)(single, given),
+        )
+        yield "the loss in evaluation", *jax.device_get((ours, theirs))
+
+
+def _evaluates_as_it_trains(program: Program, batch: Any) -> bool:
+    variables, batch = with_extra(program.model.variables, batch)
+    index = jnp.zeros((), jnp.int32)
+
+    def traced(train: bool) -> str:
+        trace = program.in_mesh(lambda *rest: program.objective.trace(rest, train=train))
+        return str(trace(variables, batch, index, index).closed.jaxpr)
+
+    return traced(False) == traced(True)
+
+
+def _initialized(program: Program) -> Iterator[tuple[str, Any, Any]]:
+    """(what, by the engine, by `Module.init`) of a Linen module's initial variables."""
+    module, source = _user_model(program), program.source
+    if not isinstance(module, nn.Module) or program.model.weights is not None:
+        return
+    example, _ = read_batch(source.example_batch, name="example_batch", abstract=True)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(example)):
+        example = zeros_of(example)  # the values are not read, or they would have been asked for
+    seed = program.config.run.seed
+    call = source.init_with or program.objective.loss_fn
+    plain = _compiled(program, lambda example: plain_init(module, call, seed, example))(example)
+    params, variables = jax.jit(program.in_mesh(lambda: program.model.init(seed)))()
+    for path, x in {**params, **variables}.items():
+        if path in plain:
+            yield f"{path} at the start", *jax.device_get((x, plain[path]))
 
 
 def _nudged(program: Program, lower: str) -> Callable[[TrainState, Any, int], tuple[Any, Any]]:

@@ -141,10 +141,13 @@ def compare_steps(
     theirs: StepValues,
     by_flax: PlainGradients,
     moves: Sequence[Moves],
+    others: Iterable[tuple[str, Any, Any]] = (),
 ) -> CheckReport:
     """Compare the sharded step with the plain one and with plain Flax.
 
-    `lower` is the 16-bit dtype in which the model computes.
+    Args:
+      lower: the 16-bit dtype in which the model computes.
+      others: (what, by the engine, by plain Flax), compared as well.
     """
     tolerance = TOLERANCE[DTYPE_NAMES.get(lower, program.config.compute_dtype)]
     if program.update.ring:
@@ -174,7 +177,10 @@ def compare_steps(
     least = noise(m.loss for m in moves)
     loss = max(_difference(ours.loss, side, least) for side in (theirs.loss, by_flax.loss))
     kept = {path: max(tolerance, noise(m.values[path] for m in moves)) for path in by_flax.values}
-    faults: Iterable[str] = _faults(program, ours, by_flax, tolerance, kept)
+    faults: Iterable[str] = [
+        *_faults(program, ours, by_flax, tolerance, kept),
+        *_unlike(others, tolerance, least),
+    ]
     if ours.skipped:  # it carries nothing on
         faults = ["the step is skipped: the norm of its gradients is not finite"]
     return CheckReport(loss, leaves, tolerance, len(program.devices), tuple(faults), lower)
@@ -194,6 +200,8 @@ def _faults(
     for path, grad in by_flax.grads.items():
         if path not in ours.grads and norm(grad) > 0 and not _frozen_by_user(program, path):
             yield f"{path} is not trained: its jax.grad has norm {norm(grad):.3g}"
+    for path in by_flax.created.paths:
+        yield f"{path} is created by the training pass, and is not carried to the next step"
     for path in ours.grads.keys() - by_flax.grads.keys():
         yield f"{path} is trained, but is not a parameter for Flax"
     # Untrained parameters and all variables have the values that the loss assigned.
@@ -203,6 +211,15 @@ def _faults(
         off = 0.0 if wanted is None else _difference(value, wanted, floors[path])
         if not off <= tolerance:  # a NaN must fail
             yield f"{path} is carried to the next step with a relative difference of {off:.2e}"
+
+
+def _unlike(
+    others: Iterable[tuple[str, Any, Any]], tolerance: float, least: float
+) -> Iterator[str]:
+    for what, ours, by_flax in others:
+        off = _difference(ours, by_flax, least)
+        if not off <= tolerance and not (np.isnan(ours).all() and np.isnan(by_flax).all()):
+            yield f"{what} differs from that by plain Flax, relatively by {off:.2e}"
 
 
 def _frozen_by_user(program: Program, path: str) -> bool:

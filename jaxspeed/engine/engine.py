@@ -29,6 +29,7 @@ from jaxspeed.hlo import CompiledReport
 from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
+from jaxspeed.objective.batches import WithExtra
 from jaxspeed.objective.train_state import TrainState, unpad, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
@@ -373,9 +374,12 @@ class Engine:
         The state is unchanged. If the model does not fit one device, `layers=2` (models named by
         the config) or `model=<a smaller factory>` checks a smaller one, freshly initialized.
         """
-        batch = self.program.read_batch(batch, self.program.batch.train, extra)
+        read = self.program.read_batch(batch, self.program.batch.train, extra)
+        given = jax.tree.map(jnp.asarray, batch if extra is None else WithExtra(batch, extra))
         with self.program.set_mesh():
-            return checking.check(self.program, self.state, batch, self.reduced_by, **smaller)
+            return checking.check(
+                self.program, self.state, read, self.reduced_by, as_given=given, **smaller
+            )
 
     def reduced_by(self, program: Program) -> checking.Reduced:
         """The function that computes a batch's reduced gradients as this engine does."""

@@ -1,12 +1,19 @@
 """Reference gradients of one step by plain JAX and Flax on one device, independent for `check`.
 
 The model adapters (`objective`) decide which arrays are trained and which are carried to the next
-step, and a step on one device shares that code. Here Flax and `jax.grad` decide: a parameter is
-what `jax.grad` differentiates, state is what a plain Flax training loop would carry. Only values,
-random streams and the mode of a module come from the adapter.
+step, how variables are made and which mode a module is in, and a step on one device shares that
+code. Here Flax and `jax.grad` decide: a parameter is what `jax.grad` differentiates, state is what
+a plain Flax training loop would carry, variables are those of `Module.init` with the example batch,
+and modes are set by the modules' own fields and methods. Only values, random streams and frozen
+statistics come from the adapter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -14,16 +21,29 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import meta
+from flax.core.scope import DenyList, in_filter, union_filters
 
 from jaxspeed.objective import Model
 from jaxspeed.objective.autocast import Autocast, autocast_function
-from jaxspeed.objective.batches import call_loss
+from jaxspeed.objective.batches import call_loss, with_extra
+from jaxspeed.objective.linen_calls import frozen_statistics
 from jaxspeed.objective.loss import parse_loss
 from jaxspeed.objective.own_axes import with_own_axes
+from jaxspeed.objective.protocol import SEED, mode_arguments, nested
+from jaxspeed.objective.rng import FALLBACK
 from jaxspeed.placement.paths import flat_with_paths
 
 Arrays = dict[str, Any]
 Role = Literal["parameter", "state", "other"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Paths, as a tree without leaves."""
+
+    paths: tuple[str, ...] = ()
 
 
 class PlainGradients(NamedTuple):
@@ -32,10 +52,12 @@ class PlainGradients(NamedTuple):
     loss: jax.Array
     grads: Arrays  # of every parameter, trained or not; complex ones are conjugated
     values: Arrays  # of parameters and state after the last micro-batch, before any update
+    created: Names = Names()  # state that a loop of one's own would carry as well
 
 
 def plain_gradients(
     model: Model,
+    user_model: Any,
     loss_fn: Callable[[Any, Any], Any],
     params: Arrays,
     variables: Arrays,
@@ -47,13 +69,15 @@ def plain_gradients(
 ) -> PlainGradients:
     """The gradients of micro-batches [micro-batches, ...] from these values of a model.
 
-    `collections` is the config's `parallel.state_collections`, `adds(path, leaf)` whether a
-    Variable that is no Param is trained.
+    Args:
+      user_model: what `initialize` was given.
+      collections: the config's `parallel.state_collections`.
+      adds: `adds(path, leaf)`: whether a Variable that is no Param is trained.
     """
 
     def bound(values: Arrays, number: Any) -> Any:
         given = ({p: values[p] for p in params}, {p: values[p] for p in variables})
-        made = model.bind(*given, train=True, step=step, micro=number)
+        made = plain_model(model, user_model, *given, train=True, step=step, micro=number)
         if _is_linen(made):
             made.variables = _without(made.variables, sown)
         return made
@@ -73,13 +97,22 @@ def plain_gradients(
         model_now = bound({**values, **active}, number)
         loss, _ = parse_loss(call_loss(loss_fn, model_now, batch, values, step, number, train=True))
         weight = loss.weight
+        every = _values(model_now)
+        fresh = tuple("/".join(place) for place in sown)
+        created.update(
+            path
+            for path in every.keys() - values.keys()
+            if not any(path == at or path.startswith(f"{at}/") for at in fresh)
+        )
         after = {
             path: jnp.asarray(x, values[path].dtype)
-            for path, x in _values(model_now).items()
+            for path, x in every.items()
             if roles.get(path, "other") != "other"
         }
         mean = jnp.where(weight > 0, loss.total / jnp.where(weight > 0, weight, 1), 0)
         return mean, (loss.total, weight, after)
+
+    created = set[str]()
 
     def loss(*args: Any) -> Any:
         return with_own_axes(loss_of)(*args)[0]
@@ -106,7 +139,163 @@ def plain_gradients(
     (values, grads, total, weight), _ = jax.lax.scan(one_more, start, (jnp.arange(count), micro))
     share = jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
     grads = {path: g * share.astype(g.dtype) for path, g in grads.items()}
-    return PlainGradients(total * share, grads, values)
+    created = {path for path in created if collections is None or path.split("/")[0] in collections}
+    return PlainGradients(total * share, grads, values, Names(tuple(sorted(created))))
+
+
+def plain_loss(
+    model: Model,
+    user_model: Any,
+    loss_fn: Callable[[Any, Any], Any],
+    params: Arrays,
+    variables: Arrays,
+    batch: Any,
+    step: Any,
+    autocast: Autocast | None = None,
+    train: bool = False,
+) -> jax.Array:
+    """The loss of a batch as one micro-batch."""
+
+    def loss_of(params: Arrays, variables: Arrays, batch: Any) -> Any:
+        made = plain_model(model, user_model, params, variables, train=train, step=step, micro=0)
+        loss, _ = parse_loss(call_loss(loss_fn, made, batch, variables, step, 0, train=train))
+        return loss.total, loss.weight
+
+    def loss(*args: Any) -> Any:
+        return with_own_axes(loss_of)(*args)[0]
+
+    loss_now = autocast_function(loss, autocast) if autocast else loss
+    total, weight = loss_now(params, variables, batch)
+    return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+
+
+def plain_init(
+    module: nn.Module, call: Callable[[Any, Any], Any], seed: Any, example: Any
+) -> Arrays:
+    """The variables that `Module.init` makes in the calls of the loss for an example batch."""
+    key = jax.random.key(seed)
+
+    def made(key: Any, batch: Any) -> Any:
+        plain = PlainLinen(module, {}, {FALLBACK: key}, training=False, creates=True)
+        variables, batch = with_extra({SEED: key}, batch)
+        call_loss(call, plain, batch, variables, 0, 0, train=False)
+        return meta.unbox(plain.variables)
+
+    found = flat_with_paths(with_own_axes(made)(key, example)[0])
+    return {path.removeprefix("params/"): x for path, x in found.items()}
+
+
+def plain_model(
+    model: Model, user_model: Any, params: Arrays, variables: Arrays, **mode: Any
+) -> Any:
+    """What a loop of one's own passes to the loss, in place of the adapter's model."""
+    if isinstance(user_model, nn.Module):
+        bound = model.bind(params, variables, **mode)
+        values = {**params, **variables}
+        places = flat_with_paths(bound.variables)
+        tree = {tuple(at.split("/")): values[at.removeprefix("params/")] for at in places}
+        return PlainLinen(user_model, nested(tree), bound.rngs, mode["train"], bound.is_frozen)
+    if isinstance(user_model, tuple):
+        return model.bind(params, variables, **mode)
+    module: nnx.Module = model.bind(params, variables, **{**mode, "train": True})
+    if not mode["train"] or getattr(model, "trains_itself", False):
+        name = "train" if mode["train"] else "eval"
+        own = getattr(module, name)
+        try:
+            inspect.signature(own).bind()
+        except TypeError:  # a method of that name that sets no mode
+            own = functools.partial(getattr(nnx.Module, name), module)
+        own()
+    return module
+
+
+class PlainLinen:
+    """A Linen module in a loop of one's own: `Module.init` or `apply`, with what it changed last.
+
+    With `creates`, its calls make the variables.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        variables: Any,
+        rngs: Mapping[str, Any],
+        training: bool,
+        is_frozen: Callable[[str], bool] = lambda path: False,
+        creates: bool = False,
+    ) -> None:
+        modes = {} if training else _mode_fields(module)
+        self.module, self.variables = module.clone(**modes), variables  # type: ignore[arg-type]
+        self.training, self._creates, self._rngs = training, creates, dict(rngs)
+        self._is_frozen = is_frozen
+        # In evaluation calls change nothing, but sow.
+        self._kept = DenyList(("params",) if training else tuple(variables))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        value = getattr(self.module, name)
+        is_method = inspect.isfunction(getattr(type(self.module), name, None))
+        return functools.partial(self, method=name) if is_method else value
+
+    def __call__(self, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+        if self._creates:
+            out, changed = self._run(self.module.init_with_output, (), args, True, kwargs)
+            self.variables = meta.unbox(_both(self.variables, changed))
+        else:
+            every = union_filters(self._kept, mutable)
+            out, changed = self.apply(self.variables, *args, mutable=every, **kwargs)
+            self.variables = {**self.variables, **changed}
+        if mutable is False:
+            return out
+        return out, {name: x for name, x in changed.items() if in_filter(mutable, name)}
+
+    def apply(self, variables: Any, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
+        if self._creates:
+            return self(*args, mutable=mutable, **kwargs)
+        return self._run(self.module.apply, (variables,), args, mutable, kwargs)
+
+    def _run(self, call: Any, first: Any, args: Any, mutable: Any, kwargs: dict[str, Any]) -> Any:
+        method, rngs = kwargs.get("method"), kwargs.pop("rngs", None)
+        called = getattr(self.module, method) if isinstance(method, str) else method
+        given = inspect.signature(called or type(self.module).__call__).parameters
+        modes = mode_arguments(given, self.training)
+        fields = _mode_fields(self.module)  # Flax refuses a mode that is both
+        kwargs = {**{k: on for k, on in modes.items() if k not in fields}, **kwargs}
+        own = {} if rngs is None else rngs if isinstance(rngs, Mapping) else {FALLBACK: rngs}
+        streams = {**self._rngs, **own}
+        context = frozen_statistics(self._is_frozen) if self.training else _evaluating()
+        with nullcontext() if self._creates else context:
+            if self._creates:
+                return call(streams, *args, mutable=mutable, **kwargs)
+            return call(*first, *args, rngs=streams, mutable=mutable, **kwargs)
+
+
+def _mode_fields(module: nn.Module) -> dict[str, bool]:
+    """A module's own fields that hold a mode, as they are in evaluation."""
+    named = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
+    return mode_arguments({name: x for name, x in named.items() if isinstance(x, bool)}, False)
+
+
+@contextlib.contextmanager
+def _evaluating() -> Iterator[None]:
+    """Context in which each module that is called has its mode fields set for evaluation."""
+
+    def in_evaluation(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        for name, on in _mode_fields(context.module).items():
+            if getattr(context.module, name) is not on:
+                object.__setattr__(context.module, name, on)
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(in_evaluation):
+        yield
+
+
+def _both(old: Any, new: Any) -> Any:
+    """Nested dicts with the entries of both, of which the old ones stay."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return old
+    return {**new, **{name: _both(x, new[name]) if name in new else x for name, x in old.items()}}
 
 
 def _recorded(loss_fn: Any, bound: Any, given: Any, sown: set[tuple[str, ...]]) -> None:
@@ -173,7 +362,7 @@ def _values(bound: Any) -> Arrays:
 
 
 def _is_linen(bound: Any) -> bool:
-    return isinstance(getattr(bound, "module", None), nn.Module)
+    return isinstance(bound, PlainLinen)
 
 
 def _without(variables: Any, places: set[tuple[str, ...]]) -> Any:

@@ -55,7 +55,7 @@ class BoundLinen(_Methods):
         mutable: DenyList,
     ) -> None:
         self.module, self.variables, self.training = module, variables, training
-        self._rngs, self._is_frozen = rngs, is_frozen
+        self.rngs, self.is_frozen = rngs, is_frozen
         self.seen = Seen(set(), set())
         # All but parameters; in evaluation what calls sow, and state that shares its collection.
         self._mutable = mutable
@@ -71,8 +71,8 @@ class BoundLinen(_Methods):
     ) -> Any:
         """`Module.apply` with the mode and the random streams of this micro-batch."""
         kwargs = {**_mode(self.module, method, self.training), **kwargs}
-        with _frozen_statistics(self._is_frozen) if self.training else _in_evaluation():
-            given = {**self._rngs, **_streams(rngs)}
+        with frozen_statistics(self.is_frozen) if self.training else _in_evaluation():
+            given = {**self.rngs, **_streams(rngs)}
             return self.module.apply(variables, *args, rngs=given, method=method, **kwargs)
 
 
@@ -204,7 +204,7 @@ def recorded_calls(seen: Seen) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
+def frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
     """Context in which normalisations of frozen parts use their running statistics unchanged."""
 
     def call(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:

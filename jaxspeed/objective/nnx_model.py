@@ -66,7 +66,9 @@ class NnxModel:
         self._graph, state, self.needs_values = self._abstract()
         module = nnx.merge(self._graph, state, copy=True)
         self._held_by: WeakKeyDictionary[nnx.Module, list[Any]] = WeakKeyDictionary()
-        self._trains = _has_own(module, "train") and not self._left_in_evaluation(type(module))
+        self.trains_itself = _has_own(module, "train") and not self._left_in_evaluation(
+            type(module)
+        )
         flat = list(nnx.to_flat_state(state))
         self._kinds = {_path(keys): (keys, variable) for keys, variable in flat}
         paths = _all_paths(module, [keys for keys, _ in flat])
@@ -172,7 +174,7 @@ class NnxModel:
         if not train and _has_own(module, "eval"):
             module.eval()  # decides alone, as in a loop of one's own
             return module
-        if train and self._trains:
+        if train and self.trains_itself:
             module.train()
         for path, part, mode in _modes(module):
             for name, value in mode.items():
@@ -273,7 +275,7 @@ class NnxModel:
             f"{path or 'the model'} ({name})"
             for path, mode in self._modes
             for name, value in mode.items()
-            if value == EVALUATION[name] and path not in frozen and not self._trains
+            if value == EVALUATION[name] and path not in frozen and not self.trains_itself
         ]
         found = [*note_of(self.needs_values, self.leaves), *frozen_statistics_note(frozen)]
         if evaluating:
@@ -404,7 +406,9 @@ def keep_arrays(module: nnx.Module) -> None:
                 _check_array(_path(keys), value)
         elif isinstance(node, nnx.Module):
             for name, value in list(vars(node).items()):
-                if not isinstance(value, (nnx.Pytree, nnx.Variable)) and _traced(value):
+                if isinstance(value, (nnx.Pytree, nnx.Variable)):
+                    continue  # nodes of their own, which may refer to this one
+                if _traced(value):
                     setattr(node, name, nnx.data(value))
                 elif isinstance(value, np.ndarray):
                     _check_array(_path((*keys, name)), value)
