@@ -171,7 +171,7 @@ def _by_flax(program: Program) -> Any:
         values = {p: x for p, x in found.values.items() if p != EXTRA and not is_key(x)}
         return found._replace(values=values)
 
-    return _compiled(program, gradients)
+    return compiled_otherwise(program, gradients)
 
 
 def _user_model(program: Program) -> Any:
@@ -180,7 +180,7 @@ def _user_model(program: Program) -> Any:
     return model.model if isinstance(model, Pretrained) else model
 
 
-def _compiled(program: Program, function: Callable[..., Any]) -> Any:
+def compiled_otherwise(program: Program, function: Callable[..., Any]) -> Any:
     """A function of plain Flax, compiled with other kernels than the step on CPUs."""
     cpu = program.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu else {}
@@ -214,7 +214,7 @@ def _evaluated(
     if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, given):
         ours, theirs = (
             program.evaluate(state, placed)["loss"],
-            _compiled(plain, loss)(single, given),
+            compiled_otherwise(plain, loss)(single, given),
         )
         yield "the loss in evaluation", *jax.device_get((ours, theirs))
 
@@ -240,7 +240,9 @@ def _initialized(program: Program) -> Iterator[tuple[str, Any, Any]]:
         example = zeros_of(example)  # the values are not read, or they would have been asked for
     seed = program.config.run.seed
     call = source.init_with or program.objective.loss_fn
-    plain = _compiled(program, lambda example: plain_init(module, call, seed, example))(example)
+    plain = compiled_otherwise(program, lambda example: plain_init(module, call, seed, example))(
+        example
+    )
     params, variables = jax.jit(program.in_mesh(lambda: program.model.init(seed)))()
     for path, x in {**params, **variables}.items():
         if path in plain:

@@ -173,7 +173,8 @@ def test_the_compiled_step_is_reported_without_running_it():
 
 class Child(NamedTuple):
     devices: str  # how many JAX has
-    kernels: list[str]  # whether a step has the library's, on one core and on two
+    # Whether a step has the library's, on one core and on two, and then plain Flax of `check`.
+    kernels: list[str]
     cached: set[str]  # the files in the user's cache folder
 
 
@@ -196,6 +197,10 @@ def child(tmp_path_factory):
         "    shapes = engine.program.abstract_batch(batch)\n"
         "    step = engine.step.lower(engine.program.state, shapes)\n"
         "    print('ynn_fusion' in step.compile().as_text())\n"
+        "from jaxspeed.engine import check\n"
+        "plain = check.compiled_otherwise(engine.program, lambda x: x @ x)\n"
+        "text = plain.lower(jax.ShapeDtypeStruct((64, 64), 'float32')).compile().as_text()\n"
+        "print('ynn_fusion' in text)\n"
         "engine.train_batch(batch)\n",
         XDG_CACHE_HOME=str(caches),
     )
@@ -205,7 +210,11 @@ def child(tmp_path_factory):
 
 def test_only_devices_that_share_cores_do_without_a_library_of_kernels(child):
     """The tests' own compiler options leave the library out: only a process without them has it."""
-    assert child.kernels == ["False", "True"]
+    assert child.kernels[:2] == ["False", "True"]
+
+
+def test_plain_flax_of_check_is_compiled_without_the_library(child):
+    assert child.kernels[2] == "False"
 
 
 # -- the compilation cache ----------------------------------------------------------------------
