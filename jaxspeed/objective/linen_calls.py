@@ -56,7 +56,7 @@ class BoundLinen(_Methods):
     ) -> None:
         self.module, self.variables, self.training = module, variables, training
         self.rngs, self.is_frozen = rngs, is_frozen
-        self.seen = Seen(set(), set())
+        self.seen = ModuleCalls(set(), set())
         # All but parameters; in evaluation what calls sow, and state that shares its collection.
         self._mutable = mutable
 
@@ -175,7 +175,7 @@ def _in_evaluation() -> Iterator[None]:
         yield
 
 
-class Seen(NamedTuple):
+class ModuleCalls(NamedTuple):
     """What modules did in their calls."""
 
     sown: set[tuple[str, ...]]  # (collection, ...) paths
@@ -183,7 +183,7 @@ class Seen(NamedTuple):
 
 
 @contextlib.contextmanager
-def recorded_calls(seen: Seen) -> Iterator[None]:
+def recorded_calls(seen: ModuleCalls) -> Iterator[None]:
     """Context in which what modules sow and ask for is added to `seen`."""
     sow, has_rng = nn.Module.sow, nn.Module.has_rng
 
@@ -229,7 +229,7 @@ def frozen_statistics(is_frozen: Callable[[str], bool]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced_calls(seen: Seen) -> Iterator[None]:
+def traced_calls(seen: ModuleCalls) -> Iterator[None]:
     """Context of `recorded_calls` in which each call is traced in a scope of its class and path."""
 
     def name(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:

@@ -23,7 +23,7 @@ from jaxspeed.objective.example_batch import ExampleBatch
 from jaxspeed.objective.linen_calls import (
     BoundLinen,
     CreatingLinen,
-    Seen,
+    ModuleCalls,
     in_evaluation,
     is_leaked,
     recorded_calls,
@@ -69,7 +69,7 @@ class LinenModel:
         self._init_name = "init_with" if init_with else "loss_fn"
         self._example = ExampleBatch(example_batch)
         self._state_collections = state_collections
-        self._seen = Seen(set(), set())
+        self._seen = ModuleCalls(set(), set())
         boxed, collections = self._traced()
         check_collections(state_collections, (name for name in collections if name != "params"))
         names = _boxed_names(boxed)
