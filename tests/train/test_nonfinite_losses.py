@@ -19,6 +19,7 @@ from tests.train.flax_loop import (
     REPLICATED,
     SGD,
     SHARDED,
+    STAGE_1,
     WIDTH,
     Ended,
     assert_alike,
@@ -93,14 +94,14 @@ def check(ours, plain, hooked, caplog):
     assert hooked == [0, 1, 1, 2]
 
 
-@settings(SHARDED)
+@settings(SHARDED, STAGE_1)
 def test_it_is_named_once_and_counted_and_the_step_is_that_of_plain_nnx(setting, caplog):
     plain = train_nnx(Net, loss, given(), SGD, setting)
     hooked = []
     check(ended(Net, setting, hooked), plain, hooked, caplog)
 
 
-@settings(REPLICATED)
+@settings(REPLICATED, STAGE_1)
 def test_it_is_named_once_and_counted_and_the_step_is_that_of_plain_linen(setting, caplog):
     plain = train_linen(LinenNet(), of_output, given(), SGD, setting)
     hooked = []

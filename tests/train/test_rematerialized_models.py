@@ -79,6 +79,38 @@ class LinenSingle(nn.Module):
         return nn.Dense(1)(jnp.tanh(nn.Dense(2 * WIDTH)(x)))[:, 0]
 
 
+def mixed(x):
+    """Two Fourier transforms, of reals and back, and of complex numbers."""
+    spectrum = jnp.fft.rfft(x, axis=-1)
+    return jnp.fft.irfft(-0.5 * spectrum, n=WIDTH, axis=-1) + 0.1 * jnp.fft.fft(x).real
+
+
+class FourierNnx(Block):
+    def __call__(self, x):
+        return super().__call__(x + mixed(x))
+
+
+class Fourier(Normed):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.blocks = nnx.List([FourierNnx(rngs) for _ in range(4)])
+
+
+class FourierBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return LinenBlock()(x + mixed(x))
+
+
+class LinenFourier(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = FourierBlock()(x)
+        return nn.Dense(1)(x)[:, 0]
+
+
+FOURIER = {"nnx": Fourier, "linen": LinenFourier()}
 NORMED = {"nnx": Normed, "linen": LinenNormed()}
 SINGLE = {"nnx": Single, "linen": LinenSingle()}
 
@@ -124,3 +156,20 @@ def test_the_nearest_number_of_checkpoints_is_taken(kind, setting, caplog):
 @over_settings()
 def test_a_model_in_which_nothing_repeats_is_recomputed_as_one_unit(kind, setting):
     trained(SINGLE, kind, setting, parallel={"remat": "full"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    covering(
+        [(kind, way) for kind in ("nnx", "linen") for way in ("remat", "pipe", "both")],
+        [("nnx", "pipe"), ("linen", "remat")],
+    ),
+)
+def test_blocks_with_fourier_transforms(kind, way):
+    """XLA:CPU of jax 0.10.2 refused them here (RET_CHECK)."""
+    sections = {} if way == "pipe" else {"parallel": {"remat": "full"}}
+    setting = Setting(*SHARDED)
+    if way != "remat":
+        sections["mesh"] = {"data": 4, "pipe": 2}
+        setting = Setting(1, 4, 2)
+    trained(FOURIER, kind, setting, **sections)

@@ -12,6 +12,7 @@ from tests.train.flax_loop import (
     SEED,
     SGD,
     SHARDED,
+    STAGE_1,
     WIDTH,
     Setting,
     assert_alike,
@@ -130,7 +131,7 @@ def frozen_but(trained):
     return lambda path: path not in trained
 
 
-@settings(SHARDED)
+@settings(SHARDED, STAGE_1)
 def test_a_pattern_covers_every_path_of_a_shared_variable(setting):
     trainable, trained = TIED["pattern"]
     plain = train_nnx(Tied, loss, batches(), SGD, setting, frozen_but(trained))
