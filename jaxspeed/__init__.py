@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxspeed.objective.train_state import TrainState
     from jaxspeed.placement import Placement, PlacementTable
     from jaxspeed.planner.api import plan
-    from jaxspeed.train import propose_tensor_cuts, propose_tensor_sharding
+    from jaxspeed.train import propose_tensor_sharding
 
 _NAMES = {
     "config": ("Config", "explain_config"),
@@ -48,7 +48,7 @@ _NAMES = {
     "objective.train_state": ("TrainState",),
     "placement": ("Placement", "PlacementTable"),
     "planner.api": ("plan",),
-    "train": ("propose_tensor_cuts", "propose_tensor_sharding"),
+    "train": ("propose_tensor_sharding",),
 }
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)
 
@@ -77,7 +77,6 @@ __all__ = [
     "initialize",
     "micro_batch_key",
     "plan",
-    "propose_tensor_cuts",
     "propose_tensor_sharding",
     "simulate",
     "start_processes",

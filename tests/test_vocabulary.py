@@ -46,11 +46,6 @@ PHRASES = {
 ALLOWED = (
     "infer_tensor_cuts",  # a config key
     "ring_both_ways",  # a config value
-    "propose_tensor_cuts",  # deprecated aliases
-    "proposal.cuts",
-    "proposal.whole",
-    "def cuts(",
-    "def whole(",
     "tells_host",  # a key of `plan --json`
     "untold",
     "file.tell()",

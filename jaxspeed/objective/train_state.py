@@ -1,5 +1,6 @@
 """The train state: parameters, masters, optimizer state, variables; padding and state layout."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 from jaxspeed.optim import LossScale
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Placement, Row
+from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.placement.table import PlacementTable
 
 Arrays = dict[str, Any]
@@ -64,7 +66,8 @@ class OptLayout:
     """Placement of each leaf of an optimizer's state.
 
     A leaf whose path ends in a parameter's path, and that has its shape, is one of its moments and
-    has its `opt` placement; any other leaf is replicated on every device.
+    has its `opt` placement. Any other leaf (factored moments, preconditioners) of at least `LARGE`
+    bytes is sharded by its own shape, and a smaller one replicated.
     """
 
     table: PlacementTable
@@ -113,9 +116,44 @@ def _place(
 ) -> tuple[tuple[int, ...], tuple[int, ...], Placement]:
     owner = owner_of(path, table.rows)
     row = table[owner] if owner else None
-    if row is None or row.opt is None or row.leaf.shape != shape:
-        return shape, shape, Placement(jax.sharding.PartitionSpec(), memory, dtype)
-    return shape, row.shape(row.opt), Placement(row.opt.spec, row.opt.memory_kind, dtype)
+    if row is not None and row.opt is not None and row.leaf.shape == shape:
+        return shape, row.shape(row.opt), Placement(row.opt.spec, row.opt.memory_kind, dtype)
+    spec = jax.sharding.PartitionSpec()
+    if math.prod(shape) * jnp.dtype(dtype).itemsize >= LARGE:
+        spec = _spec_by_shape(shape, row, table)
+    return shape, shape, Placement(spec, memory, dtype)
+
+
+LARGE = 1 << 20  # bytes
+DATA = "data"  # the axis over which ZeRO shards
+
+
+def _spec_by_shape(
+    shape: tuple[int, ...], row: Row | None, table: PlacementTable
+) -> jax.sharding.PartitionSpec:
+    """The axes of a leaf of the optimizer's state that has not its parameter's shape.
+
+    Dims that are the parameter's, by order and size, have its axes where these divide them (so
+    that factored moments lie where the gradient does). If no dim is over `data` then, and moments
+    are sharded (from stage 1 on), the largest dim that `data` divides is.
+    """
+    entries: list[Any] = [None] * len(shape)
+    if row is not None and row.opt is not None:
+        first = 0
+        for size, entry in zip(row.leaf.shape, by_dim(row.opt.spec, len(row.leaf.shape))):
+            at = next((d for d in range(first, len(shape)) if shape[d] == size), None)
+            if at is None:
+                continue
+            first = at + 1
+            if entry and size % num_shards(entry, table.mesh.shape) == 0:
+                entries[at] = entry
+    axes = {axis for entry in entries for axis in entry_axes(entry)}
+    ranks = table.mesh.shape[DATA]
+    shards_moments = any(r.opt and DATA in spec_axes(r.opt.spec) for r in table)
+    free = [d for d, n in enumerate(shape) if entries[d] is None and n % ranks == 0]
+    if shards_moments and DATA not in axes and free:
+        entries[max(free, key=lambda d: shape[d])] = DATA
+    return jax.sharding.PartitionSpec(*entries)
 
 
 def owner_of(path: str, parameters: Mapping[str, Any]) -> str | None:

@@ -122,6 +122,18 @@ def leaves(rows: Sequence[Row]) -> Group:
     return Group(shown, *(Text(f" {line}") for line in below))
 
 
+def other_state(leaves: Sequence[tuple[str, Sequence[int], Placement, int]]) -> Table:
+    """One line per leaf of the optimizer's state that has not its parameter's shape."""
+    shown = titled("", "optimizer state of its own shape", "shape", "opt", ">bytes per device")
+    largest = sorted(leaves, key=lambda leaf: -leaf[-1])[:MOST_ROWS]
+    for path, shape, placement, count in largest:
+        shown.add_row(path, "x".join(map(str, shape)), _cell(placement), bytes_text(count))
+    if left := len(leaves) - len(largest):
+        rest = sum(leaf[-1] for leaf in leaves) - sum(leaf[-1] for leaf in largest)
+        shown.add_row(f"and {left} smaller", "", "", bytes_text(rest))
+    return shown
+
+
 def _cell(placement: Placement | None) -> str:
     if placement is None:
         return "-"

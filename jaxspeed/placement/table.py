@@ -115,7 +115,22 @@ class PlacementTable:
         sharded_over = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         in_host = self.host_bytes_by_role()
         totals = show.totals(self.stage, sharded_over, self.bytes_by_role(), in_host)
-        return show.together(totals, show.leaves(list(self)))
+        parts = [totals, show.leaves(list(self))]
+        if others := self._opt_leaves_of_other_shapes():
+            parts.append(show.other_state(others))
+        return show.together(*parts)
+
+    def _opt_leaves_of_other_shapes(self) -> list[tuple[str, Sequence[int], Placement, int]]:
+        """(path, shape, placement, bytes per device) of the optimizer's state that is no moment."""
+        found = []
+        for path, (shape, _, at) in self.opt_leaves.items():
+            is_moment = any(
+                path.endswith(f"/{row.path}") and row.leaf.shape == tuple(shape) for row in self
+            )
+            if shape and not is_moment:
+                shards = math.prod(num_shards(entry, self.mesh.shape) for entry in at.spec)
+                found.append((path, shape, at, math.prod(shape) * at.dtype.itemsize // shards))
+        return found
 
     def __str__(self) -> str:
         return show.as_text(self, WIDTH)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,18 +45,6 @@ class ShardingProposal:
     uses: Mapping[str, Use]
     sharded_flops: int = 0
     all_flops: int = 0
-
-    @property
-    def cuts(self) -> Mapping[str, ShardedDim]:
-        """Deprecated alias of `sharded`."""
-        warnings.warn("proposal.cuts is now proposal.sharded", DeprecationWarning, stacklevel=2)
-        return self.sharded
-
-    @property
-    def whole(self) -> Mapping[str, str]:
-        """Deprecated alias of `replicated`."""
-        warnings.warn("proposal.whole is now proposal.replicated", DeprecationWarning, stacklevel=2)
-        return self.replicated
 
     @property
     def names(self) -> dict[str, tuple[str | None, ...]]:

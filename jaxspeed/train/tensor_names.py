@@ -4,7 +4,6 @@ The config's layer specs come first. With neither names nor specs the sharding i
 loss, traced on an example batch.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,15 +58,6 @@ def propose_tensor_sharding(
     return propose_sharding(
         _propagated(adapted, loss_fn, example_batch, mesh), adapted.leaves, tensor
     )
-
-
-def propose_tensor_cuts(
-    model: Any, loss_fn: Loss, example_batch: Any, tensor: int = 2
-) -> ShardingProposal:
-    """Deprecated alias of `propose_tensor_sharding`."""
-    text = "jaxspeed.propose_tensor_cuts is now jaxspeed.propose_tensor_sharding"
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return propose_tensor_sharding(model, loss_fn, example_batch, tensor)
 
 
 def with_tensor_names(

@@ -111,13 +111,6 @@ def test_shapes_are_example_enough():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.batch)
     proposal = jaxspeed.propose_tensor_sharding(model.model, model.loss, shapes, tensor=2)
     assert proposal.sharded
-    with pytest.warns(DeprecationWarning, match="propose_tensor_sharding"):
-        old = jaxspeed.propose_tensor_cuts(model.model, model.loss, shapes, tensor=2)
-    assert str(old) == str(proposal)
-    with pytest.warns(DeprecationWarning, match="proposal.sharded"):
-        assert old.cuts == old.sharded
-    with pytest.warns(DeprecationWarning, match="proposal.replicated"):
-        assert old.whole == old.replicated
 
 
 class Pair(nnx.Module):
