@@ -122,7 +122,7 @@ class PlacementTable:
 
     def _opt_leaves_of_other_shapes(self) -> list[tuple[str, Sequence[int], Placement, int]]:
         """(path, shape, placement, bytes per device) of the optimizer's state that is no moment."""
-        found = []
+        found: list[tuple[str, Sequence[int], Placement, int]] = []
         for path, (shape, _, at) in self.opt_leaves.items():
             is_moment = any(
                 path.endswith(f"/{row.path}") and row.leaf.shape == tuple(shape) for row in self
