@@ -86,7 +86,10 @@ def check(
         nudge = _nudged(plain, lower)
         # One at a time: each is as large as the gradients.
         moves = [moves_from(by_flax, flax_step(*nudge(single, given, i))) for i in range(NUDGES)]
-        others = [*_evaluated(program, plain, state, single, placed, given), *_initialized(plain)]
+        others = [
+            *_evaluated(program, plain, state, single, placed, order, given),
+            *_initialized(plain),
+        ]
     return compare_steps(program, lower, ours, theirs, by_flax, moves, others)
 
 
@@ -193,6 +196,7 @@ def _evaluated(
     state: TrainState,
     single: TrainState,
     placed: Any,
+    order: Any,
     given: Any,
 ) -> Iterator[tuple[str, Any, Any]]:
     """(what, by the engine, by plain Flax) of evaluation, if it computes otherwise than a step."""
@@ -212,10 +216,10 @@ def _evaluated(
         for train in (False, True)
     ]
     if traced[0] != traced[1] or not _evaluates_as_it_trains(plain, given):
-        ours, theirs = (
-            program.evaluate(state, placed)["loss"],
-            compiled_otherwise(plain, loss)(single, given),
-        )
+        # Servers do not evaluate, and their workers compute as one device does.
+        run, *args = (plain, single, order) if program.serving else (program, state, placed)
+        ours = run.evaluate(*args)["loss"]
+        theirs = compiled_otherwise(plain, loss)(single, given)
         yield "the loss in evaluation", *jax.device_get((ours, theirs))
 
 

@@ -138,15 +138,15 @@ def degree_of(eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]) ->
 def is_linear(name: str, operands: Sequence[SampleValue]) -> bool:
     """Whether an operation is linear in the sums among its operands."""
     is_sum = [x.kind is SampleKind.SUM for x in operands]
-    whole = [x.kind is SampleKind.SUM or x.zero for x in operands]
+    is_sum_or_zero = [x.kind is SampleKind.SUM or x.zero for x in operands]
     if name in ADDITIONS or name in ("concatenate", "stack", "pad"):
-        return all(whole)
+        return all(is_sum_or_zero)
     if name == "dynamic_update_slice":
-        return all(whole[:2]) and not any(is_sum[2:])
+        return all(is_sum_or_zero[:2]) and not any(is_sum[2:])
     if name == "select_n":
-        return not is_sum[0] and all(whole[1:])
+        return not is_sum[0] and all(is_sum_or_zero[1:])
     if name == ADDS_INTO:
-        return whole[0] and whole[2] and not is_sum[1]
+        return is_sum_or_zero[0] and is_sum_or_zero[2] and not is_sum[1]
     if name in PRODUCTS:
         return sum(is_sum) == 1
     if name in ("div", "gather", "dynamic_slice"):
@@ -251,6 +251,6 @@ def with_columns(eqn: JaxprEqn, operands: Sequence[SampleValue]) -> SampleValue 
     if all(x.index is None for x in operands):
         return None
     if all(x.kind is SampleKind.FREE for x in operands):
-        (whole,) = free_results(eqn, operands, 0)
-        return replace(whole, columns=tuple(operands))
+        (joined,) = free_results(eqn, operands, 0)
+        return replace(joined, columns=tuple(operands))
     return replace(mixed(f"indices number samples{place(eqn)}"), columns=tuple(operands))

@@ -2,7 +2,7 @@
 
 A micro-batch is the union of the i-th slices of all data ranks' parts. Ranks, rings, workers of a
 parameter server and stages of a pipeline compute the (sum, weight) of their own samples, which are
-added. That is right if the sum of the whole is the sum of the parts'.
+added. That is right if the sum of all samples is the sum of the parts'.
 """
 
 import logging
@@ -70,9 +70,6 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
     if not sizes or 0 in sizes:
         return ByParts("the batch has no samples")
     given = math.gcd(*sizes)
-    # A loss of a single sample of each rank may be traced otherwise, as without its dim of samples.
-    count = given * max(1, -(-2 * ranks // given))
-    counts = (count, 2 * count)
 
     def sized(new: int) -> Any:
         def shape(x: Any) -> Any:
@@ -81,25 +78,33 @@ def by_parts(trace: Callable[[Any], Any], batch: Any, ranks: int) -> ByParts:
 
         return jax.tree.map(shape, batch)
 
-    try:
-        one, two = (trace(sized(n)) for n in counts)
-    except ModelError as error:
-        return ByParts(f"the loss cannot be traced for {counts[1]} samples ({error})")
-    if one.own_axes.collective:
-        names = ", ".join(one.own_axes.collective)
-        return ByParts(f"the loss reduces over {names}: the entire micro-batch")
-    analysis = Analysis(counts, frozenset(DATA_AXES))
-    jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
-    known = map(analysis.constant, one.closed.consts, two.closed.consts)
-    inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
-    try:
+    def compared(count: int) -> ByParts:
+        """By the traces of `count` samples and of twice as many."""
+        one, two = trace(sized(count)), trace(sized(2 * count))
+        if one.own_axes.collective:
+            names = ", ".join(one.own_axes.collective)
+            return ByParts(f"the loss reduces over {names}: the entire micro-batch")
+        analysis = Analysis((count, 2 * count), frozenset(DATA_AXES))
+        jaxpr, of_batch = one.closed.jaxpr, {v for v in one.batch if v.aval.shape}
+        known = map(analysis.constant, one.closed.consts, two.closed.consts)
+        inputs = (samples() if v in of_batch else free(v.aval.ndim) for v in jaxpr.invars)
         found = analysis.run(jaxpr, two.closed.jaxpr, [*known, *inputs])
-    except UnlikeTracesError:
-        return ByParts(f"the loss computes something else of {counts[1]} samples than of {count}")
-    loss, _ = jax.tree.unflatten(one.out_tree, found)
-    metrics = {name: why for name, x in loss.metrics.items() if (why := _average(x, loss.weight))}
-    draws = any(x.draws for x in (loss.total, loss.weight))
-    return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
+        loss, _ = jax.tree.unflatten(one.out_tree, found)
+        pairs = ((name, _average(x, loss.weight)) for name, x in loss.metrics.items())
+        metrics = {name: why for name, why in pairs if why}
+        draws = loss.total.draws or loss.weight.draws
+        return ByParts(_quotient_of_sums(loss.total, loss.weight), metrics, draws)
+
+    # A single sample, of all ranks or of one, may be traced otherwise: without its dim, perhaps.
+    least = given * -(-2 * ranks // given)
+    for count in dict.fromkeys((given, least) if given > 1 else (max(least, 2),)):
+        try:
+            return compared(count)
+        except UnlikeTracesError:
+            continue
+        except ModelError as error:
+            return ByParts(f"the loss cannot be traced for {2 * count} samples ({error})")
+    return ByParts("the loss computes something else for another number of samples")
 
 
 def _quotient_of_sums(total: SampleValue, weight: SampleValue) -> str | None:

@@ -200,9 +200,9 @@ class UnlikeParts:
         return ", ".join(dict.fromkeys(p.rpartition("/")[0] or p for p in paths[:3])) + ", ..."
 
 
-def _differs(count: int, whole: int) -> ModelError:
+def _differs(count: int, every: int) -> ModelError:
     return ModelError(
-        f"mesh.pipe: the loss computes something else of {count} samples than of {whole}; raise "
+        f"mesh.pipe: the loss computes something else of {count} samples than of {every}; raise "
         "train_micro_batch_size_per_gpu"
     )
 
