@@ -4,15 +4,18 @@ The log does not wait for devices unless `wall_clock_breakdown` is set: a step's
 once they have arrived, which may be some steps later.
 """
 
+import contextlib
 import logging
 import math
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxspeed.engine.startup_log import clips_by_default
 from jaxspeed.placement.show import bytes_text
@@ -38,6 +41,7 @@ class Reporter:
         self._config = program.config
         self._device = program.mesh.devices.flat[0]
         self._waiting: deque[tuple[int, Metrics]] = deque()
+        weakref.finalize(self, _arrived, self._waiting)  # at the process's end, at the latest
         self._seconds: deque[float] = deque(maxlen=100)
         self._step = step
         self._hooks: list[tuple[Hook, int]] = []
@@ -159,6 +163,14 @@ class Reporter:
 def took_nonfinite_loss(metrics: Mapping[str, Any]) -> bool:
     """Whether the step was taken although its loss is not finite."""
     return not metrics["skipped"] and not math.isfinite(float(metrics["loss"]))
+
+
+def _arrived(waiting: deque[tuple[int, Metrics]]) -> None:
+    """Wait for metrics: JAX 0.11.2 aborts where one arrives while the interpreter ends."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        for _, metrics in waiting:
+            for value in metrics.values():
+                np.asarray(value)
 
 
 def _is_ready(x: Any) -> bool:

@@ -201,7 +201,7 @@ def child(tmp_path_factory):
         "plain = check.compiled_otherwise(engine.program, lambda x: x @ x)\n"
         "text = plain.lower(jax.ShapeDtypeStruct((64, 64), 'float32')).compile().as_text()\n"
         "print('ynn_fusion' in text)\n"
-        "engine.train_batch(batch)\n",
+        "engine.train_batch(batch)\n",  # in flight when the process ends
         XDG_CACHE_HOME=str(caches),
     )
     devices, *kernels = out.split()
