@@ -40,6 +40,7 @@ from jaxspeed.objective.train_state import (
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
 from jaxspeed.placement.memory_kinds import on_device
+from jaxspeed.placement.mesh import without_ynnpack
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Program
 
@@ -185,9 +186,7 @@ def _user_model(program: Program) -> Any:
 
 def compiled_otherwise(program: Program, function: Callable[..., Any]) -> Any:
     """A function of plain Flax, compiled with other kernels than the step on CPUs."""
-    cpu = program.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu else {}
-    return jax.jit(program.in_mesh(function), compiler_options=options)
+    return jax.jit(program.in_mesh(function), compiler_options=without_ynnpack(program.mesh))
 
 
 def _evaluated(

@@ -242,6 +242,8 @@ class Analysis:
         kinds, first, last = {x.kind for x in sums}, operands[0], operands[-1]
         kept = [replace(sums[0], degree=degree, draws=draws, root=None)] * len(eqn.outvars)
         refused = self._mixed(eqn, "is not linear in a sum over samples")
+        if name == "convert_element_type" and _truncates(eqn):
+            return refused
         if kinds == {SampleKind.TOTAL}:
             others = [x for x in operands if x.kind is not SampleKind.TOTAL]
             adds = name == "add" or (name in ("sub", "add_any", ADDS_INTO) and first in sums)
@@ -390,11 +392,6 @@ class Analysis:
             return [free(len(shape_of(v))) for v in eqn.outvars]
         return self._mixed(eqn)
 
-    def _kernel(
-        self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
-    ) -> list[SampleValue]:
-        return self._opaque(eqn, twin, operands)
-
     def _cond(
         self, eqn: JaxprEqn, twin: JaxprEqn, operands: Sequence[SampleValue]
     ) -> list[SampleValue]:
@@ -505,5 +502,12 @@ _PROGRAMS = {
     "cond": Analysis._cond,
     "while": Analysis._while,
     "scan": Analysis._scan,
-    **dict.fromkeys(KERNELS, Analysis._kernel),
+    **dict.fromkeys(KERNELS, Analysis._opaque),
 }
+
+
+def _truncates(eqn: JaxprEqn) -> bool:
+    """Whether a cast is no linear operation: to integers, or to whether it is 0."""
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]  # type: ignore[attr-defined]
+    to_inexact = jax.numpy.issubdtype(new, np.inexact)
+    return not to_inexact and (jax.numpy.issubdtype(old, np.inexact) or new == np.bool_)

@@ -147,9 +147,13 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
     seconds of CPU time with it and 1.4 without, and later steps 1.0 with and without (jaxlib
     0.12.0.1).
     """
+    return without_ynnpack(mesh) if mesh.size > (os.cpu_count() or 1) else {}
+
+
+def without_ynnpack(mesh: Mesh) -> dict[str, str]:
+    """XLA's options for programs of CPU devices without YNNPACK's kernels."""
     known = jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
-    shared = simulated(mesh) and mesh.size > (os.cpu_count() or 1)
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and shared else {}
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and simulated(mesh) else {}
 
 
 def init_options(sharding: Sharding) -> dict[str, int]:
