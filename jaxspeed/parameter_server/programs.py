@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.axes import axis_names
 from jaxspeed.communication import PULL, PUSH, Communication
 from jaxspeed.config import Batch, Config
 from jaxspeed.errors import BatchError, ConfigError, JaxspeedError, PlacementError
@@ -25,7 +26,7 @@ from jaxspeed.parameter_server.param_split import split_evenly
 from jaxspeed.parameter_server.server import ServerStep
 from jaxspeed.parameter_server.staleness import Rule
 from jaxspeed.parameter_server.worker import WorkerStep, wire_of
-from jaxspeed.placement.mesh import AXES, apart
+from jaxspeed.placement.mesh import apart
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program
 from jaxspeed.train.gradients import batch_specs
@@ -229,7 +230,9 @@ def build_served(config: Config, devices: Sequence[jax.Device] | None, built: Bu
     own = worker_config(config, batch)
     # Programs of one device run on any; those of a mesh only there.
     programs = tuple(built(own, group) for group in (groups if each > 1 else groups[:1]))
-    alone = [Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), AXES) for g in groups]
+    alone = [
+        Mesh(np.array(g).reshape(programs[0].mesh.devices.shape), axis_names()) for g in groups
+    ]
     factor = gradient_factor(config, workers)
     return LocalProgram(
         config=config,

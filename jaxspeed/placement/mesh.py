@@ -1,4 +1,4 @@
-"""Device mesh with six fixed axis names: sizes, validation and layout over links."""
+"""Device mesh with the axes of `jaxspeed.axes`: sizes, validation and layout over links."""
 
 import functools
 import math
@@ -12,18 +12,17 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, Sharding
 
+from jaxspeed.axes import DATA, axis_names, spanning_order
 from jaxspeed.errors import PlacementError
-
-AXES = ("pipe", "replica", "data", "seq", "expert", "tensor")
-DATA_AXES = ("replica", "data")  # the batch is sharded over these; ZeRO shards over `data` alone
 
 
 def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]:
     """Size of each axis, with the one that is -1 filled in from the device count."""
-    full = {axis: sizes.get(axis, -1 if axis == "data" else 1) for axis in AXES}
-    unknown = sorted(set(sizes) - set(AXES))
+    axes = axis_names()
+    full = {axis: sizes.get(axis, -1 if axis == DATA else 1) for axis in axes}
+    unknown = sorted(set(sizes) - set(axes))
     if unknown:
-        raise PlacementError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(AXES)}")
+        raise PlacementError(f"mesh has no axis {unknown[0]!r}; its axes are {', '.join(axes)}")
     bad = [f"{axis}={size}" for axis, size in full.items() if size < 1 and size != -1]
     free = [axis for axis, size in full.items() if size == -1]
     if bad or len(free) > 1:
@@ -55,16 +54,16 @@ def resolve_sizes(sizes: Mapping[str, int], device_count: int) -> dict[str, int]
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with all six axes over these devices (all of them by default).
+    """A mesh with all axes over these devices (all of them by default).
 
     Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
     make its reshapes and matmuls errors.
     """
     devices = _checked(jax.devices() if devices is None else devices)
     full = resolve_sizes(sizes, len(devices))
-    shape = tuple(full[axis] for axis in AXES)
+    shape = tuple(full.values())
     try:
-        return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(laid_out(shape, devices), tuple(full), axis_types=(AxisType.Auto,) * len(full))
     except NotImplementedError as error:  # a physical torus that cannot hold this shape
         raise PlacementError(
             f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
@@ -110,8 +109,8 @@ def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 def _across(shape: Sequence[int], slices: int) -> list[int]:
     """Over how many slices each axis spans: first the axes that communicate least."""
-    sizes, parts = dict(zip(AXES, shape)), dict.fromkeys(AXES, 1)
-    for axis in ("replica", "pipe", "data", "expert", "seq", "tensor"):
+    sizes, parts = dict(zip(axis_names(), shape)), dict.fromkeys(axis_names(), 1)
+    for axis in spanning_order():
         parts[axis] = math.gcd(sizes[axis], slices // math.prod(parts.values()))
     return list(parts.values())
 
@@ -165,11 +164,6 @@ def init_options(sharding: Sharding) -> dict[str, int]:
     device: jax.Device = next(iter(sharding.device_set))
     default = not jax.config.read("jax_disable_most_optimizations")
     return {"xla_backend_optimization_level": 2} if default and device.platform == "cpu" else {}
-
-
-def data_parallel_size(mesh: Mesh) -> int:
-    """Number of shards of the batch."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.train_state import OptLayout, TrainState
 from jaxspeed.pipeline import Pipeline, PipelineReport
 from jaxspeed.pipeline.report_for_batch import pipeline_report
-from jaxspeed.placement.mesh import compiler_options, data_parallel_size, in_mesh
+from jaxspeed.placement.mesh import compiler_options, in_mesh
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport
 from jaxspeed.tensor_parallel import ShardingProposal
@@ -101,7 +101,7 @@ class Program:
     @property
     def ranks(self) -> int:
         """The data ranks over which a batch is sharded."""
-        return data_parallel_size(self.mesh)
+        return self.table.ranks
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
