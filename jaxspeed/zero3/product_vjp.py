@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import linear_transpose
 from jax.lax import optimization_barrier
 
-from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.jaxpr.evaluate import as_function, bindings, run_equation
 from jaxspeed.jaxpr.flops import count_all, equation_flops, nbytes
 from jaxspeed.jaxpr.primitives import PRODUCTS
 from jaxspeed.jaxpr.slicing import sub_jaxpr
 from jaxspeed.jaxpr.traverse import is_var
+from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.eager_weight_grads import ties_of
 from jaxspeed.zero3.sharded_param import ShardedParam, Storage
