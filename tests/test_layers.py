@@ -20,6 +20,7 @@ LAYERS = (
     "axes.py",
     "known_jax_bugs",
     "communication.py",
+    "metric_names.py",
     "launch",
     "config",
     "hardware",

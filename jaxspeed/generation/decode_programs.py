@@ -21,11 +21,11 @@ from jaxspeed.objective.caching import cache_names, call_parameters
 from jaxspeed.objective.loss import Outputs
 from jaxspeed.objective.protocol import CachedModel
 from jaxspeed.objective.train_state import Arrays
-from jaxspeed.placement.mesh import compiler_options
 from jaxspeed.placement.rules import model_sharding
 from jaxspeed.train.gather_once import GatherOnce, ModelState
 from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
+from jaxspeed.train.xla_options import compiler_options
 
 # What is drawn with: "keys" [rows, 2], of the seed, and the number of tokens "drawn" [rows] so far;
 # for a repetition penalty the "text" [rows, length], filled up with NO_TOKEN.

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AxisType, Mesh
 
 from jaxspeed.axes import DATA, axis_names, spanning_order
 from jaxspeed.errors import PlacementError
@@ -59,7 +58,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     Axes are of type Auto: foreign code carries no sharding annotations, and Explicit axes would
     make its reshapes and matmuls errors.
     """
-    devices = _checked(jax.devices() if devices is None else devices)
+    devices = checked_devices(jax.devices() if devices is None else devices)
     full = resolve_sizes(sizes, len(devices))
     shape = tuple(full.values())
     try:
@@ -69,20 +68,6 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
             f"mesh: {dict(full)} cannot be laid out on these {len(devices)} "
             f"{devices[0].device_kind} devices: {str(error).splitlines()[0]}"
         ) from None
-
-
-def apart(
-    devices: Sequence[jax.Device] | None, servers: int
-) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Split devices into (workers, servers); the last ones are the servers."""
-    found = _checked(jax.devices() if devices is None else devices)
-    if servers >= len(found):
-        works = f"at most {len(found) - 1} would do" if len(found) > 1 else "more devices would do"
-        raise PlacementError(
-            f"parallel.servers is {servers} of {len(found)} devices, and at least one has to be a "
-            f"worker: {works}"
-        )
-    return found[:-servers], found[-servers:]
 
 
 def laid_out(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
@@ -115,7 +100,8 @@ def _across(shape: Sequence[int], slices: int) -> list[int]:
     return list(parts.values())
 
 
-def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
+def checked_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """The devices as a list; PlacementError unless they are distinct JAX devices, at least one."""
     if not isinstance(devices, Iterable) or isinstance(devices, str):
         raise PlacementError(
             f"devices is a {type(devices).__name__}; it takes a sequence of JAX devices, as "
@@ -136,34 +122,6 @@ def _checked(devices: Sequence[jax.Device]) -> list[jax.Device]:
 def simulated(mesh: Mesh) -> bool:
     """Whether the mesh is of CPU devices."""
     return mesh.devices.flat[0].platform == "cpu"
-
-
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for the programs of a mesh.
-
-    More simulated devices than cores do without YNNPACK: what it computes is set up when it first
-    runs, for each device anew. The first step of 24 unrolled blocks on eight devices takes 1.9
-    seconds of CPU time with it and 1.4 without, and later steps 1.0 with and without (jaxlib
-    0.12.0.1).
-    """
-    return without_ynnpack(mesh) if mesh.size > (os.cpu_count() or 1) else {}
-
-
-def without_ynnpack(mesh: Mesh) -> dict[str, str]:
-    """XLA's options for programs of CPU devices without YNNPACK's kernels."""
-    known = jax.__version_info__ < (0, 13)  # XLA refuses options that it does not know
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if known and simulated(mesh) else {}
-
-
-def init_options(sharding: Sharding) -> dict[str, int]:
-    """XLA's options for a program of initialization, with results of this sharding.
-
-    LLVM's level 3, XLA:CPU's default, takes 1.3 times as long for random numbers as level 2, which
-    makes the same ones, bitwise, as fast (jaxlib 0.11.2 and 0.12.0.1).
-    """
-    device: jax.Device = next(iter(sharding.device_set))
-    default = not jax.config.read("jax_disable_most_optimizations")
-    return {"xla_backend_optimization_level": 2} if default and device.platform == "cpu" else {}
 
 
 def in_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

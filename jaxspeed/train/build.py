@@ -25,7 +25,7 @@ from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.placement.mesh import apart, build_mesh, simulated
+from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.rows import Leaf, Offload, Placement
 from jaxspeed.placement.rules import check_patterns
 from jaxspeed.placement.stacks import Stack, with_stages
@@ -141,15 +141,6 @@ def _check_parts(parts: int, batch: Batch, mesh: Mesh) -> None:
             f"parallel.batch_parts {parts}: a micro-batch of {batch.micro} samples does not divide "
             "into so many parts of equal size"
         )
-
-
-def batch_of(config: Config) -> Batch:
-    """The batch of a config on all visible devices."""
-    if config.parallel.data_reduction == "parameter_server":
-        on_workers, _ = apart(None, config.parallel.servers)
-        return config.batch(len(on_workers) // config.mesh.tensor, 1)
-    mesh = build_mesh(config.mesh.model_dump(), None)
-    return config.batch_on(mesh.shape)
 
 
 def _offload_keys(config: Config) -> list[str]:
