@@ -42,6 +42,7 @@ LAYERS = (
     "generation",
     "hlo",
     "metrics",
+    "planner/trace",
     "planner/memory",
     "planner/time",
     "engine",

@@ -144,12 +144,12 @@ INNER = {
     "objective/autocast.py": "objective/test_autocast.py",
     "ops/cudnn.py": "ops/test_gpu_attention.py",
     "ops/gpu.py": "ops/test_gpu_attention.py",
-    "placement/mesh.py": "planner/test_torus.py",
     "planner/compile/deviceless_cuda.py": "planner/test_on_platform.py",
     "planner/memory/liveness.py": "planner/test_memory_layout.py",
     "run/ending.py": "checkpoint/test_several_processes.py",
     "run/watchdog.py": "run/test_watchdog.py",
     "train/staged_init.py": "train/test_staged_init.py",
+    "train/xla_options.py": "train/test_staged_init.py",
 }
 
 

@@ -20,9 +20,9 @@ from jaxspeed.offload.transfer_report import (
     TransferReport,
 )
 from jaxspeed.placement.memory_kinds import in_host
-from jaxspeed.planner.memory import Step, read_step
-from jaxspeed.planner.memory.trace_ir import all_ops
 from jaxspeed.planner.time import device_flops, host_transfers
+from jaxspeed.planner.trace import Step, read_step
+from jaxspeed.planner.trace.trace_ir import all_ops
 from jaxspeed.train.program import Program
 
 log = logging.getLogger("jaxspeed")

@@ -8,7 +8,7 @@ from typing import Any
 from jaxspeed.engine.offload_check import check_host_bytes, transfer_of
 from jaxspeed.engine.step_from_file import StepFromFile
 from jaxspeed.hlo import CompiledReport, report
-from jaxspeed.train.program import Phase, Program
+from jaxspeed.train.program import Program, StepPhase
 from jaxspeed.train.staged_init import compile_beside
 
 
@@ -43,7 +43,7 @@ def compiled_report(
 
 
 def _compiled(
-    phase: Phase,
+    phase: StepPhase,
     batch: Any,
     meanwhile: Callable[[], None] | None = None,
     loaded: Any = None,

@@ -29,7 +29,7 @@ from jaxspeed.parameter_server.worker import WorkerStep, wire_of
 from jaxspeed.placement.mesh import build_mesh, checked_devices
 from jaxspeed.placement.rows import Row, reduction_dtype
 from jaxspeed.train.build import build_program
-from jaxspeed.train.program import Phase, Program, ServerTraffic
+from jaxspeed.train.program import Program, ServerTraffic, StepPhase
 
 Built = Callable[[Config, Sequence[jax.Device] | None], Program]
 
@@ -161,7 +161,7 @@ class LocalProgram(ServedProgram):
         return math.prod(row.shape(row.source))
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StepPhase, ...]:
         """A worker's gradients, then the servers' update; in buckets there is one for each."""
         worker, mesh = self.worker(0), self.mesh
 
@@ -172,13 +172,15 @@ class LocalProgram(ServedProgram):
             pushed = jax.eval_shape(worker.gradients, *of_worker(batch))
             return self.server.abstract(pushed, paths)
 
-        gradients = Phase("gradients of a worker", worker.gradients, worker.program.mesh, of_worker)
+        gradients = StepPhase(
+            "gradients of a worker", worker.gradients, worker.program.mesh, of_worker
+        )
         if self.server.buckets is None:
             every = [row.path for row in self.table if row.leaf.trainable]
-            return gradients, Phase("update", self.server.apply, mesh, partial(updates, every))
+            return gradients, StepPhase("update", self.server.apply, mesh, partial(updates, every))
         update, parts = self.server.buckets.update, self.server.bucket_paths
         return gradients, *(
-            Phase(f"update {number} of {len(parts)}", update, mesh, partial(updates, paths))
+            StepPhase(f"update {number} of {len(parts)}", update, mesh, partial(updates, paths))
             for number, paths in enumerate(parts, 1)
         )
 

@@ -22,8 +22,7 @@ from jaxspeed.placement.stacks import find_stack
 from jaxspeed.planner.compile.in_child import compile_for, pickled
 from jaxspeed.planner.compile.outcome import Outcome
 from jaxspeed.planner.compile.workers import Inline, Workers
-from jaxspeed.planner.memory import Memory, memory_in, read_step
-from jaxspeed.planner.memory.traced_step import as_on, with_overlap
+from jaxspeed.planner.memory import Memory, memory_in
 from jaxspeed.planner.search.advice import Advice, Adviser
 from jaxspeed.planner.search.analytic_cost import CostModel, memory_excess
 from jaxspeed.planner.search.candidate import (
@@ -43,6 +42,8 @@ from jaxspeed.planner.search.walk import Limits, SearchLoop
 from jaxspeed.planner.time import Time, time_in
 from jaxspeed.planner.time.links import Links
 from jaxspeed.planner.time.torus import can_hold, split_dims
+from jaxspeed.planner.trace import read_step
+from jaxspeed.planner.trace.traced_step import as_on, with_overlap
 from jaxspeed.run.start import Source
 from jaxspeed.train.program import Program
 

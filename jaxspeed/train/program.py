@@ -51,7 +51,7 @@ class BuildInputs:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One of the compiled programs that make a step."""
 
     name: str
@@ -134,9 +134,9 @@ class Program:
         return None
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[StepPhase, ...]:
         """The programs of a step, in their order: here one, which fuses all."""
-        return (Phase("step", self.step, self.mesh, self._step_arguments),)
+        return (StepPhase("step", self.step, self.mesh, self._step_arguments),)
 
     def _step_arguments(self, batch: Any) -> tuple[Any, ...]:
         return self.state, self.abstract_batch(batch)
