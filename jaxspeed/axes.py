@@ -119,6 +119,11 @@ def sharding_axes() -> dict[str, str]:
     return {dim: name for name, axis in AXES.items() for dim in axis.dims}
 
 
+def axes_of_dim(dim: str) -> tuple[str, ...]:
+    """The axes that shard a logical dim of parameters, outermost first."""
+    return tuple(name for name, axis in AXES.items() if dim in (*axis.shares, *axis.dims))
+
+
 def spanning_order() -> list[str]:
     """The axes in the order in which they span slices: those that communicate least first."""
     return sorted(AXES, key=lambda name: AXES[name].near)

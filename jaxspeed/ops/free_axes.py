@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspeed.axes import PIPE, TENSOR, product, sample_axes
+from jaxspeed.axes import TENSOR, axes_of_dim, product, sample_axes
 
 
 def free_axes(mesh: Any = None) -> dict[str, int]:
@@ -46,7 +46,7 @@ def tensor_parts() -> int:
 def vocabulary_axes() -> tuple[str, ...]:
     """The axes that shard a vocabulary: tensor, and pipe, whose stages share the head."""
     free = free_axes()
-    return tuple(axis for axis in (PIPE, TENSOR) if free.get(axis, 1) > 1)
+    return tuple(axis for axis in axes_of_dim("vocab") if free.get(axis, 1) > 1)
 
 
 def vocabulary_parts() -> int:
