@@ -29,7 +29,7 @@ import jax
 from jax import lax
 from jax.interpreters import mlir
 
-from jaxspeed.ops.free_axes import free_sample_shards
+from jaxspeed.axes import data_ranks
 
 # How many times as wide the wide operand is where the narrow one is transposed.
 WIDE = 8
@@ -94,4 +94,4 @@ def _only_samples_are_sharded() -> bool:
     in programs that are not of this package, it is unknown what is sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size == free_sample_shards(mesh)
+    return not mesh.empty and mesh.size == data_ranks(mesh.shape)
