@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.config import Config
 from jaxspeed.placement.mesh import DATA_AXES, data_parallel_size, simulated
-from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import Levels, Ranks
@@ -93,6 +92,20 @@ class Rings:
         outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
         return Ranks(inner, outer)
 
+    def ordered(
+        self, arrays: Sequence[Any], first: Sequence[Any], rank_ids: Sequence[Any]
+    ) -> list[Any]:
+        """The arrays, with a data dependency on `first` on simulated devices."""
+        if not self.in_order:
+            return list(arrays)
+        rank = self.after_arrays(Ranks(*rank_ids), first).inner[0]
+        return [
+            jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
+            if jnp.issubdtype(x.dtype, jnp.number)
+            else x
+            for x in arrays
+        ]
+
     @property
     def in_order(self) -> bool:
         """Whether data has to order the rings: on simulated devices."""
@@ -122,9 +135,9 @@ def rings_of(config: Config, mesh: Mesh) -> Rings | None:
     return Rings(mesh, Levels(inner, outer, WIRES[wire]), parallel.ring_bucket_bytes)
 
 
-def data_spec(row: Row) -> P:
-    """The sharding over `data` of the array that layers read, without other axes."""
-    return P(*(DATA if DATA in entry_axes(entry) else None for entry in row.source.spec))
+def data_spec(spec: P) -> P:
+    """The sharding of an array over `data`, without other axes."""
+    return P(*(DATA if DATA in entry_axes(entry) else None for entry in spec))
 
 
 def local_shape(mesh: Mesh | AbstractMesh, spec: P, shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,16 +21,24 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from jaxspeed.ring_reduction.rings import NO_RANK, Rings, local_shape
-from jaxspeed.zero3 import ShardedParam
+from jaxspeed.ring_reduction.rings import Rings, local_shape
+from jaxspeed.zero3 import Exchange, ShardedParam
 
 
 @dataclass(frozen=True)
-class RingExchange:
-    """The exchange protocol of `zero3/sharded_param.py`, by rings."""
+class RingExchange(Exchange):
+    """`zero3.Exchange` by rings; `rank_ids` are this device's shards of `Rings.rank_ids`."""
 
     rings: Rings
-    place: Sequence[jax.Array]  # this device's shards of `Rings.rank_ids`
+    rank_ids: Sequence[jax.Array]
+
+    @property
+    def place(self) -> Sequence[jax.Array]:
+        return self.rank_ids
+
+    @property
+    def per_rank(self) -> bool:
+        return True
 
     def gather(
         self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
@@ -89,28 +97,10 @@ class RingExchange:
         summed = self._on_devices(device, place, specs, specs)(padded)
         return [x.astype(like.dtype) for x, like in zip(summed, likes, strict=True)]
 
-    @property
-    def in_order(self) -> bool:
-        """Whether data has to order exchanges."""
-        return self.rings.in_order
-
-    def ordered(
-        self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        """The arrays, with a data dependency on `first` on simulated devices."""
-        if not self.in_order:
-            return list(arrays)
-        rank = self.rings.after_arrays(Ranks(*place), first).inner[0]
-        return [
-            jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
-            if jnp.issubdtype(x.dtype, jnp.number)
-            else x
-            for x in arrays
-        ]
-
     def weight_of_ranks(self, loss: Loss) -> jax.Array:
         """The sum of a loss's weight over all ranks, in rank order, and after its forward pass."""
-        (weight,) = self.ordered([loss.weight], [jax.lax.stop_gradient(loss.total)], self.place)
+        first = jax.lax.stop_gradient(loss.total)
+        (weight,) = self.rings.ordered([loss.weight], [first], self.place)
 
         def device(ranks: Ranks, xs: list[Any]) -> list[Any]:
             return [self.rings.gather_ranks(x[None], ranks)[:, 0].sum() for x in xs]
