@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
 from jaxspeed.ring_reduction.levels import (
     Ranks,
@@ -61,10 +62,7 @@ class RingExchange(Exchange):
         found = self._on_devices(device, place, exchanged, exchanged)([shards[i] for i in sharded])
         for i, full in zip(sharded, found, strict=True):
             shards[i] = full
-        return [
-            x if x.shape == s.shape else x[tuple(map(slice, s.shape))]
-            for s, x in zip(stored, shards, strict=True)
-        ]
+        return [unpad(x, s.shape) for s, x in zip(stored, shards, strict=True)]
 
     def scatter(
         self,
@@ -76,7 +74,7 @@ class RingExchange(Exchange):
         """Pad the gradients and reduce-scatter them to this rank's shards, in the stored dtype."""
         specs = [_other_axes_spec(s) for s in stored]
         padded = [
-            jnp.pad(g, [(0, b - a) for a, b in zip(g.shape, shape, strict=True)])
+            pad(g, shape)
             for g, shape in zip(grads, map(self._full_shape, stored, likes), strict=True)
         ]
         if not self.rings.sends_gradient_dtype:

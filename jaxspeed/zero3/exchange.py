@@ -3,6 +3,9 @@
 Sharding constraints are the default (`BY_CONSTRAINT`); rings are another
 (`ring_reduction/unit_exchange.py`). An exchange is static: `place` has its arrays, which a segment
 passes as arguments because a `custom_vjp` in a scan may not close over traced values.
+
+It sees the stored arrays, each as a `ShardedParam` of its own; what a codec encoded is decoded
+after it (`decoded`).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +43,22 @@ class Exchange(Protocol):
     ) -> list[Any]:
         """The stored arrays of parameters, gathered, cast and unpadded."""
         ...
+
+    def saved(
+        self, stored: Sequence[ShardedParam], full: Sequence[Any], place: Sequence[Any]
+    ) -> list[Any]:
+        """What a segment saves of its gathered arrays for the backward pass: by default nothing."""
+        return []
+
+    def gather_again(
+        self,
+        stored: Sequence[ShardedParam],
+        shards: Sequence[Any],
+        saved: Sequence[Any],
+        place: Sequence[Any],
+    ) -> list[Any]:
+        """The gathered arrays in the backward pass, from the shards and what was saved."""
+        return self.gather(stored, shards, place)
 
     def scatter(
         self,
@@ -88,13 +107,16 @@ class ByConstraint(Exchange):
 BY_CONSTRAINT = ByConstraint()
 
 
-def gathered(
-    exchange: Exchange, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
-) -> list[Any]:
-    """The parameters as layers read them: their arrays, gathered and then decoded."""
-    arrays, tree = jax.tree.flatten([s.arrays for s in stored])
-    full = jax.tree.unflatten(tree, exchange.gather(arrays, jax.tree.leaves(list(shards)), place))
-    return [s.decoded(x) for s, x in zip(stored, full, strict=True)]
+def arrays_of(stored: Sequence[ShardedParam]) -> list[ShardedParam]:
+    """How each of the stored arrays of parameters is stored."""
+    return jax.tree.leaves([s.arrays for s in stored])
+
+
+def decoded(stored: Sequence[ShardedParam], full: Sequence[Any]) -> list[Any]:
+    """The parameters as layers read them, from their gathered arrays."""
+    tree = jax.tree.structure([s.arrays for s in stored])
+    values = jax.tree.unflatten(tree, full)
+    return [s.decoded(x) for s, x in zip(stored, values, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -123,6 +145,20 @@ class InOrder(Exchange):
         self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
     ) -> list[Any]:
         return self.exchange.gather(stored, shards, place)
+
+    def saved(
+        self, stored: Sequence[ShardedParam], full: Sequence[Any], place: Sequence[Any]
+    ) -> list[Any]:
+        return self.exchange.saved(stored, full, place)
+
+    def gather_again(
+        self,
+        stored: Sequence[ShardedParam],
+        shards: Sequence[Any],
+        saved: Sequence[Any],
+        place: Sequence[Any],
+    ) -> list[Any]:
+        return self.exchange.gather_again(stored, shards, saved, place)
 
     def scatter(
         self,

@@ -21,7 +21,7 @@ from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, runs
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
-from jaxspeed.zero3.exchange import Exchange, gathered
+from jaxspeed.zero3.exchange import Exchange, arrays_of, decoded
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
 from jaxspeed.zero3.sharded_param import ShardedParam
 
@@ -31,22 +31,20 @@ Function = Callable[..., Sequence[Any]]
 def tie(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Both sequences behind one barrier: no element is used before all elements exist.
 
-    An element of `first` may be an encoded parameter, of several arrays. Arrays in host memory are
-    left out: XLA:TPU compiles no barrier on them (libtpu 0.0.52).
+    Arrays in host memory are left out: XLA:TPU compiles no barrier on them (libtpu 0.0.52).
     """
-    first, tree = jax.tree.flatten(list(first))
     ours = [i for i, x in enumerate(first) if not on_host(x)]
     theirs = [i for i, x in enumerate(second) if is_real(x) and not on_host(x)]
     firsts, seconds = list(first), list(second)
     if not ours or not theirs:
-        return jax.tree.unflatten(tree, firsts), seconds
+        return firsts, seconds
     tied, waited = jax.lax.optimization_barrier(
         ([firsts[i] for i in ours], [seconds[i] for i in theirs])
     )
     for values, places, done in ((firsts, ours, tied), (seconds, theirs, waited)):
         for i, x in zip(places, done, strict=True):
             values[i] = x
-    return jax.tree.unflatten(tree, firsts), seconds
+    return firsts, seconds
 
 
 def is_real(x: Any) -> bool:
@@ -62,22 +60,25 @@ def read_tied(
     inputs: Sequence[Any],
 ) -> Sequence[Any]:
     """`fn(*gathered weights, *inputs)` with the gathers tied to the inputs."""
-    weights, inputs = tie(on_device(list(weights)), inputs)
-    return fn(*read(exchange, stored, weights), *inputs)
+    shards, tree = jax.tree.flatten(list(weights))
+    tied, inputs = tie(on_device(shards), inputs)
+    return fn(*read(exchange, stored, jax.tree.unflatten(tree, tied)), *inputs)
 
 
 def read(exchange: Exchange, stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
     """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
     if exchange.differentiable:
-        return gathered(exchange, stored, weights, exchange.place)
+        shards = jax.tree.leaves(list(weights))
+        return decoded(stored, exchange.gather(arrays_of(stored), shards, exchange.place))
     return SegmentVJP(lambda *full: list(full), stored, exchange)(weights, ())
 
 
 class SegmentVJP:
     """`__call__(weights, inputs)`: `fn(*gathered weights, *inputs)` with a custom VJP.
 
-    It gathers in both passes and saves no gathered parameter. The backward pass, which JAX traces
-    after the forward pass, reads what that has found: `passes` and `wanted`.
+    It gathers in both passes; of the gathered parameters only the exchange may save some. The
+    backward pass, which JAX traces after the forward pass, reads what that has found: `passes` and
+    `wanted`.
 
     Args:
       stored: how the weights are stored; none of a function that gathers its own.
@@ -114,19 +115,23 @@ class SegmentVJP:
         return outs
 
     def segment(self, place: Sequence[Any], *args: Any) -> list[Any]:
-        return list(self.fn(*self._gathered(place, args)))
+        arrays, inputs = self._gathered(place, args)
+        return list(self.fn(*decoded(self.stored, arrays), *inputs))
 
-    def _gathered(self, place: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The arguments of `fn`, whose gathers wait for its inputs."""
-        tied, inputs = tie(on_device(args[: self.count]), args[self.count :])
-        return [*gathered(self.exchange, self.stored, tied, place), *inputs]
+    def _gathered(self, place: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The arrays of the weights, whose gathers wait for the inputs; and the inputs."""
+        shards = jax.tree.leaves(args[: self.count])
+        tied, inputs = tie(on_device(shards), args[self.count :])
+        return self.exchange.gather(arrays_of(self.stored), tied, place), inputs
 
     def forward(self, place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
         place = [x.value for x in place]
         args, count = jax.tree.map(lambda x: x.value, list(given)), self.count
         # Inputs that depend on no parameter, such as rotary angles, need no gradient.
         self.wanted = [on and x.perturbed for on, x in zip(self.active, given, strict=True)]
-        full = self._gathered(place, args)
+        arrays, inputs = self._gathered(place, args)
+        kept = self.exchange.saved(arrays_of(self.stored), arrays, place)
+        full = [*decoded(self.stored, arrays), *inputs]
         self.passes = Passes(self.fn, self.wanted, full, count)
         outs, saved = self.passes.forward(full)
         # The input from before the barrier: a scan then saves a loop-invariant input once, not once
@@ -136,19 +141,23 @@ class SegmentVJP:
             for i, x in zip(self.passes.saved_inputs, saved, strict=True)
         ]
         saved = self.residuals.store(saved, self._kinds()) if self.residuals else saved
-        return outs, (place, tuple(args[:count]), saved)
+        return outs, (place, tuple(args[:count]), kept, saved)
 
     def backward(self, carried: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        place, shards, saved = carried
+        place, shards, kept, saved = carried
         exchange, stored, count = self.exchange, self.stored, self.count
         saved = self.residuals.fetch(saved, self._kinds()) if self.residuals else saved
         of_real = zip(cotangents, self.passes.differentiable, strict=True)
-        tied, arrived = tie(on_device(shards), [_instantiated(ct) for ct, real in of_real if real])
-        tied = _ordered(exchange, tied, arrived, place)
+        of_weights = [*jax.tree.leaves(shards), *kept]
+        tied, arrived = tie(
+            on_device(of_weights), [_instantiated(ct) for ct, real in of_real if real]
+        )
+        tied = exchange.ordered(tied, arrived, place)
         if not stored:  # what it recomputes, it gathers again
             saved = exchange.ordered(saved, arrived, place)
-        full = gathered(exchange, stored, tied, place)
-        grads = iter(self.passes.backward(full, saved, arrived))
+        first = len(of_weights) - len(kept)
+        arrays = exchange.gather_again(arrays_of(stored), tied[:first], tied[first:], place)
+        grads = iter(self.passes.backward(decoded(stored, arrays), saved, arrived))
         found = [next(grads) if on else None for on in self.wanted]
         scattered = [i for i, on in enumerate(self.wanted[:count]) if on]
         here = exchange.scatter(
@@ -177,28 +186,22 @@ def exchanged_after(exchange: Exchange, weights: Sequence[Any], first: Sequence[
     their gradients are scattered.
     """
 
+    leaves, tree = jax.tree.flatten(list(weights))
+
     @jax.custom_vjp
     def after(place: Sequence[Any], weights: Sequence[Any], first: Sequence[Any]) -> list[Any]:
-        return _ordered(exchange, weights, first, place)
+        return exchange.ordered(weights, first, place)
 
     def forward(place: Sequence[Any], *args: Any) -> tuple[list[Any], Any]:
         return after(place, *args), place
 
     def backward(place: Sequence[Any], grads: list[Any]) -> tuple[Any, ...]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in first]
-        real = [g for g in jax.tree.leaves(grads) if is_real(g)]
+        real = [g for g in grads if is_real(g)]
         return None, grads, exchange.ordered(zeros, real, place)
 
     after.defvjp(forward, backward)
-    return after(exchange.place, list(weights), list(first))
-
-
-def _ordered(
-    exchange: Exchange, weights: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
-) -> list[Any]:
-    """The stored arrays of weights, in use only after `first` if data has to order exchanges."""
-    leaves, tree = jax.tree.flatten(list(weights))
-    ordered: list[Any] = jax.tree.unflatten(tree, exchange.ordered(leaves, first, place))
+    ordered: list[Any] = jax.tree.unflatten(tree, after(exchange.place, leaves, list(first)))
     return ordered
 
 

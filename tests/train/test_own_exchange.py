@@ -32,6 +32,17 @@ class Counting(Exchange):
         return BY_CONSTRAINT.scatter(stored, grads, likes, place)
 
 
+class Keeping(Counting):
+    """It saves the gathered parameters for the backward pass, which then gathers none."""
+
+    def saved(self, stored: Any, full: Any, place: Any) -> list[Any]:
+        return list(full)
+
+    def gather_again(self, stored: Any, shards: Any, saved: Any, place: Any) -> list[Any]:
+        assert len(saved) == len(shards)
+        return list(saved)
+
+
 def trained(exchange: Exchange, **more: Any) -> tuple[Engine, dict[str, np.ndarray]]:
     config = load_config(tiny.config(3, **more))
     program = build_program(config, tiny.PAIR, tiny.squared_error, exchange=exchange)
@@ -56,6 +67,14 @@ def test_every_gather_and_scatter_of_a_step_is_the_exchanges(more):
     assert counting.counts["scattered"] == LAYERS + 1, "a layer's weight, and the head"
     assert counting.counts["gathered"] >= 2 * (LAYERS + 1), "in both passes"
     same(found, trained(BY_CONSTRAINT, **more)[1])
+
+
+def test_what_an_exchange_saves_is_given_to_its_backward_pass():
+    counting, keeping = Counting(), Keeping()
+    found = [trained(exchange)[1] for exchange in (counting, keeping)]
+    assert keeping.counts["gathered"] < counting.counts["gathered"]
+    assert keeping.counts["scattered"] == counting.counts["scattered"]
+    same(*found)
 
 
 def test_a_matmul_that_gathers_its_own_weight_asks_it_too(monkeypatch):
