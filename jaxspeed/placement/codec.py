@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,12 @@ class CodecRule:
     A rule of "opt" is matched with a moment's own path too, as `*/nu/**`.
     """
 
-    role: str  # "param" or "opt"
+    role: Literal["param", "opt"]
     pattern: str
     codec: Codec
 
 
-def codec_of(rules: Sequence[CodecRule], role: str, *paths: str) -> Codec:
+def codec_of(rules: Sequence[CodecRule], role: Literal["param", "opt"], *paths: str) -> Codec:
     """The codec that the rules assign."""
     found = (
         rule.codec

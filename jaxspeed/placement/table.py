@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxspeed.config.patterns import match
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import show
 from jaxspeed.placement.codec import PLAIN, Codec, CodecRule, StoredValue, codec_of
@@ -32,7 +33,7 @@ from jaxspeed.placement.rows import (
     Precision,
     Row,
 )
-from jaxspeed.placement.rules import ModelSharding, model_sharding, refuse_misfits
+from jaxspeed.placement.rules import ModelSharding, model_sharding, nearest, refuse_misfits
 from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.zero import ZeroSharding, shard_leaf
@@ -202,7 +203,13 @@ def build_table(
 
 
 def _refuse_codecs(codecs: Sequence[CodecRule], leaves: Sequence[Leaf], mesh: Mesh) -> None:
-    """Raise PlacementError for codecs of what has a gradient, or of what stages exchange."""
+    """Raise PlacementError for a codec of nothing, of what is trained, or of stages."""
+    for rule in codecs:
+        if rule.role == "param" and not any(match(rule.pattern, leaf.path) for leaf in leaves):
+            raise PlacementError(
+                f"the codec {rule.codec.name}: no parameter matches {rule.pattern!r}; nearest: "
+                + listed(nearest(rule.pattern, [leaf.path for leaf in leaves]))
+            )
     for leaf in leaves:
         codec = codec_of(codecs, "param", leaf.path)
         if codec == PLAIN:

@@ -21,6 +21,7 @@ from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.planner.memory import memory_of
 from jaxspeed.train.build import build_program
+from tests.checkpoint import states
 from tests.engine import tiny
 from tests.support.covering import covering
 from tests.support.int8_blocks import Int8Blocks, rounded
@@ -231,6 +232,28 @@ def test_the_step_agrees_with_plain_training_on_the_decoded_base(form, more):
     assert report.ok, report
 
 
+@pytest.mark.parametrize("tensor", covering([1, 2], [2]))
+def test_padding_stays_in_the_stored_arrays(tensor):
+    """Dims of 12 and 7 over 8 and 4 shards."""
+    config = tiny.config(3, mesh={"tensor": tensor}, parallel={"logical_axes": states.NAMES})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": LR, "momentum": MOMENTUM}}
+    codecs = (CodecRule("param", "narrow", Int8Blocks(4)), CodecRule("opt", "**", Int8Blocks(4)))
+    program = build_program(
+        load_config(config),
+        states.Awkward,
+        tiny.squared_error,
+        trainable=("wide", "head"),
+        codecs=codecs,
+    )
+    made = Engine(program, program.init(0))
+    stored = made.state.params["narrow/kernel"]
+    assert stored["codes"].shape != (12, 7) == made.parameters["narrow/kernel"].shape
+    samples = tiny.batch(8 // tensor)
+    for _ in range(2):
+        assert made.check(samples).ok
+        made.train_batch(samples)
+
+
 def test_evaluation_and_the_average_read_decoded_values():
     made = engine("listed", 3, optimizer={**sections("listed", 3)["optimizer"], "ema_decay": 0.5})
     expected = loss(partial(listed, jax.tree.map(jnp.asarray, _tree(made))), batch())
@@ -250,8 +273,10 @@ def _tree(made: Engine) -> Any:
 def test_a_codec_of_a_trained_parameter_is_refused():
     with pytest.raises(PlacementError, match="of head, which is trained"):
         engine("listed", 3, (CodecRule("param", "**", INT8),))
+    with pytest.raises(PlacementError, match="no parameter matches 'b'; nearest: "):
+        engine("listed", 3, (CodecRule("param", "b", INT8),))
     with pytest.raises(PlacementError, match="pipeline stages exchange"):
-        engine("stacked", 1, (BASE,), mesh={"pipe": 3}, train_batch_size=12)
+        engine("stacked", 1, (BASE,), mesh={"pipe": 2}, gradient_accumulation_steps=2)
 
 
 def test_a_loss_that_writes_an_encoded_parameter_is_refused():
