@@ -152,7 +152,6 @@ FEW = [
     ("listed", 3, 2, ""),
     ("stacked", 3, 2, "optimizer param"),
     ("unrolled", 3, 1, "optimizer"),
-    ("stacked", 1, 1, ""),
 ]
 
 
@@ -217,15 +216,15 @@ def test_a_skipped_step_changes_no_code():
     jax.tree.map(np.testing.assert_array_equal, before.params, after.params)
 
 
-@pytest.mark.parametrize(
-    ("form", "more"),
-    [
-        ("stacked", {"parallel": {"remat": {"every_n": 3}}, "bf16": {"enabled": True}}),
-        ("listed", {"parallel": {"remat": "full"}, "gradient_accumulation_steps": 2}),
-        ("stacked", {"parallel": {"data_reduction": "ring"}}),
-        ("listed", {"parallel": {"data_reduction": "ring", "remat": {"every_n": 3}}}),
-    ],
-)
+CHECKED = [
+    ("stacked", {"parallel": {"remat": {"every_n": 3}}, "bf16": {"enabled": True}}),
+    ("listed", {"parallel": {"remat": "full"}, "gradient_accumulation_steps": 2}),
+    ("stacked", {"parallel": {"data_reduction": "ring"}}),
+    ("listed", {"parallel": {"data_reduction": "ring", "remat": {"every_n": 3}}}),
+]
+
+
+@pytest.mark.parametrize(("form", "more"), covering(CHECKED, [CHECKED[0], CHECKED[2]]))
 def test_the_step_agrees_with_plain_training_on_the_decoded_base(form, more):
     made = engine(form, 3, (BASE,), **more)
     report = made.check(batch())
