@@ -71,7 +71,7 @@ def restore_state(
         was = header.leaves.get(name)
         if was and name.startswith("params/") and _loses(was.dtype, leaf.stored.dtype):
             notes.append(f"{name} was rounded from {was.dtype} to {leaf.stored.dtype.name}")
-        if was and leaf.codec not in (PLAIN, on_disk[name].codec):
+        if name in on_disk and leaf.codec not in (PLAIN, on_disk[name].codec):
             notes.append(f"{name} was rounded by the codec {leaf.codec.name}")
     return as_state(program, {**saved, **fresh}, params), notes
 

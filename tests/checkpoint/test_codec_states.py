@@ -12,10 +12,17 @@ from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.errors import CheckpointError
 from jaxspeed.interop.exporting import export
 from jaxspeed.placement.codec import CODECS, CodecRule
-from tests.support.int8_blocks import Int8Blocks
-from tests.train.test_codecs import BASE, INT8, MOMENTS, batch, by_name, engine, is_encoded, trained
-
-FOURS = Int8Blocks(4)
+from tests.train.test_codecs import (
+    BASE,
+    FOURS,
+    INT8,
+    MOMENTS,
+    batch,
+    by_name,
+    engine,
+    is_encoded,
+    trained,
+)
 
 
 @pytest.fixture(autouse=True)

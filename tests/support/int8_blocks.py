@@ -50,6 +50,16 @@ class Int8Blocks(Codec):
         return (blocks * scales[..., None]).reshape(codes.shape).astype(dtype)
 
 
+@dataclass(frozen=True)
+class Int8Rows(Int8Blocks):
+    """One scale for a row, which all of its shards share."""
+
+    def arrays(self, shape: Sequence[int], parts: Sequence[int], dtype: Any) -> Stored:
+        codes = super().arrays(shape, parts, dtype)["codes"]
+        scales = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32)
+        return {"codes": codes, "scales": scales}
+
+
 def rounded(value: Any, codec: Codec) -> jax.Array:
     """A value as the codec stores it on one device."""
     value = jnp.asarray(value)

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.engine.engine import Engine
 from jaxspeed.errors import ModelError, PlacementError
-from jaxspeed.placement.codec import CodecRule
+from jaxspeed.placement import build_mesh
+from jaxspeed.placement.codec import CodecRule, StoredValue
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.planner.memory import memory_of
@@ -24,10 +26,10 @@ from jaxspeed.train.build import build_program
 from tests.checkpoint import states
 from tests.engine import tiny
 from tests.support.covering import covering
-from tests.support.int8_blocks import Int8Blocks, rounded
+from tests.support.int8_blocks import Int8Blocks, Int8Rows, rounded
 
 LAYERS, WIDTH, RANK, STEPS, LR, MOMENTUM = 3, 16, 4, 3, 0.05, 0.9
-INT8 = Int8Blocks(2)
+INT8, FOURS = Int8Blocks(2), Int8Blocks(4)
 BASE, MOMENTS = CodecRule("param", "w", INT8), CodecRule("opt", "**", INT8)
 TRAINED = ("down", "up", "head")
 
@@ -231,12 +233,29 @@ def test_the_step_agrees_with_plain_training_on_the_decoded_base(form, more):
     assert report.ok, report
 
 
+def test_the_arrays_of_a_value_have_its_sharding_unless_their_blocks_cover_several_shards():
+    mesh = build_mesh({"data": 4, "tensor": 2})
+    at = NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
+
+    def specs(codec: Any) -> dict[str, Any]:
+        value = StoredValue((8, 4, 6), (8, 4, 8), np.dtype("float32"), at, codec)
+        return {name: (x.shape, x.sharding.spec) for name, x in value.arrays.items()}
+
+    assert specs(FOURS)["scales"] == ((8, 4, 2), PartitionSpec("data", None, "tensor"))
+    assert specs(Int8Blocks(8))["scales"] == ((8, 4, 2), PartitionSpec("data", None, "tensor"))
+    assert specs(Int8Rows())["scales"] == ((8, 4, 1), PartitionSpec("data", None, None))
+    assert specs(Int8Rows())["codes"] == ((8, 4, 8), PartitionSpec("data", None, "tensor"))
+    own = NamedSharding(mesh, PartitionSpec("data"))
+    layers = StoredValue((8,), (8,), np.dtype("float32"), own, FOURS, 1)
+    assert layers.arrays["scales"].shape == (8,), "a block stays inside a layer"
+
+
 @pytest.mark.parametrize("tensor", covering([1, 2], [2]))
 def test_padding_stays_in_the_stored_arrays(tensor):
     """Dims of 12 and 7 over 8 and 4 shards."""
     config = tiny.config(3, mesh={"tensor": tensor}, parallel={"logical_axes": states.NAMES})
     config["optimizer"] = {"type": "SGD", "params": {"lr": LR, "momentum": MOMENTUM}}
-    codecs = (CodecRule("param", "narrow", Int8Blocks(4)), CodecRule("opt", "**", Int8Blocks(4)))
+    codecs = (CodecRule("param", "narrow/kernel", Int8Rows()), CodecRule("opt", "**", FOURS))
     program = build_program(
         load_config(config),
         states.Awkward,
