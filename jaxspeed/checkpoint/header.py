@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from etils import epath
 from jaxspeed.checkpoint.leaves import saved_leaves
 from jaxspeed.checkpoint.manifest import FORMAT
 from jaxspeed.errors import CheckpointError
+from jaxspeed.placement.codec import CODECS, PLAIN, Codec
 from jaxspeed.train.program import Program
 
 NAME = "checkpoint.json"
@@ -23,16 +24,24 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """One array on disk."""
+    """One value on disk.
+
+    Attributes:
+      stored: the shape with padding, as it was stored.
+      arrays: of a codec other than "plain", (shape, dtype) by name.
+    """
 
     shape: tuple[int, ...]  # without padding
-    stored: tuple[int, ...]  # with padding, as on disk
+    stored: tuple[int, ...]
     dtype: str
     key: str | None = None
+    codec: str = PLAIN.name
+    arrays: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        arrays = self.arrays.values() if self.arrays else [(self.shape, self.dtype)]
+        return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,14 @@ def header_of(
     program: Program, tag: str, step: int, client_state: Mapping[str, Any], files: list[str]
 ) -> Header:
     leaves = {
-        name: LeafRecord(leaf.shape, tuple(leaf.stored.shape), leaf.stored.dtype.name, leaf.key)
+        name: LeafRecord(
+            leaf.shape,
+            tuple(leaf.stored.shape),
+            leaf.stored.dtype.name,
+            leaf.key,
+            leaf.codec.name,
+            {part: (tuple(x.shape), x.dtype.name) for part, x in leaf.encoded.items()},
+        )
         for name, leaf in saved_leaves(program).items()
     }
     return Header(
@@ -95,10 +111,31 @@ def read_header(folder: epath.Path, form: Any) -> Header:
         )
     fields = json.loads((folder / NAME).read_text())
     leaves = {
-        name: LeafRecord(tuple(x["shape"]), tuple(x["stored"]), x["dtype"], x["key"])
+        name: LeafRecord(
+            tuple(x["shape"]),
+            tuple(x["stored"]),
+            x["dtype"],
+            x["key"],
+            x.get("codec", PLAIN.name),  # not in checkpoints of 0.1
+            {part: (tuple(shape), dtype) for part, (shape, dtype) in x.get("arrays", {}).items()},
+        )
         for name, x in fields.pop("leaves").items()
     }
     return Header(leaves=leaves, **fields)
+
+
+def codec_of(name: str, record: LeafRecord) -> Codec:
+    """The codec that stored a value.
+
+    Raises:
+      CheckpointError: this version does not have it.
+    """
+    if record.codec not in CODECS:
+        known = ", ".join(CODECS)
+        raise CheckpointError(
+            f"{name} was stored by the codec {record.codec!r}; this version has {known}"
+        )
+    return CODECS[record.codec]
 
 
 def check_client_state(value: Any, path: str = "client_state") -> None:

@@ -6,6 +6,9 @@
     variables/PATH                  statistics, random streams, buffers
     ring_errors/LAYOUT              rounding errors of quantized ring reduction
 
+A value that a codec stores is saved as it is stored, one array for each of the codec's, below its
+name: `params/PATH/codes`.
+
 The 16-bit parameters that layers read are cast from their masters. The names do not depend on mesh,
 stage or precision, so any program of the same model and optimizer can restore them. The exception
 is ring errors: they are per device, and another layout, which has other names, starts from zero.
@@ -13,17 +16,17 @@ is ring errors: they are per device, and another layout, which has other names, 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import TrainState, unpad, updated_values
+from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.optim import LossScale
+from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
-from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Row
 from jaxspeed.train.program import Program
 
@@ -33,26 +36,40 @@ RING_ERRORS = "ring_errors"
 
 @dataclass(frozen=True)
 class SavedLeaf:
-    """One array of a checkpoint."""
+    """One value of a checkpoint.
 
-    shape: tuple[int, ...]  # without the padding that sharding needs
-    stored: jax.ShapeDtypeStruct  # in a program's state, with its sharding
-    key: str | None = None  # the implementation of a random key, of which the data is saved
+    Attributes:
+      shape: without the padding that sharding needs.
+      stored: the padded value, with the sharding that a program's state has.
+      key: the implementation of a random key, of which the data is saved.
+      encoded: the arrays of a codec other than PLAIN.
+    """
+
+    shape: tuple[int, ...]
+    stored: jax.ShapeDtypeStruct
+    key: str | None = None
+    codec: Codec = PLAIN
+    encoded: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+
+    @property
+    def arrays(self) -> Stored:
+        """The shapes, dtypes and shardings of the saved arrays."""
+        return self.stored if self.codec == PLAIN else dict(self.encoded)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.stored.shape) * self.stored.dtype.itemsize
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.arrays))
 
 
 def saved_arrays(program: Program, state: TrainState) -> Arrays:
-    """The saved arrays of a state, or their shapes, by name."""
+    """The saved values of a state, as they are stored, or their shapes, by name."""
     rows = program.table
     return {
         "step": state.step,
         "skipped": state.skipped,
         **_under("loss_scale", state.loss_scale._asdict()),
         **{f"params/{row.path}": updated_values(state, row) for row in rows},
-        **_under("opt", flat_with_paths(state.opt)),
+        **_under("opt", program.layout.flat(state.opt)),
         **_under("ema", state.ema),
         **_under("variables", state.variables),
         **_under(RING_ERRORS, state.ring_errors),
@@ -61,13 +78,24 @@ def saved_arrays(program: Program, state: TrainState) -> Arrays:
 
 def saved_leaves(program: Program) -> dict[str, SavedLeaf]:
     """The saved leaves of a program's state, by name, without arrays."""
-    logical: dict[str, tuple[int, ...]] = {}
-    for row in program.table:
-        logical[f"params/{row.path}"] = logical[f"ema/{row.path}"] = tuple(row.leaf.shape)
-    for path, (shape, _, _) in program.layout.places.items():
-        logical[f"opt/{path}"] = tuple(shape)
+    table = program.table
+    values = {f"params/{row.path}": table.stored(row, row.updated) for row in table}
+    values |= {f"opt/{path}": value for path, value in program.layout.values.items()}
+    logical = {name: value.shape for name, value in values.items()}
+    logical |= {f"ema/{row.path}": row.leaf.shape for row in table}
     arrays = saved_arrays(program, program.state)
-    return {name: _leaf(x, logical.get(name)) for name, x in arrays.items()}
+    return {
+        name: encoded_leaf(values[name])
+        if name in values and values[name].codec != PLAIN
+        else _leaf(x, logical.get(name))
+        for name, x in arrays.items()
+    }
+
+
+def encoded_leaf(value: StoredValue) -> SavedLeaf:
+    """A value that a codec stores."""
+    stored = jax.ShapeDtypeStruct(value.padded, value.dtype, sharding=value.sharding)
+    return SavedLeaf(value.shape, stored, None, value.codec, value.arrays)
 
 
 def _leaf(x: Any, logical: tuple[int, ...] | None) -> SavedLeaf:
@@ -98,7 +126,7 @@ def published(row: Row, master: jax.Array) -> jax.Array:
 def as_state(program: Program, saved: Mapping[str, Any], params: Mapping[str, Any]) -> TrainState:
     """The state of these saved arrays, and of the parameters that were published from them."""
     shapes = program.state
-    opt = [saved[f"opt/{path}"] for path in flat_with_paths(shapes.opt)]
+    opt = [saved[f"opt/{path}"] for path in program.layout.places]
     rows = list(program.table)
     return TrainState(
         step=saved["step"],
@@ -109,7 +137,7 @@ def as_state(program: Program, saved: Mapping[str, Any], params: Mapping[str, An
             if row.param
         },
         master={row.path: saved[f"params/{row.path}"] for row in rows if row.master},
-        opt=jax.tree.unflatten(jax.tree.structure(shapes.opt), opt),
+        opt=jax.tree.unflatten(program.layout.tree, opt),
         ema={path: saved[f"ema/{path}"] for path in shapes.ema},
         variables={path: saved[f"variables/{path}"] for path in shapes.variables},
         loss_scale=LossScale(*(saved[f"loss_scale/{name}"] for name in LossScale._fields)),
@@ -121,7 +149,14 @@ def _under(prefix: str, flat: Mapping[str, Any]) -> Arrays:
     return {f"{prefix}/{path}": x for path, x in flat.items()}
 
 
-def donatable_copy(x: Any, leaf: SavedLeaf) -> Any:
+def donatable_copy(x: Stored, leaf: SavedLeaf) -> Stored:
     """A copy on the device that the step may donate; called inside jit."""
-    x = jnp.copy(on_device(x))
+    x = jax.tree.map(jnp.copy, on_device(x))
     return jax.random.wrap_key_data(x, impl=leaf.key) if leaf.key else x
+
+
+def encoded_anew(x: Stored, was: SavedLeaf, leaf: SavedLeaf) -> Stored:
+    """What was saved as `was` stored as `leaf`, on the device; called inside jit."""
+    value = unpad(was.codec.decode(on_device(x), leaf.stored.dtype), leaf.shape)
+    value = pad(value.astype(leaf.stored.dtype), leaf.stored.shape)
+    return leaf.codec.encode(value, leaf.arrays)

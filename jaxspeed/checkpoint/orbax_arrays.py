@@ -14,6 +14,7 @@ from etils import epath
 
 from jaxspeed.checkpoint.leaves import SavedLeaf
 from jaxspeed.checkpoint.process_agreement import TIMEOUT_SECONDS
+from jaxspeed.placement.codec import Stored, parts_of
 
 FOLDER = "arrays"
 _CHUNK_BYTES = 32 << 20  # read at once when resharding, and by an export
@@ -104,9 +105,15 @@ def _without_orbax_errors_logged() -> Iterator[None]:
         absl.removeFilter(keep)
 
 
-def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, jax.Array]:
-    """Arrays by name in the wanted shape (truncated or zero-padded), dtype and sharding."""
-    full = {name: leaf.stored for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
+def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str, Stored]:
+    """Values by name in the wanted shape (truncated or zero-padded), dtype and sharding.
+
+    Those without elements are left out.
+    """
+    present = {name: leaf for name, leaf in wanted.items() if math.prod(leaf.stored.shape)}
+    full: dict[str, Any] = {}
+    for name, leaf in present.items():
+        full |= parts_of(name, leaf.arrays)
     ocp = _orbax()
     restore_args = {
         name: ocp.ArrayRestoreArgs(
@@ -120,7 +127,12 @@ def read_arrays(folder: epath.Path, wanted: Mapping[str, SavedLeaf]) -> dict[str
     handler = _handler()
     try:
         read: dict[str, jax.Array] = handler.restore(folder / FOLDER, args=args)
-        return read
+        return {
+            name: {part: read[f"{name}/{part}"] for part in leaf.encoded}
+            if leaf.encoded
+            else read[name]
+            for name, leaf in present.items()
+        }
     finally:
         handler.close()
 

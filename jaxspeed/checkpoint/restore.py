@@ -2,19 +2,22 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.header import Header, LeafRecord
+from jaxspeed.checkpoint.header import Header, LeafRecord, codec_of
 from jaxspeed.checkpoint.leaves import (
     RING_ERRORS,
     Arrays,
     SavedLeaf,
     as_state,
     donatable_copy,
+    encoded_anew,
     published,
     saved_leaves,
 )
@@ -22,6 +25,8 @@ from jaxspeed.checkpoint.orbax_arrays import read_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.optim import loss_scale
+from jaxspeed.placement.codec import PLAIN, Stored
+from jaxspeed.placement.specs import by_dim, num_shards
 from jaxspeed.train.program import Program
 
 _COPY_BYTES = 256 << 20  # copied at once: the peak is one state and this
@@ -59,12 +64,15 @@ def restore_state(
         extra = []
     _check(folder, wanted, header.leaves, missing, extra)
     read = {name: leaf for name, leaf in wanted.items() if name not in fresh}
+    on_disk = {name: as_on_disk(name, leaf, header.leaves[name]) for name, leaf in read.items()}
     ready()
-    saved, params = donatable_arrays(program, read_arrays(folder, read), read)
+    saved, params = donatable_arrays(program, read_arrays(folder, on_disk), read, on_disk)
     for name, leaf in wanted.items():
         was = header.leaves.get(name)
         if was and name.startswith("params/") and _loses(was.dtype, leaf.stored.dtype):
             notes.append(f"{name} was rounded from {was.dtype} to {leaf.stored.dtype.name}")
+        if name in on_disk and leaf.codec not in (PLAIN, on_disk[name].codec):
+            notes.append(f"{name} was rounded by the codec {leaf.codec.name}")
     return as_state(program, {**saved, **fresh}, params), notes
 
 
@@ -89,31 +97,63 @@ def _zero_ring_errors(program: Program) -> Arrays:
     return jax.jit(make, out_shardings=at)()
 
 
+def as_on_disk(name: str, leaf: SavedLeaf, record: LeafRecord) -> SavedLeaf:
+    """How the saved arrays of a value are read: as they are wanted, or as they were encoded.
+
+    Raises:
+      CheckpointError: they were stored by a codec that this version does not have.
+    """
+    codec = codec_of(name, record)
+    if codec == PLAIN:
+        return replace(leaf, codec=PLAIN, encoded={})
+    wanted = {part: (tuple(x.shape), x.dtype.name) for part, x in leaf.encoded.items()}
+    if codec == leaf.codec and record.arrays == wanted:
+        return leaf
+    mesh, spec = leaf.stored.sharding.mesh, by_dim(leaf.stored.sharding.spec, len(leaf.shape))
+
+    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        """Sharded as the value is, where its dims allow that."""
+        pairs = zip(shape, spec, strict=True)
+        fitting = [None if n % num_shards(entry, mesh.shape) else entry for n, entry in pairs]
+        at = NamedSharding(mesh, PartitionSpec(*fitting))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=at)
+
+    arrays = {part: array(*each) for part, each in record.arrays.items()}
+    return replace(leaf, codec=codec, encoded=arrays)
+
+
 def donatable_arrays(
-    program: Program, read: dict[str, jax.Array], leaves: Mapping[str, SavedLeaf]
+    program: Program,
+    read: dict[str, Stored],
+    leaves: Mapping[str, SavedLeaf],
+    on_disk: Mapping[str, SavedLeaf] | None = None,
 ) -> tuple[Arrays, Arrays]:
-    """(saved arrays by name, published parameters by path), in buffers that a step can donate.
+    """(saved values by name, published parameters by path), in buffers that a step can donate.
 
     Arrays that were read may be in memory owned by NumPy, which XLA cannot reuse. `read` is emptied
-    in the process.
+    in the process. A value that was read as `on_disk` describes it is stored as in `leaves`.
     """
+    on_disk = on_disk or leaves
     saved: Arrays = {}
     params: Arrays = {}
     for names in _groups(leaves):
         rows = [program.table[n.removeprefix("params/")] for n in names if n.startswith("params/")]
         rows = [row for row in rows if row.master and row.param]
 
+        def finished(name: str, arrays: Arrays) -> Stored:
+            leaf = leaves[name]
+            if name not in arrays:
+                return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), leaf.arrays)
+            if on_disk[name].arrays == leaf.arrays:
+                return donatable_copy(arrays[name], leaf)
+            return encoded_anew(arrays[name], on_disk[name], leaf)
+
         def finish(arrays: Arrays, names: list[str] = names, rows: list = rows) -> Any:
-            made = {
-                name: donatable_copy(arrays[name], leaves[name])
-                if name in arrays
-                else jnp.zeros(leaves[name].stored.shape, leaves[name].stored.dtype)
-                for name in names
-            }
+            made = {name: finished(name, arrays) for name in names}
             return made, {row.path: published(row, made[f"params/{row.path}"]) for row in rows}
 
         at = (
-            {name: leaves[name].stored.sharding for name in names},
+            {n: jax.tree.map(lambda x: x.sharding, leaves[n].arrays) for n in names},
             {row.path: program.shardings.params[row.path] for row in rows},
         )
         arrays = {name: read.pop(name) for name in names if name in read}

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.checkpoint.leaves import Arrays, key_data, saved_arrays, saved_leaves
 from jaxspeed.objective.train_state import TrainState
+from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.specs import by_dim, entry_axes, num_shards, spec_axes
 from jaxspeed.train.program import Program
@@ -37,22 +38,31 @@ def snapshot_function(program: Program) -> Callable[[TrainState], Snapshot]:
     def copies_of(arrays: Arrays) -> Arrays:
         return {name: jnp.copy(on_device(key_data(x))) for name, x in arrays.items()}
 
-    stored = {name: leaf.stored.sharding for name, leaf in leaves.items()}
+    saved: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, leaf in leaves.items():
+        saved |= parts_of(name, leaf.arrays)
+    keys = {name for name, leaf in leaves.items() if leaf.key}
+    stored = {name: x.sharding for name, x in saved.items()}
     at = {
-        name: _spread(leaf.stored, stored[name])
-        if on_host or leaf.nbytes < _SMALL_BYTES
+        name: _spread(x, stored[name])
+        if on_host or math.prod(x.shape) * x.dtype.itemsize < _SMALL_BYTES
         else stored[name]
-        for name, leaf in leaves.items()
+        for name, x in saved.items()
     }
     moved = [
         name
-        for name, leaf in leaves.items()
-        if on_host or leaf.key or at[name] != stored[name] or "host" in str(at[name].memory_kind)
+        for name in saved
+        if on_host
+        or name in keys
+        or at[name] != stored[name]
+        or "host" in str(at[name].memory_kind)
     ]
     copy = jax.jit(copies_of, out_shardings={name: at[name] for name in moved})
 
     def snapshot(state: TrainState) -> Snapshot:
-        arrays = saved_arrays(program, state)
+        arrays: Arrays = {}
+        for name, x in saved_arrays(program, state).items():
+            arrays |= parts_of(name, x)
         copies = jax.block_until_ready(copy({name: arrays[name] for name in moved}))
         return Snapshot({**arrays, **copies}, copied=on_host)
 

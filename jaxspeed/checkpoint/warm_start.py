@@ -9,7 +9,7 @@ from etils import epath
 from jaxspeed.checkpoint.header import Header
 from jaxspeed.checkpoint.leaves import SavedLeaf, saved_leaves
 from jaxspeed.checkpoint.orbax_arrays import read_arrays
-from jaxspeed.checkpoint.restore import donatable_arrays
+from jaxspeed.checkpoint.restore import as_on_disk, donatable_arrays
 from jaxspeed.errors import CheckpointError
 from jaxspeed.objective.train_state import TrainState
 from jaxspeed.train.program import Program
@@ -59,11 +59,15 @@ def restore_weights(
             f"{folder}: no parameter matches this model's; give renames={{old: new}}. "
             + "; ".join(notes[:4])
         )
-    ready()
-    read = read_arrays(folder, {taken[name]: wanted[name] for name in taken})
-    named = {name: read.pop(source) for name, source in taken.items() if source in read}
     leaves = {name: wanted[name] for name in taken}
-    return _with_weights(program, *donatable_arrays(program, named, leaves)), notes
+    on_disk = {
+        name: as_on_disk(taken[name], leaf, header.leaves[taken[name]])
+        for name, leaf in leaves.items()
+    }
+    ready()
+    read = read_arrays(folder, {taken[name]: on_disk[name] for name in taken})
+    named = {name: read.pop(source) for name, source in taken.items() if source in read}
+    return _with_weights(program, *donatable_arrays(program, named, leaves, on_disk)), notes
 
 
 def renamed(name: str, renames: Mapping[str, str]) -> str:

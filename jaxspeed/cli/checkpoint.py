@@ -139,7 +139,8 @@ def _show(given: argparse.Namespace) -> int:
     for name in ("array", "shape", "dtype"):
         table.add_column(name, overflow="fold")
     for name, leaf in info.leaves.items():
-        table.add_row(name, "x".join(map(str, leaf.shape)), leaf.dtype)
+        dtype = f"{leaf.codec} of {leaf.dtype}" if leaf.arrays else leaf.dtype
+        table.add_row(name, "x".join(map(str, leaf.shape)), dtype)
     console.print(table)
     return 0
 

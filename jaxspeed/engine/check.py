@@ -32,13 +32,12 @@ from jaxspeed.objective.rng import is_key
 from jaxspeed.objective.train_state import (
     Arrays,
     TrainState,
-    pad,
-    unpad,
-    updated_values,
+    logical_value,
     wide_dtype,
 )
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.optim.loss_scale import DynamicRule
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.show import bytes_text
 from jaxspeed.train.program import Program
@@ -153,10 +152,7 @@ def _by_flax(program: Program) -> Any:
     """(state, batch) -> PlainGradients of the same micro-batches on the same device."""
 
     def gradients(state: TrainState, batch: Any) -> PlainGradients:
-        params = {
-            r.path: unpad(updated_values(state, r), r.leaf.shape).astype(r.read.dtype)
-            for r in program.table
-        }
+        params = {r.path: logical_value(state, r).astype(r.read.dtype) for r in program.table}
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(program.objective.cast, batch)
         micro = micro_batches(batch, program.batch.accumulation, 1)
@@ -201,10 +197,7 @@ def _evaluated(
     """(what, by the engine, by plain Flax) of evaluation, if it computes otherwise than a step."""
 
     def loss(state: TrainState, batch: Any, train: bool = False) -> jax.Array:
-        params = {
-            r.path: unpad(updated_values(state, r), r.leaf.shape).astype(r.read.dtype)
-            for r in plain.table
-        }
+        params = {r.path: logical_value(state, r).astype(r.read.dtype) for r in plain.table}
         variables, batch = with_extra(state.variables, batch)
         batch = jax.tree.map(plain.objective.cast, batch)
         args = (plain.model, _user_model(plain), plain.objective.loss_fn, params, variables, batch)
@@ -272,7 +265,11 @@ def _nudged(program: Program, lower: str) -> Callable[[TrainState, Any, int], tu
             return (x * (1 + step * sign)).astype(x.dtype)
 
         def all_moved(arrays: Arrays) -> Arrays:
-            return {path: moved(x, program.table[path].read.dtype) for path, x in arrays.items()}
+            dtypes = {path: program.table[path].read.dtype for path in arrays}
+            return {
+                path: jax.tree.map(lambda x, dtype=dtypes[path]: moved(x, dtype), stored)
+                for path, stored in arrays.items()
+            }
 
         state = replace(state, params=all_moved(state.params), master=all_moved(state.master))
         if isinstance(batch, WithExtra):
@@ -336,7 +333,7 @@ def _step_values(program: Program) -> Callable[[TrainState, Sums, Any], StepValu
         trained = [row for row in program.table if row.leaf.trainable]
 
         def logical(state: TrainState) -> Arrays:
-            return {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in program.table}
+            return {r.path: logical_value(state, r) for r in program.table}
 
         grads = on_device(sums.grads)
         grads = {
@@ -372,7 +369,7 @@ def _moved(state: TrainState, program: Program, plain: Program) -> TrainState:
 
     def move(state: TrainState) -> TrainState:
         state = on_device(state)
-        values = {r.path: unpad(updated_values(state, r), r.leaf.shape) for r in program.table}
+        values = {r.path: logical_value(state, r) for r in program.table}
         params, master = {}, {}
         for row in plain.table:
             if row.param:

@@ -16,7 +16,7 @@ from jaxspeed.jaxpr.evaluate import bindings, run_equation
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.traverse import is_var, sliceable_bodies
 from jaxspeed.objective.batches import with_extra
-from jaxspeed.objective.train_state import TrainState, unpad
+from jaxspeed.objective.train_state import TrainState
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.train.program import Program
 
@@ -60,17 +60,15 @@ def diagnose(program: Program, state: TrainState, batch: Any) -> Diagnosis:
 
     def look(state: TrainState, batch: Any) -> Any:
         stored = state.sources(program.table)
-        sources = {
-            row.path: unpad(stored[row.path], row.leaf.shape).astype(row.read.dtype)
-            for row in program.table
-        }
+        values = {row.path: row.decoded(row.source, stored[row.path]) for row in program.table}
+        sources = {path: x.astype(program.table[path].read.dtype) for path, x in values.items()}
         variables, samples = with_extra(state.variables, batch)
         flags = _forward_flags(program, sources, state.step, variables, samples)
         labels[:] = [label for label, _ in flags]
         sums, _ = program.gradients(stored, variables, samples, state.step, state.loss_scale.scale)
         return (
             nonfinite_flags(batch),
-            nonfinite_flags(stored),
+            nonfinite_flags(values),
             [flag for _, flag in flags],
             nonfinite_flags(sums.grads),
         )

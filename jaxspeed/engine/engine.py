@@ -31,7 +31,7 @@ from jaxspeed.interop import ExportSummary, HFForm, save_pretrained
 from jaxspeed.interop.pretrained import tokenizer_of
 from jaxspeed.jaxpr.paused_collector import paused_collector
 from jaxspeed.objective.batches import WithExtra
-from jaxspeed.objective.train_state import TrainState, unpad, updated_values
+from jaxspeed.objective.train_state import TrainState, updated_values
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
@@ -323,17 +323,21 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
-        """The parameters by path on the devices, unpadded, in the dtype of the update.
+        """The parameters by path on the devices, decoded and unpadded, in the dtype of the update.
 
         Offloaded ones are copied to the devices.
         """
 
         def here(row: Row) -> jax.Array:
-            at = self.placements.sharding(row.updated).with_memory_kind(row.read.memory_kind)
-            value = updated_values(self.state, row)
-            return jax.device_put(value, at) if in_host(row.updated) else value
+            stored = updated_values(self.state, row)
+            if in_host(row.updated):
+                kind, at = row.read.memory_kind, self.placements.stored(row, row.updated).shardings
+                here = jax.tree.map(lambda sharding: sharding.with_memory_kind(kind), at)
+                stored = jax.device_put(stored, here)
+            value: jax.Array = row.decoded(row.updated, stored)
+            return value
 
-        return {row.path: unpad(here(row), row.leaf.shape) for row in self.placements}
+        return {row.path: here(row) for row in self.placements}
 
     @parameters.setter
     def parameters(self, values: Mapping[str, Any]) -> None:

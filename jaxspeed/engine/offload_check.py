@@ -19,6 +19,7 @@ from jaxspeed.offload.transfer_report import (
     HostTransfers,
     TransferReport,
 )
+from jaxspeed.placement.codec import parts_of
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.planner.time import device_flops, host_transfers
 from jaxspeed.planner.trace import Step, read_step
@@ -118,12 +119,17 @@ def _on_host_cores(program: Program) -> bool:
 def _idle(step: Step, found: HostTransfers) -> Iterator[str]:
     """Offloads and remats that the config sets and the step lacks."""
     program, recompute = step.program, step.program.config.recompute
-    frozen = {row.path for row in program.table if not row.leaf.trainable}
+    rows = [row for row in program.table if not row.leaf.trainable]
+    frozen = {
+        name
+        for row in rows
+        for name in parts_of(f"params/{row.path}", program.table.stored(row, row.source).arrays)
+    }
     read = {value for op in step.operations.ops for value in op.values}
     state = jax.tree_util.tree_flatten_with_path(program.state)[0]
     for (path, leaf), value in zip(state, step.operations.ins[: step.state], strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if not in_host(leaf.sharding) or any(name.endswith(f"/{each}") for each in frozen):
+        if not in_host(leaf.sharding) or name in frozen:
             continue  # the loss may not read frozen parameters
         by_host = found.by_host.get(name)
         stored = found.stored | dict.fromkeys(found.written, 1)

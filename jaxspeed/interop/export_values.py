@@ -12,11 +12,12 @@ import tensorstore as ts
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspeed.checkpoint.header import Header
+from jaxspeed.checkpoint.header import Header, codec_of
 from jaxspeed.checkpoint.manifest import is_local
 from jaxspeed.checkpoint.orbax_arrays import FOLDER
 from jaxspeed.interop.mapping import Index
 from jaxspeed.objective.train_state import TrainState, updated_values
+from jaxspeed.placement.codec import PLAIN, unpad
 from jaxspeed.train.program import Program
 
 _BLOCK_BYTES = 64 << 20
@@ -40,18 +41,25 @@ class CheckpointValues:
     """
 
     def __init__(self, source: epath.Path, header: Header, names: Mapping[str, str]) -> None:
-        self._source, self._names = source, names
+        self._source, self._header, self._names = source, header, names
         self.leaves = {
             path: (header.leaves[name].shape, header.leaves[name].dtype)
             for path, name in names.items()
         }
 
     def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Blocks of full chunks, without padding."""
+        """Blocks of full chunks, without padding; of an encoded value the value at once."""
         shape, dtype = self.leaves[path]
         if not math.prod(shape):
             return
-        array = self._open(self._names[path])
+        name = self._names[path]
+        record = self._header.leaves[name]
+        if (codec := codec_of(name, record)) != PLAIN:
+            arrays = {part: self._open(f"{name}/{part}").read().result() for part in record.arrays}
+            value = codec.decode(jax.tree.map(jnp.asarray, arrays), jnp.dtype(dtype))
+            yield tuple(slice(0, n) for n in shape), np.asarray(unpad(value, shape))
+            return
+        array = self._open(name)
         step = list(array.chunk_layout.read_chunk.shape or ())  # a scalar has none
         size = math.prod(step) * jnp.dtype(dtype).itemsize
         for dim in reversed(range(len(shape))):
@@ -84,14 +92,15 @@ class StateValues:
     """The parameters of a state, in the precision in which they are updated."""
 
     def __init__(self, program: Program, state: TrainState) -> None:
-        self._arrays = {row.path: updated_values(state, row) for row in program.table}
-        self.leaves = {
-            row.path: (row.leaf.shape, str(self._arrays[row.path].dtype)) for row in program.table
-        }
+        self._table, self._state = program.table, state
+        self.leaves = {row.path: (row.leaf.shape, row.updated.dtype.name) for row in program.table}
 
     def blocks(self, path: str) -> Iterator[tuple[Index, np.ndarray]]:
         """One shard at a time; if other processes have some, blocks that are gathered."""
-        x, (shape, _) = self._arrays[path], self.leaves[path]
+        row, (shape, _) = self._table[path], self.leaves[path]
+        x = updated_values(self._state, row)
+        if row.updated.codec != PLAIN:
+            x = row.decoded(row.updated, x)
         if not x.is_fully_addressable:
             yield from _gathered(x, shape)
             return

@@ -23,15 +23,24 @@ from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.sharded_draws import shared_sizes, with_draws_sharded
 from jaxspeed.objective.traced_loss import LossTraces, Traced
-from jaxspeed.objective.train_state import Arrays, pad, unpad
+from jaxspeed.objective.train_state import Arrays
 from jaxspeed.ops.free_axes import free_sample_shards
+from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
-from jaxspeed.zero3 import EvalContext, GatherScatter, ShardedParam, Units, run_segmented
+from jaxspeed.zero3 import (
+    BY_CONSTRAINT,
+    EvalContext,
+    Exchange,
+    ShardedParam,
+    Units,
+    encoded,
+    run_segmented,
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,10 @@ class Objective:
     wire: Any = None  # the dtype in which gradients are reduced
     style: ActivationLayout = REPLICATED  # of activations and collectives over the tensor axis
     recompute: Recompute = NO_RECOMPUTE  # residual policy of units
-    exchange: GatherScatter | None = None  # of units, where the data axes are manual
+    exchange: Exchange = BY_CONSTRAINT  # gathers the units' parameters
     autocast: Autocast | None = None  # of the traced loss, operation by operation
 
-    def with_exchange(self, exchange: GatherScatter | None) -> "Objective":
+    def with_exchange(self, exchange: Exchange) -> "Objective":
         """Copy with another exchange, and the same traces."""
         return self._with_traces(replace(self, exchange=exchange))
 
@@ -78,7 +87,7 @@ class Objective:
         self, sources: Arrays, variables: Arrays, batch: Any, step: Any, micro: Any, train: bool
     ) -> tuple[Loss, Arrays]:
         batch = jax.tree.map(self.cast, batch)
-        sources = {row.path: self._given(row, sources[row.path]) for row in self.table}
+        sources = {row.path: self.given(row, sources[row.path]) for row in self.table}
         rest = (variables, batch, jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32))
         program = self.trace(rest, train)
         args = [*(sources[row.path] for row in self.table), *jax.tree.leaves(rest)]
@@ -109,10 +118,12 @@ class Objective:
         """Whether units gather parameters."""
         return any(row.gathered for row in self.table)
 
-    def _given(self, row: Row, source: jax.Array) -> jax.Array:
-        """A stored parameter as units get it; with an exchange, this rank's shard."""
+    def given(self, row: Row, source: Stored) -> Stored:
+        """A stored parameter as units get it, or this rank's shard of it."""
+        if row.source.codec != PLAIN:  # units remove the padding of the decoded value
+            return source
         shape = list(row.source_shape)
-        dim = self.stored(row).sharded_dim if self.exchange else None
+        dim = self.stored(row).sharded_dim if self.exchange.per_rank else None
         if dim is not None:
             shape[dim] = source.shape[dim]
         return unpad(source, tuple(shape))
@@ -122,13 +133,14 @@ class Objective:
     ) -> EvalContext:
         """Choose units and residuals; `activations` are the inputs that are no weights."""
         if not recompute:
-            return EvalContext(program.units)
+            return EvalContext(program.units, exchange=self.exchange)
         if self.style.sequence_parallel:  # residuals are already sharded along the sequence
             recompute = replace(recompute, partition=False)
         units = self._units(program)
         found = tuple(unit_jaxprs(jaxpr, activations, units))
         residuals = resolve_policy(recompute, found, *self._shared_by())
-        return EvalContext(units, residuals=residuals, activations=frozenset(activations))
+        own = frozenset(activations)
+        return EvalContext(units, residuals=residuals, activations=own, exchange=self.exchange)
 
     def kept(self, variables: Arrays, batch: Any) -> ResidualReport | None:
         """Report the residuals of a micro-batch of these shapes; None without a residual policy."""
@@ -185,6 +197,11 @@ class Objective:
         return stored
 
     def _refuse_copies(self, row: Row) -> None:
+        if row.source.codec != PLAIN:
+            raise ModelError(
+                f"the loss writes the parameter {row.path}, which is stored by the codec "
+                f"{row.source.codec.name}; let the loss write an nnx.Variable that is no Param"
+            )
         if row.read.dtype != row.source.dtype or row.read.dtype != row.leaf.dtype:
             raise ModelError(
                 f"the loss writes the parameter {row.path}, which is {row.leaf.dtype} and is read "
@@ -227,9 +244,9 @@ class Objective:
     def samples(self, batch: Any) -> int | None:
         """Number of samples of a batch, if it divides over the data ranks.
 
-        None with an exchange, where a batch is that of one rank.
+        None where a batch is that of one rank.
         """
-        if self.exchange:
+        if self.exchange.per_rank:
             return None
         sizes = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
         size = sizes.pop() if len(sizes) == 1 else None
@@ -241,7 +258,7 @@ class Objective:
         return x.astype(self.compute_dtype)
 
     def stored(self, row: Row) -> ShardedParam:
-        return ShardedParam(
+        stored = ShardedParam(
             row.leaf.shape,
             row.read.dtype,
             self.table.sharding(row.read),
@@ -249,8 +266,8 @@ class Objective:
             self.wire,
             row.leaf.trainable,
             self._gradients_leave(row),
-            self.exchange,
         )
+        return encoded(stored, self.table.stored(row, row.source))
 
     def _gradients_leave(self, row: Row) -> NamedSharding | None:
         """Sharding of a gradient before its transfer to host memory; None: that of its source."""

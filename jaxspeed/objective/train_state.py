@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ import optax
 
 from jaxspeed.axes import product, storing_axes
 from jaxspeed.optim import LossScale
+from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, codec_of
 from jaxspeed.placement.paths import flat_with_paths
 from jaxspeed.placement.rows import Placement, Row
 from jaxspeed.placement.specs import as_entry, by_dim, num_shards, spec_axes
-from jaxspeed.placement.table import PlacementTable
+from jaxspeed.placement.table import PlacementTable, StateLeaf
 
 Arrays = dict[str, Any]
 
@@ -40,21 +42,15 @@ class TrainState:
         return {r.path: (self.params if r.param else self.master)[r.path] for r in table}
 
 
-def pad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Append zeros up to a stored shape."""
-    if x.shape == shape:
-        return x
-    return jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, shape, strict=True)])
-
-
-def unpad(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Remove the padding of a stored shape."""
-    return x if x.shape == shape else x[tuple(map(slice, shape))]
-
-
-def updated_values(state: TrainState, row: Row) -> jax.Array:
+def updated_values(state: TrainState, row: Row) -> Stored:
     """Stored copy of a parameter that the optimizer updates."""
     return (state.master if row.master else state.params)[row.path]
+
+
+def logical_value(state: TrainState, row: Row) -> jax.Array:
+    """A parameter in the precision of its update, decoded and without padding."""
+    value: jax.Array = row.decoded(row.updated, updated_values(state, row))
+    return value
 
 
 def wide_dtype(row: Row) -> Any:
@@ -73,7 +69,7 @@ class OptLayout:
 
     table: PlacementTable
     tree: Any
-    places: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], Placement]]  # logical, stored
+    places: Mapping[str, StateLeaf]
 
     @classmethod
     def of(cls, table: PlacementTable, abstract: Any, memory: str) -> "OptLayout":
@@ -87,42 +83,60 @@ class OptLayout:
     def over(self, table: PlacementTable) -> "OptLayout":
         """Lay out the same state by another table."""
         places = {
-            path: _place(path, shape, at.dtype, table, at.memory_kind)
-            for path, (shape, _, at) in self.places.items()
+            path: _place(path, leaf.shape, at.dtype, table, at.memory_kind)
+            for path, leaf in self.places.items()
+            for at in [leaf.placement]
         }
         return OptLayout(table, self.tree, places)
 
-    def shardings(self) -> Any:
-        return jax.tree.unflatten(
-            self.tree, [self.table.sharding(p) for _, _, p in self.places.values()]
-        )
+    @cached_property
+    def values(self) -> dict[str, StoredValue]:
+        """The arrays of each leaf, by its path."""
+        return {path: self.table.stored_leaf(leaf) for path, leaf in self.places.items()}
 
-    def stored(self, opt: Any) -> Any:
-        """Pad the optimizer's state to the stored shapes."""
-        return self._map(pad, opt, 1)
+    def flat(self, opt: Any) -> dict[str, Stored]:
+        """The stored leaves of an optimizer's state by path."""
+        return dict(zip(self.places, self.tree.flatten_up_to(opt), strict=True))
+
+    def shardings(self) -> Any:
+        return jax.tree.unflatten(self.tree, [v.shardings for v in self.values.values()])
+
+    def stored(self, opt: Any, before: Any = None, keep: jax.Array | None = None) -> Any:
+        """Pad and encode the optimizer's state.
+
+        Where `keep` is false, encoded leaves are those of `before`: to decode and encode again
+        could change them.
+        """
+
+        def stored(path: str, value: StoredValue, leaf: Any) -> Stored:
+            made = value.encode(leaf)
+            if keep is None or value.codec == PLAIN:
+                return made
+            return jax.tree.map(lambda new, old: jnp.where(keep, new, old), made, old[path])
+
+        old = {} if keep is None else self.flat(before)
+        pairs = zip(self.values.items(), jax.tree.leaves(opt), strict=True)
+        return jax.tree.unflatten(self.tree, [stored(p, value, x) for (p, value), x in pairs])
 
     def logical(self, opt: Any) -> Any:
-        """Unpad the stored state for the optimizer."""
-        return self._map(unpad, opt, 0)
-
-    def _map(self, function: Any, opt: Any, which: int) -> Any:
-        leaves = jax.tree.leaves(opt)
-        shapes = [place[which] for place in self.places.values()]
-        moved = [function(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
-        return jax.tree.unflatten(self.tree, moved)
+        """Decode and unpad the stored state for the optimizer."""
+        pairs = zip(self.values.values(), self.tree.flatten_up_to(opt), strict=True)
+        return jax.tree.unflatten(self.tree, [value.decode(x) for value, x in pairs])
 
 
 def _place(
     path: str, shape: tuple[int, ...], dtype: Any, table: PlacementTable, memory: str
-) -> tuple[tuple[int, ...], tuple[int, ...], Placement]:
+) -> StateLeaf:
     owner = owner_of(path, table.rows)
     row = table[owner] if owner else None
     if row is not None and row.opt is not None and row.leaf.shape == shape:
-        return shape, row.shape(row.opt), Placement(row.opt.spec, row.opt.memory_kind, dtype)
+        codec = codec_of(table.codecs, "opt", path, row.path)
+        at = replace(row.opt, dtype=dtype, codec=codec)
+        return StateLeaf(shape, row.shape(row.opt), at, row.leaf.stacked)
     spec = jax.sharding.PartitionSpec()
     if math.prod(shape) * jnp.dtype(dtype).itemsize >= LARGE:
         spec = _spec_by_shape(shape, row, table)
-    return shape, shape, Placement(spec, memory, dtype)
+    return StateLeaf(shape, shape, Placement(spec, memory, dtype))
 
 
 LARGE = 1 << 20  # bytes

@@ -25,8 +25,6 @@ from jaxspeed.objective.train_state import (
     TrainState,
     native_tree,
     owner_of,
-    pad,
-    unpad,
     wide_dtype,
 )
 from jaxspeed.offload.per_leaf_update import LeafProgram, Separated, Shared, Slot, separate
@@ -34,6 +32,7 @@ from jaxspeed.offload.streaming import StreamedArray, StreamPlan, choose_stream_
 from jaxspeed.offload.update_device import ON_DEVICE, UpdateDevice
 from jaxspeed.optim import ema, global_norm
 from jaxspeed.optim.skippable_update import guarded
+from jaxspeed.placement.codec import PLAIN, StoredValue, pad, parts_of, unpad
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import simulated
 from jaxspeed.placement.paths import flat_with_paths
@@ -109,8 +108,8 @@ class StreamedUpdate:
         opt = jax.tree.unflatten(
             self.layout.tree,
             [
-                jax.ShapeDtypeStruct(shape_of(self.owner(path), shape), at.dtype)
-                for path, (shape, _, at) in places.items()
+                jax.ShapeDtypeStruct(shape_of(self.owner(path), leaf.shape), leaf.placement.dtype)
+                for path, leaf in places.items()
             ],
         )
         grads, params = tree(True), tree(False)
@@ -169,10 +168,17 @@ class StreamedUpdate:
             found[READ] = read
         if self.ema_decay is not None:
             found[EMA] = moments
-        for path, (shape, stored, at) in self.layout.places.items():
-            if self.owner(path) == row.path and shape == row.leaf.shape:
-                found[OPT + path] = StreamedArray(stored, self.table.sharding(at))
+        for path, value in self.layout.values.items():
+            if self.owner(path) == row.path and value.shape == row.leaf.shape:
+                arrays = parts_of(OPT + path, value.arrays)
+                found |= {name: StreamedArray(x.shape, x.sharding) for name, x in arrays.items()}
         return found
+
+    def encoded(self, row: Row) -> dict[str, StoredValue]:
+        """The moments of a parameter that a codec stores."""
+        values = self.layout.values.items()
+        own = {OPT + path: value for path, value in values if self.owner(path) == row.path}
+        return {name: value for name, value in own.items() if value.codec != PLAIN}
 
     def plan(self, row: Row, layouts: Mapping[str, StreamedArray]) -> StreamPlan | None:
         """How a parameter is streamed; None where all of it is on the device at once."""
@@ -209,7 +215,7 @@ class StreamedUpdate:
         self, grads: Arrays, factor: jax.Array | None, state: TrainState, finite: jax.Array
     ) -> Updated:
         """The updated state; `factor` multiplies the gradients, where it is not None."""
-        opt = flat_with_paths(state.opt)
+        opt = self.layout.flat(state.opt)
         params, master, average = dict(state.params), dict(state.master), dict(state.ema)
         shared = {
             id(each): each.shared(self._shared_values(each, opt)) for each in self._programs()
@@ -222,7 +228,9 @@ class StreamedUpdate:
                 arrays[READ] = params[row.path]
             if self.ema_decay is not None:
                 arrays[EMA] = average[row.path]
-            arrays |= {OPT + path: x for path, x in opt.items() if self.owner(path) == row.path}
+            own = {path: x for path, x in opt.items() if self.owner(path) == row.path}
+            for path, x in own.items():
+                arrays |= parts_of(OPT + path, x)
             updated, token = _ParameterUpdate(self, shared, factor, ready)(row, arrays, token)
             ready = self._after(updated[UPDATED], finite, state.step)
             (master if row.master else params)[row.path] = updated[UPDATED]
@@ -230,9 +238,9 @@ class StreamedUpdate:
                 params[row.path] = updated[READ]
             if EMA in updated:
                 average[row.path] = updated[EMA]
-            opt |= {
-                name.removeprefix(OPT): x for name, x in updated.items() if name.startswith(OPT)
-            }
+            for path, x in own.items():
+                names = jax.tree.unflatten(jax.tree.structure(x), sorted(parts_of(OPT + path, x)))
+                opt[path] = jax.tree.map(updated.__getitem__, names)
         for path, value in shared[id(self.full_update)].outputs().items():
             opt[path] = jnp.where(finite, value, opt[path])
         return Updated(params, master, jax.tree.unflatten(self.layout.tree, opt.values()), average)
@@ -356,7 +364,14 @@ class _ParameterUpdate:
 
         All arrays that it reads are arguments, so that it runs on the device and on the host.
         """
+        encoded = self.of.encoded(row)
+        parts = {
+            name: {part: slices[f"{name}/{part}"] for part in value.arrays}
+            for name, value in encoded.items()
+        }
+        padded = {name: v.codec.decode(parts[name], v.dtype) for name, v in encoded.items()}
         old = {name: unpad(x, shape) if name in stored else x for name, x in slices.items()}
+        old |= {name: unpad(x, shape) for name, x in padded.items()}
         grad = old[GRAD].astype(wide_dtype(row))
         if factor is not None:
             grad = grad * factor.astype(grad.dtype)
@@ -383,6 +398,10 @@ class _ParameterUpdate:
             assert self.of.ema_decay is not None
             average = ema.update(old[EMA], done[-1], self.of.ema_decay)
             updated[EMA] = jnp.where(keep, average, old[EMA])
+        for name, value in encoded.items():
+            made = value.codec.encode(pad(updated.pop(name), padded[name].shape), parts[name])
+            kept = jax.tree.map(lambda new, old: jnp.where(keep, new, old), made, parts[name])
+            updated |= parts_of(name, kept)
         return {name: pad(x, stored[name]) if name in stored else x for name, x in updated.items()}
 
 

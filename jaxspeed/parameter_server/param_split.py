@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspeed.objective.train_state import pad, unpad
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.placement.table import PlacementTable
 

@@ -14,8 +14,9 @@ from jaxspeed.config import Config
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.accumulate import Sums
 from jaxspeed.objective.precision import DTYPES
-from jaxspeed.objective.train_state import Arrays, TrainState, pad, unpad
+from jaxspeed.objective.train_state import Arrays, TrainState
 from jaxspeed.parameter_server.param_split import Splits
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import reduction_dtype
 from jaxspeed.placement.specs import sharded_dim
 from jaxspeed.train.program import Program

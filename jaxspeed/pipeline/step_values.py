@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.objective import Objective, Traced
-from jaxspeed.objective.train_state import Arrays, unpad
+from jaxspeed.objective.train_state import Arrays
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
 from jaxspeed.pipeline.stage_layout import StageLayout
 from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
+from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxspeed.axes import PIPE
 from jaxspeed.objective.accumulate import Sums, accumulate, per_weight
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.train_state import Arrays, pad
+from jaxspeed.objective.train_state import Arrays
 from jaxspeed.pipeline import stage_shard_map
 from jaxspeed.pipeline.cpu_ordering import (
     all_ordered_after,
@@ -38,6 +38,7 @@ from jaxspeed.pipeline.stage_shard_map import (
 )
 from jaxspeed.pipeline.step_values import SplitStep, Values, inexact
 from jaxspeed.pipeline.tick_loops import Phase, StageWork, Tick, run_ticks
+from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.remat.host_share import joined, split

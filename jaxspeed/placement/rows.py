@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspeed.placement.codec import PLAIN, Codec, Stored, StoredValue, unpad
 from jaxspeed.placement.specs import by_dim
 
 ROLES = ("param", "master", "grad", "opt")
@@ -83,11 +84,12 @@ ON_DEVICE = Offload()
 
 @dataclass(frozen=True)
 class Placement:
-    """Sharding, memory kind and dtype of one array."""
+    """Sharding, memory kind, dtype and encoding of one value."""
 
     spec: PartitionSpec
     memory_kind: str
     dtype: Any
+    codec: Codec = PLAIN
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
@@ -132,6 +134,21 @@ class Row:
     def shape(self, placement: Placement) -> tuple[int, ...]:
         """Shape that this placement stores: padded only where it is sharded."""
         return self.shapes[placement.spec]
+
+    def stored(self, placement: Placement, mesh: Mesh) -> StoredValue:
+        """The arrays of this placement."""
+        return StoredValue(
+            self.leaf.shape,
+            self.shape(placement),
+            placement.dtype,
+            placement.sharding(mesh),
+            placement.codec,
+            self.leaf.stacked,
+        )
+
+    def decoded(self, placement: Placement, stored: Stored) -> Any:
+        """The unpadded value that this placement stores."""
+        return unpad(placement.codec.decode(stored, placement.dtype), self.leaf.shape)
 
     @property
     def source_shape(self) -> tuple[int, ...]:

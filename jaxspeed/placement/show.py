@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspeed.communication import dtype_text
+from jaxspeed.placement.codec import PLAIN
 from jaxspeed.placement.rows import ROLES, Placement, Row
 from jaxspeed.placement.specs import entry_axes
 
@@ -141,4 +142,6 @@ def _cell(placement: Placement | None) -> str:
         f"{'+'.join(entry_axes(entry))}@{dim}" for dim, entry in enumerate(placement.spec) if entry
     ]
     memory = "" if placement.memory_kind == "device" else f" {placement.memory_kind}"
-    return f"{dtype_text(placement.dtype.name)} {','.join(axes) or 'replicated'}{memory}"
+    codec = "" if placement.codec == PLAIN else f"{placement.codec.name} of "
+    dtype = f"{codec}{dtype_text(placement.dtype.name)}"
+    return f"{dtype} {','.join(axes) or 'replicated'}{memory}"

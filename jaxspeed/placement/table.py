@@ -11,14 +11,17 @@ Layers never read a master from there: stage 3 then also stores the parameter in
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspeed.axes import PIPE, data_ranks
+from jaxspeed.config.patterns import match
+from jaxspeed.errors import PlacementError
 from jaxspeed.placement import show
+from jaxspeed.placement.codec import PLAIN, Codec, CodecRule, StoredValue, codec_of
 from jaxspeed.placement.paths import listed
 from jaxspeed.placement.rows import (
     AS_MADE,
@@ -31,13 +34,20 @@ from jaxspeed.placement.rows import (
     Precision,
     Row,
 )
-from jaxspeed.placement.rules import ModelSharding, model_sharding, refuse_misfits
+from jaxspeed.placement.rules import ModelSharding, model_sharding, nearest, refuse_misfits
 from jaxspeed.placement.specs import num_shards, spec_axes
 from jaxspeed.placement.stacks import Stack
 from jaxspeed.placement.zero import ZeroSharding, shard_leaf
 
-# A leaf of the state that is no parameter: (its shape, the shape that is stored, its placement).
-StateLeaf = tuple[tuple[int, ...], tuple[int, ...], Placement]
+
+class StateLeaf(NamedTuple):
+    """A leaf of the state that is no parameter."""
+
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+    placement: Placement
+    stacked: int = 0  # leading dims that stack layers
+
 
 WIDTH = 120  # of the table as text
 
@@ -52,6 +62,7 @@ class PlacementTable:
     opt_leaves: Mapping[str, StateLeaf] = field(default_factory=dict)
     extra: Mapping[str, StateLeaf] = field(default_factory=dict)
     stack: Stack | None = None  # the blocks that are sharded over pipe
+    codecs: Sequence[CodecRule] = ()  # of moments and of frozen parameters
 
     def __getitem__(self, path: str) -> Row:
         return self.rows[path]
@@ -89,14 +100,11 @@ class PlacementTable:
     def _bytes(self) -> dict[str, tuple[int, int, int]]:
         totals: dict[str, tuple[int, int, int]] = {}
 
-        def add(role: str, shape: Sequence[int], placement: Placement, full: Any) -> None:
-            itemsize = placement.dtype.itemsize
-            shards = math.prod(num_shards(entry, self.mesh.shape) for entry in placement.spec)
-            here = math.prod(shape) * itemsize // shards
-            in_host = placement.memory_kind == HOST
+        def add(role: str, placement: Placement, value: StoredValue) -> None:
+            here, in_host = value.device_bytes, placement.memory_kind == HOST
             old = totals.get(role, (0, 0, 0))
             totals[role] = (
-                old[0] + math.prod(full) * itemsize,
+                old[0] + value.total_bytes,
                 old[1] + (0 if in_host else here),
                 old[2] + (here if in_host else 0),
             )
@@ -104,11 +112,21 @@ class PlacementTable:
         for row in self:
             for role in ROLES[:3]:
                 if placement := getattr(row, role):
-                    add(role, row.shape(placement), placement, row.leaf.shape)
+                    add(role, placement, row.stored(placement, self.mesh))
         for role, leaves in (("opt", self.opt_leaves), ("other", self.extra)):
-            for shape, stored_shape, placement in leaves.values():
-                add(role, stored_shape, placement, shape)
+            for leaf in leaves.values():
+                add(role, leaf.placement, self.stored_leaf(leaf))
         return totals
+
+    def stored_leaf(self, leaf: StateLeaf) -> StoredValue:
+        """The arrays of a leaf of the state that is no parameter."""
+        at = leaf.placement
+        sharding = self.sharding(at)
+        return StoredValue(leaf.shape, leaf.padded, at.dtype, sharding, at.codec, leaf.stacked)
+
+    def stored(self, row: Row, placement: Placement) -> StoredValue:
+        """The arrays of one role of a parameter."""
+        return row.stored(placement, self.mesh)
 
     def with_state(
         self, opt_leaves: Mapping[str, StateLeaf], extra: Mapping[str, StateLeaf]
@@ -128,7 +146,7 @@ class PlacementTable:
     def _opt_leaves_of_other_shapes(self) -> list[tuple[str, Sequence[int], Placement, int]]:
         """(path, shape, placement, bytes per device) of the optimizer's state that is no moment."""
         found: list[tuple[str, Sequence[int], Placement, int]] = []
-        for path, (shape, _, at) in self.opt_leaves.items():
+        for path, (shape, _, at, _) in self.opt_leaves.items():
             is_moment = any(
                 path.endswith(f"/{row.path}") and row.leaf.shape == tuple(shape) for row in self
             )
@@ -150,14 +168,16 @@ def build_table(
     persistence_threshold: int = 0,
     stack: Stack | None = None,
     offload: Offload = ON_DEVICE,
+    codecs: Sequence[CodecRule] = (),
 ) -> PlacementTable:
-    """Build the table: apply ZeRO stage, precision and offload to each leaf.
+    """Build the table: apply ZeRO stage, precision, offload and codecs to each leaf.
 
     Under stage 3 a leaf of fewer than `persistence_threshold` elements has an unsharded `param` and
     is otherwise placed as under stage 2.
     """
     leaves = list(leaves)
     refuse_misfits(leaves, mesh.shape)
+    _refuse_codecs(codecs, leaves, mesh)
     device = device_memory_kind(mesh)
     offloaded = _offloaded(leaves, offload.optimizer)
 
@@ -180,10 +200,36 @@ def build_table(
                 device,
             ),
             stack,
+            codecs,
         )
         for leaf in leaves
     }
-    return PlacementTable(mesh, stage, rows, stack=stack)
+    return PlacementTable(mesh, stage, rows, stack=stack, codecs=tuple(codecs))
+
+
+def _refuse_codecs(codecs: Sequence[CodecRule], leaves: Sequence[Leaf], mesh: Mesh) -> None:
+    """Raise PlacementError for a codec of nothing, of what is trained, or of stages."""
+    for rule in codecs:
+        if rule.role == "param" and not any(match(rule.pattern, leaf.path) for leaf in leaves):
+            raise PlacementError(
+                f"the codec {rule.codec.name}: no parameter matches {rule.pattern!r}; nearest: "
+                + listed(nearest(rule.pattern, [leaf.path for leaf in leaves]))
+            )
+    for leaf in leaves:
+        codec = codec_of(codecs, "param", leaf.path)
+        if codec == PLAIN:
+            continue
+        if leaf.trainable:
+            raise PlacementError(
+                f"the codec {codec.name} of {leaf.path}, which is trained: a codec encodes frozen "
+                "parameters and moments. Freeze it (optimizer.groups, or trainable=), or let the "
+                "pattern not match it"
+            )
+        if mesh.shape[PIPE] > 1:
+            raise PlacementError(
+                f"the codec {codec.name} of {leaf.path}: pipeline stages exchange parameters as "
+                "plain arrays; use mesh.pipe 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -225,6 +271,7 @@ def _row(
     threshold: int,
     memories: _Memories,
     stack: Stack | None,
+    codecs: Sequence[CodecRule],
 ) -> Row:
     model = model_sharding(leaf.shape, leaf.names, mesh.shape)
     notes = [model.note]
@@ -248,13 +295,14 @@ def _row(
     compute = leaf.dtype if leaf.full_precision else precision.compute or leaf.dtype
     mixed = jnp.dtype(compute) != jnp.dtype(leaf.dtype) and not precision.master_in_compute
 
-    def at(from_stage: int, dtype: Any, memory: str) -> Placement:
+    def at(from_stage: int, dtype: Any, memory: str, codec: Codec = PLAIN) -> Placement:
         """Shard over data from this ZeRO stage on."""
         spec = zero.spec if stage >= from_stage else base.spec
-        return Placement(spec, memory, jnp.dtype(dtype))
+        return Placement(spec, memory, jnp.dtype(dtype), codec)
 
     read = Placement(model.spec, memories.read, jnp.dtype(compute))
-    param: Placement | None = at(3, compute, memories.param)
+    param: Placement | None
+    param = at(3, compute, memories.param, codec_of(codecs, "param", leaf.path))
     if not leaf.trainable:
         return Row(leaf, shapes, read, param, None, None, None, note)
     master = at(1, leaf.dtype, memories.optimizer) if mixed else None
@@ -263,7 +311,8 @@ def _row(
     wide = precision.grad or jnp.promote_types(leaf.dtype, jnp.float32)
     grad = at(2, wide, memories.grad)
     updated = (master or param or read).dtype
-    opt = at(1, precision.opt or updated, memories.optimizer)
+    of_moments = codec_of(codecs, "opt", leaf.path)
+    opt = at(1, precision.opt or updated, memories.optimizer, of_moments)
     return Row(leaf, shapes, read, param, master, grad, opt, note)
 
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.axes import axis_names
 from jaxspeed.objective.accumulate import Sums, per_weight, shares
-from jaxspeed.objective.train_state import Arrays, pad, unpad, wide_dtype
+from jaxspeed.objective.train_state import Arrays, wide_dtype
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import sharded_dim, without_axes
 from jaxspeed.placement.table import PlacementTable

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from jaxspeed.axes import copying_axes, product, storing_axes
 from jaxspeed.config import Config
 from jaxspeed.placement.mesh import simulated
-from jaxspeed.placement.rows import Row
 from jaxspeed.placement.specs import as_entry, entry_axes
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf, buckets_of
 from jaxspeed.ring_reduction.levels import Levels, Ranks
@@ -94,6 +93,20 @@ class Rings:
         outer, inner = (jnp.where(r == NO_RANK, never, r) for r in (ranks.outer, ranks.inner))
         return Ranks(inner, outer)
 
+    def ordered(
+        self, arrays: Sequence[Any], first: Sequence[Any], rank_ids: Sequence[Any]
+    ) -> list[Any]:
+        """The arrays, with a data dependency on `first` on simulated devices."""
+        if not self.in_order:
+            return list(arrays)
+        rank = self.after_arrays(Ranks(*rank_ids), first).inner[0]
+        return [
+            jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
+            if jnp.issubdtype(x.dtype, jnp.number)
+            else x
+            for x in arrays
+        ]
+
     @property
     def in_order(self) -> bool:
         """Whether data has to order the rings: on simulated devices."""
@@ -124,9 +137,9 @@ def rings_of(config: Config, mesh: Mesh) -> Rings | None:
     return Rings(mesh, Levels(inner, outer, WIRES[wire]), parallel.ring_bucket_bytes)
 
 
-def data_spec(row: Row) -> P:
-    """ZeRO's sharding of the array that layers read, without other axes."""
-    entries = map(entry_axes, row.source.spec)
+def data_spec(spec: P) -> P:
+    """ZeRO's sharding of an array, without other axes."""
+    entries = map(entry_axes, spec)
     return P(*(as_entry(tuple(a for a in axes if a in INNER)) for axes in entries))
 
 

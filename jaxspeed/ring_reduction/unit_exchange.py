@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspeed.objective.loss import Loss
 from jaxspeed.ops.free_axes import free_axes
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.ring_reduction.buckets import Bucket, BucketLeaf
 from jaxspeed.ring_reduction.levels import (
     Ranks,
@@ -21,16 +22,24 @@ from jaxspeed.ring_reduction.levels import (
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
 )
-from jaxspeed.ring_reduction.rings import NO_RANK, Rings, local_shape
-from jaxspeed.zero3 import ShardedParam
+from jaxspeed.ring_reduction.rings import Rings, local_shape
+from jaxspeed.zero3 import Exchange, ShardedParam
 
 
 @dataclass(frozen=True)
-class RingExchange:
-    """The exchange protocol of `zero3/sharded_param.py`, by rings."""
+class RingExchange(Exchange):
+    """`zero3.Exchange` by rings; `rank_ids` are this device's shards of `Rings.rank_ids`."""
 
     rings: Rings
-    place: Sequence[jax.Array]  # this device's shards of `Rings.rank_ids`
+    rank_ids: Sequence[jax.Array]
+
+    @property
+    def place(self) -> Sequence[jax.Array]:
+        return self.rank_ids
+
+    @property
+    def per_rank(self) -> bool:
+        return True
 
     def gather(
         self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
@@ -53,10 +62,7 @@ class RingExchange:
         found = self._on_devices(device, place, exchanged, exchanged)([shards[i] for i in sharded])
         for i, full in zip(sharded, found, strict=True):
             shards[i] = full
-        return [
-            x if x.shape == s.shape else x[tuple(map(slice, s.shape))]
-            for s, x in zip(stored, shards, strict=True)
-        ]
+        return [unpad(x, s.shape) for s, x in zip(stored, shards, strict=True)]
 
     def scatter(
         self,
@@ -68,7 +74,7 @@ class RingExchange:
         """Pad the gradients and reduce-scatter them to this rank's shards, in the stored dtype."""
         specs = [_other_axes_spec(s) for s in stored]
         padded = [
-            jnp.pad(g, [(0, b - a) for a, b in zip(g.shape, shape, strict=True)])
+            pad(g, shape)
             for g, shape in zip(grads, map(self._full_shape, stored, likes), strict=True)
         ]
         if not self.rings.sends_gradient_dtype:
@@ -89,28 +95,10 @@ class RingExchange:
         summed = self._on_devices(device, place, specs, specs)(padded)
         return [x.astype(like.dtype) for x, like in zip(summed, likes, strict=True)]
 
-    @property
-    def in_order(self) -> bool:
-        """Whether data has to order exchanges."""
-        return self.rings.in_order
-
-    def ordered(
-        self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        """The arrays, with a data dependency on `first` on simulated devices."""
-        if not self.in_order:
-            return list(arrays)
-        rank = self.rings.after_arrays(Ranks(*place), first).inner[0]
-        return [
-            jnp.where(rank == NO_RANK, rank.astype(x.dtype), x)
-            if jnp.issubdtype(x.dtype, jnp.number)
-            else x
-            for x in arrays
-        ]
-
     def weight_of_ranks(self, loss: Loss) -> jax.Array:
         """The sum of a loss's weight over all ranks, in rank order, and after its forward pass."""
-        (weight,) = self.ordered([loss.weight], [jax.lax.stop_gradient(loss.total)], self.place)
+        first = jax.lax.stop_gradient(loss.total)
+        (weight,) = self.rings.ordered([loss.weight], [first], self.place)
 
         def device(ranks: Ranks, xs: list[Any]) -> list[Any]:
             return [self.rings.gather_ranks(x[None], ranks)[:, 0].sum() for x in xs]

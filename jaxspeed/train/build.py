@@ -24,6 +24,7 @@ from jaxspeed.offload.offloaded_update import StreamedUpdate
 from jaxspeed.ops.cpu_products import merge_summed_dims
 from jaxspeed.pipeline import Pipeline
 from jaxspeed.pipeline.find_blocks import find_stages
+from jaxspeed.placement.codec import CodecRule
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import build_mesh, simulated
 from jaxspeed.placement.rows import Leaf, Offload, Placement
@@ -38,6 +39,7 @@ from jaxspeed.train.program import BuildInputs, Program
 from jaxspeed.train.ring_gradients import RingGradients
 from jaxspeed.train.tensor_names import traced_example, with_tensor_names
 from jaxspeed.train.update import Update
+from jaxspeed.zero3 import BY_CONSTRAINT, Exchange
 
 
 def build_program(
@@ -50,8 +52,12 @@ def build_program(
     example_batch: Any = None,
     trainable: Any = None,
     init_with: Callable[[Any, Any], Any] | None = None,
+    codecs: Sequence[CodecRule] = (),
+    exchange: Exchange = BY_CONSTRAINT,
 ) -> Program:
     """The program of a run on one mesh.
+
+    `codecs` encode moments and frozen parameters; `exchange` gathers what ZeRO 3 stores sharded.
 
     `parameter_server.build` takes any config, those with a parameter server too.
     """
@@ -82,7 +88,7 @@ def build_program(
     stack = _stack_of(config, mesh, leaves, None if example_batch is None else example)
     leaves = with_stages(leaves, stack) if stack else leaves
     chosen = optimizer_of(config, optimizer, {leaf.path: leaf for leaf in leaves})
-    table = _table_of(config, mesh, leaves, stack)
+    table = _table_of(config, mesh, leaves, stack, codecs)
     layout = _layout_of(table, adapted, chosen.transform)
     rings = rings_of(config, mesh)
     ring = Reduction(rings, table) if rings else None
@@ -97,7 +103,8 @@ def build_program(
         DTYPES[wire] if wire else None,
         _style_of(config, mesh),
         config.recompute,
-        autocast=autocast_of(config, table),
+        exchange,
+        autocast_of(config, table),
     )
     update_device = _update_device_of(config)
     streamed = _streamed(table, adapted, layout, chosen, optimizer is None, update_device)
@@ -208,7 +215,11 @@ def _chunks_of(config: Config) -> int:
 
 
 def _table_of(
-    config: Config, mesh: Mesh, leaves: Sequence[Leaf], stack: Stack | None
+    config: Config,
+    mesh: Mesh,
+    leaves: Sequence[Leaf],
+    stack: Stack | None,
+    codecs: Sequence[CodecRule],
 ) -> PlacementTable:
     zero = config.zero_optimization
     return build_table(
@@ -219,6 +230,7 @@ def _table_of(
         persistence_threshold=zero.stage3_param_persistence_threshold,
         stack=stack,
         offload=offload_of(config),
+        codecs=codecs,
     )
 
 
@@ -302,6 +314,6 @@ def _extra_rows(
         f"ring_errors/{name}": (v, PER_DEVICE) for name, v in (ring.errors if ring else {}).items()
     }
     return {
-        path: (tuple(v.shape), tuple(v.shape), Placement(spec, memory, v.dtype))
+        path: StateLeaf(tuple(v.shape), tuple(v.shape), Placement(spec, memory, v.dtype))
         for path, (v, spec) in rows.items()
     }

@@ -14,7 +14,8 @@ import jax
 from jaxspeed.hardware.targets import memory_of_machine
 from jaxspeed.objective.batches import with_extra
 from jaxspeed.objective.loss import Loss
-from jaxspeed.objective.train_state import Arrays, TrainState, pad, unpad
+from jaxspeed.objective.train_state import Arrays, TrainState
+from jaxspeed.placement.codec import pad
 from jaxspeed.placement.table import PlacementTable
 from jaxspeed.train.program import Program
 from jaxspeed.train.staged_init import compile_ahead
@@ -113,7 +114,7 @@ class GatherOnce:
             found = {}
             for path, x in sources.items():
                 row = program.table[path]
-                full = program.objective.stored(row).read(unpad(x, row.source_shape))
+                full = program.objective.stored(row).read(program.objective.given(row, x))
                 found[path] = pad(full, row.shape(row.read))
             return found
 

@@ -28,9 +28,10 @@ from jaxspeed.objective.accumulate import (
 )
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import Arrays, pad
+from jaxspeed.objective.train_state import Arrays
 from jaxspeed.offload import StreamedArray, mean_in_host, zeros_in_host
 from jaxspeed.pipeline import Pipeline
+from jaxspeed.placement.codec import pad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host, on_device, to_host
 from jaxspeed.placement.rows import reduction_dtype

@@ -19,6 +19,7 @@ from jaxspeed.ring_reduction.reduction import PER_RANK, Reduction
 from jaxspeed.ring_reduction.rings import INNER, NO_RANK, OUTER, data_spec
 from jaxspeed.ring_reduction.unit_exchange import RingExchange
 from jaxspeed.train.gradients import Gradients, batch_specs
+from jaxspeed.zero3 import InOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +104,14 @@ class RingGradients(Gradients):
             variables, step, first, scale = every
             ranks = rings.ranks(inner, outer)
             rank = ranks.outer * rings.levels.inner.size + ranks.inner
-            exchange = RingExchange(rings, (inner, outer)) if exchanged else None
+            ring = RingExchange(rings, (inner, outer))
+            exchange = InOrder(ring, rings.ordered) if rings.in_order else ring
             of_rank = replace(self, objective=self.objective.with_exchange(exchange))
 
             def one(variables: Arrays, batch: Any, index: Any, _: Any) -> tuple[Sums, Arrays]:
                 # Numbered over all ranks, so that each draws different random numbers.
                 number = (first + index) * rings.count + rank
-                way = {"weight_of": exchange.weight_of_ranks} if exchange else {}
+                way = {"weight_of": ring.weight_of_ranks} if exchanged else {}
                 return of_rank._micro(sources, variables, batch, step, number, scale, **way)
 
             if count == 1:
@@ -128,7 +130,12 @@ class RingGradients(Gradients):
             return scalars._replace(grads=grads)
 
         trained = [row.path for row in self.table if row.leaf.trainable]
-        specs = {row.path: data_spec(row) for row in self.table}
+        specs = {
+            row.path: jax.tree.map(
+                lambda at: data_spec(at.spec), self.table.stored(row, row.source).shardings
+            )
+            for row in self.table
+        }
         of_ranks: Any = PER_RANK
         parts: Sums = jax.shard_map(
             local,

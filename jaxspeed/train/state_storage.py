@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxspeed.errors import ModelError
 from jaxspeed.objective import Model
 from jaxspeed.objective.pretrained_model import Weights
-from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree, pad, unpad
+from jaxspeed.objective.train_state import Arrays, OptLayout, TrainState, native_tree
 from jaxspeed.optim import ema, loss_scale
+from jaxspeed.placement.codec import PLAIN, Stored, StoredValue, pad, unpad
 from jaxspeed.placement.memory_kinds import in_host, on_device
 from jaxspeed.placement.mesh import in_mesh
 from jaxspeed.placement.rules import examples, nearest
@@ -58,14 +59,15 @@ class StateStorage:
     def shardings(self) -> TrainState:
         """The sharding of each array of the state."""
         at = self.table.sharding
+        stored = self.table.stored
         replicated = NamedSharding(self.mesh, PartitionSpec())
         rows = list(self.table)
         averaged = rows if self.optimizer.ema_decay is not None else []
         return TrainState(
             step=replicated,
             skipped=replicated,
-            params={r.path: at(r.param) for r in rows if r.param},
-            master={r.path: at(r.master) for r in rows if r.master},
+            params={r.path: stored(r, r.param).shardings for r in rows if r.param},
+            master={r.path: stored(r, r.master).shardings for r in rows if r.master},
             opt=self.layout.shardings(),
             ema={r.path: at(r.opt) for r in averaged if r.opt},
             variables=dict.fromkeys(self.model.variables, replicated),
@@ -110,12 +112,7 @@ class StateStorage:
         stored = [{r.path: (r, r.param) for r in self.table if r.param}]
         stored += [{r.path: (r, r.master) for r in self.table if r.master}]
         shapes = [
-            {
-                path: jax.ShapeDtypeStruct(
-                    row.shape(at), at.dtype, sharding=self.table.sharding(at)
-                )
-                for path, (row, at) in each.items()
-            }
+            {path: self.table.stored(row, at).arrays for path, (row, at) in each.items()}
             for each in stored
         ]
         if any(map(in_host, jax.tree.leaves(self._shardings_of_rest))):
@@ -154,8 +151,9 @@ class StateStorage:
                 )
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
-                    at = self.table.sharding(placement)
-                    stored[path] = _stored_copy(value, placement.dtype, row.shape(placement), at)
+                    form = self.table.stored(row, placement)
+                    copy = _stored_copy(value, form.dtype, form.padded, form.sharding)
+                    stored[path] = _encoded(form)(copy)
         return params, master
 
     def _as_stored(self, values: Arrays, variables: Arrays) -> tuple[Arrays, Arrays, Arrays]:
@@ -164,8 +162,7 @@ class StateStorage:
         for row in self.table:
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is not None:
-                    value = values[row.path].astype(placement.dtype)
-                    stored[row.path] = pad(value, row.shape(placement))
+                    stored[row.path] = self.table.stored(row, placement).encode(values[row.path])
         return params, master, variables
 
     def _fresh_rest(self, params: Arrays, master: Arrays) -> dict[str, Any]:
@@ -197,7 +194,8 @@ class StateStorage:
             for stored, placement in ((params, row.param), (master, row.master)):
                 if placement is None:
                     continue
-                shape, at = row.shape(placement), self.table.sharding(placement)
+                form = self.table.stored(row, placement)
+                shape, at = form.padded, form.sharding
                 devices: dict[Any, list[jax.Device]] = {}
                 for device, index in at.addressable_devices_indices_map(shape).items():
                     spans = [span.indices(size)[:2] for span, size in zip(index or (), shape)]
@@ -216,7 +214,8 @@ class StateStorage:
                         shards[device] = jax.device_put(block, here, may_alias=False)
                     jax.block_until_ready([shards[device] for device in where])
                 order = [shards[d] for d in at.addressable_devices]
-                stored[row.path] = jax.make_array_from_single_device_arrays(shape, at, order)
+                value = jax.make_array_from_single_device_arrays(shape, at, order)
+                stored[row.path] = _encoded(form)(value)
         return params, master
 
     def _sharded_one_by_one(
@@ -232,6 +231,18 @@ class StateStorage:
         copied = jax.jit(jnp.copy, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
         placed = jax.device_put(variables, self.shardings.variables)
         return params, master, {path: copied(x) for path, x in placed.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _encoded(form: StoredValue) -> Callable[[jax.Array], Stored]:
+    """The arrays of a padded value that is on its devices, which is freed."""
+    if form.codec == PLAIN:
+        return lambda value: value
+
+    def encode(value: jax.Array) -> Stored:
+        return form.codec.encode(on_device(value), form.arrays)
+
+    return jax.jit(encode, out_shardings=form.shardings, donate_argnums=0)
 
 
 def _stored_copy(value: Any, dtype: Any, shape: tuple[int, ...], at: NamedSharding) -> jax.Array:

@@ -16,8 +16,6 @@ from jaxspeed.objective.train_state import (
     OptLayout,
     TrainState,
     native_tree,
-    pad,
-    unpad,
     updated_values,
     wide_dtype,
 )
@@ -25,6 +23,7 @@ from jaxspeed.offload.offloaded_update import StreamedUpdate, Updated
 from jaxspeed.ops.materialize import materialize
 from jaxspeed.optim import clip_factor, ema, global_norm, loss_scale
 from jaxspeed.optim.skippable_update import guarded_update
+from jaxspeed.placement.codec import pad, unpad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import in_host
 from jaxspeed.placement.mesh import simulated
@@ -219,7 +218,8 @@ class Update:
 
         args = (logical(grads), self.layout.logical(state.opt), logical(old))
         params, opt = guarded_update(self.optimizer.transform, *args, keep=finite)
-        return self._as_stored(flat_with_paths(params)), self.layout.stored(opt)
+        stored = self.layout.stored(opt, state.opt, finite)
+        return self._as_stored(flat_with_paths(params)), stored
 
     def _as_stored(self, values: Arrays) -> Arrays:
         """Pad to the shapes of the optimizer's state."""

@@ -7,14 +7,81 @@ sharded dim has no rule.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+
 from jaxspeed.jaxpr.dim_relations import reshape_groups
+from jaxspeed.placement.codec import Stored
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.sharded_param import ShardedParam
 
 VIEWS = ("slice", "dynamic_slice", "squeeze", "transpose", "reshape", "pad")
+
+
+def run_view(
+    eqn: Any, stored: ShardedParam, values: Sequence[Any]
+) -> tuple[Stored, ShardedParam] | None:
+    """The result of `eqn` on a stored parameter, the first of `values`, and how it is stored.
+
+    None if the operation needs the gathered parameter.
+    """
+    source, *others = values
+    if stored.parts:
+        return _of_encoded(eqn, stored, source, others)
+    found = view(eqn, stored, source.shape)
+    if found is None:
+        return None
+    params, changed = found
+    if eqn.primitive.name == "pad":
+        others[0] = others[0].astype(source.dtype)
+    return eqn.primitive.bind(source, *others, **params), changed
+
+
+def _of_encoded(
+    eqn: Any, stored: ShardedParam, arrays: Stored, others: Sequence[Any]
+) -> tuple[Stored, ShardedParam] | None:
+    """The operation on each array of an encoded parameter, if its codec allows that.
+
+    It is the same in the dims that the array has in common with the value. Where blocks make the
+    array smaller, the operation has to take the entire dim.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    padded = jax.eval_shape(lambda x: stored.codec.decode(x, stored.dtype), arrays).shape
+    allowed = name in _ENCODED and name in stored.codec.views
+    found = _RULES[name](eqn, stored, padded, stored.sharded_dim) if allowed else None
+    if found is None:
+        return None
+
+    def of_array(shape: Sequence[int]) -> dict[str, Any] | None:
+        if name == "squeeze":
+            return params
+        key = "limit_indices" if name == "slice" else "slice_sizes"
+        sizes = list(params[key])
+        for dim, size in enumerate(stored.shape):
+            if sizes[dim] == size and not (name == "slice" and _start_and_stride(params, dim)):
+                sizes[dim] = shape[dim]
+            elif shape[dim] != padded[dim]:
+                return None
+        return {**params, key: tuple(sizes)}
+
+    made, parts = {}, []
+    for part, how in stored.parts:
+        own = of_array(arrays[part].shape)
+        if own is None:
+            return None
+        made[part] = x = eqn.primitive.bind(arrays[part], *others, **own)
+        gone = params["dimensions"] if name == "squeeze" else ()
+        dims: list[int | None] = [d for d in range(len(padded)) if d not in gone]
+        parts.append((part, how.moved(x.shape, dims)))
+    return made, replace(found[1], parts=tuple(parts))
+
+
+def _start_and_stride(params: Mapping[str, Any], dim: int) -> bool:
+    """Whether a slice leaves out the first elements of a dim, or some in between."""
+    return params["start_indices"][dim] != 0 or (params["strides"] or (1,) * (dim + 1))[dim] != 1
 
 
 def view(
@@ -123,5 +190,7 @@ _RULES = {
     "transpose": _transpose,
     "reshape": _reshape,
 }
+# Operations that a codec may allow on its arrays.
+_ENCODED = ("slice", "dynamic_slice", "squeeze")
 # Operations that compilers run on an array in host memory, without a copy to the device.
 _ON_HOST = {name: _RULES[name] for name in ("slice", "dynamic_slice", "squeeze", "reshape")}

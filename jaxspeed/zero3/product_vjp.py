@@ -28,6 +28,7 @@ from jaxspeed.jaxpr.traverse import is_var
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.specs import num_shards
 from jaxspeed.zero3.eager_weight_grads import ties_of
+from jaxspeed.zero3.exchange import Exchange
 from jaxspeed.zero3.sharded_param import ShardedParam, Storage
 
 # Weights of fewer bytes than so many of the unit's inputs count little among its activations.
@@ -63,7 +64,7 @@ class Product:
 
 def wide_products(jaxpr: Any, storage: Storage) -> list[Product]:
     """The matmuls of a unit that gather their own weights, in order; none if that does not pay."""
-    movable = {v: s for v, s in storage.items() if s.trainable and not s.exchange and not s.on_host}
+    movable = {v: s for v, s in storage.items() if s.trainable and not s.on_host}
     if not movable:
         return []
     mesh = next(iter(movable.values())).gathered.mesh
@@ -142,7 +143,7 @@ def _divided(product: Product, stored: ShardedParam, ranks: int) -> Product:
 
 
 def with_products(
-    jaxpr: Any, products: Sequence[Product], storage: Storage
+    jaxpr: Any, products: Sequence[Product], storage: Storage, exchange: Exchange
 ) -> Callable[..., list[Any]]:
     """A constant-free jaxpr as a function to which the products' weights are passed as stored."""
     inside = {number: product for product in products for number in product.numbers}
@@ -165,7 +166,7 @@ def with_products(
                     operands |= ties[number].apply(env)
                 operand, weight = operands.get(number, env[product.operand]), product.weight
                 given = env[weight], operand, operand if before is None else before
-                outs = [_run(product, storage[weight], *given)]
+                outs = [_run(product, storage[weight], exchange, *given)]
                 before = operand
             env.update(zip(eqn.outvars, outs, strict=True))
         return [env[v] if is_var(v) else v.val for v in jaxpr.outvars]
@@ -173,7 +174,14 @@ def with_products(
     return run
 
 
-def _run(product: Product, stored: ShardedParam, shard: Any, operand: Any, before: Any) -> Any:
+def _run(
+    product: Product,
+    stored: ShardedParam,
+    exchange: Exchange,
+    shard: Any,
+    operand: Any,
+    before: Any,
+) -> Any:
     """The result of a product; its first gather waits for `before`."""
     count, dims = product.parts, product.dims
     fn, part = as_function(product.jaxpr), stored
@@ -191,24 +199,27 @@ def _run(product: Product, stored: ShardedParam, shard: Any, operand: Any, befor
 
     of_weight, of_result = dims or (0, 0)
 
-    @jax.custom_vjp
-    def run(shard: Any, operand: Any, before: Any) -> Any:
-        return forward(shard, operand, before)[0]
+    def read(piece: Any, place: Any) -> Any:
+        return exchange.gather([part], [piece], place)[0]
 
-    def forward(shard: Any, operand: Any, before: Any) -> Any:
+    @jax.custom_vjp
+    def run(place: Any, shard: Any, operand: Any, before: Any) -> Any:
+        return forward(place, shard, operand, before)[0]
+
+    def forward(place: Any, shard: Any, operand: Any, before: Any) -> Any:
         outs: list[Any] = []
         for piece in split(shard, of_weight):
             # While the part before it is multiplied, a part may be gathered.
             piece, _ = optimization_barrier((piece, [before, operand, *outs][: len(outs) + 1][-1]))
-            outs += fn(part.read(piece), operand)
-        return join(outs, of_result), (shard, operand)
+            outs += fn(read(piece, place), operand)
+        return join(outs, of_result), (place, shard, operand)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        shard, operand = saved
+        place, shard, operand = saved
         cotangent, operand = optimization_barrier((cotangent, operand))
         pieces, cotangents = split(shard, of_weight), split(cotangent, of_result)
         pieces[0], cotangents[0] = optimization_barrier((pieces[0], cotangents[0]))
-        weight = part.read(pieces[0])
+        weight = read(pieces[0], place)
         grads: list[Any] = []
         for i, (piece, ct) in enumerate(zip(pieces, cotangents, strict=True)):
             if i > 1:
@@ -217,23 +228,23 @@ def _run(product: Product, stored: ShardedParam, shard: Any, operand: Any, befor
             (grad,) = linear_transpose(lambda w: fn(w, operand)[0], like)(ct)
             if count == 1:  # the weight gradient comes first, and the operand is free after it
                 grad, cotangents[0] = optimization_barrier((grad, ct))
-            grads.append(part.scatter(grad, piece))
+            grads += exchange.scatter([part], [grad], [piece], place)
         if count > 1:  # with the exception of the last one, whose scatter is hidden
             grads[-2], cotangents = optimization_barrier((grads[-2], cotangents))
         totals: list[Any] = []
         for i, (piece, ct) in enumerate(zip(pieces, cotangents, strict=True)):
             if i:
                 piece, _ = optimization_barrier((piece, [ct, *totals][:i][-1]))
-                weight = part.read(piece)
+                weight = read(piece, place)
                 totals[-1], ct = optimization_barrier((totals[-1], ct))
             (moved,) = linear_transpose(lambda x, w=weight: fn(w, x)[0], operand)(ct)
             if count > 1:
                 moved = moved.astype(jnp.promote_types(moved.dtype, jnp.float32))
             totals.append(totals[-1] + moved if totals else moved)
-        return join(grads, of_weight), totals[-1].astype(operand.dtype), None
+        return None, join(grads, of_weight), totals[-1].astype(operand.dtype), None
 
     run.defvjp(forward, backward)
-    return run(shard, operand, before)
+    return run(list(exchange.place), shard, operand, before)
 
 
 def _of_any_size(product: Product) -> Callable[[Any, Any], list[Any]]:

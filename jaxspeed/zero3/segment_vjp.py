@@ -7,7 +7,7 @@ them, or as the model's `jax.checkpoint` or the config (`ResidualPolicy`) determ
 
 XLA runs one segment at a time because each gather is tied to its predecessors by an
 `optimization_barrier`; measured on TPU and GPU compiles. XLA:CPU drops the barriers; around rings,
-whose messages it would mix up, data orders segments (`GatherScatter.ordered`).
+whose messages it would mix up, data orders segments (`exchange.InOrder`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,9 @@ from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.slicing import slice_of
 from jaxspeed.jaxpr.traverse import is_var, runs
 from jaxspeed.placement.memory_kinds import in_memory_of, on_device, on_host
+from jaxspeed.zero3.exchange import Exchange, arrays_of, decoded
 from jaxspeed.zero3.residual_policy import Residual, ResidualPolicy
-from jaxspeed.zero3.sharded_param import (
-    GatherScatter,
-    ShardedParam,
-    exchange_of,
-    read_all,
-    scatter_all,
-)
+from jaxspeed.zero3.sharded_param import ShardedParam
 
 Function = Callable[..., Sequence[Any]]
 
@@ -58,103 +53,140 @@ def is_real(x: Any) -> bool:
 
 
 def read_tied(
-    fn: Function, stored: Sequence[ShardedParam], weights: Sequence[Any], inputs: Sequence[Any]
-) -> Sequence[Any]:
-    """`fn(*gathered weights, *inputs)` with the gathers tied to the inputs."""
-    weights, inputs = tie(on_device(weights), inputs)
-    return fn(*read(stored, weights), *inputs)
-
-
-def read(stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
-    """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
-    if exchange_of(stored):  # JAX cannot differentiate an exchange
-        return run_segment(lambda *full: list(full), stored, weights, ())
-    return read_all(stored, weights, ())
-
-
-def run_segment(
+    exchange: Exchange,
     fn: Function,
     stored: Sequence[ShardedParam],
     weights: Sequence[Any],
     inputs: Sequence[Any],
-    residuals: ResidualPolicy | None = None,
-    unshared: Sequence[bool] = (),
-    inside: GatherScatter | None = None,
-) -> list[Any]:
-    """`fn(*gathered weights, *inputs)`: gathers in both passes, saves no gathered parameter.
+) -> Sequence[Any]:
+    """`fn(*gathered weights, *inputs)` with the gathers tied to the inputs."""
+    shards, tree = jax.tree.flatten(list(weights))
+    tied, inputs = tie(on_device(shards), inputs)
+    return fn(*read(exchange, stored, jax.tree.unflatten(tree, tied)), *inputs)
 
-    `unshared` marks the inputs that no other segment reads; `residuals` applies to those. `inside`
-    is the exchange of a function that gathers its weights itself.
+
+def read(exchange: Exchange, stored: Sequence[ShardedParam], weights: Sequence[Any]) -> list[Any]:
+    """The parameters as layers read them; differentiable, gradients are reduce-scattered."""
+    if exchange.differentiable:
+        shards = jax.tree.leaves(list(weights))
+        return decoded(stored, exchange.gather(arrays_of(stored), shards, exchange.place))
+    return SegmentVJP(lambda *full: list(full), stored, exchange)(weights, ())
+
+
+class SegmentVJP:
+    """`__call__(weights, inputs)`: `fn(*gathered weights, *inputs)` with a custom VJP.
+
+    It gathers in both passes; of the gathered parameters only the exchange may save some. The
+    backward pass, which JAX traces after the forward pass, reads what that has found: `passes` and
+    `wanted`.
+
+    Args:
+      stored: how the weights are stored; none of a function that gathers its own.
+      residuals: applies to the inputs that `unshared` marks: those that no other segment reads.
     """
-    count, exchange = len(weights), inside or exchange_of(stored)
-    place = list(exchange.place) if exchange else []
-    active = [s.trainable for s in stored]
-    active += map(is_real, inputs)
-    ordered = exchange.ordered if exchange else lambda arrays, first, place: list(arrays)
-    # Set by the forward pass for the backward pass.
-    passes: list[Passes] = []
-    wanted: list[bool] = []
 
-    def kinds() -> list[Residual]:
-        inputs = passes[0].saved_inputs
-        return [Residual(i is not None, i is None or unshared[i - count]) for i in inputs]
+    passes: "Passes"
+    wanted: Sequence[bool]  # the arguments that get a gradient
 
-    @jax.custom_vjp
-    def segment(place: Sequence[Any], *args: Any) -> list[Any]:
-        tied, inputs = tie(on_device(args[:count]), args[count:])
-        return list(fn(*read_all(stored, tied, place), *inputs))
+    def __init__(
+        self,
+        fn: Function,
+        stored: Sequence[ShardedParam],
+        exchange: Exchange,
+        residuals: ResidualPolicy | None = None,
+        unshared: Sequence[bool] = (),
+    ) -> None:
+        self.fn, self.stored, self.exchange = fn, stored, exchange
+        self.residuals, self.unshared, self.count = residuals, unshared, len(stored)
 
-    def forward(place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
+    def __call__(self, weights: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        leaves, tree = jax.tree.flatten(list(inputs))
+        if len(leaves) > len(inputs):  # encoded parameters, of a function that gathers its own
+            fn, pairs = self.fn, list(zip(inputs, self.unshared))
+            self.fn = lambda *args: fn(
+                *args[: self.count], *jax.tree.unflatten(tree, args[self.count :])
+            )
+            self.unshared = [each for x, each in pairs for _ in jax.tree.leaves(x)]
+            inputs = leaves
+        self.active = [*(s.trainable for s in self.stored), *map(is_real, inputs)]
+        segment = jax.custom_vjp(self.segment)
+        segment.defvjp(self.forward, self.backward, symbolic_zeros=True)
+        outs: list[Any] = segment(list(self.exchange.place), *weights, *inputs)
+        return outs
+
+    def segment(self, place: Sequence[Any], *args: Any) -> list[Any]:
+        arrays, inputs = self._gathered(place, args)
+        return list(self.fn(*decoded(self.stored, arrays), *inputs))
+
+    def _gathered(self, place: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The arrays of the weights, whose gathers wait for the inputs; and the inputs."""
+        shards = jax.tree.leaves(args[: self.count])
+        tied, inputs = tie(on_device(shards), args[self.count :])
+        return self.exchange.gather(arrays_of(self.stored), tied, place), inputs
+
+    def forward(self, place: Sequence[Any], *given: Any) -> tuple[list[Any], Any]:
         place = [x.value for x in place]
-        args = [x.value for x in given]
+        args, count = jax.tree.map(lambda x: x.value, list(given)), self.count
         # Inputs that depend on no parameter, such as rotary angles, need no gradient.
-        wanted[:] = [on and x.perturbed for on, x in zip(active, given, strict=True)]
-        tied, inputs = tie(on_device(args[:count]), args[count:])
-        full = [*read_all(stored, tied, place), *inputs]
-        passes[:] = [Passes(fn, wanted, full, count)]
-        outs, saved = passes[0].forward(full)
+        self.wanted = [on and x.perturbed for on, x in zip(self.active, given, strict=True)]
+        arrays, inputs = self._gathered(place, args)
+        kept = self.exchange.saved(arrays_of(self.stored), arrays, place)
+        full = [*decoded(self.stored, arrays), *inputs]
+        self.passes = Passes(self.fn, self.wanted, full, count)
+        outs, saved = self.passes.forward(full)
         # The input from before the barrier: a scan then saves a loop-invariant input once, not once
         # per step.
         saved = [
             args[i] if i is not None else x
-            for i, x in zip(passes[0].saved_inputs, saved, strict=True)
+            for i, x in zip(self.passes.saved_inputs, saved, strict=True)
         ]
-        saved = residuals.store(saved, kinds()) if residuals else saved
-        return outs, (place, tuple(args[:count]), saved)
+        saved = self.residuals.store(saved, self._kinds()) if self.residuals else saved
+        return outs, (place, tuple(args[:count]), kept, saved)
 
-    def backward(carried: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        place, shards, saved = carried
-        saved = residuals.fetch(saved, kinds()) if residuals else saved
-        of_real = zip(cotangents, passes[0].differentiable, strict=True)
-        tied, arrived = tie(on_device(shards), [_instantiated(ct) for ct, real in of_real if real])
-        tied = ordered(tied, arrived, place)
-        if inside:  # what it recomputes, it gathers again
-            saved = ordered(saved, arrived, place)
-        grads = iter(passes[0].backward(read_all(stored, tied, place), saved, arrived))
-        found = [next(grads) if on else None for on in wanted]
-        here = scatter_all(stored, found[:count], shards, place)
-        # A second barrier: gradients are reduce-scattered before the next segment starts.
-        others = _present(found[count:])
-        done, onward = map(iter, tie(ordered(_present(here), others, place), others))
-        pairs = zip(here, shards, strict=True)
-        return (
-            None,
-            *(None if g is None else in_memory_of(next(done), w) for g, w in pairs),
-            *(None if g is None else next(onward) for g in found[count:]),
+    def backward(self, carried: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        place, shards, kept, saved = carried
+        exchange, stored, count = self.exchange, self.stored, self.count
+        saved = self.residuals.fetch(saved, self._kinds()) if self.residuals else saved
+        of_real = zip(cotangents, self.passes.differentiable, strict=True)
+        of_weights = [*jax.tree.leaves(shards), *kept]
+        tied, arrived = tie(
+            on_device(of_weights), [_instantiated(ct) for ct, real in of_real if real]
         )
+        tied = exchange.ordered(tied, arrived, place)
+        if not stored:  # what it recomputes, it gathers again
+            saved = exchange.ordered(saved, arrived, place)
+        first = len(of_weights) - len(kept)
+        arrays = exchange.gather_again(arrays_of(stored), tied[:first], tied[first:], place)
+        grads = iter(self.passes.backward(decoded(stored, arrays), saved, arrived))
+        found = [next(grads) if on else None for on in self.wanted]
+        scattered = [i for i, on in enumerate(self.wanted[:count]) if on]
+        here = exchange.scatter(
+            [stored[i] for i in scattered],
+            [found[i] for i in scattered],
+            [shards[i] for i in scattered],
+            place,
+        )
+        # A second barrier: gradients are reduce-scattered before the next segment starts.
+        others = [g for g in found[count:] if g is not None]
+        done, onward = tie(exchange.ordered(here, others, place), others)
+        for i, g in zip(scattered, done, strict=True):
+            found[i] = in_memory_of(g, shards[i])
+        later = iter(onward)
+        return None, *found[:count], *(None if g is None else next(later) for g in found[count:])
 
-    segment.defvjp(forward, backward, symbolic_zeros=True)
-    return segment(place, *weights, *inputs)
+    def _kinds(self) -> list[Residual]:
+        inputs = self.passes.saved_inputs
+        return [Residual(i is not None, i is None or self.unshared[i - self.count]) for i in inputs]
 
 
-def exchanged_after(
-    exchange: GatherScatter, weights: Sequence[Any], first: Sequence[Any]
-) -> list[Any]:
+def exchanged_after(exchange: Exchange, weights: Sequence[Any], first: Sequence[Any]) -> list[Any]:
     """The shards of a segment, ordered after the results of an earlier one.
 
     They are gathered after `first` exists, and the backward pass that leads to `first` starts once
     their gradients are scattered.
     """
+
+    leaves, tree = jax.tree.flatten(list(weights))
 
     @jax.custom_vjp
     def after(place: Sequence[Any], weights: Sequence[Any], first: Sequence[Any]) -> list[Any]:
@@ -165,10 +197,12 @@ def exchanged_after(
 
     def backward(place: Sequence[Any], grads: list[Any]) -> tuple[Any, ...]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in first]
-        return None, grads, exchange.ordered(zeros, grads, place)
+        real = [g for g in grads if is_real(g)]
+        return None, grads, exchange.ordered(zeros, real, place)
 
     after.defvjp(forward, backward)
-    return after(exchange.place, list(weights), list(first))
+    ordered: list[Any] = jax.tree.unflatten(tree, after(exchange.place, leaves, list(first)))
+    return ordered
 
 
 def _instantiated(cotangent: Any) -> Any:
@@ -176,10 +210,6 @@ def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent
-
-
-def _present(values: Sequence[Any]) -> list[Any]:
-    return [v for v in values if v is not None]
 
 
 class Passes:

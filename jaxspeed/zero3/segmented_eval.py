@@ -1,7 +1,7 @@
 """Segmented evaluation of a traced program: sharded parameters gathered one unit at a time.
 
 A loss is traced once with gathered parameters. The program is then split where unit calls begin and
-end (`segments`), and `run_segment` runs each segment with parameters as they are stored. Bodies of
+end (`segments`), and `SegmentVJP` runs each segment with parameters as they are stored. Bodies of
 jit, checkpoint, scan and cond are split too, so the layer of a scanned stack is found, and nothing
 here depends on Flax.
 """
@@ -26,12 +26,13 @@ from jaxspeed.jaxpr.traverse import (
 )
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.eager_weight_grads import with_eager_weight_grads
+from jaxspeed.zero3.exchange import Exchange
 from jaxspeed.zero3.find_units import Units
-from jaxspeed.zero3.param_views import view
+from jaxspeed.zero3.param_views import run_view
 from jaxspeed.zero3.product_vjp import wide_products, with_products
-from jaxspeed.zero3.segment_vjp import exchanged_after, is_real, read, read_tied, run_segment
+from jaxspeed.zero3.segment_vjp import SegmentVJP, exchanged_after, is_real, read, read_tied
 from jaxspeed.zero3.segments import EvalContext, Segment, split_at_units
-from jaxspeed.zero3.sharded_param import GatherScatter, ShardedParam, Storage, exchange_of
+from jaxspeed.zero3.sharded_param import ShardedParam, Storage
 from jaxspeed.zero3.table_lookup import look_up
 
 
@@ -75,7 +76,7 @@ class _Evaluation:
             self._order(segment, eqns)
             run(segment, eqns)
         return [
-            read([self.storage[v]], [self.env[v]])[0]
+            read(self.context.exchange, [self.storage[v]], [self.env[v]])[0]
             if is_var(v) and v in self.storage
             else self._value(v)
             for v in self.jaxpr.outvars
@@ -87,8 +88,8 @@ class _Evaluation:
     def _order(self, segment: Segment, eqns: list[Any]) -> None:
         """Order the exchanges of a segment after those of the one before, where data has to."""
         weights = [v for v in free_variables(eqns) if v in self.storage and is_real(v.aval)]
-        exchange = exchange_of([self.storage[v] for v in weights])
-        if not (exchange and exchange.in_order):
+        exchange = self.context.exchange_of(weights)
+        if not exchange.in_order:
             return
         if self.exchanged:
             shards, first = ([self.env[v] for v in vs] for vs in (weights, self.exchanged))
@@ -133,26 +134,33 @@ class _Evaluation:
         # Where nothing is recomputed, each operand would be a residual behind a barrier, besides
         # what XLA computes it from.
         alone = context.residuals is not None and segment.units == 1
-        products = wide_products(program, stored) if alone else []
+        divisible = alone and not context.exchange.per_rank  # rings fuse a unit's parameters
+        products = wide_products(program, stored) if divisible else []
         if products:  # their weights are passed as stored, like other inputs
             own = [product.weight for product in products]
             weights, inputs = [v for v in weights if v not in own], [*own, *inputs]
             program = sub_jaxpr(self.jaxpr, eqns, [*weights, *inputs], outputs)
-            fn = with_products(program, products, stored)
+            fn = with_products(program, products, stored, context.exchange)
             stored = {v: storage[v] for v in weights}
         else:
             fn = with_eager_weight_grads(program, stored)
         values = [env[v] for v in inputs]
         shards = [env[v] for v in weights]
+        exchange = context.exchange_of(stored)
         if not (context.residuals and segment.units):
-            run = read_tied if context.recomputed else run_segment
-            given = list(stored.values()), shards, values
-            env.update(zip(outputs, run(fn, *given) if weights else fn(*values)))
+            outs: Sequence[Any]
+            if not weights:
+                outs = fn(*values)
+            elif context.recomputed:
+                outs = read_tied(exchange, fn, list(stored.values()), shards, values)
+            else:
+                outs = SegmentVJP(fn, list(stored.values()), exchange)(shards, values)
+            env.update(zip(outputs, outs))
             return
         unshared = [v in self.moving and self.readers[v] == 1 for v in inputs]
         if segment.units == 1:
             fn = context.residuals.rematerialized(fn, context.in_loop)
-            given = list(stored.values()), shards, values
+            given = list(stored.values())
         else:  # each unit gathers its own weights; only the first one's inputs are saved
             inner = replace(context, residuals=None)
 
@@ -160,10 +168,10 @@ class _Evaluation:
                 return run_segmented(program, (), args, stored, inner)
 
             fn = context.residuals.rematerialized(together, context.in_loop)
-            given = [], [], [*shards, *values]
-            unshared = [*(False for _ in shards), *unshared]
-        inside = exchange_of([] if segment.units == 1 else list(stored.values()))
-        env.update(zip(outputs, run_segment(fn, *given, context.residuals, unshared, inside)))
+            given, shards, values = [], [], [*shards, *values]
+            unshared = [*(False for _ in weights), *unshared]
+        run = SegmentVJP(fn, given, exchange, context.residuals, unshared)
+        env.update(zip(outputs, run(shards, values)))
 
 
 def _read_in_several_places(jaxpr: Any, storage: Storage) -> list[Any]:
@@ -196,14 +204,10 @@ def _run_views(eqns: list[Any], env: dict[Any, Any], storage: dict[Any, ShardedP
         source = eqn.invars[0] if eqn.invars else None
         others = [v for v in eqn.invars[1:] if is_var(v)]
         if is_var(source) and source in storage and all(v in env for v in others):
-            found = view(eqn, storage[source], env[source].shape)
+            values = [env[v] if is_var(v) else v.val for v in eqn.invars]
+            found = run_view(eqn, storage[source], values)
             if found is not None:
-                params, stored = found
-                values = [env[v] if is_var(v) else v.val for v in eqn.invars]
-                if eqn.primitive.name == "pad":
-                    values[1] = values[1].astype(values[0].dtype)
-                env[eqn.outvars[0]] = eqn.primitive.bind(*values, **params)
-                storage[eqn.outvars[0]] = stored
+                env[eqn.outvars[0]], storage[eqn.outvars[0]] = found
                 continue
         rest.append(eqn)
     return rest
@@ -236,10 +240,8 @@ def _checkpoint(
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
     )
-    inside = exchange_of([storage[v] for v in eqn.invars if is_var(v) and v in storage])
-    if inside and inside.in_order:
-        return run_segment(run, (), (), values, inside=inside)
-    return run(*values)
+    exchange = context.exchange_of([v for v in eqn.invars if is_var(v) and v in storage])
+    return SegmentVJP(run, (), exchange)((), values) if exchange.in_order else run(*values)
 
 
 def _lookup(
@@ -271,9 +273,13 @@ def _scan(
         stored = storage[v]
         if i < num_consts:
             inner[iv] = stored
-        elif i < num_consts + num_carry or stored.sharded_dim == 0:
-            # Carried, or sharded along the layers: gathered before.
-            (values[i],) = read([stored], [values[i]])
+        elif (
+            i < num_consts + num_carry
+            or stored.sharded_dim == 0
+            or (stored.parts and any(len(x) != body.trips for x in values[i].values()))
+        ):
+            # Carried, or sharded or encoded along the layers: gathered before.
+            (values[i],) = read(context.exchange, [stored], [values[i]])
         else:
             inner[iv] = stored.layer()
     passed = dict(zip(jaxpr.invars[num_consts:], body.operands[num_consts:], strict=True))
@@ -293,8 +299,8 @@ def _scan(
     if context.every == 1 or not _repeats_units(jaxpr, context.units):
         carry, ys = run(context, *parts, body.trips)
         return [*carry, *ys]
-    inside = exchange_of(list(inner.values()))
-    return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context, inside)
+    exchange = context.exchange_of(inner)
+    return _scan_of_groups(run, parts, body.trips, eqn.params["reverse"], context, exchange)
 
 
 def _stays_a_loop(trips: int, unroll: int = 1) -> bool:
@@ -320,7 +326,7 @@ def _scan_of_groups(
     length: int,
     reverse: bool,
     context: EvalContext,
-    inside: GatherScatter | None,
+    exchange: Exchange,
 ) -> list[Any]:
     """A scan over groups of trips that are rematerialized together: each group saves its input."""
     consts, start, xs = parts
@@ -339,10 +345,10 @@ def _scan_of_groups(
         unshared = [False] * len(consts) + [True] * len(carry) + [False] * len(xs)
         args = [*consts, *carry, *xs]
         fn = residuals.rematerialized(together, _stays_a_loop(length // every))
-        outs = run_segment(fn, (), (), args, residuals, unshared, inside)
+        outs = SegmentVJP(fn, (), exchange, residuals, unshared)((), args)
         return outs[: len(carry)], outs[len(carry) :]
 
-    grouped = [x.reshape(length // every, every, *x.shape[1:]) for x in xs]
+    grouped = jax.tree.map(lambda x: x.reshape(length // every, every, *x.shape[1:]), list(xs))
     carry, ys = jax.lax.scan(group, start, grouped, length=length // every, reverse=reverse)
     return [*carry, *(y.reshape(length, *y.shape[2:]) for y in ys)]
 

@@ -4,12 +4,13 @@ A call or loop that contains units is a segment of its own, which is split recur
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxspeed.jaxpr.primitives import CHECKPOINTS, INLINED
 from jaxspeed.jaxpr.traverse import consts_and_carry, is_var, sliceable_bodies
+from jaxspeed.zero3.exchange import BY_CONSTRAINT, Exchange
 from jaxspeed.zero3.find_units import Units
 from jaxspeed.zero3.param_views import VIEWS
 from jaxspeed.zero3.residual_policy import ResidualPolicy
@@ -30,6 +31,11 @@ class EvalContext:
     # computed from them may be offloaded or sharded further.
     activations: frozenset[Any] = frozenset()
     in_loop: bool = False
+    exchange: Exchange = BY_CONSTRAINT
+
+    def exchange_of(self, stored: Collection[Any]) -> Exchange:
+        """The exchange of a segment that gathers these parameters."""
+        return self.exchange if stored else BY_CONSTRAINT
 
     @property
     def every(self) -> int:

@@ -8,53 +8,28 @@ copied to the device first, and its gradient back to the host last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.placement.codec import (
+    PLAIN,
+    Codec,
+    Stored,
+    StoredValue,
+    array_spec,
+    pad,
+    unpad,
+)
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.placement.rows import HOST, reduction_dtype
 from jaxspeed.placement.specs import by_dim
 from jaxspeed.placement.torus_gather import first_step
-
-
-class GatherScatter(Protocol):
-    """All-gather of a segment's parameters and reduce-scatter of their gradients."""
-
-    @property
-    def place(self) -> Sequence[jax.Array]:
-        """This device's ranks: integers, passed to a segment as arguments.
-
-        They are arguments because a `custom_vjp` in a scan may not close over traced values.
-        """
-
-    def gather(
-        self, stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        """The parameters as layers read them."""
-
-    def scatter(
-        self,
-        stored: Sequence[ShardedParam],
-        grads: Sequence[Any],
-        likes: Sequence[Any],
-        place: Sequence[Any],
-    ) -> list[Any]:
-        """The gradients of the gathered parameters, summed over the ranks, as shards."""
-
-    @property
-    def in_order(self) -> bool:
-        """Whether data has to order exchanges: the backend drops barriers, and mixes messages."""
-
-    def ordered(
-        self, arrays: Sequence[Any], first: Sequence[Any], place: Sequence[Any]
-    ) -> list[Any]:
-        """The arrays; where data has to order exchanges, with a dependency on `first`."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +43,22 @@ class ShardedParam:
     wire: Any = None  # the dtype in which gradients are reduced; None: their dtype
     trainable: bool = True
     grad_sharding: NamedSharding | None = None  # of its gradient, where that differs
-    # With manual data axes: gathers and scatters; `sharding` is then of the global array.
-    exchange: GatherScatter | None = field(default=None, compare=False)
+    codec: Codec = PLAIN
+    parts: tuple[tuple[str, ShardedParam], ...] = ()  # the arrays that a codec stores, by name
 
     @property
     def on_host(self) -> bool:
         """Whether it is stored in host memory."""
         return self.sharding.memory_kind == HOST
+
+    @property
+    def arrays(self) -> Stored:
+        """How each stored array is stored; a plain parameter is one."""
+        return dict(self.parts) if self.parts else self
+
+    def with_parts(self, change: Callable[[ShardedParam], ShardedParam]) -> ShardedParam:
+        """With each of a codec's arrays changed."""
+        return replace(self, parts=tuple((name, change(part)) for name, part in self.parts))
 
     @property
     def _here(self) -> NamedSharding:
@@ -109,28 +93,52 @@ class ShardedParam:
 
     def layer(self) -> ShardedParam:
         """One slice of a stacked parameter, as the body of a scan reads it."""
-        return self.moved(self.shape[1:], list(range(1, len(self.shape))))
+        own = self.with_parts(ShardedParam.layer)
+        return own.moved(self.shape[1:], list(range(1, len(self.shape))))
 
-    def read(self, stored: jax.Array) -> jax.Array:
-        """The parameter as layers read it: cast on the shard, then gathered, then unpadded."""
+    def decoded(self, arrays: Stored) -> jax.Array:
+        """The parameter as layers read it, from its gathered arrays."""
+        if not self.parts:
+            return arrays
+        return unpad(self.codec.decode(arrays, self.dtype), self.shape)
+
+    def read(self, stored: Stored) -> jax.Array:
+        """The parameter as layers read it: cast on the shard, then gathered, then unpadded.
+
+        An encoded one is gathered as it is stored, and decoded then.
+        """
+        if self.parts:
+            return self.decoded({name: part.read(stored[name]) for name, part in self.parts})
         # Without the first constraint the gather may move above the barrier on the shard.
         stored = _cast(constrain(on_device(stored), self._here, "unit.shard"), self.dtype)
         step = first_step(self._here, self.gathered)
         stored = constrain(stored, step, "unit.step") if step else stored
-        full = constrain(stored, self.gathered, "unit.gather")
-        return full if full.shape == self.shape else full[tuple(map(slice, self.shape))]
+        return unpad(constrain(stored, self.gathered, "unit.gather"), self.shape)
 
     def on_device(self) -> ShardedParam:
         """The same parameter, stored in device memory."""
-        return replace(self, sharding=self._here)
+        return replace(self.with_parts(ShardedParam.on_device), sharding=self._here)
 
     def scatter(self, grad: jax.Array, like: jax.Array) -> jax.Array:
         """The gradient of the gathered parameter on the stored shards, in device memory."""
         grad = grad.astype(reduction_dtype(grad.dtype, self.wire))
-        if grad.shape != like.shape:
-            grad = jnp.pad(grad, [(0, b - a) for a, b in zip(grad.shape, like.shape, strict=True)])
         at = self.grad_sharding or self._here
-        return constrain(grad, at, "unit.scatter").astype(like.dtype)
+        return constrain(pad(grad, like.shape), at, "unit.scatter").astype(like.dtype)
+
+
+def encoded(param: ShardedParam, value: StoredValue) -> ShardedParam:
+    """A parameter that is stored as this value's arrays."""
+    if value.codec == PLAIN:
+        return param
+
+    def part(array: jax.ShapeDtypeStruct) -> ShardedParam:
+        spec = array_spec(array.shape, value.padded, param.gathered)
+        at = param.gathered
+        gathered = NamedSharding(at.mesh, spec, memory_kind=at.memory_kind)
+        return ShardedParam(array.shape, array.dtype, gathered, array.sharding, trainable=False)
+
+    parts = tuple((name, part(array)) for name, array in value.arrays.items())
+    return replace(param, codec=value.codec, parts=parts)
 
 
 Storage = Mapping[Any, ShardedParam]  # of the variables of a program
@@ -146,38 +154,3 @@ def _cast(stored: jax.Array, dtype: Any) -> jax.Array:
     if stored.dtype == jnp.float32 and dtype == jnp.bfloat16:
         stored = jax.lax.reduce_precision(stored, exponent_bits=8, mantissa_bits=7)
     return stored.astype(dtype)
-
-
-# All-gather and reduce-scatter of a segment: by sharding constraints, or by an exchange.
-
-
-def read_all(
-    stored: Sequence[ShardedParam], shards: Sequence[Any], place: Sequence[Any]
-) -> list[Any]:
-    """All parameters of a segment as layers read them."""
-    exchange = exchange_of(stored)
-    if exchange:
-        return exchange.gather(stored, shards, place)
-    return [s.read(w) for s, w in zip(stored, shards, strict=True)]
-
-
-def scatter_all(
-    stored: Sequence[ShardedParam], grads: Sequence[Any], likes: Sequence[Any], place: Sequence[Any]
-) -> list[Any]:
-    """All gradients of a segment, on the stored shards; None where there is none."""
-    exchange = exchange_of(stored)
-    if not exchange:
-        triples = zip(stored, grads, likes, strict=True)
-        return [None if g is None else s.scatter(g, w) for s, g, w in triples]
-    found = [i for i, g in enumerate(grads) if g is not None]
-
-    def picked(values: Sequence[Any]) -> list[Any]:
-        return [values[i] for i in found]
-
-    done = iter(exchange.scatter(picked(stored), picked(grads), picked(likes), place))
-    return [None if g is None else next(done) for g in grads]
-
-
-def exchange_of(stored: Sequence[ShardedParam]) -> GatherScatter | None:
-    """The exchange of a segment, if it has one."""
-    return stored[0].exchange if stored else None

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspeed.ops.free_axes import free_sample_axes
+from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.constrain import constrain
 from jaxspeed.placement.memory_kinds import on_device
 from jaxspeed.zero3.sharded_param import ShardedParam
@@ -27,6 +28,7 @@ def looks_up(eqn: Any, stored: ShardedParam, samples: int | None) -> bool:
     ids, numbers, sharded = eqn.invars[1].aval, eqn.params["dimension_numbers"], stored.sharded_dim
     return (
         sharded is not None
+        and not stored.parts  # an encoded table is decoded first
         and ids.shape[0] == samples
         and 0 not in numbers.offset_dims
         and sharded in _row_dims(eqn)
@@ -49,7 +51,7 @@ def look_up(eqn: Any, table: jax.Array, ids: jax.Array, stored: ShardedParam) ->
     columns, rows = _shardings(eqn, stored, sharded)
     found = constrain(found, columns, "lookup.columns")
     found = constrain(found, rows, "lookup.rows")
-    return found if found.shape == out else found[tuple(map(slice, out))]
+    return unpad(found, out)
 
 
 def _row_dims(eqn: Any) -> list[int]:

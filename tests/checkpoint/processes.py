@@ -12,7 +12,8 @@ from jax.experimental import multihost_utils
 import jaxspeed
 from jaxspeed.checkpoint import Checkpointer
 from jaxspeed.objective.rng import is_key
-from jaxspeed.objective.train_state import unpad, updated_values
+from jaxspeed.objective.train_state import updated_values
+from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.paths import flat_with_paths
 from tests.checkpoint import states
 from tests.engine import tiny

@@ -101,7 +101,7 @@ def program(shapes, mesh, stage, optimizer, offload, bf16=False, where="device",
 def with_moments(made, state):
     """The state with moments as of many steps, the same wherever they wait."""
     rng, leaves = np.random.default_rng(7), []
-    for leaf, (shape, stored, at) in zip(
+    for leaf, (shape, stored, at, _) in zip(
         jax.tree.leaves(state.opt), made.layout.places.values(), strict=True
     ):
         if shape and jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -60,10 +60,10 @@ class ServerLayout:
         update = separated_update(program).full_update
         mixed = update.mixed() is not None
         moments = dict.fromkeys(program.table.rows, 0)
-        for path, (shape, _, at) in program.layout.places.items():
+        for path, leaf in program.layout.places.items():
             owner = owner_of(path, program.table.rows)
             if owner is not None:
-                moments[owner] += math.prod(shape) * at.dtype.itemsize
+                moments[owner] += math.prod(leaf.shape) * leaf.placement.dtype.itemsize
         found = []
         for row in program.table:
             path, shape = row.path, row.leaf.shape

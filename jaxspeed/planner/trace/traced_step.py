@@ -71,7 +71,11 @@ class Step:
         """The stored copies of parameters with a vocabulary dim."""
         tables = {row.path for row in self.program.table if "vocab" in row.leaf.names}
         pairs = zip(self.paths, self.scope.ins, strict=True)
-        return [value for path, value in pairs if getattr(path[-1], "key", None) in tables]
+        return [
+            value
+            for path, value in pairs
+            if any(getattr(key, "key", None) in tables for key in path)
+        ]
 
 
 def read_step(program: Program, batch: Any, platform: str | None = None) -> Step:
