@@ -1,6 +1,7 @@
 """Layout of activations at shard boundaries: replicated, or sharded along the sequence."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,9 +83,9 @@ def context_mesh(mesh: Mesh) -> Any:
     return mesh if context.empty else context
 
 
-def sample_axes(mesh: Any, size: int) -> tuple[str, ...] | None:
-    """The data axes that shard `size` samples; None if these do not divide. No manual axes."""
+def sample_axes(mesh: Any, size: int, axes: Sequence[str] = DATA_AXES) -> tuple[str, ...] | None:
+    """Those of `axes` that shard `size` samples; None if these do not divide. No manual axes."""
     free = free_axes(mesh)
-    axes = tuple(axis for axis in DATA_AXES if axis in free)
+    axes = tuple(axis for axis in axes if axis in free)
     num_shards = math.prod(free[axis] for axis in axes)
     return axes if num_shards > 1 and size % num_shards == 0 else None
