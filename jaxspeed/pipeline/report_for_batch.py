@@ -66,7 +66,7 @@ def _carry(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     traced = objective.trace((shapes, one, index, index), train=True)
-    carry = split_program(traced, [row.path for row in objective.table], stack, one).carry
+    carry = split_program(traced, stack, one).carry
     samples = objective.samples(one)
     ranks = objective.table.ranks
     tensor = mesh.shape["tensor"] if objective.style.sequence_parallel else 1

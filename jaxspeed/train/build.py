@@ -14,9 +14,9 @@ from jaxspeed.config import Batch, Config
 from jaxspeed.errors import ConfigError, ModelError
 from jaxspeed.known_jax_bugs import installed, refuse_known_bugs
 from jaxspeed.objective import Model, adapt_model
+from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
 from jaxspeed.objective.precision import DTYPES, autocast_of, compute_dtype, precision_of
-from jaxspeed.objective.traced_loss import Traced
 from jaxspeed.objective.train_state import OptLayout, native_tree
 from jaxspeed.objective.trainable import read_trainable
 from jaxspeed.offload import ON_DEVICE, ON_HOST, UpdateDevice
@@ -178,7 +178,7 @@ def _check_patterns(config: Config, model: Model) -> None:
 
 
 def _stack_of(
-    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], Traced] | None
+    config: Config, mesh: Mesh, leaves: Sequence[Leaf], trace: Callable[[], LossProgram] | None
 ) -> Stack | None:
     """The blocks that are partitioned over `pipe`."""
     stages, chunks = mesh.shape[PIPE], _chunks_of(config)

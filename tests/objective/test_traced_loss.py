@@ -112,7 +112,7 @@ def test_parameters_and_batch_are_traced_as_layers_read_them(dtype):
     table = build_table(adapted.leaves, mesh, precision=Precision(compute=dtype))
     traced = Objective(adapted, tiny.squared_error, table, dtype).trace(rest(), True)
     wanted = {jnp.dtype(dtype or "float32")}
-    assert {v.aval.dtype for v in traced.parameters} == wanted
+    assert {v.aval.dtype for v in traced.parameters.values()} == wanted
     assert {v.aval.dtype for v in traced.batch} == wanted
 
 
