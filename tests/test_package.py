@@ -149,8 +149,8 @@ INNER = {
     "planner/memory/liveness.py": "planner/test_memory_layout.py",
     "run/ending.py": "checkpoint/test_several_processes.py",
     "run/watchdog.py": "run/test_watchdog.py",
-    "train/staged_init.py": "train/test_staged_init.py",
-    "train/xla_options.py": "train/test_staged_init.py",
+    "train_state/staged_init.py": "train/test_staged_init.py",
+    "placement/xla_options.py": "train/test_staged_init.py",
 }
 
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from jaxspeed.config import Config
 from jaxspeed.jaxpr.evaluate import as_function
 from jaxspeed.jaxpr.module_scopes import calls_in
 from jaxspeed.jaxpr.primitives import (
@@ -50,6 +51,8 @@ from jaxspeed.jaxpr.primitives import (
 from jaxspeed.jaxpr.rewriter import Atom, Rewriter, Rewriting
 from jaxspeed.jaxpr.traverse import Body, bodies, is_var
 from jaxspeed.objective.safe_modules import SafeModules
+from jaxspeed.placement.precision import DTYPES
+from jaxspeed.placement.table import PlacementTable
 
 LOWER = PRODUCTS | RAGGED_PRODUCTS
 # Element-wise, but too steep for 8 bits of mantissa, or the terms of a sum of squares.
@@ -300,3 +303,15 @@ def _asks_for_highest(precision: Any) -> bool:
         return False
     pair = precision if isinstance(precision, tuple) else (precision,)
     return jax.lax.Precision.HIGHEST in pair
+
+
+def autocast_of(config: Config, table: PlacementTable) -> Autocast | None:
+    """Automatic mixed precision of a model with these parameters; None where it is disabled."""
+    if not config.torch_autocast.enabled:
+        return None
+    full = frozenset(row.path for row in table if row.leaf.full_precision)
+    gathered = (row.path for row in table if row.gathered and row.leaf.dtype == jnp.float32)
+    sharded = frozenset(gathered) - full if table.mesh.shape["pipe"] == 1 else frozenset()
+    safe = config.torch_autocast.lower_precision_safe_modules
+    is_safe = SafeModules(None if safe is None else tuple(safe))
+    return Autocast(DTYPES[config.compute_dtype], full, sharded, is_safe)

@@ -10,7 +10,7 @@ from jax.tree_util import tree_unflatten
 from jaxspeed.config import match
 from jaxspeed.jaxpr.primitives import RANDOM
 from jaxspeed.jaxpr.traverse import ClosedJaxpr, Jaxpr, Var, runs
-from jaxspeed.objective.own_axes import OwnAxes
+from jaxspeed.user_models.own_axes import OwnAxes
 from jaxspeed.zero3 import Units, choose_units, outermost_calls
 
 

@@ -21,9 +21,7 @@ from jaxspeed.objective.by_parts import ByParts
 from jaxspeed.objective.loss import Loss
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.passes import PartContext, after_split
-from jaxspeed.objective.protocol import Model
 from jaxspeed.objective.traced_loss import LossTraces
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.placement.codec import PLAIN, Stored, pad, unpad
 from jaxspeed.placement.rows import Row
@@ -32,6 +30,8 @@ from jaxspeed.remat.residual_report import ResidualReport, residual_report
 from jaxspeed.remat.resolve import resolve_policy
 from jaxspeed.remat.unit_jaxprs import unit_jaxprs
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.protocol import Model
 from jaxspeed.zero3 import (
     BY_CONSTRAINT,
     EvalContext,

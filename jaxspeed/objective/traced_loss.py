@@ -17,18 +17,18 @@ import jax.numpy as jnp
 
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.autocast import Autocast, asks_for_full_precision
-from jaxspeed.objective.batches import EXTRA, call_loss
 from jaxspeed.objective.by_parts import ByParts, by_parts
 from jaxspeed.objective.loss import Loss, parse_loss
 from jaxspeed.objective.loss_program import LossProgram
-from jaxspeed.objective.own_axes import OwnAxes, with_own_axes
 from jaxspeed.objective.passes import TraceContext, before_split
-from jaxspeed.objective.protocol import Model
-from jaxspeed.objective.train_state import Arrays
-from jaxspeed.objective.user_code import foreign
 from jaxspeed.ops import gpu, splash
 from jaxspeed.ops.attention import autocast_to
 from jaxspeed.placement.paths import listed
+from jaxspeed.train_state.state import Arrays
+from jaxspeed.user_models.batches import EXTRA, call_loss
+from jaxspeed.user_models.own_axes import OwnAxes, with_own_axes
+from jaxspeed.user_models.protocol import Model
+from jaxspeed.user_models.user_code import foreign
 
 log = logging.getLogger("jaxspeed")
 

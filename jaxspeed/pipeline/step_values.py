@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxspeed.errors import ModelError
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.train_state import Arrays
 from jaxspeed.ops.free_axes import free_sample_shards
 from jaxspeed.pipeline.packed_layout import PackedLayout
 from jaxspeed.pipeline.split_loss import LossParts, split_loss
@@ -24,6 +23,7 @@ from jaxspeed.pipeline.unlike_stages import UnlikeParts, split_unlike
 from jaxspeed.placement.codec import unpad
 from jaxspeed.placement.stacks import Stack, UnlikeStages
 from jaxspeed.placement.table import PlacementTable
+from jaxspeed.train_state.state import Arrays
 
 Values = list[Any]
 

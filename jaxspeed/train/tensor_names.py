@@ -14,13 +14,11 @@ from jax.sharding import Mesh
 
 from jaxspeed.config import Config
 from jaxspeed.errors import ConfigError, ModelError
-from jaxspeed.objective import Model, adapt_model
-from jaxspeed.objective.batches import example_shapes, with_extra
 from jaxspeed.objective.loss_program import LossProgram
 from jaxspeed.objective.objective import Objective
-from jaxspeed.objective.precision import compute_dtype
 from jaxspeed.placement.apply_layer_specs import named_by_specs
 from jaxspeed.placement.mesh import build_mesh
+from jaxspeed.placement.precision import compute_dtype
 from jaxspeed.placement.rows import Leaf
 from jaxspeed.placement.rules import LOGICAL_RULES, with_names, with_own_axis_names
 from jaxspeed.placement.specs import by_dim
@@ -32,6 +30,8 @@ from jaxspeed.tensor_parallel import (
     propose_sharding,
     uses_of,
 )
+from jaxspeed.user_models import Model, adapt_model
+from jaxspeed.user_models.batches import example_shapes, with_extra
 
 Loss = Callable[[Any, Any], Any]
 
