@@ -13,7 +13,7 @@ import jaxspeed
 from jaxspeed.jaxpr.rewriter import Rewriter
 from jaxspeed.jaxpr.traverse import as_product, product_of
 from jaxspeed.jaxpr.weight_uses import ByWeight
-from jaxspeed.user_models import passes
+from jaxspeed.objective import passes
 from tests.support.covering import covering
 
 WIDTH, HIDDEN, LAYERS, SAMPLES, LR = 8, 16, 4, 32, 0.05

@@ -9,7 +9,8 @@ from flax import nnx
 
 import jaxspeed
 from jaxspeed import ModelError
-from jaxspeed.user_models import linen_model, nnx_model, objective
+from jaxspeed.objective import objective
+from jaxspeed.user_models import linen_model, nnx_model
 from tests.train.flax_loop import (
     REPLICATED,
     SGD,
