@@ -24,8 +24,9 @@ from jaxspeed.jaxpr.traverse import (
     with_functions,
     with_jaxpr,
 )
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.tensor_parallel.activation_layout import context_mesh, sample_axes
+from jaxspeed.tensor_parallel.activation_layout import context_mesh
 
 DRAWS = ("random_bits", "random_gamma")  # all of jax.random comes down to these, on keys
 
@@ -41,7 +42,7 @@ class Kind(enum.IntEnum):
 def shared_sizes(sizes: Collection[int], mesh: Any) -> frozenset[int]:
     """Numbers of samples that divide over the data axes that are automatic here."""
     mesh = context_mesh(mesh)
-    return frozenset(size for size in sizes if sample_axes(mesh, size))
+    return frozenset(size for size in sizes if free_sample_axes(size, mesh))
 
 
 def with_draws_sharded(jaxpr: Any, sizes: Collection[int], mesh: Any) -> Any:
@@ -121,7 +122,7 @@ class _Writing:
 
     def _constrained(self, drawn: jax.Array) -> jax.Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (drawn.ndim - 1)
-        rows = sample_axes(self.mesh, drawn.shape[0])
+        rows = free_sample_axes(drawn.shape[0], self.mesh) or None
         return constrain(drawn, NamedSharding(self.mesh, PartitionSpec(rows, *rest)), "draw")
 
 

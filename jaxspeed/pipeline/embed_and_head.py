@@ -4,20 +4,18 @@ A vocabulary that they read is sharded over `pipe` (and `tensor`): each stage lo
 multiplies its shard of the rows. Otherwise the samples are sharded over `pipe` too, if divisible.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspeed.axes import PIPE
 from jaxspeed.jaxpr.slicing import read_by
 from jaxspeed.objective.loss import Loss
-from jaxspeed.ops.free_axes import free_axes
-from jaxspeed.pipeline.stage_shard_map import PIPE
+from jaxspeed.ops.free_axes import free_sample_axes
 from jaxspeed.pipeline.step_values import SplitStep, Values
 from jaxspeed.placement.constrain import constrain
-from jaxspeed.placement.mesh import DATA_AXES
 from jaxspeed.placement.specs import spec_axes
 from jaxspeed.tensor_parallel import REPLICATED, ActivationLayout, with_boundary_constraints
 from jaxspeed.zero3 import EvalContext, run_segmented
@@ -72,22 +70,21 @@ def _run(
 
 def _shard_over_stages(x: Any) -> Any:
     """Shard samples over the stages as well as the data ranks."""
-    at = _batch_sharding(x, (*DATA_AXES, PIPE))
+    at = _batch_sharding(x, (PIPE,))
     return x if at is None else constrain(x, at, "pipeline.samples")
 
 
 def _at_stage_boundary(split: SplitStep, x: Any) -> Any:
     """Shard an activation entering the first stage or leaving the last one."""
     of_samples = x.ndim and x.shape[0] == split.samples
-    at = _batch_sharding(x, DATA_AXES) if of_samples else None
+    at = _batch_sharding(x) if of_samples else None
     return x if at is None else constrain(x, at, "pipeline.between")
 
 
-def _batch_sharding(x: Any, axes: tuple[str, ...]) -> NamedSharding | None:
-    """Sharding of the first dim over those of `axes` that are not manual; None if indivisible."""
-    free = free_axes()
-    axes = tuple(axis for axis in axes if free.get(axis, 1) > 1)
-    if not axes or not x.ndim or x.shape[0] % math.prod(free[axis] for axis in axes):
+def _batch_sharding(x: Any, also: tuple[str, ...] = ()) -> NamedSharding | None:
+    """Sharding of the first dim over the samples' axes and `also`; None if indivisible."""
+    axes = free_sample_axes(x.shape[0], also=also) if x.ndim else ()
+    if not axes:
         return None
     entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
     return NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*entries))

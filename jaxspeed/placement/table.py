@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from jaxspeed.axes import PIPE, data_ranks
 from jaxspeed.config.patterns import match
 from jaxspeed.errors import PlacementError
 from jaxspeed.placement import show
@@ -48,7 +49,6 @@ class StateLeaf(NamedTuple):
     stacked: int = 0  # leading dims that stack layers
 
 
-PIPE = "pipe"
 WIDTH = 120  # of the table as text
 
 
@@ -77,8 +77,13 @@ class PlacementTable:
         return placement.sharding(self.mesh)
 
     @property
+    def ranks(self) -> int:
+        """Number of shards of a batch's samples."""
+        return data_ranks(self.mesh.shape)
+
+    @property
     def grads_sharded(self) -> bool:
-        """Whether gradients accumulate sharded over `data`: stages 2 and 3."""
+        """Whether gradients accumulate sharded over the storing axes: stages 2 and 3."""
         return self.stage >= 2
 
     def bytes_by_role(self) -> dict[str, tuple[int, int]]:
@@ -327,6 +332,6 @@ def _storage(
     kept = stack.layers_dim(leaf.path)
     inner = None if stack.in_place else PIPE
     if not stack.in_place:
-        base = shard_leaf(base.stored_shape, base.spec, names, sizes, PIPE, kept=kept) or base
+        base = shard_leaf(base.stored_shape, base.spec, names, sizes, (PIPE,), kept=kept) or base
     zero = shard_leaf(base.stored_shape, base.spec, names, sizes, kept=kept, inner=inner)
     return base, zero or base

@@ -17,10 +17,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspeed.axes import TENSOR
 from jaxspeed.jaxpr.inline_calls import Spliced
 from jaxspeed.jaxpr.primitives import CUSTOM_DERIVATIVE
 from jaxspeed.jaxpr.traverse import is_var, open_jaxpr, with_functions, with_jaxpr
-from jaxspeed.ops.free_axes import TENSOR, free_axes
+from jaxspeed.ops.free_axes import free_axes
 from jaxspeed.tensor_parallel.activation_layout import (
     ActivationLayout,
     BoundaryLayouts,
