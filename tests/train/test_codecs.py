@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxspeed
 from jaxspeed.config import load_config
 from jaxspeed.engine.engine import Engine
+from jaxspeed.engine.oom_help import _otherwise, stored_bytes
 from jaxspeed.errors import ModelError, PlacementError
 from jaxspeed.placement import build_mesh
 from jaxspeed.placement.codec import CodecRule, StoredValue
@@ -188,6 +189,7 @@ def test_the_table_and_the_estimate_have_the_bytes_of_the_codes():
     bytes_ = [e.placements.bytes_by_role() for e in (made, wide)]
     assert bytes_[1]["param"][0] - bytes_[0]["param"][0] == 4 * size - codes
     assert bytes_[1]["param"][1] - bytes_[0]["param"][1] == (4 * size - codes) // 8
+    assert stored_bytes(_otherwise(made.program, 3)) == stored_bytes(made.placements)
     assert "int8 blocks of 2 of f32" in str(made.placements)
     estimates = [
         {c.name: c.bytes for c in memory_of(e.program, batch()).components if c.lasting}
