@@ -149,6 +149,7 @@ def donatable_copy(x: Stored, leaf: SavedLeaf) -> Stored:
 
 def encoded_anew(x: Stored, was: SavedLeaf, leaf: SavedLeaf) -> Stored:
     """What was saved as `was` stored as `leaf`, on the device; called inside jit."""
-    value = unpad(was.codec.decode(on_device(x), leaf.stored.dtype), leaf.shape)
-    value = pad(value.astype(leaf.stored.dtype), leaf.stored.shape)
-    return leaf.codec.encode(value, leaf.arrays)
+    shape, dtype = leaf.shape, leaf.stored.dtype
+    value = unpad(was.codec.decode(on_device(x), shape, dtype), shape)
+    value = pad(value.astype(dtype), leaf.stored.shape)
+    return leaf.codec.encode(value, shape, leaf.arrays)

@@ -276,7 +276,7 @@ def _scan(
         elif (
             i < num_consts + num_carry
             or stored.sharded_dim == 0
-            or (stored.parts and any(len(x) != body.trips for x in values[i].values()))
+            or any(part.blocks[:1] != (1,) for _, part in stored.parts)
         ):
             # Carried, or sharded or encoded along the layers: gathered before.
             (values[i],) = read(context.exchange, [stored], [values[i]])
